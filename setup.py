@@ -35,6 +35,8 @@ REQUIREMENTS = [
     "tokenizers",
     "transformers>=5",
     "zstandard",
+    "pyarrow",  # samples
+    "duckdb",  # marsrl view, report.html
     "tensorboard",
     "msgpack",
     "psutil",
@@ -50,7 +52,7 @@ EXTRAS = {
     "openai": ["httpx"],  # frozen policies and retrieval behind a server; vllm brings it too
     "retrieval": ["fastapi", "uvicorn"],  # marsrl serve-retrieval; vllm brings them too
     "view": ["fastapi", "uvicorn"],  # marsrl view
-    "data": ["pyarrow", "datasets"],
+    "data": ["datasets"],
     "curate": ["rensa>=0.5"],  # marsrl curate: near-duplicates; its index of 0.4 is another
     "wandb": ["wandb"],
     "dev": ["pytest", "hypothesis", "playwright", "ruff", "mypy", "mkdocs"],
@@ -146,7 +148,7 @@ setup(
     packages=packages,
     package_dir=package_dir,
     package_data={package: ["*.yaml", "*.j2"] for package in packages}
-    | {f"{NAME}.trainer.view": ["pages/*", "pages/vendor/*"]},
+    | {f"{NAME}.trainer.look": ["pages/*", "pages/vendor/*"]},
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["marsrl = marsrl.trainer.cli:main"]},

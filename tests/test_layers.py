@@ -60,27 +60,24 @@ ROOMS = {
     "trainer/checks": {"trainer/learner", "trainer/plan", "trainer/schools", "trainer/weights"},
     "trainer/cli": {
         "trainer/checks",
-        "trainer/compare",
         "trainer/curate",
         "trainer/evaluate",
+        "trainer/look",
         "trainer/models",
         "trainer/plan",
-        "trainer/report",
         "trainer/runs",
-        "trainer/view",
     },
     SETTINGS: set(),
-    "trainer/compare": {"trainer/evaluate", "trainer/report", "trainer/runs"},
-    "trainer/curate": {"trainer/checks", "trainer/evaluate", "trainer/report", "trainer/runs"},
+    "trainer/curate": {"trainer/checks", "trainer/evaluate", "trainer/look", "trainer/report", "trainer/runs"},
     "trainer/data": {"trainer/runs"},
     "trainer/evaluate": {"trainer/checks", "trainer/data", "trainer/models", "trainer/report", "trainer/runs"},
     "trainer/learner": {"trainer/data", "trainer/runs"},
+    "trainer/look": {"trainer/evaluate", "trainer/report", "trainer/runs"},
     "trainer/models": {"trainer/learner", "trainer/runs"},
     "trainer/plan": {"trainer/learner", "trainer/models", "trainer/schools"},
     "trainer/report": {"trainer/data", "trainer/learner", "trainer/runs"},
     "trainer/runs": {"trainer/learner"},
     "trainer/schools": {"trainer/data", "trainer/learner", "trainer/models", "trainer/report", "trainer/runs"},
-    "trainer/view": {"trainer/report", "trainer/runs"},
     "trainer/weights": {"trainer/data", "trainer/learner", "trainer/runs"},
 }
 
@@ -171,9 +168,7 @@ def test_reading_a_config_imports_no_torch_and_no_engine() -> None:
 
 def test_looking_at_runs_imports_no_torch() -> None:
     """Which takes four times as long as all that the viewer needs."""
-    loaded = modules_after(
-        "import marsrl.trainer.view.server, marsrl.trainer.view.text, marsrl.trainer.compare.command"
-    )
+    loaded = modules_after("import marsrl.trainer.look.server, marsrl.trainer.look.text, marsrl.trainer.look.compare")
     assert not loaded & {"torch", "vllm", "ray", "megatron", "transformers"}
 
 

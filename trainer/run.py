@@ -24,8 +24,8 @@ from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
+from marsrl.trainer.look.export import write_report
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.report.report import write_report
 from marsrl.trainer.report.step_metrics import step_metrics
 from marsrl.trainer.report.summary import save_summary
 from marsrl.trainer.report.trace import TraceLog

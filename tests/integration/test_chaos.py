@@ -37,11 +37,11 @@ def with_a_row_twice(run: RunDirectory, last: Path) -> None:
 
 
 def with_samples_twice(run: RunDirectory, last: Path) -> None:
-    shutil.copy(run.samples / "step_1.jsonl.zst", run.samples / "step_2.jsonl.zst")
+    shutil.copy(run.samples / "step_1.parquet", run.samples / "step_2.parquet")
 
 
 def without_samples(run: RunDirectory, last: Path) -> None:
-    (run.samples / "step_2.jsonl.zst").unlink()
+    (run.samples / "step_2.parquet").unlink()
 
 
 def with_a_byte_more(run: RunDirectory, last: Path) -> None:

@@ -24,6 +24,7 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.trainer import build
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import ConfigError, read_config
+from marsrl.trainer.look.tokens import tokens_of_sample
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
@@ -31,7 +32,6 @@ from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
 from marsrl.trainer.report.token_log import read_tokens, token_files
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.view.tokens import tokens_of_sample
 from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison
 
 TRAINED = "[solver, corrector1, corrector2]"

@@ -21,11 +21,11 @@ from killed_turns_worker import NUM_CALLS, READS, says
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
 from marsrl.rollout.state import decode
+from marsrl.trainer.look.tokens import tokens_of_sample
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.token_log import token_files
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.view.tokens import tokens_of_sample
 
 pytestmark = pytest.mark.slow
 

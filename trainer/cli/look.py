@@ -25,13 +25,13 @@ def _view(add: AddParser) -> None:
     def run(words: argparse.Namespace) -> int:
         runs = [run_directory(each) for each in words.run_directories]
         if words.text:
-            from marsrl.trainer.view.text import print_run
+            from marsrl.trainer.look.text import print_run
 
             for each in runs:
                 print_run(each, console(160))
             return 0
         check_server("view", words.port)
-        from marsrl.trainer.view.server import view
+        from marsrl.trainer.look.server import view
 
         view(runs, words.port, lambda address: print(f"open {address}", flush=True))
         return 0
@@ -49,7 +49,7 @@ def _report(add: AddParser) -> None:
     parser.add_argument("run_directory")
 
     def run(words: argparse.Namespace) -> int:
-        from marsrl.trainer.report.report import write_report
+        from marsrl.trainer.look.export import write_report
 
         print(write_report(run_directory(words.run_directory)))
         return 0
@@ -109,10 +109,12 @@ def _compare(add: AddParser) -> None:
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run's directory, or the folder of `marsrl evaluate --out`"
     )
-    parser.add_argument("--html", metavar="FILE", help="also write a page with the curves to this file")
+    parser.add_argument(
+        "--html", metavar="FILE", help="also write this page of `marsrl view` to a file, which needs no server"
+    )
 
     def run(words: argparse.Namespace) -> int:
-        from marsrl.trainer.compare.command import compare
+        from marsrl.trainer.look.compare import compare
 
         compare(words.runs, words.html, console(200))
         return 0

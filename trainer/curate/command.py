@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.model_shape import read_shape
@@ -28,11 +31,13 @@ from marsrl.trainer.curate.rows import Stage, read_inputs
 from marsrl.trainer.curate.rules import Level, Readable
 from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.evaluate.identity import policy_identity, team_identity
+from marsrl.trainer.look.export import PAGES
+from marsrl.trainer.look.visible import shorten, visible
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.report.report import page_environment
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 from marsrl.trainer.runs.lock import RunLock
 
+_MOST_CHARS = 6000  # of a text on the page
 _SETTING = re.compile(r"[A-Za-z_][\w.<>-]*=")
 
 
@@ -83,11 +88,20 @@ def _write_report(out: Path, records: Sequence[StageRecord], config: str) -> Pat
 
     config: the settings as text.
     """
-    environment = page_environment(Path(__file__).parent)
+    environment = Environment(
+        loader=FileSystemLoader(os.fspath(Path(__file__).parent)),
+        autoescape=True,  # always, not by file name: Jinja's own choice leaves *.j2 unescaped
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: visible(value) if type(value) is str else value,
+    )
+    environment.filters["shorten"] = lambda text: shorten(text, _MOST_CHARS)
     environment.filters["pretty"] = lambda value: json.dumps(value, indent=1, ensure_ascii=False)
     first = records[0].tally
     page = environment.get_template("curate.html.j2").render(
         name=out.resolve().name,
+        style=Markup((PAGES / "style.css").read_text("utf-8")),
         records=records,
         num_rows=first.num_kept + first.num_dropped if first is not None else 0,
         config=config,

@@ -1,27 +1,56 @@
-"""samples/step_N.jsonl.zst: every sample of a step, for people and for the report. One JSON object a line.
+"""samples/step_N.parquet: every sample of a step, for people, the viewer and whatever reads Parquet (DuckDB, pandas, Polars).
 
-What a model wrote is hostile: control characters, lone surrogates, megabytes on one line. JSON is written in ASCII
-(everything else as \\u escapes), so a line of the file is a line of the log whatever the text holds, and text comes
-back exactly.
+    duckdb -c "SELECT agent, avg(reward) FROM 'runs/a/samples/*.parquet' GROUP BY agent"
+    python -c "import pandas; print(pandas.read_parquet('runs/a/samples/step_3.parquet'))"
+
+A row a sample, in the columns of SCHEMA. What a model wrote is kept as it is, but for lone surrogates, which no UTF-8 file can
+hold: each is a "?".
 """
 
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import zstandard
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from marsrl.rollout.types import Finish, Group, Sample, Segment
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 
-_FILE = re.compile(r"step_(\d+)\.jsonl\.zst")
+_FILE = re.compile(r"step_(\d+)\.parquet")
+_ROW_GROUP_CHARS = 8 << 20  # of prompts and texts: what is read to show one sample
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("line", pa.int32()),
+        ("uid", pa.string()),
+        ("parent_uid", pa.string()),
+        ("group_id", pa.string()),
+        ("rollout_id", pa.string()),
+        ("problem_id", pa.string()),
+        ("agent", pa.string()),
+        ("prompt", pa.string()),
+        ("text", pa.string()),
+        ("answer", pa.string()),
+        ("verdict", pa.bool_()),
+        ("reward", pa.float64()),
+        ("correct", pa.float64()),
+        ("parts", pa.map_(pa.string(), pa.float64())),
+        ("note", pa.string()),
+        ("advantage", pa.float64()),
+        ("num_prompt_tokens", pa.int32()),
+        ("num_tokens", pa.int32()),
+        ("finish", pa.string()),
+        ("segments", pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int32())]))),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +110,27 @@ def write_samples(
 
     A step that is played again after a resume replaces its file.
     """
-    path = run.samples / f"step_{step}.jsonl.zst"
-    compressor = zstandard.ZstdCompressor(level=3).compressobj()
-    chunks = []
-    for group in groups:
-        for sample in group.samples:
-            advantage = advantages.get(sample.uid) if advantages is not None else None
-            line = json.dumps(asdict(record(sample, advantage)), ensure_ascii=True, allow_nan=False)
-            chunks.append(compressor.compress(line.encode("ascii") + b"\n"))
-    chunks.append(compressor.flush())
-    write_atomically(path, b"".join(chunks))
+    samples = (sample for group in groups for sample in group.samples)
+    return write_records(
+        run, step, (record(each, advantages.get(each.uid) if advantages is not None else None) for each in samples)
+    )
+
+
+def write_records(run: RunDirectory, step: int, records: Iterable[SampleRecord]) -> Path:
+    """`write_samples` of records."""
+    path = run.samples / f"step_{step}.parquet"
+    content = io.BytesIO()
+    with pq.ParquetWriter(content, SCHEMA, compression="zstd") as writer:
+        rows: list[dict[str, Any]] = []
+        num_chars = 0
+        for line, each in enumerate(records, start=1):
+            rows.append({"step": step, "line": line, **_row(each)})
+            num_chars += len(each.prompt) + len(each.text)
+            if num_chars > _ROW_GROUP_CHARS:
+                writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
+                rows, num_chars = [], 0
+        writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
+    write_atomically(path, content.getvalue())
     return path
 
 
@@ -103,46 +143,77 @@ def sample_files(run: RunDirectory) -> dict[int, Path]:
 
 
 def read_samples(path: Path) -> Iterator[SampleRecord]:
-    """The samples of a file, one at a time, so that a step of long texts need not fit in memory.
+    """The samples of a file, a row group at a time, so that a step of long texts need not fit in memory.
 
     Raises:
-        ValueError: the file is damaged, or a line is no sample; says which.
+        ValueError: the file is damaged; says which.
     """
-    return (sample for _, sample in _read(path, None))
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                yield from map(_from_row, batch.to_pylist())
+    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from error
 
 
-def read_sample(path: Path, line: int) -> SampleRecord:
-    """The sample on a line of a file, from 1; the others are not parsed.
+def read_lines(path: Path, lines: Collection[int]) -> dict[int, SampleRecord]:
+    """{line: sample} of some lines of a file, from 1; row groups without any of them are not read.
 
     Raises:
-        ValueError: the file is gone, damaged, or has no such line.
+        ValueError: the file is gone, damaged, or has no such line; says which.
+    """
+    found: dict[int, SampleRecord] = {}
+    try:
+        with pq.ParquetFile(path) as file:
+            end = 0
+            for group in range(file.num_row_groups):
+                begin, end = end, end + file.metadata.row_group(group).num_rows
+                if own := sorted(line for line in lines if begin < line <= end):
+                    table = file.read_row_group(group).take([line - 1 - begin for line in own])
+                    found |= zip(own, map(_from_row, table.to_pylist()), strict=True)
+    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from error
+    if missing := sorted(set(lines) - found.keys()):
+        raise ValueError(f"{path} has no line {missing[0]} (any more: a step that is played again has a new file)")
+    return found
+
+
+def read_columns(path: Path, names: Collection[str]) -> pa.Table:
+    """Some columns of a file.
+
+    Raises:
+        ValueError: the file is gone or damaged; says which.
     """
     try:
-        for _, sample in _read(path, line):
-            return sample
-    except FileNotFoundError:
-        pass
-    raise ValueError(f"{path} has no line {line} (any more: a step that is played again has a new file)")
+        return pq.ParquetFile(path).read(columns=list(names))
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
 
 
-def _read(path: Path, wanted: int | None) -> Iterator[tuple[int, SampleRecord]]:
-    """(line, sample); wanted: of this line alone."""
-    number = 0
-    try:
-        with open(path, "rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
-            for number, line in enumerate(io.BufferedReader(stream), start=1):
-                if wanted in (None, number):
-                    yield number, _from_json(json.loads(line))
-    except (zstandard.ZstdError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}, line {number}: is no sample ({error!r}); the file is damaged") from error
+def _damaged(path: Path, error: Exception) -> ValueError:
+    if isinstance(error, FileNotFoundError):
+        return ValueError(f"{path} is gone")
+    return ValueError(f"{path} is no file of samples ({error!r}); the file is damaged")
 
 
-def _from_json(values: dict[str, Any]) -> SampleRecord:
-    segments = values["segments"]
-    if not isinstance(segments, list):
-        raise TypeError(f"segments is {segments!r}, expected a list")
-    fields = {**values, "segments": tuple(Segment(**s) for s in segments), "finish": Finish(str(values["finish"]))}
-    return SampleRecord(**fields)  # unknown or lacking fields raise; written by us alone
+def _row(sample: SampleRecord) -> dict[str, Any]:
+    fields = {name: _utf8(value) if isinstance(value, str) else value for name, value in asdict(sample).items()}
+    return fields | {
+        "parts": [(_utf8(name), value) for name, value in sample.parts.items()],
+        "finish": sample.finish.value,
+    }
+
+
+def _utf8(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _from_row(values: dict[str, Any]) -> SampleRecord:
+    fields = {name: value for name, value in values.items() if name not in ("step", "line")}
+    fields["parts"] = dict(values["parts"])
+    fields["segments"] = tuple(Segment(**each) for each in values["segments"])
+    fields["finish"] = Finish(values["finish"])
+    return SampleRecord(**fields)  # unknown or lacking columns raise
 
 
 def _finite(value: float) -> float | None:

@@ -36,7 +36,7 @@ _FILE = re.compile(r"step_(\d+)\.msgpack\.zst")
 class TokenRecord:
     """The completion of one sample, token by token: [N] each.
 
-    line: of the sample in samples/step_N.jsonl.zst, from 1. policy: whose weights answered. update: of the step, from 1, that
+    line: of the sample in samples/step_N.parquet, from 1. policy: whose weights answered. update: of the step, from 1, that
     trained it; 0: none did, and logprobs and entropy are NaN. ends: int32, where in `text` (all tokens', the end token's
     too) each one's ends. token_ids: int32. rollout_logprobs, logprobs, entropy: float32, nats, at the sampling
     temperature, of what the sampler kept: of the weights that sampled, and twice of those at the update's start. NaN: the

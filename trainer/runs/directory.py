@@ -6,7 +6,7 @@ runs/<name>/
     metrics.jsonl             one object a step            (metrics.py)
     evaluations/step_N/       evaluation.json, and what it rests on, a line a draw (evaluate/draws.py)
     tensorboard/              the same, as event files
-    samples/step_N.jsonl.zst  every sample of a step       (samples_log.py)
+    samples/step_N.parquet    every sample of a step       (samples_log.py)
     tokens/step_N.msgpack.zst numbers of single tokens, every run.token_log_every steps (token_log.py)
     trace.json                who was busy when            (trace.py)
     warnings.jsonl            what the run warned of       (warnings_log.py)
@@ -14,7 +14,7 @@ runs/<name>/
     data.json                 fingerprints of the problems that it began with
     bad_batches/              batches of steps that were skipped (bad_batches.py)
     hf/                       an exported model
-    summary.json, report.html (summary.py, report.py)
+    summary.json              (report/summary.py); report.html (look/export.py)
 """
 
 from __future__ import annotations

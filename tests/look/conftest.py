@@ -1,0 +1,37 @@
+"""One hostile run and one viewer for all tests of the viewer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path += [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / room) for room in ("report", "docs"))]
+
+from hostile_run import make_hostile_run
+from made_up_run import make_run
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A hostile run, and a harmless one that has not finished."""
+    root = tmp_path_factory.mktemp("runs")
+    return [make_hostile_run(root / "a"), make_run(root / "b", finished=False, num_steps=3).path]
+
+
+@pytest.fixture(scope="session")
+def viewer(runs: list[Path]) -> Iterator[str]:
+    """The address that `marsrl view` prints, token and all."""
+    command = [sys.executable, "-m", "marsrl.trainer.cli", "view", *map(str, runs)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said.startswith("open http://127.0.0.1:"), said
+        yield said.split()[1]
+    finally:
+        process.terminate()
+        process.wait()

@@ -1,0 +1,284 @@
+"""The pages in a real Chromium, over a run whose every text is an attack."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+from marsrl.trainer.look.palette import activity_color
+
+CHROMIUM = Path(__file__).parents[1] / "report" / "chromium.sh"
+PAGES = (
+    "page=overview",
+    "page=compare",
+    "page=samples",
+    "page=samples&sample=6.1",  # 1 MB on one line
+    "page=samples&sample=6.3&view=diff",
+    "page=samples&sample=6.3",  # tool calls
+    "page=samples&sample=6.4",  # its own parent
+    *(f"page=samples&sample=6.3&color={color}" for color in ("difference", "gated")),
+    "page=samples&sample=6.1&color=logprob",  # trained nothing; tokens of 35,000 characters
+    "page=samples&sample=6.2&color=gated",  # none kept
+    "page=samples&sample=6.3&color=__proto__",
+    "page=curves&smooth=0.6&with=1",
+    "page=pipeline",
+    "page=warnings",
+    "page=nowhere&run=99&sample=x.y&agent=%3Cscript%3E",
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = subprocess.run([CHROMIUM, "find"], capture_output=True, text=True)
+    if found.returncode != 0:
+        pytest.skip(found.stdout.strip())
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found.stdout.strip(), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Watched:
+    """A page, everything that its console said, and every address that it asked."""
+
+    def __init__(self, context: BrowserContext) -> None:
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        context.set_default_timeout(300_000)  # ms; a page takes its time on a busy machine
+        self.page: Page = context.new_page()
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+
+    def open(self, address: str) -> None:
+        """Go there, and wait until all that is on its way is shown."""
+        self.page.goto(address)
+        self.page.wait_for_selector("main")
+        self.page.wait_for_load_state("networkidle")
+
+    def wait_until(self, is_so: str, timeout_s: float = 300.0) -> None:
+        """Playwright's own wait_for_function evaluates text in the page, which the pages forbid."""
+        end = time.monotonic() + timeout_s
+        while not self.page.evaluate(is_so):
+            assert time.monotonic() < end, f"never so: {is_so}"
+            self.page.wait_for_timeout(30)
+
+
+@pytest.fixture
+def watched(browser: Browser, viewer: str) -> Iterator[Watched]:
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    seen = Watched(context)
+    seen.page.goto(viewer)
+    indexed = "document.querySelector('.state')?.innerText.match(/samples$/) && document.querySelector('.item')"
+    seen.wait_until(indexed)
+    yield seen
+    context.close()
+
+
+def test_every_page_stays_calm_and_whole_over_a_hostile_run(watched: Watched, viewer: str) -> None:
+    origin = viewer.partition("?")[0]
+    for scheme, width in (("light", 1280), ("dark", 390)):
+        watched.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        watched.page.set_viewport_size({"width": width, "height": 844})
+        for query in PAGES:
+            watched.open(f"{origin}?{query}")
+            too_wide = watched.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert too_wide <= 0, f"{query} is {too_wide} pixels wider than {width}"
+            assert "PWNED" not in watched.page.title()
+    assert not watched.complaints
+    assert not [address for address in watched.asked if not address.startswith(origin)]
+    watched.page.evaluate("fetch('http://example.invalid/').catch(() => 0)")  # the check itself: this is seen
+    assert "Content Security Policy" in " ".join(watched.complaints)
+
+
+def test_texts_are_shown_whole_with_what_would_hide_in_them_named(watched: Watched, viewer: str) -> None:
+    watched.open(f"{viewer.partition('?')[0]}?sample=6.3")
+    watched.page.wait_for_selector("details.tool")
+    assert watched.page.locator("details.tool").count() == 2
+    text = watched.page.locator(".side").inner_text()
+    assert "<script>document.title" in text and not set(text) & set("\x00\x1b\u202e\u2067\x9b")
+    text = watched.page.locator(".side").text_content() or ""
+    assert "⟨U+202E⟩" in text and "{{7*191}}" in text
+    assert watched.page.locator(".segments rect").count() == 3
+    watched.page.get_by_text("what it changed").click()
+    watched.page.wait_for_selector("text=too long to be compared")
+
+
+def test_tokens_are_coloured_by_what_was_kept_of_them(watched: Watched, viewer: str) -> None:
+    page, origin = watched.page, viewer.partition("?")[0]
+    watched.open(f"{origin}?sample=6.3")
+    page.keyboard.press("c")
+    page.wait_for_selector(".tokens.by-logprob")
+    assert "color=logprob" in page.url  # a link shows what its sender saw
+    tokens = page.locator(".tokens [data-i]")
+    assert tokens.count() == 120 and page.locator(".tokens details.tool").count() == 2
+    levels = [tokens.nth(i).get_attribute("class") for i in (0, 1, 2, 7, 24, 47, 70, 115)]  # -k / 10 nats
+    assert levels == ["tok l0", "tok l0", "tok l1", "tok l2", "tok l3", "tok l4", "tok l5", "tok given"]
+    backgrounds = [tokens.nth(i).evaluate("e => getComputedStyle(e).backgroundColor") for i in (0, 7, 70)]
+    assert len(set(backgrounds)) == 3
+    assert page.locator(".tokens .cut").all_inner_texts()[0] == "v4"
+    assert page.locator(".tokens .cut").evaluate_all("all => all.map(e => e.textContent)") == ["v4", "v5", "v6"]
+    text = page.locator(".tokens").evaluate("e => [...e.querySelectorAll('[data-i]')].map(t => t.textContent).join('')")
+    assert "<script>document.title" in text and "⟨U+202E⟩" in text and "\u202e" not in text and "\x1b" not in text
+    for color, marks in {"entropy": 0, "difference": 0, "clipped": 28, "gated": 27}.items():  # of 110, every fourth
+        page.select_option("select[aria-label='colour tokens by']", color)
+        page.wait_for_selector(f".tokens.by-{color}")
+        assert page.locator(".tokens .marked").count() == marks and f"color={color}" in page.url
+    assert page.locator(".tokens .corrected").count() == 27
+    assert "masked by the gate: 27 of 120 tokens" in page.locator(".legend").inner_text()
+    page.select_option("select[aria-label='colour tokens by']", "")
+    page.wait_for_selector(".tokens", state="detached")
+    assert "color" not in page.url and not watched.complaints
+
+
+def test_the_numbers_of_a_token_come_by_mouse_and_by_keyboard(watched: Watched, viewer: str) -> None:
+    page = watched.page
+    watched.open(f"{viewer.partition('?')[0]}?sample=6.3&color=difference")
+    page.wait_for_selector(".tokens")
+    numbers = page.locator(".numbers")
+    page.locator("[data-i='97']").hover()
+    watched.wait_until("document.querySelector('.numbers').innerText.includes('token 97')")
+    shown = numbers.inner_text()
+    of_97 = (
+        "id 97",
+        "rollout -0.1 (p 0.905)",
+        "trainer -9.7 (p 0.0000613)",
+        "difference -9.6",
+        "entropy 4.85",
+        "version 6",
+    )
+    for part in (*of_97, "clipped"):
+        assert part in shown, (part, shown)
+    page.locator("[data-i='99']").hover()
+    watched.wait_until("document.querySelector('.numbers').innerText.includes('left out by loss.correction')")
+    page.locator("select[aria-label='colour tokens by']").focus()
+    page.keyboard.press("Tab")
+    page.wait_for_selector("[data-i='0']:focus")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector("[data-i='1']:focus")
+    watched.wait_until("document.querySelector('.numbers').innerText.includes('token 1')")
+    page.keyboard.press("End")  # what is folded is passed over
+    page.wait_for_selector("[data-i='119']:focus")
+    watched.wait_until("document.querySelector('.numbers').innerText.includes('not the policy')")
+    page.keyboard.press("Home")
+    page.wait_for_selector("[data-i='0']:focus")
+    assert page.locator(".tokens [tabindex='0']").count() == 1 and not watched.complaints
+
+
+def test_a_sample_without_kept_tokens_names_the_setting_and_leads_to_others(watched: Watched, viewer: str) -> None:
+    page, origin = watched.page, viewer.partition("?")[0]
+    watched.open(f"{origin}?sample=5.1&color=entropy")
+    page.wait_for_selector("text=run.token_log_every")
+    page.get_by_role("button", name="corrector1 3").click()
+    page.wait_for_selector(".tokens.by-entropy")
+    assert "sample=6.3" in page.url
+    watched.open(f"{origin}?run=1&sample=1.1&color=entropy")
+    page.wait_for_selector("text=run.token_log_every")
+    assert page.locator(".note button").count() == 0 and not watched.complaints
+    watched.open(f"{origin}?sample=0.1&color=entropy")
+    page.wait_for_selector("text=step_0.msgpack.zst is no token log")
+
+
+def test_keys_filters_and_links_lead_to_the_samples(watched: Watched, viewer: str) -> None:
+    page, origin = watched.page, viewer.partition("?")[0]
+    watched.open(f"{origin}?run=1")
+    page.wait_for_selector(".item.here")  # it opens on the newest sample
+    first = page.url
+    page.keyboard.press("j")
+    watched.wait_until(f"location.href !== {first!r}")
+    page.keyboard.press("k")
+    watched.wait_until(f"location.href === {first!r}")
+    page.select_option("select[aria-label=agent]", "verifier1")
+    watched.wait_until("[...document.querySelectorAll('.item b')].every(b => b.innerText === 'verifier1')")
+    page.keyboard.press("Escape")
+    page.keyboard.press("/")
+    page.keyboard.type("no")
+    page.evaluate("dispatchEvent(new Event('state'))")  # the page is rendered while somebody types
+    page.wait_for_timeout(100)
+    page.keyboard.type("where")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=No sample passes this filter")
+    shared = page.url
+    assert "agent=verifier1" in shared and "words=nowhere" in shared
+    watched.open(shared)  # a link shows what its sender saw
+    page.wait_for_selector("text=No sample passes this filter")
+    page.get_by_text("clear").click()
+    page.wait_for_selector(".item")
+    page.locator(".item").first.click()
+    page.wait_for_selector(".chip.here")
+    above = page.locator(".detail h2").inner_text()
+    page.keyboard.press("u")
+    watched.wait_until(f"document.querySelector('.detail h2').innerText !== {above!r}")
+    page.get_by_text("its life in the pipeline").click()
+    page.wait_for_selector("rect.hot")
+    page.get_by_role("button", name="zoom to it").click()
+    watched.wait_until("location.search.includes('low_s')")
+    assert not watched.complaints
+
+
+def test_a_linked_sample_is_in_the_list_and_in_sight_however_old_it_is(watched: Watched, viewer: str) -> None:
+    page, origin = watched.page, viewer.partition("?")[0]
+    watched.open(f"{origin}?run=1")
+    page.wait_for_selector(".item.here")
+    while page.get_by_role("button", name="older ones").count():
+        page.get_by_role("button", name="older ones").click()
+        page.wait_for_timeout(200)
+    oldest = page.locator(".item").last.get_attribute("href")
+    newest = page.locator(".item").first.get_attribute("href")
+    watched.open(f"{origin}{oldest}&run=1")
+    page.wait_for_selector(".item.here")
+    assert page.locator(".item.here").get_attribute("href") == oldest
+    box = page.locator(".item.here").bounding_box()
+    assert box is not None and 0 <= box["y"] < page.viewport_size["height"]
+    page.get_by_role("button", name="newer ones").click()
+    watched.wait_until(f"document.querySelector('.item').getAttribute('href') === {newest!r}")
+    assert not watched.complaints
+
+
+def test_an_agent_and_an_activity_have_their_colour_of_the_report_and_zeros_are_folded(
+    watched: Watched, viewer: str
+) -> None:
+    page, origin = watched.page, viewer.partition("?")[0]
+    watched.open(f"{origin}?run=1&page=curves")
+    page.wait_for_selector(".card .legend i")
+    told = page.locator(".card .legend span").evaluate_all(
+        "all => all.map(e => [e.innerText.split(' ')[0], e.querySelector('i')?.className])"
+    )
+    of_agents = {(name, color) for name, color in told if name in ("solver", "verifier1")}
+    assert of_agents == {("solver", "c0"), ("verifier1", "c1")}
+    watched.open(f"{origin}?run=1&page=pipeline")
+    page.wait_for_selector("svg.timeline rect")
+    told = page.locator(".card .legend span").evaluate_all(
+        "all => all.map(e => [e.innerText, e.querySelector('i').className])"
+    )
+    assert len(told) > 2 and all(color == activity_color(name) for name, color in told)
+    assert not watched.complaints
+
+
+def test_axes_have_round_whole_labels_and_none_reaches_100_for_zeros(watched: Watched, viewer: str) -> None:
+    watched.open(f"{viewer.partition('?')[0]}?run=1&page=curves")
+
+    def called(module: str, call: str) -> object:
+        return watched.page.evaluate(f"import('/{module}.js').then(({{ tickText, roundTicks, rangeOf }}) => {call})")
+
+    assert called("lib", "roundTicks(0.0022203, 33.233, 4)") == [5, 10, 15, 20, 25, 30]
+    values = [0, 0.00025, 0.1225, 20_000, 1e-5, 2.5e7]
+    texts = called("lib", f"{values}.map((value) => tickText(value))")
+    assert texts == ["0", "0.00025", "0.1225", "20,000", "1e-5", "2.5e+7"]
+    assert called("curves", "rangeOf(null, 0, 0)") == [0, 1] and called("curves", "rangeOf(null, 5, 5)") == [4.5, 5.5]
+
+
+def test_the_theme_is_the_systems_until_one_is_chosen(watched: Watched) -> None:
+    color = "getComputedStyle(document.body).backgroundColor"
+    watched.page.emulate_media(color_scheme="light")
+    light = watched.page.evaluate(color)
+    watched.page.emulate_media(color_scheme="dark")
+    dark = watched.page.evaluate(color)
+    assert light != dark
+    watched.page.keyboard.press("t")
+    assert watched.page.evaluate(color) == light

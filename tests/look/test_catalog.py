@@ -1,0 +1,226 @@
+"""What a catalog says is what the files of the run say."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_up_run import make_group, make_run, make_sample
+
+from marsrl.rollout.types import Finish, Reward
+from marsrl.trainer.config.read import read_config
+from marsrl.trainer.look import measured
+from marsrl.trainer.look.catalog import Catalog, Filter, Row
+from marsrl.trainer.plan.command import as_json
+from marsrl.trainer.plan.plan import make_plan
+from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files, write_samples
+from marsrl.trainer.report.trace import TraceLog
+from marsrl.trainer.runs.directory import RunDirectory
+
+
+def all_found(catalog: Catalog, wanted: Filter) -> tuple[list[Row], int | None]:
+    """Every page of a filter, and the count that the first one gave."""
+    page = catalog.find(wanted)
+    num, rows = page.num, list(page.rows)
+    while page.next is not None:
+        page = catalog.find(wanted, page.next)
+        rows += page.rows
+    return rows, num
+
+
+def look_at(run: RunDirectory) -> Catalog:
+    catalog = Catalog(run.path)
+    catalog.refresh(None)
+    return catalog
+
+
+def is_wrong(sample: SampleRecord) -> bool:
+    return sample.verdict is not None and sample.parts.get("verdict") == 0
+
+
+FILTERS: list[tuple[Filter, Callable[[int, SampleRecord], bool]]] = [
+    (Filter(), lambda step, s: True),
+    (Filter(agent="verifier1"), lambda step, s: s.agent == "verifier1"),
+    (Filter(agent="nobody"), lambda step, s: False),
+    (Filter(first_step=2, last_step=3), lambda step, s: 2 <= step <= 3),
+    (Filter(low=0.5), lambda step, s: s.reward is not None and s.reward >= 0.5),
+    (Filter(low=0.34, high=0.36), lambda step, s: s.reward == 0.35),
+    (Filter(high=0.0, agent="solver"), lambda step, s: s.reward is not None and s.reward <= 0 and s.agent == "solver"),
+    (Filter(flags=("missing reward",)), lambda step, s: s.reward is None),
+    (Filter(flags=("truncated", "wrong verdict")), lambda step, s: s.finish is Finish.LENGTH and is_wrong(s)),
+    (Filter(flags=("verdict",), last_step=4), lambda step, s: s.verdict is not None and step <= 4),
+    (Filter(problem="p1.2"), lambda step, s: s.problem_id == "p1.2"),
+    (Filter(words="ANSWER 9"), lambda step, s: "Answer: 9" in s.text),
+    (Filter(words="answer", agent="corrector1"), lambda step, s: "Answer" in s.text and s.agent == "corrector1"),
+    (Filter(words="nowhere"), lambda step, s: False),
+    (Filter(words="needle", high=0.4), lambda step, s: "needle" in s.text and s.reward is not None and s.reward <= 0.4),
+]
+
+
+def test_a_filter_finds_the_samples_that_pass_it_newest_first_and_no_other(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=6)
+    odd = [make_sample(f"o{i}", text=f"needle {i}", reward=Reward(i / 20, i / 20)) for i in range(20)]
+    wrong = make_sample("w", "judge", verdict=False, finish=Finish.LENGTH, reward=Reward(0.0, 0.0, {"verdict": 0.0}))
+    write_samples(run, 9, [make_group(*odd), make_group(wrong)])
+    catalog = look_at(run)
+    for wanted, passes in FILTERS:
+        expected = [
+            (step, line)
+            for step, path in sorted(sample_files(run).items(), reverse=True)
+            for line, sample in reversed([*enumerate(read_samples(path), start=1)])
+            if passes(step, sample)
+        ]
+        rows, num = all_found(catalog, wanted)
+        assert [(row.step, row.line) for row in rows] == expected, wanted
+        assert num == (None if wanted.words else len(expected)), wanted
+
+
+def test_a_filter_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=1)
+    catalog = look_at(run)
+    for wanted, reason in (
+        (Filter(flags=("bad",)), "nothing to filter by"),
+        (Filter(words="+-"), "no letter or digit"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            all_found(catalog, wanted)
+
+
+def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_samples(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=2)
+    catalog = look_at(run)
+    before = all_found(catalog, Filter())[0]
+    write_samples(run, 2, [make_group(make_sample("new", text="a new word: zebra"))])
+    with open(run.metrics, "ab") as file:
+        file.write(b'{"step": 2, "actor/entropy": 0.5}\n{"step": 3, "actor/ent')
+    catalog.refresh()
+    rows, _ = all_found(catalog, Filter())
+    assert rows[0].uid == "new" and rows[1:] == before
+    assert catalog.curve("actor/entropy")[-1] == (2, 0.5)
+    assert catalog.counts == {"samples": len(rows), "files": 3, "first_step": 0, "last_step": 2, "last_metrics": 2}
+    write_samples(run, 2, [make_group(make_sample("again", text="another: quagga"))])
+    lines = run.metrics.read_bytes().splitlines(keepends=True)
+    run.metrics.write_bytes(lines[0])  # a run that goes on cuts off what was lost
+    sample_files(run)[0].unlink()
+    catalog.refresh()
+    assert {row.uid for row in all_found(catalog, Filter())[0] if row.step == 2} == {"again"}
+    assert not [row for row in all_found(catalog, Filter())[0] if row.step == 0]
+    assert not all_found(catalog, Filter(words="zebra"))[0] and all_found(catalog, Filter(words="quagga"))[0]
+    assert [step for step, _ in catalog.curve("actor/entropy")] == [0]
+    run.forget_after(1)
+    catalog.refresh()
+    assert (catalog.counts["files"], catalog.counts["last_step"]) == (1, 1)
+    assert not all_found(catalog, Filter(words="quagga"))[0]
+
+
+def test_a_large_run_is_read_newest_first_and_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = Catalog(make_run(tmp_path, num_steps=4).path)
+    clock = itertools.count()
+    monkeypatch.setattr("marsrl.trainer.look.catalog.time.monotonic", lambda: 0.4 * next(clock))
+    for steps in ({3, 2}, {3, 2, 1, 0}):
+        catalog.refresh(budget_s=1.0)
+        assert {row.step for row in all_found(catalog, Filter())[0]} == steps
+
+
+def test_a_search_that_takes_long_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = look_at(make_run(tmp_path, num_steps=4))
+    whole, _ = all_found(catalog, Filter(words="answer"))
+    clock = itertools.count()
+    monkeypatch.setattr("marsrl.trainer.look.catalog.time.monotonic", lambda: 0.1 * next(clock))
+    first = catalog.find(Filter(words="answer"))
+    assert first.next is not None and len(first.rows) < len(whole)
+    assert all_found(catalog, Filter(words="answer"))[0] == whole
+
+
+def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=4)
+    for number, step in ((0, 3), (1, 3)):
+        console = RunConsole(rank=number, stream=io.StringIO())
+        console.keep_warnings(run.warnings)
+        console.step = step
+        console.warning(f"rank {number} is \ud800 slow\n\x1b[2J")
+    sample_files(run)[1].write_bytes(b"garbage")
+    found = measured.warnings(look_at(run))
+    listed = [(each.get("first_step"), each["step"], each["kind"]) for each in found]
+    said = [each["text"] for each in found if each["kind"] == "said"]
+    assert said == ["rank 0 is \ud800 slow\n\x1b[2J"]  # once: rank 0 speaks for all
+    assert sorted(listed, key=str) == [
+        (0, 3, "reward/solver/missing"),
+        (2, 2, "metrics/non_finite"),
+        (None, 1, "samples"),
+        (None, 3, "said"),
+    ]
+
+
+def test_the_speed_of_a_step_stands_beside_what_the_plan_in_the_folder_says(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=3)
+    catalog = look_at(run)
+    assert "no plan.json" in measured.speed(catalog)["planned"]["why_not"]
+    plan = make_plan(read_config("qwen3_30b_a3b", [])[0], 64, "h100-80g")
+    (run.path / "plan.json").write_text(as_json(plan))
+    speed = measured.speed(catalog)
+    rows = [row.values["timing_s/rollout"] for row in read_metrics(run.metrics)]
+    (run.path / "plan.json").write_text("{}")
+    assert "is not what marsrl plan --json writes" in measured.speed(catalog)["planned"]["why_not"]
+    chosen = plan.policies[0].chosen
+    assert chosen is not None and speed["planned"]["gpus"] == "64 x h100-80g"
+    assert speed["planned"]["parts"] == pytest.approx(
+        {
+            "rollout": plan.policies[0].rollout.seconds,
+            "step": chosen.time.total,
+            "publish": plan.policies[0].sync.total,
+            "total": plan.step_s,
+        }
+    )
+    assert speed["measured"]["rollout"] == sorted(rows)[1] and speed["measured"]["total"] is None
+
+
+def test_a_problems_life_lies_between_the_publish_of_its_oldest_version_and_the_end_of_its_step(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    write_samples(run, 2, [make_group(make_sample("s", version=1)), make_group(make_sample("t", "judge", version=0))])
+    trace = TraceLog(run.trace)
+    zero = trace._zero
+    for lane, name, start, end, arguments in (
+        ("sync/main", "publish", 1.0, 2.0, {"version": 0}),
+        ("sync/main", "publish", 5.0, 6.0, {"version": 1}),
+        ("mark/step", "step 1", 3.0, 3.0, {}),
+        ("mark/step", "step 2", 7.0, 7.0, {}),
+        ("mark/step", "step 3", 9.0, 9.0, {}),
+    ):
+        trace.add(lane, name, zero + start, zero + end, arguments)
+    trace.save()
+    run.write_config({"agents": {"judge": {}, "solver": {}}})
+    catalog = look_at(run)
+    lives = measured.life(catalog, "p0#0")["lives"]
+    seen = measured.spans(catalog, 4.0, 8.0)
+    assert [(each["agent"], each["version"], each["start"], each["end"]) for each in lives] == [
+        ("solver", 1, 6.0, 9.0),
+        ("judge", 0, 2.0, 9.0),
+    ]
+    assert [each["color"] for each in lives] == ["c1", "c0"]  # of the place in the team
+    assert sorted(span[1:4] for span in seen["spans"]) == [("publish", 5.0, 6.0), ("step 2", 7.0, 7.0)]
+
+
+def test_looking_writes_nothing_into_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", num_steps=1)
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    all_found(look_at(run), Filter(words="answer"))
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+
+
+def test_the_benchmark_measures(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    words = ["--samples", "2000", "--no-browser", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    done = subprocess.run([sys.executable, "benchmarks/view.py", *words], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["samples"] == 2000 and all(seconds > 0 for seconds in found["filters_s"].values())
+    assert done.stdout.splitlines()[-1].startswith("ratio: ")

@@ -1,0 +1,129 @@
+"""Who may ask the viewer, and what its answers allow a page to do."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import run_by
+from fastapi.testclient import TestClient
+
+from marsrl.trainer.look.diff import MOST_CHARS, differences
+from marsrl.trainer.look.server import PAGES, make_app
+
+
+@pytest.fixture
+def stranger(runs: list[Path]) -> TestClient:
+    return TestClient(make_app(runs, "secret"), base_url="http://127.0.0.1:1234")
+
+
+def test_only_who_knows_the_token_is_answered(stranger: TestClient) -> None:
+    for path in ("/", "/app.js", "/api/runs", "/?token=guess", "/?token=", "/nowhere"):
+        assert stranger.get(path).status_code == 403
+    shown = stranger.get("/?page=curves&token=secret&run=1", follow_redirects=False)
+    assert (shown.status_code, shown.headers["location"]) == (303, "/?page=curves&run=1")
+    assert {"HttpOnly", "SameSite=strict"} <= set(shown.headers["set-cookie"].split("; "))
+    assert stranger.get("/api/runs").status_code == stranger.get("/app.js").status_code == 200
+    assert stranger.post("/api/runs").status_code == 405
+
+
+def test_a_foreign_name_that_leads_here_is_refused_even_with_the_token(stranger: TestClient) -> None:
+    """DNS rebinding: a page of another site whose name resolves to 127.0.0.1."""
+    for host in ("example.com", "127.0.0.1.example.com", ""):
+        assert stranger.get("/?token=secret", headers={"host": host}, follow_redirects=False).status_code == 400
+    assert stranger.get("/?token=secret", headers={"host": "localhost:99"}, follow_redirects=False).status_code == 303
+
+
+def test_every_answer_forbids_what_the_pages_do_not_need(stranger: TestClient) -> None:
+    for path in ("/api/runs", "/?token=secret", "/", "/nowhere", "/api/samples?run=x"):
+        headers = stranger.get(path, follow_redirects=False).headers
+        assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "unsafe" not in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize("path", ["/../server.py", "/%2e%2e/server.py", "/vendor/..%2f..%2fserver.py", "//etc/passwd"])
+def test_nothing_beside_the_pages_is_served(stranger: TestClient, path: str) -> None:
+    stranger.get("/?token=secret")
+    assert stranger.get(path).status_code == 404
+
+
+def test_the_documents_commands_view_a_run(runs: list[Path], tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    (tmp_path / "runs").mkdir()
+    for command in run_by("test_the_documents_commands_view_a_run"):
+        words = shlex.split(command)
+        if not (tmp_path / words[2]).exists():
+            (tmp_path / words[2]).symlink_to(runs[1])
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        if "--text" in words:
+            assert said == "made-up: not finished, last step logged: 2\n"
+        else:
+            assert said.startswith("open http://127.0.0.1:")
+            process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(300) == 0, command
+
+
+def test_what_cannot_be_answered_says_why(stranger: TestClient) -> None:
+    stranger.get("/?token=secret")
+    for path, reason in (
+        ("samples?run=7", "run is 7; there are 2"),
+        ("samples?run=x", "cannot be read"),
+        ("samples?run=0&low=nan", "expected finite numbers"),
+        ("samples?run=0&nothing=1", "cannot be read"),
+        ("samples?run=0&before=1", "expected step.line"),
+        ("sample?run=0&step=1&line=1", "has not been read yet"),
+    ):
+        answer = stranger.get(f"/api/{path}")
+        assert answer.status_code == 400 and reason in answer.json()["detail"]
+
+
+def test_the_libraries_are_those_that_were_published(stranger: TestClient) -> None:
+    listed = re.findall(
+        r"^\| (\S+) \|.*LICENSE\.(\w+) \| (\w{64}) \|$", (PAGES / "vendor" / "VERSIONS.md").read_text(), re.M
+    )
+    assert {name for name, _, _ in listed} == {path.name for path in (PAGES / "vendor").glob("*.*s")}
+    for name, licence, digest in listed:
+        assert hashlib.sha256((PAGES / "vendor" / name).read_bytes()).hexdigest() == digest
+        assert (PAGES / "vendor" / f"LICENSE.{licence}").read_text()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", ""),
+        ("", "a"),
+        ("a b c", "a x c"),
+        ("one\ntwo\nthree", "one\nthree\nfour\n"),
+        ("a " * 9000, "b " * 9000),
+        ("é\u2028\r\n", "é"),
+    ],
+)
+def test_a_diff_holds_both_texts_whole(before: str, after: str) -> None:
+    parts = differences(before, after)
+    assert parts is not None
+    assert "".join(text for kind, text in parts if kind != "+") == before
+    assert "".join(text for kind, text in parts if kind != "-") == after
+
+
+def test_a_diff_marks_words_and_leaves_what_both_have() -> None:
+    assert differences("same\nx is 3.\n", "same\nx is 4.\n") == [
+        ("=", "same\nx is "),
+        ("-", "3"),
+        ("+", "4"),
+        ("=", ".\n"),
+    ]
+    assert differences("a" * (MOST_CHARS + 1), "a") is None

@@ -1,0 +1,343 @@
+"""What a run has logged, kept up with the run: its samples in an in-memory DuckDB, its metrics, trace and warnings as lists.
+
+Texts stay in their files; a search for words reads them newest step first. Nothing is written, into the run or elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, TypeVar
+
+import duckdb
+import pyarrow.compute as pc
+
+from marsrl.trainer.report.metrics import MetricsRow, parse_metrics
+from marsrl.trainer.report.samples_log import read_columns, sample_files
+from marsrl.trainer.report.trace import Span, read_trace
+from marsrl.trainer.report.warnings_log import Warned, read_warnings
+from marsrl.trainer.runs.directory import RunDirectory
+
+T = TypeVar("T")
+PAGE = 50
+_READ_S = 1.0  # of new samples files at a time; the rest follows with the next look
+_SEARCH_S = 0.15  # after which a search for words answers with what it has found
+_LARGEST_TREE = 5000
+_WINDOW = 6  # steps: in the agentic pipeline a trajectory of five agents spans five
+_WORD = re.compile(r"[^\W_]+")
+
+FLAGS = {
+    "truncated": "finish = 'length'",
+    "wrong verdict": "verdict IS NOT NULL AND element_at(parts, 'verdict')[1] = 0",
+    "missing reward": "reward IS NULL",
+    "error": "finish = 'error'",
+    "verdict": "verdict IS NOT NULL",
+}
+"""Properties to filter by: the sample reached the maximum length; its verdict is not what its solution deserves; it has no
+reward; the engine gave it up; it gave a verdict that could be read."""
+
+_LOGGED = """step line agent problem_id rollout_id uid parent_uid answer verdict reward correct advantage parts num_tokens
+    finish segments"""
+_TABLE = f"""CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
+    parent VARCHAR, answer VARCHAR, verdict BOOLEAN, reward DOUBLE, correct DOUBLE, advantage DOUBLE, num_tokens INTEGER,
+    age INTEGER, {", ".join(f'"is {name}" BOOLEAN' for name in FLAGS)})"""
+_INSERT = f"""INSERT INTO samples SELECT step, line, agent, problem_id, rollout_id, uid, parent_uid, left(answer, 200), verdict,
+    reward, correct, advantage, num_tokens,
+    CASE WHEN len(segments) > 0 THEN greatest(0, step - 1 - list_min(list_transform(segments, lambda s: s.version))) END,
+    {", ".join(f"coalesce({condition}, false)" for condition in FLAGS.values())} FROM logged"""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """What samples are looked for by; None, "" and () do not restrict. low, high: of the reward; words: all of them occur, whole,
+    in what the sample wrote or, for the first sample of a group, read."""
+
+    agent: str | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    low: float | None = None
+    high: float | None = None
+    flags: tuple[str, ...] = ()
+    problem: str | None = None
+    words: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sample as a list shows it; its texts are in the samples file of `step`, at `line`. age: versions between its oldest token
+    and its training."""
+
+    step: int
+    line: int
+    agent: str
+    problem: str
+    rollout: str
+    uid: str
+    parent: str | None
+    answer: str | None
+    verdict: bool | None
+    reward: float | None
+    correct: float | None
+    advantage: float | None
+    num_tokens: int
+    age: int | None
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """num: samples that pass, of which at most PAGE are here; None: not counted. next: the page behind begins below this
+    (step, line); None: this is the last."""
+
+    rows: tuple[Row, ...]
+    num: int | None
+    next: tuple[int, int] | None
+
+
+class Catalog:
+    """One run. Thread-safe: one question is answered at a time. `refresh` brings it up to what the run has logged by now."""
+
+    def __init__(self, path: Path) -> None:
+        self.run = RunDirectory(path.resolve())
+        self.lock = threading.RLock()
+        self._db = duckdb.connect(
+            ":memory:", config={"threads": 2, "autoinstall_known_extensions": False, "autoload_known_extensions": False}
+        )
+        self._db.execute(_TABLE)
+        self._files: dict[int, tuple[int, int]] = {}
+        self._damages: dict[int, str] = {}
+        self.metrics: list[MetricsRow] = []
+        self._metrics_read = (0, 0)  # inode, bytes
+        self._kept: dict[str, tuple[object, Any]] = {}  # of files that are read whole
+        self.refused: dict[str, str] = {}
+        """What cannot be read, by the name of the file: why."""
+
+    def refresh(self, budget_s: float | None = _READ_S) -> None:
+        """Read what is new, the newest samples first. budget_s: seconds for samples files (None: all of them, now)."""
+        began = time.monotonic()
+        with self.lock:
+            self._read_metrics()
+            files = sample_files(self.run)
+            for step in self._files.keys() - files.keys():
+                self._forget(step)
+            for step in sorted(files, reverse=True):
+                state = _state(files[step])
+                if state is None or state == self._files.get(step):
+                    continue
+                if budget_s is not None and time.monotonic() - began > budget_s:
+                    return
+                self._forget(step)
+                self._files[step] = state
+                try:
+                    logged = read_columns(files[step], _LOGGED.split())  # noqa: F841 - DuckDB finds it by its name
+                    self._db.execute(_INSERT)
+                except ValueError as error:
+                    self._damages[step] = str(error)
+
+    def _forget(self, step: int) -> None:
+        if self._files.pop(step, None) is not None:
+            self._db.execute("DELETE FROM samples WHERE step = ?", [step])
+            self._damages.pop(step, None)
+
+    def _read_metrics(self) -> None:
+        try:
+            found = self.run.metrics.stat()
+        except FileNotFoundError:
+            return
+        inode, read = self._metrics_read
+        if inode != found.st_ino or found.st_size < read:  # replaced: a run that went on cut off what was lost
+            self.metrics, read = [], 0
+            self.refused.pop("metrics.jsonl", None)
+        with open(self.run.metrics, "rb") as file:
+            file.seek(read)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        try:
+            self.metrics += [row for row, _ in parse_metrics(whole, self.run.metrics)]
+        except ValueError as error:
+            self.refused["metrics.jsonl"] = str(error)
+        self._metrics_read = found.st_ino, read + len(whole)
+
+    def _whole(self, path: Path, read: Callable[[Path], list[T]]) -> list[T]:
+        """What a file holds, read again when it has changed."""
+        state = _state(path)
+        known, found = self._kept.get(path.name, (None, []))
+        if state != known:
+            try:
+                found = [] if state is None else read(path)
+                self.refused.pop(path.name, None)
+            except ValueError as error:
+                found, self.refused[path.name] = [], str(error)
+            self._kept[path.name] = state, found
+        return found
+
+    @property
+    def trace(self) -> list[Span]:
+        return self._whole(self.run.trace, read_trace)
+
+    @property
+    def warnings(self) -> list[tuple[int | None, str, str]]:
+        """(step, kind, text): what the run said, and what cannot be read of it."""
+        said: list[Warned] = self._whole(self.run.warnings, read_warnings)
+        listed: list[tuple[int | None, str, str]] = [
+            (each.step, "said" if each.step is not None else self.run.warnings.name, each.text) for each in said
+        ]
+        listed += [(None, name, text) for name, text in self.refused.items()]
+        return listed + [(step, "samples", text) for step, text in self._damages.items()]
+
+    @property
+    def metric_names(self) -> list[str]:
+        return list(dict.fromkeys(name for row in self.metrics for name in row.values))
+
+    def curve(self, name: str) -> list[tuple[int, float | None]]:
+        """(step, value) of a metric; None: it was not finite."""
+        return [(row.step, row.values[name]) for row in self.metrics if name in row.values]
+
+    @property
+    def counts(self) -> dict[str, int | None]:
+        """Samples, steps that were read, the first and last of them, the last step with metrics."""
+        (num,) = self._one("SELECT count(*) FROM samples")
+        return {
+            "samples": num,
+            "files": len(self._files),
+            "first_step": min(self._files, default=None),
+            "last_step": max(self._files, default=None),
+            "last_metrics": self.metrics[-1].step if self.metrics else None,
+        }
+
+    @property
+    def agents(self) -> list[str]:
+        """Agents that have samples, in order of their first."""
+        return [name for (name,) in self._all("SELECT agent FROM samples GROUP BY agent ORDER BY min((step, line))")]
+
+    @property
+    def judges(self) -> set[str]:
+        """Agents that have given a verdict that could be read."""
+        return {name for (name,) in self._all("SELECT DISTINCT agent FROM samples WHERE verdict IS NOT NULL")}
+
+    @property
+    def ages(self) -> list[tuple[str, int, int]]:
+        """(agent, versions between a sample's oldest token and its training, samples)."""
+        return self._all(
+            "SELECT agent, age, count(*) FROM samples WHERE age IS NOT NULL GROUP BY agent, age ORDER BY agent, age"
+        )
+
+    def tree(self, rollout: str) -> list[Row]:
+        """Every sample of a rollout instance, oldest first; who stands below whom, their uids and parents say."""
+        return self._rows("rollout = ?", [rollout], f"ORDER BY step, line LIMIT {_LARGEST_TREE}")
+
+    def at(self, step: int, line: int) -> Row | None:
+        """The sample on a line of a step's file."""
+        found = self._rows("step = ? AND line = ?", [step, line])
+        return found[0] if found else None
+
+    def deepest(self, *, last: bool, num: int) -> list[str]:
+        """The rollout instances most agents took part in, of those that start in the first step or end in the last one."""
+        steps = sorted(self._files.keys() - self._damages.keys())
+        if not steps:
+            return []
+        window, anchor = (steps[-_WINDOW:], steps[-1]) if last else (steps[:_WINDOW], steps[0])
+        sql = """SELECT rollout FROM samples WHERE step BETWEEN ? AND ? AND rollout IN
+            (SELECT rollout FROM samples WHERE step = ?) GROUP BY rollout
+            ORDER BY count(DISTINCT agent) DESC, min((step, line)) LIMIT ?"""
+        return [name for (name,) in self._all(sql, [window[0], window[-1], anchor, num])]
+
+    def find(self, wanted: Filter, before: tuple[int, int] | None = None) -> Page:
+        """The newest samples that pass, below `before` (step, line).
+
+        Raises:
+            ValueError: a flag that there is not, or words without a letter or digit.
+        """
+        if unknown := set(wanted.flags) - FLAGS.keys():
+            raise ValueError(f"{sorted(unknown)} is nothing to filter by; expected some of {', '.join(FLAGS)}")
+        conditions, values = _conditions(wanted)
+        if wanted.words:
+            return self._search(wanted.words, conditions, values, before)
+        (num,) = self._one(f"SELECT count(*) FROM samples WHERE {conditions}", values)
+        if before is not None:
+            conditions, values = f"{conditions} AND (step, line) < (?, ?)", [*values, *before]
+        rows = self._rows(conditions, values, f"ORDER BY step DESC, line DESC LIMIT {PAGE + 1}")
+        return _page(rows, num)
+
+    def _search(self, words: str, conditions: str, values: list[Any], before: tuple[int, int] | None) -> Page:
+        cut = _WORD.findall(words)
+        if not cut:
+            raise ValueError(f"{words[:40]!r} has no letter or digit: only words can be searched")
+        began, num_read = time.monotonic(), 0
+        files = sample_files(self.run)
+        sql = f"SELECT step FROM samples WHERE {conditions} GROUP BY step ORDER BY step DESC"
+        rows: list[Row] = []
+        for (step,) in self._all(sql, values):
+            if step not in files or (before is not None and step > before[0]):
+                continue
+            if num_read and time.monotonic() - began > _SEARCH_S:
+                return Page(tuple(rows), None, (step + 1, 0))
+            num_read += 1
+            below = before[1] if before is not None and before[0] == step else None
+            lines = [line for line in _lines_with(cut, files[step]) if below is None or line < below]
+            rows += self._rows(
+                f"{conditions} AND step = ? AND list_contains(?, line)", [*values, step, lines], "ORDER BY line DESC"
+            )
+            if len(rows) > PAGE:
+                break
+        return _page(rows, None)
+
+    def _rows(self, conditions: str, values: Sequence[Any], rest: str = "") -> list[Row]:
+        found = self._all(f"SELECT * FROM samples WHERE {conditions} {rest}", values)
+        names = list(FLAGS)
+        flags = (tuple(name for name, has in zip(names, each[-len(names) :], strict=True) if has) for each in found)
+        return [Row(*(*each[: -len(names)], own)) for each, own in zip(found, flags, strict=True)]
+
+    def _all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        with self.lock:
+            return self._db.execute(sql, list(values)).fetchall()
+
+    def _one(self, sql: str, values: Sequence[Any] = ()) -> Any:
+        return self._all(sql, values)[0]
+
+
+def _conditions(wanted: Filter) -> tuple[str, list[Any]]:
+    bounds = {
+        "agent = ?": wanted.agent,
+        "problem = ?": wanted.problem,
+        "step >= ?": wanted.first_step,
+        "step <= ?": wanted.last_step,
+        "reward >= ?": wanted.low,
+        "reward <= ?": wanted.high,
+    }
+    used = {condition: value for condition, value in bounds.items() if value is not None}
+    return " AND ".join(["true", *used, *(f'"is {flag}"' for flag in wanted.flags)]), list(used.values())
+
+
+def _page(rows: Sequence[Row], num: int | None) -> Page:
+    shown = tuple(rows[:PAGE])
+    return Page(shown, num, (shown[-1].step, shown[-1].line) if len(rows) > PAGE else None)
+
+
+def _lines_with(words: Sequence[str], path: Path) -> list[int]:
+    """Lines whose sample wrote all the words, or read them as the first of its group. None where the file is gone or damaged."""
+    try:
+        table = read_columns(path, ("line", "group_id", "prompt", "text"))
+    except ValueError:
+        return []
+    ids = table["group_id"].to_pylist()
+    first = {group: place for place, group in reversed([*enumerate(ids)])}
+    is_first = [first[group] == place for place, group in enumerate(ids)]
+    texts = pc.binary_join_element_wise(table["text"], pc.if_else(is_first, table["prompt"], ""), "\n")
+    patterns = (rf"(^|[^\pL\pN]){re.escape(word)}($|[^\pL\pN])" for word in words)
+    passes = (pc.match_substring_regex(texts, pattern, ignore_case=True) for pattern in patterns)
+    return table.filter(reduce(pc.and_, passes))["line"].to_pylist()
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """(mtime in ns, bytes), None where it is not there."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_mtime_ns, found.st_size

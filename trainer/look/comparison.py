@@ -1,0 +1,267 @@
+"""What runs and evaluations on disk have reached, and how they differ on the problems that they share."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from marsrl.trainer.evaluate.draws import EVALUATION, Draw, Said, read_draws
+from marsrl.trainer.evaluate.intervals import bootstrap, ratio
+from marsrl.trainer.look.palette import COLORS
+from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.summary import Estimate, Evaluation, load_summary, of_other_inputs
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.existing_run import OF_THE_START, flat
+
+_NO_PARTS = ("timing_s/total", "timing_s/evaluate")
+AXES = ("step", "tokens", "hours")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a run was: steps, tokens that it had trained on, hours of its steps without those of evaluations."""
+
+    step: int = 0
+    tokens: float = 0.0
+    hours: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One run, or one evaluation alone.
+
+    rewards: the mean of all agents' by place; draws: of the last evaluation; settings: of config.yaml, by dotted key.
+    """
+
+    name: str
+    evaluations: tuple[tuple[Place, Evaluation], ...]
+    rewards: tuple[tuple[Place, float], ...]
+    draws: tuple[Draw, ...]
+    settings: Mapping[str, Any]
+
+    @property
+    def last(self) -> Evaluation:
+        return self.evaluations[-1][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Mean of the differences over num_problems that both have, with its 95% interval; low and high are the mean itself where
+    there is one problem, which has none."""
+
+    mean: float
+    low: float
+    high: float
+    num_problems: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Is 0 outside the interval?"""
+        return self.num_problems > 1 and (self.low > 0 or self.high < 0)
+
+    def __str__(self) -> str:
+        interval = f"{self.low:+.3f} to {self.high:+.3f}" if self.num_problems > 1 else "one problem, no interval"
+        return f"{self.mean:+.3f} ({interval})"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A row of the final table in one run: what it reached, and how far that is from the first run."""
+
+    value: Estimate | None
+    gap: Difference | None
+
+
+def rows_of(evaluation: Evaluation) -> dict[str, Estimate]:
+    """What is shown of it: by name, the first agent alone and the system at the end."""
+    rows = evaluation.rows
+    system = rows.pop("system")
+    return {**rows, **({"alone": evaluation.alone} if evaluation.alone is not None else {}), "system": system}
+
+
+def read_compared(path: Path) -> Compared:
+    """A run's directory, or the folder of an evaluation (`marsrl evaluate --out`).
+
+    Raises:
+        ValueError: it is neither, nothing was evaluated in it, or a file of it is damaged.
+    """
+    run = RunDirectory(path)
+    if (path / EVALUATION).is_file():
+        found_alone = ((Place(), _evaluation(path)),)
+        return Compared(path.name or str(path), found_alone, (), tuple(read_draws(path)), _settings(run.config))
+    if not run.config.is_file():
+        raise ValueError(f"{path} is neither a run (it has no config.yaml) nor an evaluation (no {EVALUATION})")
+    places, rewards = {0: Place()}, []
+    tokens = hours = 0.0
+    for row in read_metrics(run.metrics) if run.metrics.exists() else []:
+        tokens += row.values.get("rollout/tokens") or 0.0
+        seconds = {name: value or 0.0 for name, value in row.values.items() if name.startswith("timing_s/")}
+        hours += sum(value for name, value in seconds.items() if name not in _NO_PARTS) / 3600
+        places[row.step] = Place(row.step, tokens, hours)
+        if (reward := row.values.get("reward/all/mean")) is not None:
+            rewards.append((places[row.step], reward))
+    steps = sorted(
+        int(each.parent.name.removeprefix("step_"))
+        for each in run.evaluations.glob(f"step_*/{EVALUATION}")
+        if each.parent.name.removeprefix("step_").isdecimal()
+    )
+    found = [(places.get(step, Place(step, tokens, hours)), _evaluation(run.evaluation(step))) for step in steps]
+    if not found and run.summary.exists():  # of a run from before evaluations were kept
+        summary = load_summary(run.summary)
+        ends = ((0, summary.before), (summary.steps, summary.after))
+        found = [(places.get(step, Place(step, tokens, hours)), each) for step, each in ends if each is not None]
+    if not found:
+        raise ValueError(f"{path}: nothing was evaluated there yet (run.evaluate, run.eval_every)")
+    draws = read_draws(run.evaluation(steps[-1])) if steps else []
+    return Compared(path.resolve().name, tuple(found), tuple(rewards), tuple(draws), _settings(run.config))
+
+
+def final_table(runs: Sequence[Compared]) -> dict[str, list[Cell]]:
+    """By row, a cell a run, each beside the first run."""
+    names = dict.fromkeys(name for run in runs for name in rows_of(run.last))
+    ordered = sorted(names, key=lambda name: ("alone", "system").index(name) if name in ("alone", "system") else -1)
+    return {
+        name: [
+            Cell(rows_of(run.last).get(name), difference(runs[0], run, name) if i else None)
+            for i, run in enumerate(runs)
+        ]
+        for name in ordered
+    }
+
+
+def side_by_side(paths: Sequence[Path], names: Sequence[str]) -> dict[str, Any]:
+    """What `marsrl compare` shows, as JSON.
+
+    rows: of the last evaluations, a cell a run. charts: by title, for each of AXES, a curve a run: {x, mean, low, high} (low and
+    high None: no interval).
+
+    Raises:
+        ValueError: as `read_compared` does.
+    """
+    runs = [read_compared(path) for path in paths]
+    table = final_table(runs)
+    shares = [name for name in table if name.rpartition("/")[2] in ("system", "alone")]
+    charts = [
+        {
+            "title": f"{name}: share right",
+            "curves": [_curve([(p, rows_of(e).get(name)) for p, e in run.evaluations]) for run in runs],
+        }
+        for name in reversed(shares)
+    ]
+    if any(run.rewards for run in runs):
+        charts.append({"title": "reward, mean of all agents", "curves": [_curve(run.rewards) for run in runs]})
+    costs = []
+    for name, run in zip(names, runs, strict=True):
+        whole, parts = episode_costs(run.last)
+        costs.append({"name": name, "cells": whole.cells, "parts": [{"name": p.name, "cells": p.cells} for p in parts]})
+    return {
+        "names": list(names),
+        "colors": [COLORS[i % len(COLORS)] for i in range(len(names))],
+        "rows": [{"name": name, "cells": [_cell(cell, cells[0]) for cell in cells]} for name, cells in table.items()],
+        "columns": COLUMNS,
+        "meaning": MEANING,
+        "costs": costs,
+        "settings": settings_that_differ(runs),
+        "axes": AXES,
+        "charts": charts,
+    }
+
+
+def _cell(cell: Cell, first: Cell) -> dict[str, Any]:
+    value, gap = cell.value, cell.gap
+    return {
+        "value": None
+        if value is None or value.mean is None
+        else value.model_dump(include={"mean", "low", "high", "n"}),
+        "is_of_other_inputs": of_other_inputs(first.value, value),
+        "gap": None if gap is None else f"{gap}" + (f", {gap.num_problems} problems" if gap.num_problems > 1 else ""),
+        "is_clear": gap is not None and gap.is_clear,
+        "is_better": gap is not None and gap.mean > 0,
+    }
+
+
+def _curve(points: Sequence[tuple[Place, Estimate | float | None]]) -> dict[str, list[float | None]]:
+    """x by axis, mean, low, high of the places that have a value."""
+    known = [
+        (place, value) for place, value in points if value is not None and getattr(value, "mean", value) is not None
+    ]
+    found: dict[str, list[float | None]] = {axis: [getattr(place, axis) for place, _ in known] for axis in AXES}
+    found["mean"] = [value.mean if isinstance(value, Estimate) else value for _, value in known]
+    for end in ("low", "high"):
+        found[end] = [getattr(value, end, None) for _, value in known]
+    return found
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """As many of the last folders of each path as tell it from the others."""
+    resolved = [path.resolve() for path in paths]
+    return [_name(path, resolved) for path in resolved]
+
+
+def _name(run: Path, runs: Sequence[Path]) -> str:
+    for length in range(1, len(run.parts)):
+        end = run.parts[-length:]
+        if sum(other.parts[-length:] == end for other in runs) <= 1:
+            return "/".join(end)
+    return str(run)
+
+
+def settings_that_differ(runs: Sequence[Compared]) -> dict[str, list[str]]:
+    """What each run has of every setting that is not the same in all of them."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in OF_THE_START)
+    told = {key: [str(run.settings.get(key, "not set")) for run in runs] for key in keys}
+    return {key: values for key, values in told.items() if len(set(values)) > 1}
+
+
+def difference(one: Compared, other: Compared, row: str) -> Difference | None:
+    """What `other` has more than `one`, in a row that both play every problem for (system, alone, <set>/system, <set>/alone): a
+    paired bootstrap over the problems that both have judged answers to. None where they share none.
+
+    A problem is the same where question and answer are, whatever file it came from.
+    """
+    of, _, who = row.rpartition("/")
+    if who not in ("system", "alone"):
+        return None
+    first, second = (_by_problem(each.draws, of, who) for each in (one, other))
+    shared = sorted(first.keys() & second.keys())
+    if not shared:
+        return None
+    gaps = np.array([np.mean(second[name]) - np.mean(first[name]) for name in shared])
+    low, high = bootstrap(len(shared), ratio(gaps, np.ones(len(shared))))
+    return Difference(float(gaps.mean()), low, high, len(shared))
+
+
+def _by_problem(draws: Sequence[Draw], of: str, who: str) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for draw in draws:
+        said: Said | None = draw.system if who == "system" else draw.alone
+        if said is not None and said.correct is not None and of in ("", draw.of):
+            found[draw.question].append(said.correct)
+    return found
+
+
+def _settings(config: Path) -> dict[str, Any]:
+    """None where the file is not there."""
+    if not config.is_file():
+        return {}
+    try:
+        found = yaml.safe_load(config.read_bytes())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{config} is no YAML: {error}") from error
+    return flat(found) if isinstance(found, dict) else {}
+
+
+def _evaluation(folder: Path) -> Evaluation:
+    path = folder / EVALUATION
+    try:
+        return Evaluation.model_validate(json.loads(path.read_bytes()))
+    except ValueError as error:  # pydantic's ValidationError is one
+        raise ValueError(f"{path} is not an evaluation of this version of marsrl: {error}") from error

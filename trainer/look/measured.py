@@ -1,0 +1,204 @@
+"""What the run measured of itself: charts, timeline, the life of a problem, speed beside the plan, warnings."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from marsrl.trainer.look.catalog import Catalog
+from marsrl.trainer.look.chart_plans import PLANS
+from marsrl.trainer.look.palette import COLORS, activity_color, agents_of, series_colors
+from marsrl.trainer.look.visible import visible
+from marsrl.trainer.runs.directory import RunDirectory
+
+_MOST_POINTS = 1000  # of a curve; a screen is not wider
+_MOST_SPANS = 3000  # a browser draws so many rectangles at once
+_LAST_STEPS = 50  # that the measured speed is the median of
+
+_WATCHED = (  # (prefix, suffix, limit, what it means), of metrics step by step
+    ("actor/", "grad_spikes", 0.0, "the gradient norm was above 5 running medians, or not finite"),
+    ("response_length/", "/clip_ratio", 0.5, "over half of an agent's samples reached the maximum length"),
+    ("reward/", "/missing", 0.0, "samples without a reward"),
+    ("metrics/non_finite", "", 0.0, "metrics that were not finite"),
+    ("rollout/finish_error", "", 0.0, "samples that an engine gave up"),
+)
+
+
+def charts(catalog: Catalog) -> list[dict[str, Any]]:
+    """The planned charts of which the run has metrics, then one for every metric that is on none of them.
+
+    is_zero: all series are, in every step. has_band: of a series, <key>/low and <key>/high are its interval.
+    """
+    left = catalog.metric_names
+    agents = agents_of(catalog.run.config)
+    found: list[dict[str, Any]] = []
+    on_a_chart: set[str] = set()
+    for plan in PLANS:
+        labels = {name: label for name in left if (label := plan.label(name)) is not None}
+        on_a_chart |= labels.keys()
+        own = labels.values()
+        colors = {label: activity_color(label) for label in own} if plan.is_activities else series_colors(own, agents)
+        series = [
+            {
+                "key": name,
+                "label": visible(label),
+                "color": colors[label],
+                "has_band": {f"{name}/low", f"{name}/high"} <= set(left),
+            }
+            for name, label in labels.items()
+        ]
+        if series:
+            is_zero = all(value == 0 for name in labels for _, value in catalog.curve(name))
+            found.append(
+                {"title": plan.title, "unit": plan.unit, "series": series, "is_main": True, "is_zero": is_zero}
+            )
+    for name in left:
+        if name not in on_a_chart:
+            series = [{"key": name, "label": visible(name), "color": COLORS[0], "has_band": False}]
+            found.append({"title": visible(name), "unit": "", "series": series, "is_main": False, "is_zero": False})
+    return found
+
+
+def thinned(points: Sequence[tuple[int, float | None]]) -> dict[str, Any]:
+    """At most 1,000 points. every: steps that a point is the mean of (of those that have a value)."""
+    every = -(-len(points) // _MOST_POINTS) or 1
+    steps, values = [], []
+    for begin in range(0, len(points), every):
+        some = points[begin : begin + every]
+        known = [value for _, value in some if value is not None]
+        steps.append(some[len(some) // 2][0])
+        values.append(sum(known) / len(known) if known else None)
+    return {"steps": steps, "values": values, "every": every}
+
+
+def spans(catalog: Catalog, low: float | None, high: float | None) -> dict[str, Any]:
+    """The longest spans that touch [low, high] seconds of the trace (None: its beginning, its end), and their colours.
+
+    spans: (lane, name, start_s, end_s, arguments). end: of the trace. num_left_out: shorter ones that are not here.
+    """
+    trace = catalog.trace
+    begin, end = min((s.start_s for s in trace), default=0.0), max((s.end_s for s in trace), default=0.0)
+    low, high = begin if low is None else low, end if high is None else high
+    inside = [s for s in trace if s.start_s <= high and s.end_s >= low]
+    shown = heapq.nlargest(_MOST_SPANS, inside, key=lambda s: s.end_s - s.start_s)
+    return {
+        "low": low,
+        "high": high,
+        "end": end,
+        "spans": [(s.lane, s.name, s.start_s, s.end_s, dict(s.arguments)) for s in shown],
+        "num_left_out": len(inside) - len(shown),
+        "colors": {s.name: activity_color(s.name) for s in shown},
+    }
+
+
+def life(catalog: Catalog, rollout: str) -> dict[str, Any]:
+    """When each agent's samples of a rollout instance were decoded and trained on, in seconds of the trace.
+
+    A sample's life begins where its oldest version was published and ends with the step that it was trained in: tokens carry
+    versions, not times, so the beginning is as early as it can have been. None: the trace does not say.
+    """
+    rows = catalog.tree(rollout)
+    trace = sorted(catalog.trace, key=lambda s: s.end_s, reverse=True)
+    published = {s.arguments.get("version"): s.end_s for s in trace if s.name == "publish"}  # the first of several
+    begins = {s.name: s.start_s for s in trace if s.name.startswith("step ")}
+    last = trace[0].end_s if trace else None
+    lives: dict[tuple[str, int, int | None], dict[str, Any]] = {}
+    for row in rows:
+        oldest = None if row.age is None else row.step - 1 - row.age
+        key = (row.agent, row.step, oldest)
+        if key not in lives:
+            start = published.get(oldest) if oldest is not None else None
+            lives[key] = {
+                "agent": row.agent,
+                "step": row.step,
+                "version": oldest,
+                "samples": 0,
+                "start": begins.get(f"step {row.step}") if start is None else start,
+                "end": begins.get(f"step {row.step + 1}", last),
+            }
+        lives[key]["samples"] += 1
+    colors = series_colors(dict.fromkeys(row.agent for row in rows), agents_of(catalog.run.config))
+    return {"rollout": rollout, "lives": [{**each, "color": colors[each["agent"]]} for each in lives.values()]}
+
+
+def speed(catalog: Catalog) -> dict[str, Any]:
+    """Seconds of a step's parts: the median of the last 50 steps, and what a plan.json in the run directory predicts.
+
+    ages: (agent, versions, samples), how many versions old samples were when they were trained on.
+    """
+    measured = {}
+    for part in ("rollout", "step", "publish", "total"):
+        values = [value for _, value in catalog.curve(f"timing_s/{part}")[-_LAST_STEPS:] if value is not None]
+        measured[part] = statistics.median(values) if values else None
+    tokens = [value for _, value in catalog.curve("perf/tokens_per_s")[-_LAST_STEPS:] if value is not None]
+    return {
+        "measured": measured,
+        "tokens_per_s": statistics.median(tokens) if tokens else None,
+        "planned": _planned(catalog.run),
+        "ages": catalog.ages,
+    }
+
+
+def _planned(run: RunDirectory) -> dict[str, Any]:
+    """Seconds by part, or why there is no prediction."""
+    path = run.path / "plan.json"
+    try:
+        plan = json.loads(path.read_bytes())
+        policies = plan["policies"]
+        steps = [_chosen(policy)["seconds"] for policy in policies]
+        parts = {
+            "rollout": max(float(policy["rollout"]["seconds"]) for policy in policies),
+            "step": float(sum(steps)),
+            "publish": float(sum(policy["sync"]["total"] for policy in policies)),
+            "total": None if plan["step_s"] is None else float(plan["step_s"]),
+        }
+        return {"parts": parts, "gpus": f"{int(plan['num_gpus'])} x {plan['gpu']}"}
+    except FileNotFoundError:
+        return {
+            "why_not": "the run has no plan.json: marsrl plan --config RUN/config.yaml --gpus N --json RUN/plan.json"
+        }
+    except (ValueError, KeyError, TypeError, StopIteration) as error:
+        return {"why_not": f"{path} is not what marsrl plan --json writes ({error!r})"}
+
+
+def _chosen(policy: dict[str, Any]) -> dict[str, Any]:
+    """The option that the plan counts with (PolicyPlan.chosen); StopIteration: nothing fits."""
+    configured = policy["configured"]
+    options: list[dict[str, Any]] = policy["options"]
+    if configured is not None and configured["fits"]:
+        same = ("layout", "recompute")
+        return next(each for each in options if all(each[key] == configured[key] for key in same))
+    return next(each for each in options if each["fits"])
+
+
+def warnings(catalog: Catalog) -> list[dict[str, Any]]:
+    """What the run warned of, what in its metrics is out of the ordinary, and files that cannot be read; newest first."""
+    found = [{"step": step, "kind": kind, "text": text} for step, kind, text in catalog.warnings]
+    for name in catalog.metric_names:
+        for prefix, suffix, limit, meaning in _WATCHED:
+            if name.startswith(prefix) and name.endswith(suffix):
+                points = [(step, value) for step, value in catalog.curve(name) if value is not None and value > limit]
+                found += _stretches(name, points, meaning)
+    return sorted(found, key=lambda each: -1 if each["step"] is None else each["step"], reverse=True)
+
+
+def _stretches(name: str, points: Sequence[tuple[int, float]], meaning: str) -> list[dict[str, Any]]:
+    """One warning for steps that follow each other."""
+    stretches: list[list[tuple[int, float]]] = []
+    for step, value in points:
+        if stretches and stretches[-1][-1][0] == step - 1:
+            stretches[-1].append((step, value))
+        else:
+            stretches.append([(step, value)])
+    return [
+        {
+            "step": own[-1][0],
+            "first_step": own[0][0],
+            "kind": name,
+            "text": f"{meaning} ({name} up to {max(value for _, value in own):.4g})",
+        }
+        for own in stretches
+    ]

@@ -1,0 +1,152 @@
+// Metrics over steps: smoothed, of several runs over each other, one cursor for all charts.
+
+import { html, useAnswer, useEffect, useMemo, useRef, useState, ask, go, tickText, EXPORTED } from "./lib.js";
+
+const { uPlot } = window;
+const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
+const FADED = 0.22;
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6]; // steps between ticks
+
+// Room for the longest label of an axis, px.
+const widthOf = (_, labels) => 16 + 7 * Math.max(4, ...(labels ?? []).map((label) => label.length));
+
+// uPlot's own range, but for values that are all the same, which it puts on an axis to 100 or to their double.
+export function rangeOf(_, low, high) {
+  if (low === null || low !== high) return low === null ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+  return low === 0 ? [0, 1] : [low - 0.1 * Math.abs(low), high + 0.1 * Math.abs(high)];
+}
+
+export function Curves({ run, runs, url }) {
+  const smoothing = Number(url.get("smooth") ?? 0) || 0;
+  const others = url.getAll("with").map(Number).filter((each) => runs[each] && each !== run);
+  const wanted = (url.get("find") ?? "").toLowerCase();
+  const { data: charts } = useAnswer("charts", { run }, runs[run].last_metrics ?? -1);
+  const [unfolds, setUnfolds] = useState(false);
+  const found = (charts ?? []).filter((chart) =>
+    wanted ? chart.series.some((each) => each.key.toLowerCase().includes(wanted)) || chart.title.toLowerCase().includes(wanted) : chart.is_main).slice(0, 40);
+  const zeros = wanted ? [] : found.filter((chart) => chart.is_zero);
+  const grid = (shown) => html`<div class="grid">${shown.map((chart) => html`<${Chart} key=${chart.title} chart=${chart} runs=${[run, ...others]} smoothing=${smoothing}
+    tick=${[run, ...others].map((each) => runs[each].last_metrics).join()} />`)}</div>`;
+  return html`<main>
+    <div class="bar">
+      ${!EXPORTED && html`<input type="search" placeholder="any metric" aria-label="any metric" value=${url.get("find") ?? ""} onInput=${(e) => go({ find: e.target.value }, true)} />`}
+      <label>smoothing <input type="range" min="0" max="0.98" step="0.02" value=${smoothing} onInput=${(e) => go({ smooth: Number(e.target.value) || null }, true)} /> ${smoothing.toFixed(2)}</label>
+      ${runs.map((each, i) => i !== run && html`<label><input type="checkbox" checked=${others.includes(i)}
+        onChange=${() => go({ with: others.includes(i) ? others.filter((o) => o !== i) : [...others, i] })} /> with ${each.name}</label>`)}
+      ${others.length > 0 && html`<span class="legend">${[run, ...others].map((each, i) => html`<span><span class=${`dash r${i % 4}`}></span>${runs[each].name}</span>`)}</span>`}
+    </div>
+    ${charts && !charts.length && html`<p class="muted">No step has been logged yet.</p>`}
+    ${grid(found.filter((chart) => !zeros.includes(chart)))}
+    ${zeros.length > 0 && html`<details class="zeros" onToggle=${(e) => setUnfolds(e.target.open)}><summary class="muted">Zero in every step: ${zeros.map((chart) => chart.title.toLowerCase()).join(", ")}</summary>
+      ${unfolds && grid(zeros)}</details>`}
+  </main>`;
+}
+
+function Chart({ chart, runs, smoothing, tick }) {
+  const [curves, setCurves] = useState(null);
+  const [at, setAt] = useState(null);
+  const shown = chart.series.slice(0, 64);
+  const names = [...shown.map((each) => each.key), ...shown.filter((each) => each.has_band).flatMap((each) => [`${each.key}/low`, `${each.key}/high`])];
+  useEffect(() => {
+    let isOver = false;
+    Promise.all(runs.map((run) => ask("curves", { run, name: names }))).then((found) => isOver || setCurves(found), () => {});
+    return () => { isOver = true; };
+  }, [runs.join(), names.join(), tick]);
+  const lines = useMemo(() => curves && linesOf(chart, curves, smoothing), [curves, smoothing]);
+  return html`<section class="card"><h3>${chart.title} <span class="muted small">${chart.unit}</span></h3>
+    ${lines && html`<${Plot} lines=${lines} onCursor=${setAt} title=${chart.title} />
+      <p class="legend">${lines.series.slice(0, shown.length).map((line, i) => html`<span><i class=${chart.series[i].color}></i>${chart.series[i].label} <b>${shownValue(valueAt(lines, line, at))}</b></span>`)}
+        <span>${at === null ? "" : `step ${lines.steps[at]}`}${lines.every > 1 ? `, each point the mean of ${lines.every} steps` : ""}</span></p>`}
+  </section>`;
+}
+
+// The series of all runs over the steps that any of them has. values: smoothed; raw: as measured.
+function linesOf(chart, curves, smoothing) {
+  const steps = [...new Set(curves.flatMap((run) => run.flatMap((curve) => curve.steps)))].sort((a, b) => a - b);
+  const place = new Map(steps.map((step, i) => [step, i]));
+  const series = [];
+  let every = 1;
+  const onSteps = (curve) => {
+    const raw = new Array(steps.length).fill(undefined);
+    curve.steps.forEach((step, k) => { raw[place.get(step)] = curve.values[k]; });
+    return raw;
+  };
+  curves.forEach((run, r) => {
+    const bands = run.slice(Math.min(64, chart.series.length));
+    chart.series.slice(0, 64).forEach((each, i) => {
+      const raw = onSteps(run[i]);
+      const band = each.has_band ? bands.splice(0, 2).map(onSteps) : null;
+      series.push({ raw, band, values: smoothed(raw, smoothing), color: each.color, dash: DASHES[r % 4] });
+      every = Math.max(every, run[i].every);
+    });
+  });
+  return { steps, series, every, isSmooth: smoothing > 0 };
+}
+
+// Exponential moving average that begins at the first value; gaps stay.
+function smoothed(values, weight) {
+  let mean = 0;
+  let total = 0;
+  return values.map((value) => {
+    if (value === null || value === undefined) return value;
+    mean = weight * mean + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return mean / total;
+  });
+}
+
+function valueAt(lines, line, at) {
+  if (at !== null) return line.values[at] ?? null;
+  return line.values.findLast((value) => value !== null && value !== undefined) ?? null;
+}
+
+const shownValue = (value) => (value === null ? "–" : tickText(Number(value.toPrecision(4))));
+
+// What a class's colour is now: canvas knows no CSS variables.
+function colorOf(name) {
+  const probe = document.createElement("span");
+  probe.className = `color ${name}`;
+  document.body.append(probe);
+  const { color } = getComputedStyle(probe);
+  probe.remove();
+  return color;
+}
+
+// lines: { steps, series: [{ values, color, dash, band: [low, high] or null, raw, ... }], isSmooth }; gaps are spanned where x is no step.
+export function Plot({ lines, onCursor, title, spansGaps = false }) {
+  const place = useRef(null);
+  useEffect(() => {
+    const draw = () => {
+      const muted = colorOf("muted");
+      const rule = colorOf("ruled");
+      const axis = { stroke: muted, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 }, font: "11px system-ui, sans-serif" };
+      const all = lines.isSmooth ? [...lines.series.map((line) => ({ ...line, values: line.raw, alpha: FADED })), ...lines.series] : lines.series;
+      const bounds = all.filter((line) => line.band);
+      const at = (k) => 1 + all.length + 2 * k;
+      const plot = new uPlot({
+        width: place.current.clientWidth, height: 200, legend: { show: false }, scales: { x: { time: false }, y: { range: rangeOf } },
+        bands: bounds.map((line, k) => ({ series: [at(k) + 1, at(k)], fill: colorOf(line.color).replace("rgb(", "rgba(").replace(")", ", 0.16)") })),
+        cursor: { sync: { key: "curves" }, drag: { x: true, y: false } },
+        axes: [{ ...axis, size: 30, ...(spansGaps ? {} : { incrs: WHOLE }) }, { ...axis, size: widthOf, values: (_, ticks) => ticks.map(tickText) }],
+        series: [{}, ...all.map((line) => ({ stroke: colorOf(line.color), width: 1.6, dash: line.dash, alpha: line.alpha ?? 1, spanGaps: spansGaps, points: { show: lines.steps.length < 60 } })),
+          ...bounds.flatMap(() => [0, 1].map(() => ({ stroke: "transparent", width: 0, spanGaps: spansGaps, points: { show: false } })))],
+        hooks: { setCursor: [(self) => onCursor(self.cursor.idx ?? null)] },
+      }, [lines.steps, ...all.map((line) => line.values), ...bounds.flatMap((line) => line.band)], place.current);
+      return plot;
+    };
+    let plot = draw();
+    const again = () => { plot.destroy(); plot = draw(); };
+    const wide = new ResizeObserver(() => plot.setSize({ width: place.current.clientWidth, height: 200 }));
+    wide.observe(place.current);
+    const scheme = matchMedia("(prefers-color-scheme: dark)");
+    scheme.addEventListener("change", again);
+    addEventListener("theme", again);
+    return () => {
+      wide.disconnect();
+      scheme.removeEventListener("change", again);
+      removeEventListener("theme", again);
+      plot.destroy();
+    };
+  }, [lines]);
+  return html`<div class="chart" ref=${place} role="img" aria-label=${title}></div>`;
+}

@@ -1,0 +1,66 @@
+// What the run reached, before and after, and on what it ran.
+
+import { html, useAnswer, note } from "./lib.js";
+
+const LEFT = 96;
+const WIDTH = 520;
+const ROW = 62;
+
+export function Overview({ run, about }) {
+  const { data, error } = useAnswer("overview", { run }, about.last_metrics ?? -1);
+  if (error) return html`<main>${note(error)}</main>`;
+  if (!data) return html`<main><p class="muted">…</p></main>`;
+  return html`<main>
+    <p class="muted">${data.summary ?? `unfinished${data.last_step === null ? "" : `, last step logged: ${data.last_step}`}`}</p>
+    <section class="card"><h3>Before and after</h3>
+      ${data.rows.length > 0 ? html`<${Reached} data=${data} />`
+        : note(data.why_not ?? (data.summary ? "This run was not evaluated (run.evaluate=false)." : "No summary.json: the run has not finished, or was stopped. What it has left so far is on the other pages."))}
+    </section>
+    <section class="card"><h3>What ran</h3>
+      ${data.facts.length > 0 ? html`<table>${data.facts.map(([name, text]) => html`<tr><th>${name}</th><td>${text}</td></tr>`)}</table>` : html`<p class="muted">Known when the run has finished.</p>`}
+      ${data.num_non_finite > 0 && note(`${data.num_non_finite} values of the metrics were not finite; the curves have gaps there.`)}
+      ${data.config !== null && html`<details><summary>config.yaml</summary><pre>${data.config}</pre></details>`}
+    </section>
+  </main>`;
+}
+
+function Reached({ data }) {
+  return html`<${Bars} rows=${data.rows.filter((row) => row.is_bar)} />
+    <p class="legend"><span><i class="c7"></i>before RL</span><span><i class="c0"></i>after RL</span></p>
+    <table><tr><th></th><th>before</th><th>after</th></tr>
+      ${data.rows.map((row) => html`<tr><th>${row.name}</th><td><${Interval} value=${row.before} /></td>
+        <td><${Interval} value=${row.after} />${row.is_of_other_inputs && html` <span class="pill half">other inputs than before</span>`}</td></tr>`)}</table>
+    <p class="muted small">Held-out problems; 95% intervals by bootstrap over problems. System: the answer that the team ends with. An agent with a table of verdicts below: balanced accuracy on solutions fixed before RL. One that can break a right answer: inputs that are wrong and flagged. Other inputs than before: the team's own course decides how many an agent gets (n) and which, so that its two numbers are not of the same problems.</p>
+    ${data.confusions.map((each) => html`<${Confusion} ...${each} />`)}`;
+}
+
+function Interval({ value }) {
+  if (value === null) return html`<span class="muted">not measured</span>`;
+  return html`<b>${value.mean.toFixed(3)}</b> <span class="muted">${value.low.toFixed(3)}–${value.high.toFixed(3)}, n ${value.n}</span>`;
+}
+
+// Bars in [0, 1], before above after, with the interval as a whisker.
+function Bars({ rows }) {
+  const x = (share) => LEFT + WIDTH * share;
+  const height = ROW * rows.length;
+  const bar = (row, when, k, top) => {
+    const value = row[when];
+    if (value === null) return null;
+    const y = top + 21 * k;
+    return html`<rect class=${when === "after" ? "c0" : "c7"} x=${LEFT} y=${y} width=${WIDTH * value.mean} height="18"><title>${row.name} ${when}: ${value.mean.toFixed(3)} (${value.low.toFixed(3)} to ${value.high.toFixed(3)}), n = ${value.n}</title></rect>
+      <line class="whisker" x1=${x(value.low)} x2=${x(value.high)} y1=${y + 9} y2=${y + 9} />
+      ${[value.low, value.high].map((end) => html`<line class="whisker" x1=${x(end)} x2=${x(end)} y1=${y + 5} y2=${y + 13} />`)}
+      <text class="value" x=${x(value.high) + 8} y=${y + 13}>${(100 * value.mean).toFixed(1)}</text>`;
+  };
+  return html`<svg class="bars" viewBox=${`0 0 ${LEFT + WIDTH + 60} ${height + 24}`} role="img" aria-label="before and after">
+    ${[0, 25, 50, 75, 100].map((tick) => html`<line class="rule" x1=${x(tick / 100)} x2=${x(tick / 100)} y1="4" y2=${height} /><text class="middle" x=${x(tick / 100)} y=${height + 16}>${tick}%</text>`)}
+    ${rows.map((row, i) => html`<text class="end" x=${LEFT - 10} y=${ROW * i + 34}>${row.name}</text>${["before", "after"].map((when, k) => bar(row, when, k, ROW * i + 10))}`)}
+  </svg>`;
+}
+
+const COLUMNS = { right_correct: "right, said correct", right_wrong: "right, said wrong", wrong_correct: "wrong, said correct", wrong_wrong: "wrong, said wrong", none: "no verdict" };
+
+function Confusion({ title, before, after }) {
+  return html`<h3>${title}</h3><table><tr><th></th>${Object.values(COLUMNS).map((name) => html`<th>${name}</th>`)}</tr>
+    ${[["before", before], ["after", after]].map(([when, counts]) => counts && html`<tr><th>${when}</th>${Object.keys(COLUMNS).map((name) => html`<td>${counts[name]}</td>`)}</tr>`)}</table>`;
+}

@@ -1,0 +1,66 @@
+"""Colours and plain names in pictures: an agent, or an activity, has one colour in every chart of every page.
+
+A colour is a CSS class, c0 to c7: the page decides what it looks like in light and in dark.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from itertools import cycle
+from pathlib import Path
+
+import yaml
+
+from marsrl.trainer.report.summary import EngineRecord
+
+COLORS = tuple(f"c{k}" for k in range(8))
+_GREY = COLORS[-1]
+_OF_ALL = ("all", "system")
+
+_ACTIVITIES = {
+    "rollout": "c0",
+    "decode": "c0",
+    "step": "c1",
+    "credit": "c2",
+    "publish": "c3",
+    "load weights": "c3",
+    "judge": "c4",
+    "pack": "c5",
+    "evaluate": "c6",
+}
+_LIBRARIES = {"vllm": "vLLM"}
+
+
+def agents_of(config: Path) -> tuple[str, ...]:
+    """The agents that a run's config.yaml names, in the order of play; none where it cannot be read."""
+    try:
+        return tuple(str(name) for name in yaml.safe_load(config.read_bytes())["agents"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return ()
+
+
+def series_colors(labels: Iterable[str], agents: Sequence[str] = ()) -> dict[str, str]:
+    """The colour of each series of a chart, by its label.
+
+    An agent's (solver, main/solver) is its place in the team; grey is what is of all agents together. The others take the
+    colours that are left, in order.
+    """
+    labels = list(labels)
+    of_agents = {
+        label: COLORS[agents.index(name) % 7] for label in labels if (name := label.rpartition("/")[2]) in agents
+    }
+    known = of_agents | {label: _GREY for label in labels if label in _OF_ALL}
+    free = cycle([color for color in COLORS[:-1] if color not in of_agents.values()] or COLORS)
+    return {label: known.get(label) or next(free) for label in labels}
+
+
+def activity_color(name: str) -> str:
+    """The colour of what engines, ranks and judges do, in timelines and in the parts of a step."""
+    return _ACTIVITIES.get(name) or COLORS[zlib.crc32(name.encode("utf-8", "replace")) % 8]
+
+
+def engine_name(engine: EngineRecord) -> str:
+    """What decoded, in plain words: vLLM 0.32."""
+    library = f"{_LIBRARIES.get(engine.library, engine.library)} {engine.version.removesuffix('.0')}"
+    return f"marsrl's own engine, {library}" if engine.kind == "local" else library

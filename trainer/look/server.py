@@ -1,0 +1,122 @@
+"""The viewer's server: pages and numbers of some runs, for the person who started it and nobody else.
+
+    GET /?token=...           sets a cookie and goes to the page that was asked for, without the token
+    GET /api/...              JSON; see `answers.py`
+    GET /app.js, ...          the pages, as they lie in pages/
+
+It listens on the loopback address alone. Other users of this machine can reach that too, and so can any page in the user's
+own browser: a request needs the token (in the URL or as the cookie that came of it, which no other site can send:
+SameSite=Strict), and a Host header that names the loopback (a foreign name that resolves to it is refused). Pages may load
+scripts, styles and data from here alone and run nothing else (Content-Security-Policy); what models wrote comes as JSON and is
+shown as text.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from urllib.parse import parse_qsl, urlencode
+
+from fastapi import FastAPI, HTTPException, Request
+from pydantic import ValidationError
+from starlette.datastructures import MutableHeaders
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import RedirectResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from marsrl.rollout.http_server import listen, serve
+from marsrl.trainer.look.answers import LISTS, Answers
+
+PAGES = Path(__file__).parent / "pages"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class _Guard:
+    """Lets requests through that know the token, and puts HEADERS on every answer."""
+
+    def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
+        self._app, self._token, self._cookie = app, token, cookie
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # no websockets here
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        request = Request(scope)
+        given = request.query_params.get("token")
+        if self._is_right(given) and request.method == "GET":
+            rest = urlencode([(k, v) for k, v in parse_qsl(request.url.query) if k != "token"])
+            answer: ASGIApp = RedirectResponse(f"/?{rest}" if rest else "/", status_code=303)
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")  # type: ignore[attr-defined]
+        elif self._is_right(request.cookies.get(self._cookie)):
+            answer = self._app
+        else:
+            text = "marsrl view: this address needs the token that `marsrl view` printed: open the whole line of it\n"
+            answer = Response(text, status_code=403, media_type="text/plain")
+        await answer(scope, receive, send_with_headers)
+
+    def _is_right(self, given: str | None) -> bool:
+        return given is not None and secrets.compare_digest(given.encode("utf-8", "replace"), self._token.encode())
+
+
+class PlainJson(Response):
+    """JSON in ASCII: lone surrogates and everything else that a model may write survive."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> FastAPI:
+    """The application. cookie: its name; cookies of one host are shared by its ports, so that two viewers need two names."""
+    app = FastAPI(
+        title="marsrl view", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=PlainJson
+    )
+    questions = Answers(runs).questions
+
+    @app.get("/api/{question}")
+    def answer(question: str, request: Request) -> Response:
+        if question not in questions:
+            raise HTTPException(404)
+        given = request.query_params
+        asked = {key: given.getlist(key) if key in LISTS else given[key] for key in given}
+        return PlainJson(questions[question](**asked))
+
+    @app.exception_handler(ValueError)
+    def refused(_: Request, error: Exception) -> Response:
+        text = f"a parameter cannot be read: {error}" if isinstance(error, ValidationError) else str(error)
+        return PlainJson({"detail": text[:400]}, status_code=400)
+
+    app.mount("/", StaticFiles(directory=PAGES, html=True))
+    app.add_middleware(_Guard, token=token, cookie=cookie)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"], www_redirect=False)
+    return app
+
+
+def view(runs: Sequence[Path], port: int, on_address: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C. on_address: told the URL, token and all, once it can be reached. port 0: any that is free.
+
+    Raises:
+        OSError: the port cannot be had.
+    """
+    token = secrets.token_urlsafe(24)
+    with listen("127.0.0.1", port) as listening:
+        number = listening.getsockname()[1]
+        app = make_app(runs, token, f"marsrl_view_{number}")
+        serve(app, listening, lambda: on_address(f"http://127.0.0.1:{number}/?token={token}"))

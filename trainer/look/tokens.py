@@ -1,0 +1,74 @@
+"""What the token log knows of a sample, for the page that colours its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from marsrl.rollout.types import FloatArray
+from marsrl.trainer.look.visible import visible
+from marsrl.trainer.report.token_log import TokenLog, TokenRecord, read_tokens, token_files
+from marsrl.trainer.runs.directory import RunDirectory
+
+_MOST_LISTED = 40
+
+
+def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
+    """kept: the sample's columns, None where none were kept; near: of the nearest step that has some, whose they are.
+
+    Raises:
+        ValueError: the file of the step is damaged; says which.
+    """
+    log = _nearest(token_files(run), step)
+    kept = None
+    if log is not None and log.step == step:
+        kept = next((record for record in log.samples if record.uid == uid), None)
+    return {"kept": None if kept is None else _columns(kept), "near": None if log is None else _near(log, uid)}
+
+
+def _nearest(files: Mapping[int, Path], step: int) -> TokenLog | None:
+    """The log of the step itself or of the nearest one that can be read. Damage of the step's own
+    file is raised, others' are passed by."""
+    for each in sorted(files, key=lambda each: (abs(each - step), each)):
+        try:
+            return read_tokens(files[each])
+        except FileNotFoundError:  # the step is being played again
+            continue
+        except ValueError:
+            if each == step:
+                raise
+    return None
+
+
+def _columns(record: TokenRecord) -> dict[str, Any]:
+    """One list a column; clipped, gated, masked: places in it. A text is visible, whatever the model wrote."""
+    starts = [0, *record.ends[:-1].tolist()]
+    return {
+        "policy": visible(record.policy),
+        "update": record.update,
+        "segments": [[segment.start, segment.end, segment.version] for segment in record.segments],
+        "text": [visible(record.text[start:end]) for start, end in zip(starts, record.ends.tolist(), strict=False)],
+        "ids": record.token_ids.tolist(),
+        "given": np.flatnonzero(~record.is_sampled).tolist(),
+        "rollout": _numbers(record.rollout_logprobs),
+        "trainer": _numbers(record.logprobs),
+        "entropy": _numbers(record.entropy),
+        "clipped": np.flatnonzero(record.is_clipped).tolist(),
+        "gated": np.flatnonzero(record.is_gated).tolist(),
+        "masked": np.flatnonzero(record.is_masked).tolist(),
+    }
+
+
+def _numbers(values: FloatArray) -> Sequence[float | None]:
+    """Six digits; None: there is none, or it is not finite."""
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
+
+
+def _near(log: TokenLog, uid: str) -> dict[str, Any]:
+    """Samples of the same agent first."""
+    agent = uid.rpartition("/")[2].rpartition(":")[0]
+    listed = sorted(log.samples, key=lambda record: (record.agent != agent, record.line))[:_MOST_LISTED]
+    return {"step": log.step, "samples": [{"line": each.line, "agent": visible(each.agent)} for each in listed]}

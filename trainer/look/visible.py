@@ -1,0 +1,43 @@
+"""Text that a model or a file wrote, made safe to look at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_NAMED = (
+    *range(0x7F, 0xA0),
+    0x61C,
+    0x200E,
+    0x200F,
+    *range(0x2028, 0x202F),
+    *range(0x2066, 0x206A),
+    0xFEFF,
+    0xFFFE,
+    0xFFFF,
+)
+_VISIBLE = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"}
+_VISIBLE |= {c: f"⟨U+{c:04X}⟩" for c in (*_NAMED, *range(0xD800, 0xE000))}
+
+
+def visible(text: str) -> str:
+    """Text in which nothing hides: control characters as pictures, direction overrides and broken surrogates named."""
+    return text.translate(_VISIBLE)
+
+
+def shown(value: Any) -> Any:
+    """A JSON value with all text in it made visible."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, dict):
+        return {visible(str(key)): shown(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [shown(each) for each in value]
+    return value
+
+
+def shorten(text: str, most: int) -> str:
+    """The beginning and the end of a text longer than `most` characters."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n\n[... {len(text) - 2 * half:,} characters left out ...]\n\n{text[-half:]}"
