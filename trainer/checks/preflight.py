@@ -124,7 +124,7 @@ def preflight(
         tools=config.tools.names,
     )
     check_tools(config.tools, orchestration.tools, documents_of(task), papers_of(task))
-    warnings = list(problems.repeats)
+    warnings = list(problems.warnings)
     for name in config.policies:
         config, found = _checked_policy(config, name, world_size, trains=trains)
         warnings += found
