@@ -112,7 +112,8 @@ def test_the_commands_of_the_header_agree_with_each_other(preset: str, told: dic
     assert found["megatron"]["state_on_gpu"] != (preset == "qwen3_30b_a3b_8xh100")
 
 
-PUBLISHED = {
+MARSRL = ("qwen3_30b_a3b", "qwen3_30b_a3b_8xh100", "qwen3_8b", "single_gpu", "math_default")
+PUBLISHED: dict[str, dict[str, Any]] = {
     "drmas_math": {
         "agents.solver.long_prompts": "cut_middle", "agents.verifier.long_prompts": "cut_middle",
         "agents.verifier.missing_verdict": "correct", "credit.singleton": "raw", "loss.dual_clip": 3.0,
@@ -122,10 +123,7 @@ PUBLISHED = {
         "agents.verifier.missing_verdict": "correct", "credit.singleton": "raw", "loss.dual_clip": 3.0,
         "loss.entropy_coef": 0.001, "loss.aggregation": "token",
     },
-    **dict.fromkeys(
-        ("qwen3_30b_a3b", "qwen3_30b_a3b_8xh100", "qwen3_8b", "single_gpu", "math_default"),
-        {"loss.aggregation": "sequence", "evaluate.num_problems": None},
-    ),
+    **{name: {"loss.aggregation": "sequence", "evaluate.num_problems": None} for name in MARSRL},
     "ulorl": {"loss.aggregation": "token", "evaluate.num_problems": None},
 }  # fmt: skip
 
