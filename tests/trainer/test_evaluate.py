@@ -402,13 +402,14 @@ def test_files_to_evaluate_on_are_played_whole_and_a_cut_is_told(
         return [line for line in capsys.readouterr().out.splitlines() if "are evaluated" in line]
 
     one, both = f"data.eval={tmp_path}/beyondaime.jsonl", f"[{tmp_path}/aime25.jsonl, {tmp_path}/beyondaime.jsonl]"
-    why = "(evaluate.num_problems, or a count of its own)"
     config, _ = read_config(None, [*words, one])
     assert len(preflight(config, world_size=1).task.held_out(config.evaluate.num_problems, 0)) == 100
     sets = preflight(read_config(None, [*words, f"data.eval={both}"])[0], world_size=1).eval_sets
     assert [len(each.problems) for each in sets] == [30, 100]
     assert told(one) == told(f"data.eval={both}") == told() == []
-    assert told(one, "evaluate.num_problems=64") == [f"warning: data.eval: 64 of its 100 problems are evaluated {why}"]
-    cut = f"warning: data.eval, beyondaime: 30 of its 100 problems are evaluated {why}"
-    assert told(f"data.eval={both}", "evaluate.num_problems=30") == [cut]
-    assert told(f"data.eval=[{{path: {tmp_path}/beyondaime.jsonl, count: 30}}]") == [cut]
+    assert told(one, "evaluate.num_problems=64") == [
+        "warning: data.eval: 64 of its 100 problems are evaluated, as evaluate.num_problems says"
+    ]
+    cut = "warning: data.eval, beyondaime: 30 of its 100 problems are evaluated, as"
+    assert told(f"data.eval={both}", "evaluate.num_problems=30") == [f"{cut} evaluate.num_problems says"]
+    assert told(f"data.eval=[{{path: {tmp_path}/beyondaime.jsonl, count: 30}}]") == [f"{cut} count says"]

@@ -64,17 +64,23 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
 
 
 def _not_evaluated(config: RunConfig, found: RunProblems, of_eval: str) -> tuple[str, ...]:
-    """A warning for each set of which a part is left out, by its count or by evaluate.num_problems."""
-    most = config.evaluate.num_problems
-    if not found.sets:
-        num_given = len(found.held_out)
-        sizes = [(of_eval, num_given if most is None else min(most, num_given), num_given)]
-    else:
-        sizes = [(f"{of_eval}, {each.name}", len(each.problems), each.num_given) for each in found.sets]
+    """A warning for each set of which a part is left out."""
+    most, num_given = config.evaluate.num_problems, len(found.held_out)
+    played = [(of_eval, num_given if most is None else min(most, num_given), num_given, "evaluate.num_problems")]
+    if found.sets and isinstance(config.data.eval, tuple):
+        played = [
+            (
+                f"{of_eval}, {each.name}",
+                len(each.problems),
+                each.num_given,
+                "count" if file.count else "evaluate.num_problems",
+            )
+            for file, each in zip(config.data.eval, found.sets, strict=True)
+        ]
     return tuple(
-        f"{where}: {num_played:,} of its {num_given:,} problems are evaluated (evaluate.num_problems, or a count of its own)"
-        for where, num_played, num_given in sizes
-        if num_played < num_given
+        f"{where}: {num_played:,} of its {num_all:,} problems are evaluated, as {why} says"
+        for where, num_played, num_all, why in played
+        if num_played < num_all
     )
 
 
