@@ -8,9 +8,9 @@ marsrl  MarsRL without one of its parts, or with another choice: agents' own rew
         answers are judged and repaired, the gate of well-mastered tokens (with the entropy of the first and the last quarter),
         segments, means over tokens or samples; MarsRL, arXiv:2511.11373, and UloRL, arXiv:2507.19766. The miniature is
         configs/cpu_default.yaml
-drmas   what a reward is compared with (credit.normalise: agent, global, and mean and deviation of one each), by one policy for
-        both agents or one each; Dr. MAS, arXiv:2602.08847, section 5.4. The miniature is configs/cpu_solver_verifier.yaml,
-        whose agents' mean rewards differ on purpose
+drmas   what a reward is compared with (credit.normalise: agent; trajectory, the published GRPO baseline; global; and mean and
+        deviation of one each), by one policy for both agents or one each; Dr. MAS, arXiv:2602.08847, section 5.4. The
+        miniature is configs/cpu_solver_verifier.yaml, whose agents' mean rewards differ on purpose
 mars    the dual system without one of its parts: System 1, Python, the balance of its samples, a mean of each system; MARS,
         arXiv:2510.04935. The miniature is configs/cpu_dual_system.yaml
 
@@ -19,8 +19,8 @@ interval of that mean, accuracies after training, rewards of its last quarter, a
 percentile over the steps (several policies: the norm of all their gradients as one vector) and the spikes of a training (metric
 grad_spikes). A training that stops is told, and is in no mean.
 
-`ratio:` is the team's accuracy under `agent` over that under `global` (geometric mean over shared and separate policies), or of
-the whole dual system over that without System 1.
+`ratio:` is the team's accuracy under `agent` over that under `trajectory` (geometric mean over shared and separate policies),
+or of the whole dual system over that without System 1.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Ablation:
 
 CRITICS = ("verifier1", "corrector1", "verifier2", "corrector2")
 PICKS = ("random", "balanced", "paired", "adaptive")  # the preset's: Verifiers paired, Correctors balanced
-NORMALISE = ("agent", "global", "agent_mean", "agent_std")
+NORMALISE = ("agent", "trajectory", "global", "agent_mean", "agent_std")
 ABLATIONS = {
     "drmas": Ablation(
         "cpu_solver_verifier",
@@ -92,7 +92,7 @@ ABLATIONS = {
         ("solver", "verifier"),
         ("solver", "verifier"),
         ("system", "solver", "grad_norm_max", "grad_norm_p99", "grad_spikes"),
-        ("normalise", "agent", "global"),
+        ("normalise", "agent", "trajectory"),
     ),
     "marsrl": Ablation(
         "cpu_default",

@@ -387,7 +387,13 @@ class RolloutConfig(Settings):
 class EvaluateConfig(Settings):
     """The inference loop: Solver, then Verifier and Corrector in turn until a stop rule holds (MarsRL)."""
 
-    num_problems: int = Field(300, gt=0, le=MOST, description="held-out problems")
+    num_problems: int | None = Field(
+        None,
+        gt=0,
+        le=MOST,
+        description="held-out problems at most, of each set of data.eval; default: all of a set, 64 where a task makes them or "
+        "they are taken out of data.train",
+    )
     repeat: int = Field(1, gt=0, le=MOST, description="avg@n: draws of every problem")
     accept_after: int = Field(4, gt=0, le=MOST, description="consecutive 'correct' verdicts that accept a candidate")
     max_iterations: int | None = Field(

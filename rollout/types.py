@@ -218,6 +218,10 @@ class Sample:
     in_thought: bool = False
 
     @property
+    def episode_id(self) -> str:
+        return self.uid.partition("/")[0]
+
+    @property
     def turn_text(self) -> str:
         """What it has written in its present turn; nothing in it is a stranger's."""
         return self.text[self.turn_start :]

@@ -10,14 +10,16 @@ from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import MOST, Settings
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.types import Ask, Finish, Message, Sample
+from marsrl.rollout.types import Ask, Message, Sample
 
 
 class SolverVerifier(Orchestration):
     """The Verifier approves a solution, or the Solver solves again with the report before it; nobody verifies the last.
 
-    A verdict that cannot be read rejects, where agents.verifier.missing_verdict is not "correct". In the published code it
-    approves, and so it does with the prompt set drmas_math and agents.verifier.parser=compat.
+    A solution that reaches its length limit is verified too, as far as it goes, so that it can be solved again. The last solution
+    counts, with an answer or without one, as in the published code. A verdict that cannot be read rejects, where
+    agents.verifier.missing_verdict is not "correct". In the published code it approves, and so it does with the prompt set
+    drmas_math and agents.verifier.parser=compat.
     """
 
     class Options(Settings):
@@ -31,7 +33,7 @@ class SolverVerifier(Orchestration):
         asks = [episode.ask("solver")]
         for _ in range(self.options.max_loops - 1):
             solution = episode.said(asks[-1])
-            if solution is None or solution.finish is not Finish.STOP:
+            if solution is None:
                 break
             asks.append(episode.ask("verifier", solution))
             report = episode.said(asks[-1])
@@ -49,6 +51,11 @@ class SolverVerifier(Orchestration):
             solution, report = episode.inputs(ask)
             return self.prompt(ask.agent, Role.CORRECTOR, episode, solution.shown, report.shown)
         return super().messages(episode, ask)
+
+    def outcome(self, episode: Episode) -> Sample | None:
+        """The last solution."""
+        solutions = (episode.said(ask) for ask in reversed(self.follow(episode)) if ask.agent == "solver")
+        return next((solution for solution in solutions if solution is not None), None)
 
     def _approves(self, report: Sample) -> bool:
         if report.verdict is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.rollout.tasks.protocol import NumberedProblems
+from marsrl.rollout.tasks.protocol import HELD_OUT, NumberedProblems
 from marsrl.rollout.tasks.word_tokenizer import WordTokenizer
 from marsrl.rollout.types import Problem, Reward
 
@@ -102,9 +102,10 @@ class ArithmeticTask:
 
         return NumberedProblems(draw)
 
-    def held_out(self, num_problems: int, seed: int) -> list[Problem]:
+    def held_out(self, num_problems: int | None, seed: int) -> list[Problem]:
         rng = random.Random(f"arithmetic/held-out/{seed}")
-        return [draw_chain(rng, self.options, held_out=True).problem() for _ in range(num_problems)]
+        number = HELD_OUT if num_problems is None else num_problems
+        return [draw_chain(rng, self.options, held_out=True).problem() for _ in range(number)]
 
     def judge(self, problem: Problem, answer: str) -> Future[Reward]:
         right = float(answer == problem.answer)

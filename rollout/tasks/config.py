@@ -62,7 +62,7 @@ class EvalFile(Settings):
         None,
         gt=0,
         le=MOST,
-        description="so many of its problems, by a seeded draw; default: evaluate.num_problems at most",
+        description="so many of its problems, by a seeded draw; default: all, or evaluate.num_problems",
     )
     repeat: int | None = Field(None, gt=0, le=MOST, description="draws of every problem; default: evaluate.repeat")
 

@@ -207,8 +207,8 @@ class DataCursor:
         return order
 
 
-def draw_held_out(problems: Sequence[Problem], num_problems: int, task: str, seed: int) -> list[Problem]:
-    """A seeded draw without replacement, in the order of the list; all of them if there are fewer."""
+def draw_held_out(problems: Sequence[Problem], num_problems: int | None, task: str, seed: int) -> list[Problem]:
+    """A seeded draw without replacement, in the order of the list; None, or more than there are: all of them."""
     order = random.Random(f"{task}/held-out/{seed}").sample(range(len(problems)), len(problems))
     return [problems[index] for index in sorted(order[:num_problems])]
 

@@ -13,18 +13,19 @@ from marsrl.rollout.types import Problem
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Problems that are evaluated, each so many times. name: of their numbers; "" of the only ones."""
+    """Problems that are evaluated, each so many times. name: of their numbers; "" of the only ones. num_given: of the file."""
 
     name: str
     problems: Sequence[Problem]
     repeat: int
+    num_given: int = 0
 
 
 def read_eval(
     files: Sequence[EvalFile],
     task: str,
     seed: int,
-    num_problems: int,
+    num_problems: int | None,
     repeat: int,
     question_key: str | None = None,
     answer_key: str | None = None,
@@ -34,7 +35,8 @@ def read_eval(
 
     Args:
         seed: of the draw of so many problems of a file, which does not depend on the other files.
-        num_problems, repeat: of files without a count or a repeat of their own; a file may have fewer than num_problems.
+        num_problems, repeat: of files without a count or a repeat of their own; a file may have fewer than num_problems; None:
+            all of it.
 
     Raises:
         ValueError: as read_problems; the text names the place.
@@ -52,6 +54,6 @@ def read_eval(
             )
         drawn = draw_held_out(read.problems, file.count or num_problems, task, seed)
         problems = [replace(problem, id=f"{file.set_name}/{problem.id}") for problem in drawn]
-        sets.append(HeldOut(file.set_name, problems, file.repeat or repeat))
+        sets.append(HeldOut(file.set_name, problems, file.repeat or repeat, len(read.problems)))
         num_bad += read.num_bad
     return tuple(sets), num_bad

@@ -30,8 +30,8 @@ class ListedTask:
     def problems(self, seed: int) -> ProblemSource:
         return draw_endlessly(self._train, seed)
 
-    def held_out(self, num_problems: int, seed: int) -> list[Problem]:
-        """A seeded draw without replacement, all of them if there are fewer; [] without evaluation data."""
+    def held_out(self, num_problems: int | None, seed: int) -> list[Problem]:
+        """A seeded draw without replacement, all of them if there are fewer, or None is asked for; [] without evaluation data."""
         return draw_held_out(self._held_out, num_problems, self.name, seed)
 
     def judge(self, problem: Problem, answer: str) -> Future[Reward]:

@@ -50,6 +50,10 @@ class NumberedProblems:
         self._position = state.position
 
 
+HELD_OUT = 64
+"""Problems of an evaluation where evaluate.num_problems is null and no file says how many there are."""
+
+
 class Task(Protocol):
     """A kind of problem. prompts: name of the prompt set that fits it.
 
@@ -63,8 +67,9 @@ class Task(Protocol):
     def problems(self, seed: int) -> ProblemSource:
         """An endless training stream that derives from the seed alone."""
 
-    def held_out(self, num_problems: int, seed: int) -> list[Problem]:
-        """Problems for evaluation, none of which `problems` ever yields."""
+    def held_out(self, num_problems: int | None, seed: int) -> list[Problem]:
+        """Problems for evaluation, none of which `problems` ever yields: so many; None: all that are given, or HELD_OUT of a
+        task that makes them."""
 
     def judge(self, problem: Problem, answer: str) -> Future[Reward]:
         """Begin a judgement (rewards/judge.py). What could not be judged is missing, never 0."""

@@ -12,7 +12,7 @@ from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.config import QaOptions
 from marsrl.rollout.tasks.data import draw_held_out, right_answers
 from marsrl.rollout.tasks.linked_facts import World
-from marsrl.rollout.tasks.protocol import ProblemSource
+from marsrl.rollout.tasks.protocol import HELD_OUT, ProblemSource
 from marsrl.rollout.tasks.train_files import draw_endlessly
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.types import MISSING, Problem, Reward
@@ -66,10 +66,10 @@ class QaTask:
     def problems(self, seed: int) -> ProblemSource:
         return draw_endlessly(self._train, seed) if self._world is None else self._world.questions(seed)
 
-    def held_out(self, num_problems: int, seed: int) -> list[Problem]:
-        """A seeded draw; from a file without replacement, all of them if there are fewer."""
+    def held_out(self, num_problems: int | None, seed: int) -> list[Problem]:
+        """A seeded draw; from a file without replacement, all of them if there are fewer, or None is asked for."""
         if self._world is not None and not self._held_out:
-            return self._world.held_out(num_problems, seed)
+            return self._world.held_out(HELD_OUT if num_problems is None else num_problems, seed)
         return draw_held_out(self._held_out, num_problems, self.name, seed)
 
     def judge(self, problem: Problem, answer: str) -> Future[Reward]:

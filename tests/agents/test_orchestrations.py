@@ -132,9 +132,31 @@ def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None
         assert report.reward.value == reward and report.verdict is False
 
 
-@pytest.mark.parametrize("first", ["... cut off", None])
-def test_nobody_verifies_a_solution_that_was_not_finished(first: str | None) -> None:
-    episode = play(solver_verifier(), lambda ask: first)
+def test_a_solution_that_is_cut_off_is_verified_and_solved_again() -> None:
+    team = solver_verifier(2)
+    episode = play(team, script("... Answer: 1 and", "Verdict: wrong", "Answer: 1"))
+    first, judged, again = episode.asks.values()
+    assert words(team, episode, judged) == "grade | a 3 b *7 \n ... Answer: 1 and"
+    assert words(team, episode, again) == "a 3 b *7 | ... Answer: 1 and | Verdict: wrong fix"
+    assert [s.reward.value for (s,) in episode.answers.values()] == [0.0, 1.0, 1.0]  # overlong; rightly rejected; right
+    assert team.outcomes(episode) == {f"{ask.id}:0": 1.0 for ask in (first, judged, again)}
+    approved = play(team, script("... Answer: 1 and", "Verdict: correct"))
+    assert len(approved.asks) == 2 and set(team.outcomes(approved).values()) == {0.0}
+    report = play(team, script("Answer: 2", "... looks", "Answer: 1"))
+    assert words(team, report, list(report.asks.values())[2]) == "a 3 b *7 | Answer: 2 | ... looks fix"
+
+
+@pytest.mark.parametrize("last", ["... cut off", "I give up."])
+def test_the_last_solution_counts_whether_it_has_an_answer_or_not(last: str) -> None:
+    team = solver_verifier(2)
+    episode = play(team, script("Answer: 1", "Verdict: wrong", last))
+    outcome = team.outcome(episode)
+    assert outcome is not None and outcome.shown == last
+    assert set(team.outcomes(episode).values()) == {0.0}  # who rejects a right solution is not paid for it
+
+
+def test_nobody_verifies_a_solution_that_never_came() -> None:
+    episode = play(solver_verifier(), lambda ask: None)
     assert len(episode.asks) == 1
     assert solver_verifier().outcome(episode) is None and not any(solver_verifier().outcomes(episode).values())
 

@@ -26,15 +26,12 @@ class Killed(Exception):
     """Stands for kill -9: nothing behind it is run that a kill would not leave."""
 
 
-def rows_of(questions: Iterable[str]) -> list[Row]:
+def rows_of(questions: Iterable[str], answer: str | None = None) -> list[Row]:
+    """answer: of all of them; None: each its number."""
+    pairs = [(q, answer or str(i)) for i, q in enumerate(questions)]
     return [
-        Row(
-            i,
-            Problem(f"raw.jsonl:{i + 1}", q, str(i), "math"),
-            {"question": q, "answer": str(i)},
-            ("question", "answer"),
-        )
-        for i, q in enumerate(questions)
+        Row(i, Problem(f"raw.jsonl:{i + 1}", q, a, "math"), {"question": q, "answer": a}, ("question", "answer"))
+        for i, (q, a) in enumerate(pairs)
     ]
 
 
@@ -74,12 +71,13 @@ def run(out: Path, stages: Sequence[Stage], rows: Sequence[Row]) -> tuple[list[S
 
 @dataclass
 class ScriptedJudge:
-    """Answers the question of each prompt by a script; asked: the questions in order."""
+    """Answers the question of each prompt by a script; asked: the questions in order; prompts: all of what was asked."""
 
     renderer: ChatRenderer
     script: Callable[[str], str]
     fail: Callable[[str], str | None] = lambda question: None
     asked: list[str] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
     num_opened: int = 0
 
     def question(self, request: DecodeRequest) -> str:
@@ -88,6 +86,7 @@ class ScriptedJudge:
 
     def answer(self, request: DecodeRequest) -> str:
         self.asked.append(self.question(request))
+        self.prompts.append(self.renderer.decode(request.token_ids))
         return self.script(self.asked[-1])
 
     @contextmanager

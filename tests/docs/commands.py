@@ -273,6 +273,7 @@ WAYS = {
     f"torchrun --nproc-per-node 4 trainer/main.py --config configs/drmas_search.yaml {ON_GPUS % 'Qwen2.5-7B'}": GPUS,
     f"torchrun --nproc-per-node 4 trainer/main.py --config configs/mars_qwen3_8b.yaml {ON_GPUS % 'Qwen3-8B'}": GPUS,
     f"torchrun --nproc-per-node 4 trainer/main.py --config configs/mars_qwen2.5_7b.yaml {ON_GPUS % 'Qwen2.5-7B-Instruct'}": GPUS,
+    "torchrun --nproc-per-node 4 trainer/main.py --config mars.yaml": GPUS,
     f"python trainer/main.py --config configs/single_gpu.yaml {ON_GPUS % 'Qwen3-1.7B'}": GPUS,
     "python benchmarks/learning.py": PLAYED,
     "python benchmarks/learning.py --seeds 0 1 2": PLAYED,

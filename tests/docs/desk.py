@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import yaml
 from documents import ROOT, config_blocks, other_blocks, python_blocks
 from forked import PYTHON
 from safetensors.torch import load_file, save_file
@@ -57,6 +58,9 @@ class Desk:
         (folder / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in raw))
         curate = next(block.text for block in config_blocks() if "\ncurate:" in block.text)
         (folder / "curation.yaml").write_text(curate)
+        (folder / "mars.yaml").write_text(
+            next(b.text for b in config_blocks() if b.text.startswith("preset: mars_") and "\n  eval:" in b.text)
+        )
         (capitals,) = (block.text for block in other_blocks() if block.where.startswith("docs/own_task.md:"))
         (folder / "capitals.txt").write_text(f"{capitals}\n")
         (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -73,8 +77,19 @@ class Desk:
 
     def fill_in(self, words: list[str], model: Callable[[str], Path]) -> None:
         """Paths of models in the config file of a command."""
-        for path in [self.folder / word for word in words if word in ("own_task.yaml", "own_seeker.yaml")]:
+        for path in [self.folder / word for word in words if word in ("own_task.yaml", "own_seeker.yaml", "mars.yaml")]:
             path.write_text(MODEL.sub(lambda match: str(model(match[2])), path.read_text()))
+            self.write_problems(path.read_text())
+
+    def write_problems(self, config: str) -> None:
+        """The files that a config lists under data.train and data.eval and that are not there: `count` problems, or four."""
+        data = yaml.safe_load(config).get("data", {})
+        for file in [file for key in ("train", "eval") if isinstance(data.get(key), list) for file in data[key]]:
+            path = self.folder / file["path"]
+            path.parent.mkdir(exist_ok=True)
+            rows = [{"question": f"{path.stem}: what is {i}?", "answer": str(i)} for i in range(file.get("count", 4))]
+            if not path.exists():
+                path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def start(self, words: list[str]) -> subprocess.Popen[bytes]:
         """In this folder, from the environment that the tests run in, with a cache of its own; `console` is what it prints."""

@@ -129,7 +129,7 @@ def commands() -> tuple[Found, ...]:
 
 
 def config_blocks() -> list[Found]:
-    """Blocks that are YAML with a section of the config at the top."""
+    """Blocks that are YAML with a section of the config at the top, or the preset that they go on from."""
     from marsrl.trainer.config import RunConfig
 
     sections = tuple(f"{name}:" for name in RunConfig.model_fields)

@@ -20,8 +20,10 @@ import torch
 import yaml
 from commands import WAYS, run_by
 from desk import MODEL, Desk, boxing_model, published_model
-from documents import ROOT, config_blocks
+from documents import ROOT, config_blocks, python_blocks
 from forked import PYTHON
+from pyarrow import Table
+from pyarrow.parquet import write_table
 
 from marsrl.trainer import cli
 from marsrl.trainer.config.explain import as_yaml
@@ -111,13 +113,50 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("block", config_blocks(), ids=lambda block: block.where)
-def test_a_config_block_passes_its_checks(block: Any, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_block_passes_its_checks(
+    block: Any, desk: Desk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = MODEL.sub(lambda match: str(published_model(desk.folder / match[2], match[2])), block.text)
     Path("block.yaml").write_text(text)
+    desk.write_problems(text)
+    written = yaml.safe_load(text)
+    if read_config(written.pop("preset", None))[0].run.device == "cuda":
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        pretend_gpus(monkeypatch)
     assert main(["--dry-run", "--config", "block.yaml"]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
-    written = yaml.safe_load(text)
     assert holds(written, yaml.safe_load(shown[: shown.index("batch arithmetic:")]))
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight, as far as our own checks ask. What vLLM and Megatron say: tests/plan/test_presets.py."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 * 2**30))
+
+
+def test_hle_is_cut_into_the_subjects_that_are_evaluated(desk: Desk) -> None:
+    """By the script of docs/dual_system.md, into the files that its config lists."""
+    subjects = (
+        "Biology/Medicine", "Chemistry", "Computer Science/AI", "Engineering", "Humanities/Social Science", "Math", "Other",
+        "Physics",
+    )  # fmt: skip
+    rows = [
+        {"id": "x", "question": f"{subject}?", "answer": "1", "image": image, "category": subject}
+        for subject in subjects
+        for image in ("", "data:image/png;base64,", "")
+    ]
+    write_table(Table.from_pylist(rows), "hle.parquet")
+    (script,) = (block.text for block in python_blocks() if "hle.parquet" in block.text)
+    done = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    listed = [file["path"] for file in yaml.safe_load(Path("mars.yaml").read_text())["data"]["eval"]]
+    assert sorted(listed) == sorted(str(path) for path in Path("hle").iterdir())
+    (math,) = (path for path in listed if "math" in path)
+    assert [json.loads(line) for line in Path(math).read_text().splitlines()] == [
+        {"question": "Math?", "answer": "1"}
+    ] * 2
 
 
 @pytest.mark.parametrize("command", run_by("test_a_run_on_gpus_passes_its_checks"))
@@ -125,6 +164,7 @@ def test_a_run_on_gpus_passes_its_checks(
     command: str, desk: Desk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = desk.words(command, lambda name: published_model(desk.folder / name, name))
+    desk.fill_in(words, lambda name: published_model(desk.folder / name, name))
     nodes, ranks = (
         int(words[words.index(word) + 1]) if word in words else 1 for word in ("--nnodes", "--nproc-per-node")
     )
@@ -136,10 +176,7 @@ def test_a_run_on_gpus_passes_its_checks(
     if "configs/single_gpu.yaml" in command:  # as it would be on a CPU
         assert call([*words, "--dry-run", "run.device=cpu"]) == 0, capsys.readouterr().err
         assert "CPU: rank 0" in capsys.readouterr().out
-    # What vLLM and Megatron say: tests/plan/test_presets.py.
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 * 2**30))
+    pretend_gpus(monkeypatch)
     preset = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())
     if "directory" in preset.get("sync", {}):
         words.append(f"sync.directory={desk.folder}")

@@ -236,6 +236,10 @@ def test_a_run_directory_that_exists_is_never_overwritten(tmp_path: Path, refusa
     ("words", "says"),
     [
         (["rollout.group_size=1"], "rollout.group_size is 1, and with credit.normalise=group"),
+        (
+            ["rollout.group_size=1", "orchestration=solver_verifier", "credit.normalise=trajectory"],
+            "rollout.group_size is 1, and with credit.normalise=trajectory episodes are compared: every",
+        ),
         (["credit.train_agents=[solver]", "agents.solver.loss_weight=0"], "agents.solver.loss_weight: 0 for every agent"),
         (["agents.solver.max_input_tokens=3"], "agents.solver.max_input_tokens is 3, and of 64 prompts the shortest has "),
         (["run.wandb=mine"], "run.wandb=mine asks for wandb, which is not installed"),

@@ -112,6 +112,32 @@ def test_the_commands_of_the_header_agree_with_each_other(preset: str, told: dic
     assert found["megatron"]["state_on_gpu"] != (preset == "qwen3_30b_a3b_8xh100")
 
 
+MARSRL = ("qwen3_30b_a3b", "qwen3_30b_a3b_8xh100", "qwen3_8b", "single_gpu", "math_default")
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "drmas_math": {
+        "agents.solver.long_prompts": "cut_middle", "agents.verifier.long_prompts": "cut_middle",
+        "agents.verifier.missing_verdict": "correct", "credit.singleton": "raw", "loss.dual_clip": 3.0,
+        "loss.entropy_coef": 0.0, "loss.aggregation": "token",
+    },
+    "drmas_search": {
+        "agents.verifier.missing_verdict": "correct", "credit.singleton": "raw", "loss.dual_clip": 3.0,
+        "loss.entropy_coef": 0.001, "loss.aggregation": "token",
+    },
+    **{name: {"loss.aggregation": "sequence", "evaluate.num_problems": None} for name in MARSRL},
+    "ulorl": {"loss.aggregation": "token", "evaluate.num_problems": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_preset_has_the_values_of_its_paper_and_of_the_code_published_with_it(preset: str) -> None:
+    config = read_config(CONFIGS / f"{preset}.yaml")[0].model_dump()
+    for key, value in PUBLISHED[preset].items():
+        found: Any = config
+        for name in key.split("."):
+            found = found[name]
+        assert found == value, key
+
+
 HEAD = "10.11.12.13:6379"
 NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
 

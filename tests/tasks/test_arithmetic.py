@@ -28,6 +28,7 @@ def test_training_never_yields_a_held_out_problem_and_evaluation_only_those() ->
     source = TASK.problems(seed=0)
     train = [source.next_problem() for _ in range(500)]
     held_out = TASK.held_out(300, seed=0)
+    assert TASK.held_out(None, seed=0) == held_out[:64]
     assert not any(is_held_out(p.question, 10) for p in train)
     assert all(is_held_out(p.question, 10) for p in held_out)
     assert TASK.held_out(300, seed=0) == held_out != TASK.held_out(300, seed=1)

@@ -315,9 +315,10 @@ def test_the_task_draws_from_the_facts_or_from_files() -> None:
     task = build_task("qa", {})
     assert isinstance(task, QaTask) and len(task.documents) == 224
     assert task.problems(0).next_problem().answer and len(task.held_out(7, 0)) == 7
+    assert len(task.held_out(None, 0)) == 64
     files = build_task("qa", {}, [PARIS], [PARIS])
     assert isinstance(files, QaTask) and files.documents == ()
-    assert files.problems(0).next_problem() == PARIS and files.held_out(7, 0) == [PARIS]
+    assert files.problems(0).next_problem() == PARIS and files.held_out(7, 0) == files.held_out(None, 0) == [PARIS]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,6 +87,59 @@ def test_a_mean_over_agents_is_a_baseline_over_agents() -> None:
     credited = credit(groups, CreditConfig(normalise="global"), {**AGENTS, "verifier1": AgentConfig()})
     assert [s.advantage for s in credited.sequences] == pytest.approx([1, 1, -1, -1], rel=1e-5)
     assert credit(groups, CreditConfig(normalise="agent"), AGENTS).sequences == ()
+
+
+def trajectories(*rewards: list[float], instance: str = "0") -> list[Group]:
+    """A Solver's and a Verifier's group of calls, of trajectories solver -> verifier -> solver ... with these rewards."""
+    calls: dict[str, list[Sample]] = {"solver": [], "verifier1": []}
+    for episode, each in enumerate(rewards):
+        for place, reward in enumerate(each):
+            agent = ("solver", "verifier1")[place % 2]
+            uid = f"{instance}.{episode}/{agent}#{place}:0"
+            calls[agent].append(sample(uid, reward, agent=agent, rollout_id=instance, group_id=f"{instance}/{agent}"))
+    return [Group(f"{instance}/{agent}", instance, agent, tuple(samples)) for agent, samples in calls.items()]
+
+
+SHARED = {"solver": AgentConfig(), "verifier1": AgentConfig()}
+
+
+@pytest.mark.parametrize(
+    ("normalise", "std", "right", "wrong"),
+    [
+        ("trajectory", "unbiased", 0.54, -1.62),  # the code published with Dr. MAS, without group_by_agent_id
+        ("trajectory", "biased", 0.58, -1.73),
+        ("global", "unbiased", 0.69, -1.37),
+        ("global", "biased", 0.71, -1.41),
+    ],
+)
+def test_the_published_baseline_counts_a_trajectory_once_however_many_calls_it_has(
+    normalise: Any, std: Any, right: float, wrong: float
+) -> None:
+    """Dr. MAS's math team: 6 solutions approved, of 2 calls each; 2 rejected and solved again, of 3."""
+    groups = trajectories(*[[1, 1]] * 6, *[[0, 0, 0]] * 2)
+    found = credit(groups, CreditConfig(normalise=normalise, std=std), SHARED).advantages
+    assert len(found) == 6 * 2 + 2 * 3
+    for uid, advantage in found.items():
+        is_right = int(uid.partition("/")[0].partition(".")[2]) < 6
+        assert advantage == pytest.approx(right if is_right else wrong, abs=0.006), uid
+
+
+def test_calls_of_a_trajectory_share_the_advantage_of_its_mean_reward() -> None:
+    # means 1, 1/2, and of the reward that is known 0; another problem's are not compared with these
+    groups = [*trajectories([1, 1], [1, 0], [0, math.nan]), *trajectories([5, 5], [5, 5], instance="1")]
+    credited = credit(groups, CreditConfig(normalise="trajectory"), SHARED)
+    std = math.sqrt(1 / 6) + 1e-6
+    expected = {"0.0": 0.5 / std, "0.1": 0.0, "0.2": -0.5 / std, "1.0": 0.0, "1.1": 0.0}
+    for uid, advantage in credited.advantages.items():
+        assert advantage == pytest.approx(expected[uid.partition("/")[0]], abs=1e-5), uid
+    assert len(credited.advantages) == 3 * 2 - 1 + 2 * 2
+    assert {s.uid for s in credited.sequences} == {"0.0/solver#0:0", "0.0/verifier1#1:0", "0.2/solver#0:0"}
+
+
+def test_a_trajectory_without_any_reward_is_in_no_statistic() -> None:
+    groups = trajectories([1, 1], [0, 0], [math.nan, math.nan])
+    found = credit(groups, CreditConfig(normalise="trajectory"), SHARED).advantages
+    assert sorted(found.values()) == pytest.approx([-1, -1, 1, 1], rel=1e-5)
 
 
 def test_who_answers_and_who_is_trained_do_not_change_who_is_compared() -> None:

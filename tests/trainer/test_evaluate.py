@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from itertools import combinations
@@ -19,11 +20,15 @@ from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.arithmetic import parse_chain
 from marsrl.rollout.tasks.eval_files import HeldOut
+from marsrl.trainer.checks.preflight import preflight
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.at_k import at_k, majorities, pass_at
 from marsrl.trainer.evaluate.draws import DRAWS, Kept, Said, read_draws
 from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
 from marsrl.trainer.evaluate.intervals import estimate_of, mean_of, ratio
 from marsrl.trainer.evaluate.score import eval_metrics
+from marsrl.trainer.main import main
+from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.cost import latency
 from marsrl.trainer.report.summary import Evaluation, estimate
 
@@ -381,3 +386,30 @@ def test_the_script_s_redraws_do_not_count_as_the_solver_s_but_cost(tmp_path: Pa
     assert found.alone is not None and found.alone.mean == 1.0
     strict = evaluator(tmp_path / "s", scripted_team, cut_first, SMALL).evaluate(VERSIONS)
     assert strict.agents["solver"].mean == strict.system.mean == 0.0
+
+
+def test_files_to_evaluate_on_are_played_whole_and_a_cut_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, number in (("train", 5), ("aime25", 30), ("beyondaime", 100)):
+        rows = [{"question": f"{name} {i}?", "answer": str(i)} for i in range(number)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = init_model("tiny", "bytes", tmp_path / "model")
+    words = ["task=math", f"policies.main.model={model}", f"data.train={tmp_path}/train.jsonl", f"run.dir={tmp_path}"]
+
+    def told(*more: str) -> list[str]:
+        assert main(["--dry-run", *words, *more]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "are evaluated" in line]
+
+    one, both = f"data.eval={tmp_path}/beyondaime.jsonl", f"[{tmp_path}/aime25.jsonl, {tmp_path}/beyondaime.jsonl]"
+    config, _ = read_config(None, [*words, one])
+    assert len(preflight(config, world_size=1).task.held_out(config.evaluate.num_problems, 0)) == 100
+    sets = preflight(read_config(None, [*words, f"data.eval={both}"])[0], world_size=1).eval_sets
+    assert [len(each.problems) for each in sets] == [30, 100]
+    assert told(one) == told(f"data.eval={both}") == told() == []
+    assert told(one, "evaluate.num_problems=64") == [
+        "warning: data.eval: 64 of its 100 problems are evaluated, as evaluate.num_problems says"
+    ]
+    cut = "warning: data.eval, beyondaime: 30 of its 100 problems are evaluated, as"
+    assert told(f"data.eval={both}", "evaluate.num_problems=30") == [f"{cut} evaluate.num_problems says"]
+    assert told(f"data.eval=[{{path: {tmp_path}/beyondaime.jsonl, count: 30}}]") == [f"{cut} count says"]

@@ -111,6 +111,13 @@ def test_renormalised_log_probs_need_an_engine_that_says_what_it_kept_and_room_f
     assert "agents.corrector2.top_k is 50, above loss.max_support = 40, " in refusal(*words, "loss.max_support=40")
 
 
+def test_trajectories_are_compared_where_a_problem_has_several() -> None:
+    said = refusal("credit.normalise=trajectory")
+    assert "and orchestration=verifier_corrector plays a problem in one: set credit.normalise=group or global" in said
+    config, _ = read_config(None, ["credit.normalise=trajectory", "orchestration=solver_verifier"])
+    assert config.trains_whole  # with rollout.pipeline=agentic too
+
+
 def test_one_agent_to_train_needs_no_brackets_and_none_is_refused() -> None:
     assert read_config(None, ["credit.train_agents=solver"])[0].credit.train_agents == ("solver",)
     assert read_config(None, ["credit.train_agents=all"])[0].credit.train_agents == "all"

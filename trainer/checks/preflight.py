@@ -126,7 +126,7 @@ def preflight(
         tools=config.tools.names,
     )
     check_tools(config.tools, orchestration.tools, documents_of(task), papers_of(task))
-    warnings = list(problems.repeats)
+    warnings = list(problems.warnings)
     for name in config.policies:
         config, found = _checked_policy(config, name, world_size, trains=trains)
         warnings += found
@@ -235,9 +235,10 @@ def _check_something_trains(config: RunConfig) -> None:
         raise ConfigError(f"{keys}: 0 for every agent that is trained, and nothing is left to train; raise one")
     if loss.entropy_coef != 0 or (loss.kl != "none" and loss.kl_coef != 0):
         return
-    if config.rollout.group_size == 1 and credit.normalise == "group" and credit.singleton == "zero":
+    compared_with = {"group": "a sample is compared with those of its group", "trajectory": "episodes are compared"}
+    if config.rollout.group_size == 1 and credit.normalise in compared_with and credit.singleton == "zero":
         raise ConfigError(
-            "rollout.group_size is 1, and with credit.normalise=group a sample is compared with those of its group: every "
+            f"rollout.group_size is 1, and with credit.normalise={credit.normalise} {compared_with[credit.normalise]}: every "
             "advantage would be 0 and nothing would train; raise it, or set credit.singleton=raw or another credit.normalise"
         )
 

@@ -10,7 +10,7 @@ from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.tasks.data import find_repeats, one_spaced, read_problems
 from marsrl.rollout.tasks.eval_files import HeldOut, read_eval
 from marsrl.rollout.tasks.own_task import own_problems
-from marsrl.rollout.tasks.protocol import EVALUATION_SET
+from marsrl.rollout.tasks.protocol import EVALUATION_SET, HELD_OUT
 from marsrl.rollout.tasks.train_files import Mixture, read_train
 from marsrl.rollout.types import Problem
 from marsrl.trainer.config import RunConfig
@@ -22,7 +22,7 @@ class RunProblems:
     """train: () of a task that makes its own. held_out: to evaluate on; sets: which of data.eval's these are, if it is a list.
 
     num_skipped: lines of data.train and data.eval left out (data.on_bad_line=skip). num_taken: of the problems to train on, for
-    evaluation, where none are given for it. repeats: warnings about questions that are there twice, among those that were given.
+    evaluation, where none are given for it. warnings: about questions that are there twice, and problems that are not evaluated.
     """
 
     train: Sequence[Problem]
@@ -30,7 +30,7 @@ class RunProblems:
     sets: tuple[HeldOut, ...] = ()
     num_skipped: int = 0
     num_taken: int = 0
-    repeats: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def sources(task: str) -> tuple[str, str]:
@@ -49,16 +49,39 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
     """
     found = read_data(config) if given is None else RunProblems((), given)
     of_train, of_eval = sources(config.task)
-    repeats = (*find_repeats(found.train).sentences(of_train), *find_repeats(found.held_out).sentences(of_eval))
+    warnings = (*find_repeats(found.train).sentences(of_train), *find_repeats(found.held_out).sentences(of_eval))
     train, held_out, num_taken = found.train, found.held_out, 0
     if trains and held_out:
-        repeats += _trained_too(train, held_out, of_train, of_eval)
+        warnings += _trained_too(train, held_out, of_train, of_eval)
     if not trains and not train:
         train = held_out  # nobody draws from them; a task that reads files wants some
+    if given is None:
+        warnings += _not_evaluated(config, found, of_eval)
     if train and not held_out:
-        train, held_out = hold_out(train, config.evaluate.num_problems)
+        train, held_out = hold_out(train, config.evaluate.num_problems or HELD_OUT)
         num_taken = len(held_out)
-    return RunProblems(train, held_out, found.sets, found.num_skipped, num_taken, repeats)
+    return RunProblems(train, held_out, found.sets, found.num_skipped, num_taken, warnings)
+
+
+def _not_evaluated(config: RunConfig, found: RunProblems, of_eval: str) -> tuple[str, ...]:
+    """A warning for each set of which a part is left out."""
+    most, num_given = config.evaluate.num_problems, len(found.held_out)
+    played = [(of_eval, num_given if most is None else min(most, num_given), num_given, "evaluate.num_problems")]
+    if found.sets and isinstance(config.data.eval, tuple):
+        played = [
+            (
+                f"{of_eval}, {each.name}",
+                len(each.problems),
+                each.num_given,
+                "count" if file.count else "evaluate.num_problems",
+            )
+            for file, each in zip(config.data.eval, found.sets, strict=True)
+        ]
+    return tuple(
+        f"{where}: {num_played:,} of its {num_all:,} problems are evaluated, as {why} says"
+        for where, num_played, num_all, why in played
+        if num_played < num_all
+    )
 
 
 def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train: str, of_eval: str) -> tuple[str, ...]:

@@ -162,6 +162,11 @@ def _check_credit(config: RunConfig) -> None:
             "credit.balance=uniform counts an agent's samples for a problem, and with rollout.pipeline=agentic and "
             "credit.normalise=group a step has parts of them: set rollout.pipeline=trajectory, or credit.normalise=agent"
         )
+    if credit.normalise == "trajectory" and find_orchestration(config.orchestration).is_one_episode:
+        raise ValueError(
+            f"credit.normalise=trajectory compares the episodes of a problem, and orchestration={config.orchestration} plays a "
+            "problem in one: set credit.normalise=group or global"
+        )
     if not credit.train_agents:
         raise ValueError("credit.train_agents is empty, and nothing is left to train: name agents, or set it to all")
     for name in credit.train_agents if credit.train_agents != "all" else ():

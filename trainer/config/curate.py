@@ -52,15 +52,15 @@ class NearDuplicatesConfig(Settings):
 
 
 class CriterionConfig(Settings):
-    """A yes or no about a question, by a model."""
+    """A yes or no about a question and its reference answer, by a model."""
 
     policy: str = Field("main", description="name under `policies` that answers: a model directory or a server")
     instructions: str | None = Field(
         None, max_length=20_000, description="what is asked, in place of the built-in words; how to answer is added"
     )
-    missing: Fate = Field("drop", description="questions without a readable answer")
+    missing: Fate = Field("drop", description="questions without a readable verdict")
     max_missing_share: float = Field(
-        0.1, ge=0, le=1, description="of questions without a readable answer; with more the command stops"
+        0.1, ge=0, le=1, description="of questions without a readable verdict; with more the command stops"
     )
     temperature: float = Field(0.6, gt=0, description="sampling temperature")
     top_p: float = Field(

@@ -16,10 +16,11 @@ ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and 
 class CreditConfig(Settings):
     """What a sample is compared with, which gives its advantage."""
 
-    normalise: Literal["group", "agent", "global", "agent_mean", "agent_std"] = Field(
+    normalise: Literal["group", "agent", "trajectory", "global", "agent_mean", "agent_std"] = Field(
         "group",
         description="what a reward is compared with: its group, its agent's calls for the problem (Dr. MAS), all agents' calls "
-        "(global), or mean and std of one each; over all policies, agents that are not trained included",
+        "(global), or mean and std of one each; trajectory: the mean reward of its episode with those of the problem's other "
+        "episodes (the GRPO baseline of Dr. MAS). Over all policies, agents that are not trained included",
     )
     std: Literal["biased", "unbiased"] = Field(
         "biased", description="standard deviation that divides an advantage: of n rewards by n (biased), or by n - 1"

@@ -1,4 +1,4 @@
-"""Stages in which a model says yes or no to each question."""
+"""Stages in which a model says yes or no to each question with its reference answer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.seed import derive_seed
+from marsrl.rollout.tasks.data import right_answers
 from marsrl.rollout.types import Finish
 from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.curate.criteria import CRITERIA, messages, read_verdict
@@ -26,6 +27,8 @@ _WAIT_S = 1.0
 _MAX_REASON = 400  # characters of an answer that are held and shown: its end, where the reason stands
 
 _UNREADABLE = "no readable verdict"
+_NO_REFERENCE = "(none is given)"
+_SEVERAL = "Each of these is right:"
 
 OpenPool = Callable[[], AbstractContextManager[tuple[ChatRenderer, EnginePool]]]
 
@@ -111,13 +114,15 @@ class Judged:
 
     def _ask(self, row: Row) -> str:
         """The key of its answer, which is asked for where it is not there or under way."""
-        question = row.problem.question
-        key = key_of(question=question, **self._asked)
+        question, reference = row.problem.question, row.problem.answer
+        references = [_NO_REFERENCE] if reference is None else right_answers(reference)
+        answer = references[0] if len(references) == 1 else "\n".join((_SEVERAL, *references))
+        key = key_of(question=question, answer=answer, **self._asked)
         if key in self._answers or key in self._failed or key in self._under_way:
             return key
         config = self._config
         renderer, pool = self._start()
-        chat = messages(self._criterion, config.instructions, question)
+        chat = messages(self._criterion, config.instructions, question, answer)
         prompt, text = renderer.render(chat, **config.template_options)
         if len(prompt) > config.max_input_tokens:
             too_long = f"the prompt has {len(prompt):,} tokens, at most curate.{self.name}.max_input_tokens"

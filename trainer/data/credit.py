@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -92,16 +93,7 @@ def credit(
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return Credited(tuple(groups))
-    device = training_device()
-    advantage = group_advantage(
-        torch.tensor([s.reward.value for s in samples], dtype=torch.float32, device=device),
-        torch.tensor(_indices(s.group_id for s in samples), device=device),
-        torch.tensor(_indices(s.agent for s in samples), device=device),
-        torch.tensor(_indices(s.rollout_id for s in samples), device=device),
-        normalise=config.normalise,
-        std=config.std,
-        singleton=config.singleton,
-    ).tolist()
+    advantage = _advantages(samples, config)
     trained = [(s, a) for s, a in zip(samples, advantage) if not s.reward.is_missing and config.trains(s.agent)]
     copies = balanced([sample for sample, _ in trained], group_size, seed) if config.balance == "uniform" else {}
     sequences = []
@@ -119,6 +111,36 @@ def credit(
             sequences.append(_sequence(sample, value, agents[sample.agent], names.index(sample.agent), is_positive))
     several = {uid: number for uid, number in copies.items() if number > 1}
     return Credited(tuple(groups), tuple(sequences), counted, several, advantages)
+
+
+def _advantages(samples: Sequence[Sample], config: CreditConfig) -> list[float]:
+    """The advantage of each sample; without meaning where the sample has no reward.
+
+    credit.normalise=trajectory: a trajectory, whose reward is the mean over its calls, is compared with the others of the
+    problem, and all its calls have its advantage (the GRPO baseline published with Dr. MAS, arXiv:2602.08847).
+    """
+    whole = config.normalise == "trajectory"
+    compared: dict[str, list[Sample]] = {}
+    for sample in samples:
+        compared.setdefault(sample.episode_id if whole else sample.uid, []).append(sample)
+    device, first = training_device(), [calls[0] for calls in compared.values()]
+    advantages = group_advantage(
+        torch.tensor([_mean_reward(calls) for calls in compared.values()], dtype=torch.float32, device=device),
+        torch.tensor(_indices(s.rollout_id if whole else s.group_id for s in first), device=device),
+        torch.tensor(_indices(s.agent for s in first), device=device),
+        torch.tensor(_indices(s.rollout_id for s in first), device=device),
+        normalise="group" if whole else config.normalise,
+        std=config.std,
+        singleton=config.singleton,
+    ).tolist()
+    found = dict(zip(compared, advantages, strict=True))
+    return [found[sample.episode_id if whole else sample.uid] for sample in samples]
+
+
+def _mean_reward(samples: Sequence[Sample]) -> float:
+    """Of the samples that have a reward; NaN where none has one."""
+    known = [sample.reward.value for sample in samples if not sample.reward.is_missing]
+    return statistics.fmean(known) if known else math.nan
 
 
 def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, is_positive: bool) -> TrainSequence:
