@@ -78,7 +78,7 @@ def make_hostile_run(root: Path) -> Path:
     groups = [make_group(solver), make_group(wrong), make_group(repaired, endless)]
     write_samples(run, 6, groups, {"L/solver:0": -0.5})
     write_made_up_tokens(run, 6, {1: solver, 3: repaired}, {"L/corrector1:0"})
-    (run.tokens / "step_0.msgpack.zst").write_bytes(ATTACK.encode("utf-8", "replace"))
+    (run.tokens / "step_0.parquet").write_bytes(ATTACK.encode("utf-8", "replace"))
     damaged = write_samples(run, 7, [make_group(make_sample("d", text=ATTACK, prompt_text=ATTACK))])
     damaged.write_bytes(damaged.read_bytes()[:-40] + ATTACK.encode("utf-8", "replace"))
     return run.path

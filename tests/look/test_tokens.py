@@ -67,7 +67,7 @@ def test_half_a_file_is_told_of_its_own_step_and_hides_no_other(tmp_path: Path) 
     write(run, 3)
     half = token_file(run, 3)
     half.write_bytes(half.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"step_3\.msgpack\.zst is no token log"):
+    with pytest.raises(ValueError, match=r"step_3\.parquet is no token log"):
         tokens_of_sample(run, 3, SAMPLE.uid)
     for step in (2, 4):
         assert tokens_of_sample(run, step, SAMPLE.uid)["near"]["step"] == 1

@@ -1,21 +1,19 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-import zstandard
 from made_up_run import make_group, make_sample
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Group
 from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.report import token_log
 from marsrl.trainer.report.token_log import (
-    TokenLog,
     choose_samples,
     read_tokens,
     token_file,
@@ -97,15 +95,16 @@ def test_a_file_that_is_no_token_log_is_named(tmp_path: Path, renderer: ChatRend
     run = RunDirectory.create(tmp_path, "a", "p")
     path = write_tokens(run, 1, [token_record(make_sample("u"), 1, "main", renderer)])
     whole = path.read_bytes()
-    log = decode(TokenLog, zstandard.decompress(whole))
-    short = dataclasses.replace(log.samples[0], entropy=np.zeros(1, np.float32))
-    broken = (
-        whole[:-9], b"", b"{}", zstandard.compress(b"\xc1" * 99), zstandard.compress(encode({"step": 1})),
-        zstandard.compress(encode(TokenLog(1, (short,)))), zstandard.compress(bytes(token_log._MOST_READ + 1)),
-    )  # fmt: skip
+    table = pq.read_table(path)
+    place = table.schema.get_field_index("entropy")
+    short = table.set_column(place, table.schema.field(place), pa.array([[0.0]], pa.list_(pa.float32())))
+    broken = [whole[:-9], b"", b"{}", b"</script>" * 99]
+    for other in (table.drop_columns(["line"]), short):
+        pq.write_table(other, path)
+        broken.append(path.read_bytes())
     for content in broken:
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"step_1\.msgpack\.zst is no token log"):
+        with pytest.raises(ValueError, match=r"step_1\.parquet is no token log"):
             read_tokens(path)
     with pytest.raises(FileNotFoundError):
         read_tokens(token_file(run, 2))

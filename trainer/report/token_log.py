@@ -1,35 +1,62 @@
-"""tokens/step_N.msgpack.zst: numbers of single tokens of some samples, every run.token_log_every steps.
+"""tokens/step_N.parquet: numbers of single tokens of some samples, every run.token_log_every steps.
 
-A TokenLog as rollout/state.py writes it (msgpack, no pickle), compressed with zstandard. What an engine recorded stands beside
-what the update's own forward pass found; nothing is computed twice for it. docs/view.md lists the columns.
+A row a sample, its tokens in list columns (SCHEMA). What an engine recorded stands beside what the update's own forward pass
+found; nothing is computed twice for it. docs/view.md lists the columns.
 
-    log = read_tokens("runs/a/tokens/step_10.msgpack.zst")
+    log = read_tokens("runs/a/tokens/step_10.parquet")
     for sample in log.samples:
         sample.logprobs - sample.rollout_logprobs      # [N], NaN where the policy did not choose the token
 """
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import zstandard
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import BoolArray, FloatArray, Group, IntArray, Sample, Segment
 from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 
 MOST_BYTES = 32 << 20  # of a step's columns, before they are compressed: a million tokens
 _TOKEN_BYTES, _SAMPLE_BYTES = 24, 1024  # of the columns beside the text, of the rest of a sample
-_MOST_READ = 4 * MOST_BYTES  # more is no file of ours
-_FILE = re.compile(r"step_(\d+)\.msgpack\.zst")
+_FILE = re.compile(r"step_(\d+)\.parquet")
+_SEGMENT = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int32())])
+_COLUMNS = {
+    "ends": pa.int32(),
+    "token_ids": pa.int32(),
+    "is_sampled": pa.bool_(),
+    "rollout_logprobs": pa.float32(),
+    "logprobs": pa.float32(),
+    "entropy": pa.float32(),
+    "is_clipped": pa.bool_(),
+    "is_gated": pa.bool_(),
+    "is_masked": pa.bool_(),
+}
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("uid", pa.string()),
+        ("line", pa.int32()),
+        ("group_id", pa.string()),
+        ("agent", pa.string()),
+        ("policy", pa.string()),
+        ("update", pa.int32()),
+        ("segments", pa.list_(_SEGMENT)),
+        ("text", pa.string()),
+        *((name, pa.list_(dtype)) for name, dtype in _COLUMNS.items()),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +177,16 @@ def _with(record: TokenRecord, tokens: TrainedTokens) -> TokenRecord:
 
 
 def token_file(run: RunDirectory, step: int) -> Path:
-    return run.tokens / f"step_{step}.msgpack.zst"
+    return run.tokens / f"step_{step}.parquet"
 
 
 def write_tokens(run: RunDirectory, step: int, records: Sequence[TokenRecord]) -> Path:
     """Write the tokens of a step, whole or not at all, and return the file."""
     path = token_file(run, step)
-    content = encode(TokenLog(step, tuple(records)))
-    write_atomically(path, zstandard.ZstdCompressor(level=3).compress(content))
+    content = io.BytesIO()
+    rows = [{"step": step, **asdict(record)} for record in records]
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), content, compression="zstd")
+    write_atomically(path, content.getvalue())
     return path
 
 
@@ -176,31 +205,26 @@ def read_tokens(path: str | Path) -> TokenLog:
         ValueError: the file is damaged; says which.
         FileNotFoundError: it is gone.
     """
-    content = Path(path).read_bytes()
     try:
-        with zstandard.ZstdDecompressor().stream_reader(content) as stream:
-            data = stream.read(_MOST_READ + 1)
-        if len(data) > _MOST_READ:
-            raise ValueError(f"has more than {_MOST_READ} bytes")
-        log = decode(TokenLog, data)
-    except (zstandard.ZstdError, ValueError) as error:
+        with pq.ParquetFile(path) as file:
+            if not file.schema_arrow.equals(SCHEMA):
+                raise ValueError("its columns are others")
+            samples = tuple(map(_from_row, file.read().to_pylist()))
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{path} is no token log ({error}); the file is damaged") from error
-    for sample in log.samples:
-        num = len(sample.token_ids)
-        columns = [getattr(sample, name) for name in COLUMNS]
-        if any(column.shape != (num,) for column in columns) or (num and int(sample.ends[-1]) != len(sample.text)):
+    for sample in samples:
+        sizes = {len(getattr(sample, name)) for name in _COLUMNS}
+        if len(sizes) > 1 or (len(sample.ends) and int(sample.ends[-1]) != len(sample.text)):
             raise ValueError(f"{path} is no token log (sample {sample.uid!r}: columns do not fit); the file is damaged")
-    return log
+    found = _FILE.fullmatch(Path(path).name)
+    return TokenLog(int(found[1]) if found else 0, samples)
 
 
-COLUMNS = (
-    "ends",
-    "token_ids",
-    "is_sampled",
-    "rollout_logprobs",
-    "logprobs",
-    "entropy",
-    "is_clipped",
-    "is_gated",
-    "is_masked",
-)
+def _from_row(row: dict[str, Any]) -> TokenRecord:
+    fields = {name: value for name, value in row.items() if name != "step"}
+    fields["segments"] = tuple(Segment(**each) for each in row["segments"])
+    return TokenRecord(
+        **fields | {name: np.array(row[name], dtype.to_pandas_dtype()) for name, dtype in _COLUMNS.items()}
+    )

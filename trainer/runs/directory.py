@@ -7,7 +7,7 @@ runs/<name>/
     evaluations/step_N/       evaluation.json, and what it rests on, a line a draw (evaluate/draws.py)
     tensorboard/              the same, as event files
     samples/step_N.parquet    every sample of a step       (samples_log.py)
-    tokens/step_N.msgpack.zst numbers of single tokens, every run.token_log_every steps (token_log.py)
+    tokens/step_N.parquet     numbers of single tokens, every run.token_log_every steps (token_log.py)
     trace.json                who was busy when            (trace.py)
     warnings.jsonl            what the run warned of       (warnings_log.py)
     checkpoints/step_N/       and checkpoints/latest, a text file that names the last whole one
