@@ -198,6 +198,7 @@ def test_another_prompt_set_says_that_it_has_no_words_for_the_team() -> None:
     [ask] = team.follow(episode)
     assert isinstance(ask, Ask)
     with pytest.raises(
-        ValueError, match=r"prompt set math has no words for a router .*set agents.<name>.prompt to .*: facts, qa"
+        ValueError,
+        match=r"prompt set math has no prompt for the role router.*set agents.<name>.prompt to .*: facts, qa",
     ):
         team.messages(episode, ask)
