@@ -305,7 +305,10 @@ class RolloutConfig(Settings):
         description="engines of a policy that are lost (died, silent for deadline_s) and replaced in a run; then it stops",
     )
     max_turns: int = Field(
-        256, gt=0, le=MOST, description="calls of agents in one episode; a team that wants more has failed in it"
+        256,
+        gt=0,
+        le=MOST,
+        description="calls of agents in one episode, and how often a sample goes on; a team that wants more has failed in it",
     )
     max_error_share: float = Field(
         0.5,

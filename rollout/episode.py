@@ -66,6 +66,10 @@ class Episode:
             group: a name within the rollout instance of what the samples are compared with. Default: with each other, where
                 the instance is this one episode; else with all of this agent's, in every episode of it.
         """
+        if not (isinstance(turn, int) and isinstance(index, int)):
+            raise TypeError(
+                f"episode.ask({agent!r}): expected turn and index to be integers, found {turn!r} and {index!r}"
+            )
         number = f"#{turn}.{index}" if index else f"#{turn}" if turn else ""
         name = f"{inputs[-1].uid if inputs else self.id}/{agent}{number}"
         if group is None:
@@ -142,7 +146,7 @@ class Episode:
 
     def wait(self, sample: Sample) -> None:
         """The sample has paused; its text so far is kept."""
-        self.waiting[sample.uid] = replace(sample.without_tokens(), text=sample.text)
+        self.waiting[sample.uid] = replace(sample.without_tokens(), full_text=sample.text)
 
     @property
     def open_calls(self) -> list[ToolCall]:

@@ -148,6 +148,10 @@ class Team:
             said = returned.continuation(self.orchestration.continuation(episode, sample))
             if said is None:
                 return None
+            if sample.turn >= self.max_turns:
+                raise ValueError(
+                    f"sample {sample.uid} goes on once more, at most rollout.max_turns = {self.max_turns} times"
+                )
             return renderer.completion_ids(said) if isinstance(said, str) else renderer.next_turn(said, **options)
         except Exception as error:
             self._fail(episode, "continuation", error)
@@ -218,8 +222,8 @@ class Team:
                 raise ValueError(f"{each.id}: {type(self.orchestration).__name__}.tools does not name {each.tool!r}")
         elif each.agent not in self.agents:
             raise ValueError(f"{each.id}: no agent is called {each.agent!r}; there are {', '.join(self.agents)}")
-        elif each.num_samples < 1:
-            raise ValueError(f"{each.id}: expected at least one sample, found {each.num_samples}")
+        elif not isinstance(each.num_samples, int) or each.num_samples < 1:
+            raise ValueError(f"{each.id}: expected at least one sample, found {each.num_samples!r}")
 
     def _fail(self, episode: Episode, method: str, error: Exception) -> None:
         episode.error = self._why(method, error)
@@ -269,7 +273,7 @@ class Team:
             rollout_logprobs=partial.logprobs,
             segments=partial.segments,
             finish=finish,
-            text=text,
+            full_text=text,
             prompt_text=prompt.text,
             reward=Reward(np.nan, np.nan, note=error or "not judged"),
             routed_experts=partial.routed_experts,

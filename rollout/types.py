@@ -177,7 +177,7 @@ class Sample:
             parent_uid="000017/solver:3",
             prompt_ids=[5, 9, 4], token_ids=[7, 6, 2], is_sampled=[True, True, True], rollout_logprobs=[-0.1, -2.3, 0.0],
             segments=(Segment(0, 2, version=4), Segment(2, 3, version=5)), finish=Finish.STOP,
-            text="Verdict: wrong", verdict=False, reward=Reward(1.0, 1.0, {"verdict": 1.0}),
+            full_text="Verdict: wrong", verdict=False, reward=Reward(1.0, 1.0, {"verdict": 1.0}),
         )
 
     token_ids [N] int32 and rollout_logprobs [N] float32 (nats, at the sampling temperature, of the weights that
@@ -185,8 +185,9 @@ class Sample:
     False where the policy did not choose the token: a tool or another agent wrote it, while the sample waited. turn: how
     often it has gone on so; turn_start: the character of `text` from which all is its own since; in_thought: that begins
     within a thought (<think>).
-    segments partition [0, N) by the policy version that decoded them. shown: what other agents see of it, "" where it never
-    said anything. verdict: True = "correct"; answer: a final answer; None = not parsable, or not what the agent is asked for.
+    segments partition [0, N) by the policy version that decoded them. full_text: `text`, None where it is not kept. shown: what
+    other agents see of it, "" where it never said anything. verdict: True = "correct"; answer: a final answer; None = not
+    parsable, or not what the agent is asked for.
     outcome: correctness of what its episode ended with, where whole rollout instances are trained; NaN = not known.
     routed_experts: of prompt and completion, [tokens fed to the model, layers, top_k]; None: not recorded.
     kept_tokens: of the completion's N places, what the sampler kept of the vocabulary; None: not recorded.
@@ -204,7 +205,7 @@ class Sample:
     rollout_logprobs: FloatArray
     segments: tuple[Segment, ...]
     finish: Finish
-    text: str = ""
+    full_text: str | None = ""
     prompt_text: str = ""
     shown: str = ""
     answer: str | None = None
@@ -220,6 +221,15 @@ class Sample:
     @property
     def episode_id(self) -> str:
         return self.uid.partition("/")[0]
+
+    @property
+    def text(self) -> str:
+        """All that it wrote, its thought too; ValueError for a sample of an episode that has ended (without_tokens)."""
+        if self.full_text is None:
+            raise ValueError(
+                f"sample {self.uid}: `text` is not kept; read `shown`, into which `parse` puts what others may see"
+            )
+        return self.full_text
 
     @property
     def turn_text(self) -> str:
@@ -238,7 +248,7 @@ class Sample:
             token_ids=_NO_TOKENS,
             is_sampled=_NO_TOKENS.astype(np.bool_),
             rollout_logprobs=_NO_TOKENS.astype(np.float32),
-            text="",
+            full_text=None,
             prompt_text="",
             routed_experts=None,
             kept_tokens=None,

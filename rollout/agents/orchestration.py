@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.parsers import visible
 from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set
@@ -187,7 +188,7 @@ class Orchestration:
 
         NaN where the outcome's judge failed; 0 where nothing was answered.
         """
-        last = self.outcome(episode)
+        last = returned.sample_or_none(self.outcome(episode))
         value = 0.0 if last is None else last.reward.correct
         return {sample.uid: value for answer in episode.answers.values() for sample in answer}
 

@@ -59,10 +59,14 @@ class PromptSet:
     def fill(self, role: Role, *, problem: str, solution: str = "", report: str = "") -> tuple[Message, ...]:
         """The chat for one call. One pass: a "{report}" that stands in the problem's own text stays as it is."""
         if role not in self.turns:
-            known = ", ".join(self.turns)
+            others = ", ".join(name for name, other in sorted(_SETS.items()) if role in other.turns)
             raise ValueError(
-                f"prompt set {self.name} has no words for a {role} (it has them for {known}); set agents.<name>.prompt to one "
-                f"that has: {', '.join(name for name, other in sorted(_SETS.items()) if role in other.turns)}"
+                f"prompt set {self.name} has no prompt for the role {role}, only for {', '.join(self.turns)}; "
+                + (
+                    f"set agents.<name>.prompt to one that has: {others}"
+                    if others
+                    else "write it in the team's `messages`"
+                )
             )
         values = {"problem": problem, "solution": solution, "report": report}
         return tuple(

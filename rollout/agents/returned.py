@@ -9,6 +9,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
 from numbers import Real
 from pathlib import Path
 from typing import get_args
@@ -17,6 +18,8 @@ import marsrl.rollout
 from marsrl.rollout.types import Ask, Finish, Message, MessageRole, Reward, Sample, ToolCall
 
 _ROLES = get_args(MessageRole)
+_PARSED = ("shown", "answer", "verdict", "finish")
+_NOT_PARSED = tuple(each.name for each in fields(Sample) if each.name not in _PARSED)
 _PACKAGE = Path(marsrl.rollout.__file__).parent.parent
 
 
@@ -39,13 +42,17 @@ def messages(found: object) -> tuple[Message, ...]:
 
 def continuation(found: object) -> str | tuple[Message, ...] | None:
     """The value of `continuation`: text, messages, or None as long as it waits."""
+    if found == "":
+        raise ValueError("expected text, messages, or None as long as it waits, found ''")
     return found if found is None or isinstance(found, str) else messages(found)
 
 
 def parsed(found: object, sample: Sample) -> Sample:
     """The value of `parse`: the sample that was given, with other words about it alone."""
-    if not isinstance(found, Sample) or found.uid != sample.uid or found.token_ids is not sample.token_ids:
+    if not isinstance(found, Sample):
         raise TypeError(f"expected the given sample, replace(sample, answer=...), found {_shown(found)}")
+    if others := [name for name in _NOT_PARSED if getattr(found, name) is not getattr(sample, name)]:
+        raise ValueError(f"expected `parse` to replace {', '.join(_PARSED)} alone, found other {', '.join(others)}")
     _expect("shown", found.shown, str)
     _expect("answer", found.answer, str, None)
     _expect("verdict", found.verdict, bool, None)
@@ -122,6 +129,8 @@ def _message(found: object) -> Message:
 def _expect(name: str, found: object, kind: type, *more: None) -> None:
     if not isinstance(found, kind) and not (more and found is None):
         raise TypeError(f"expected {name} to be {kind.__name__}{' or None' if more else ''}, found {_shown(found)}")
+    if isinstance(found, str):
+        found.encode()  # half a surrogate pair, of json.loads("\\ud800"), cannot be tokenised or stored
 
 
 def _number(name: str, found: object) -> float:

@@ -274,7 +274,7 @@ class AtOnce:
             reward = None if judgement is None else judgement.result()
             each.said = self.team.rewarded(each.episode, each.ask, sample, reward)
             if play.is_followed:
-                play.said.append(replace(each.said, text="", prompt_text=""))
+                play.said.append(replace(each.said, full_text=None, prompt_text=""))
                 play.seconds[each.said.uid] = each.seconds
             elif self.on_said is not None:
                 self.on_said(each)

@@ -219,7 +219,8 @@ def data_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(
-            f"data: {path} does not exist; give a jsonl or parquet file or a Hugging Face dataset directory"
+            f"data: {path} does not exist; give a jsonl or parquet file or a Hugging Face dataset directory (nothing is "
+            "downloaded; to get one: hf download OWNER/NAME --repo-type dataset --local-dir NAME)"
         )
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"]

@@ -29,10 +29,10 @@ def five(agents: dict[str, AgentConfig] | None = None, picks: int = 2, **rules: 
 TEAM = five()
 
 
-def sample(uid: str, agent: str = "solver", *, correct: float = MISSING, **changes: object) -> Sample:
+def sample(uid: str, agent: str = "solver", *, correct: float = MISSING, text: str = "t", **changes: object) -> Sample:
     base = Sample(
         uid, "r", "p", agent, "g", None, NONE, NONE, NONE.astype(bool), NONE.astype(np.float32), (Segment(0, 0, 0),),
-        Finish.STOP, text="t", reward=Reward(correct, correct),
+        Finish.STOP, full_text=text, reward=Reward(correct, correct),
     )  # fmt: skip
     return replace(base, **changes)  # type: ignore[arg-type]
 

@@ -40,7 +40,7 @@ def answered(team: Orchestration, episode: Episode, ask: Ask, text: str) -> Samp
     cut = text.startswith("...")
     said = Sample(
         f"{ask.id}:0", episode.rollout_id, "p", ask.agent, ask.group, ask.parent_uid, NONE, NONE, NONE.astype(bool),
-        NONE.astype(np.float32), (Segment(0, 0, 0),), Finish.LENGTH if cut else Finish.STOP, text=text,
+        NONE.astype(np.float32), (Segment(0, 0, 0),), Finish.LENGTH if cut else Finish.STOP, full_text=text,
     )  # fmt: skip
     said = team.parse(said)
     judged = None if said.answer is None else Reward(float(said.answer == "1"), float(said.answer == "1"))
@@ -125,7 +125,7 @@ def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None
         (report,) = list(episode.answers.values())[1]
         # a failure of format, whatever follows from it
         assert len(episode.asks) == num_asks and report.reward.value == 0
-        assert not team(**settings).is_readable(replace(report, text="no tag"))
+        assert not team(**settings).is_readable(replace(report, full_text="no tag"))
     chinese = "\u4e0d <verify>reject</verify>"
     for parser, reward in (("strict", 1.0), ("compat", 0.0)):
         (_, (report,), _) = play(team(parser=parser), script("\\boxed{2}", chinese, "\\boxed{1}")).answers.values()

@@ -61,7 +61,7 @@ def answered(team: Orchestration, episode: Episode, ask: Ask, text: str) -> Samp
     finish = Finish.LENGTH if text.startswith("...") else Finish.STOP
     said = Sample(
         f"{ask.id}:0", episode.rollout_id, "p", ask.agent, ask.group, ask.parent_uid, NONE, NONE, NONE.astype(bool),
-        NONE.astype(np.float32), (Segment(0, 0, 0),), finish, text=text,
+        NONE.astype(np.float32), (Segment(0, 0, 0),), finish, full_text=text,
     )  # fmt: skip
     said = team.parse(said)
     right = float(said.answer == PROBLEM.answer)
@@ -198,6 +198,7 @@ def test_another_prompt_set_says_that_it_has_no_words_for_the_team() -> None:
     [ask] = team.follow(episode)
     assert isinstance(ask, Ask)
     with pytest.raises(
-        ValueError, match=r"prompt set math has no words for a router .*set agents.<name>.prompt to .*: facts, qa"
+        ValueError,
+        match=r"prompt set math has no prompt for the role router.*set agents.<name>.prompt to .*: facts, qa",
     ):
         team.messages(episode, ask)

@@ -19,7 +19,7 @@ from marsrl.trainer.config import PolicyConfig, PriceConfig
 from marsrl.trainer.evaluate.draws import EVALUATION, Call, Draw, Kept, Said
 from marsrl.trainer.evaluate.score import Scorer
 from marsrl.trainer.look.compare import compare
-from marsrl.trainer.look.comparison import Difference, difference, read_compared
+from marsrl.trainer.look.comparison import Difference, difference, read_compared, settings_that_differ
 from marsrl.trainer.runs.directory import RunDirectory, write_json
 
 
@@ -85,6 +85,17 @@ def test_the_settings_that_differ_are_told_and_no_other(tmp_path: Path) -> None:
     assert rows == [["policies.main.optimizer.lr", "1e-05", "2e-05"], ["data.train", "not set", "<b>x"]]
     found = answers_in(tmp_path / "page.html")["compare"]["settings"]
     assert found == {"policies.main.optimizer.lr": ["1e-05", "2e-05"], "data.train": ["not set", "<b>x"]}
+
+
+def test_a_setting_that_changed_when_a_run_went_on_is_told(tmp_path: Path) -> None:
+    runs = [keep(tmp_path / name, draws(0.5, range(4), 0)) for name in ("a", "b")]
+    for run in runs:
+        RunDirectory(run).write_config({"run": {"steps": 200}})
+    RunDirectory(runs[1]).checkpoint(9).mkdir(parents=True)
+    for steps in (22, *range(30, 40)):  # more than nine files
+        RunDirectory(runs[1]).write_config({"run": {"steps": steps}})
+    told = settings_that_differ([read_compared(run) for run in runs])
+    assert told == {"run.steps": ["200", "200, then 22, then " + ", then ".join(map(str, range(30, 40)))]}
 
 
 def test_numbers_of_other_problems_than_the_first_run_s_are_marked(tmp_path: Path) -> None:

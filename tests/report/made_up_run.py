@@ -29,7 +29,7 @@ AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 
 
 def make_sample(uid: str, agent: str = "solver", **changes: object) -> Sample:
-    """A sample of 4 tokens with reward 1; `changes` replace fields. num_tokens and version are shorthands."""
+    """A sample of 4 tokens with reward 1; `changes` replace fields. text, num_tokens and version are shorthands."""
     num_tokens = int(changes.pop("num_tokens", 4))  # type: ignore[call-overload]
     version = int(changes.pop("version", 0))  # type: ignore[call-overload]
     fields: dict[str, object] = {
@@ -45,7 +45,7 @@ def make_sample(uid: str, agent: str = "solver", **changes: object) -> Sample:
         "rollout_logprobs": np.full(num_tokens, -0.1, np.float32),
         "segments": (Segment(0, num_tokens, version),),
         "finish": Finish.STOP,
-        "text": f"text of {uid}",
+        "full_text": changes.pop("text", f"text of {uid}"),
         "prompt_text": "a 3 b *7",
         "reward": Reward(1.0, 1.0, {"answer": 1.0}),
     }

@@ -37,7 +37,13 @@ def test_hostile_text_comes_back_but_for_lone_surrogates(tmp_path: Path) -> None
         write_samples(run, step, [group], {"u2": 0.25})
     assert list(sample_files(run)) == [2, 10]
     first, second = read_samples(sample_files(run)[2])
-    assert first.text == first.prompt == first.answer == first.note == HOSTILE.replace("\ud800", "?").replace("\udfff", "?")
+    assert (
+        first.text
+        == first.prompt
+        == first.answer
+        == first.note
+        == HOSTILE.replace("\ud800", "?").replace("\udfff", "?")
+    )
     assert first.reward is None and first.parts == {"x": None} and first.advantage is None
     assert (second.uid, second.advantage, second.num_tokens) == ("u2", 0.25, 9)
     assert second.segments == group.samples[1].segments

@@ -146,7 +146,7 @@ def play(
     player.finish()
     assert episode.is_at_its_end and not episode.error and not episode.waiting
     (said,) = [sample for sample in answered if sample.agent == "system2"]
-    return episode, replace(said, text=renderer.decode(said.token_ids)), says
+    return episode, replace(said, full_text=renderer.decode(said.token_ids)), says
 
 
 def transcript(sample: Sample) -> list[str]:

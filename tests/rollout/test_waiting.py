@@ -60,7 +60,7 @@ class Seeker(Orchestration):
         return None if said is None else f"({said.shown})"
 
     def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
-        shown = "".join(self.wanted(sample, "ask") for sample in episode.inputs(ask))
+        shown = "".join(self.wanted(each, "ask") for each in episode.inputs(ask) if each.finish is Finish.WAITING)
         return (Message("user", shown or episode.problem.question),)
 
     def parse(self, sample: Sample) -> Sample:

@@ -84,7 +84,7 @@ def test_the_tutors_read_what_both_systems_do(
         while left:
             trace = left.pop(0)
             assert trace.role is Role.REASONER and ids == words_of(trace, renderer)[0]
-            said = team.parse(replace(said, text=trace.completion, finish=Finish.STOP))
+            said = team.parse(replace(said, full_text=trace.completion, finish=Finish.STOP))
             ids += [*words_of(trace, renderer)[1], renderer.eos_id]
             if said.finish is not Finish.WAITING:
                 break
@@ -121,5 +121,5 @@ def answered(call: ToolCall, problem: Problem, tool: CorpusSearch) -> list[str]:
 def sample(episode: Episode, ask: str, agent: str, text: str = "") -> Sample:
     return Sample(
         f"{ask}:0", episode.rollout_id, "p", agent, ask, None, NONE, NONE, NONE.astype(bool), NONE.astype(np.float32),
-        (Segment(0, 0, 0),), Finish.STOP, text=text,
+        (Segment(0, 0, 0),), Finish.STOP, full_text=text,
     )  # fmt: skip

@@ -102,7 +102,7 @@ def test_a_tutors_prompts_are_the_teams(world: World, tool: CorpusSearch, rates:
 def sample(episode: Episode, ask: Ask, text: str) -> Sample:
     return Sample(
         f"{ask.id}:0", episode.rollout_id, "p", ask.agent, ask.group, ask.parent_uid, NONE, NONE, NONE.astype(bool),
-        NONE.astype(np.float32), (Segment(0, 0, 0),), Finish.STOP, text=text,
+        NONE.astype(np.float32), (Segment(0, 0, 0),), Finish.STOP, full_text=text,
     )  # fmt: skip
 
 

@@ -72,6 +72,10 @@ def test_a_number_is_a_reward(value: str, correct: float, tmp_path: Path) -> Non
         ('[("user", "x")]', "TypeError: expected Message(role, content), found ('user', 'x') (tuple)"),
         ('[Message("tool", "x")]', "ValueError: expected a message's role among system, user, assistant, found 'tool'"),
         ('[Message("user", 7)]', "TypeError: expected a message's content to be str, found 7 (int)"),
+        (
+            r'[Message("user", "\ud800")]',
+            "UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' in position 0: surrogates not allowed",
+        ),
         ("[Message('user', ask.nothing)]", "AttributeError: 'Ask' object has no attribute 'nothing'"),
     ],
 )
@@ -99,6 +103,10 @@ SAMPLE_CASES = [
     ("parse", "replace(sample, shown=None)", "TypeError: expected shown to be str, found None"),
     ("parse", "replace(sample, verdict='yes')", "TypeError: expected verdict to be bool or None, found 'yes' (str)"),
     ("parse", "replace(sample, finish='stop')", "TypeError: expected finish to be Finish, found 'stop' (str)"),
+    ("parse", "replace(sample, agent='nobody', outcome='x')",
+     "ValueError: expected `parse` to replace shown, answer, verdict, finish alone, found other agent, outcome"),
+    ("parse", r"replace(sample, answer='\ud800')",
+     "UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' in position 0: surrogates not allowed"),
     ("parse", "1 / 0", "ZeroDivisionError: division by zero"),
     ("reward", "None", f"{NO_REWARD} None"),
     ("reward", "'1'", f"{NO_REWARD} '1' (str)"),
@@ -129,6 +137,24 @@ def test_a_sample_that_cannot_be_read_or_rewarded_is_an_error_and_the_others_go_
     assert "Traceback" not in caplog.text and all(not s.reward.is_missing for s in samples.values() if s not in wrong)
 
 
+@pytest.mark.parametrize("text", ["text", "turn_text"])
+def test_the_text_of_another_sample_is_an_error_that_names_shown(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = f"""
+    def parse(self, sample):
+        return replace(super().parse(sample), shown=sample.{text}[:3])
+
+    def messages(self, episode, ask):
+        said = [sample.{text} for sample in episode.inputs(ask)]
+        return [Message("user", "Solve it." + "".join(said))]
+    """
+    samples = play(tmp_path, method, "")
+    assert sorted(sample.agent for sample in samples.values()) == ["solver", "solver"]
+    line = line_of(tmp_path, "for sample in episode.inputs(ask)")
+    assert "/solver:0: `text` is not kept; read `shown`, " in caplog.text and f"(my_team.py:{line})" in caplog.text
+
+
 def test_a_team_that_asks_by_chance_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     method = """
     def follow(self, episode):
@@ -136,6 +162,44 @@ def test_a_team_that_asks_by_chance_is_refused(tmp_path: Path, caplog: pytest.Lo
     """
     assert play(tmp_path, method, "") == {}
     assert "Pair.follow: ValueError: two calls with the same answers gave other asks" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("num_samples=1.5", "ValueError: 000001.0/solver: expected at least one sample, found 1.5"),
+        ("turn='a:b'", "TypeError: episode.ask('solver'): expected turn and index to be integers, found 'a:b' and 0"),
+    ],
+)
+def test_asks_are_checked(words: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert play(tmp_path, f"def follow(self, episode):\n    return [episode.ask('solver', {words})]", "") == {}
+    assert f"episode 000001.0 ends: Pair.follow: {said} (my_team.py:" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [("''", "expected text, messages, or None"), ("'more'", "goes on once more, at most rollout.max_turns = 3 times")],
+)
+def test_a_sample_cannot_go_on_for_ever(said: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    method = f"""
+    def parse(self, sample):
+        return replace(super().parse(sample), finish=Finish.WAITING)
+
+    def continuation(self, episode, sample):
+        return {said}
+    """
+    samples = play(tmp_path, method, "rollout.max_turns=3")
+    assert [sample.finish for sample in samples.values()] == [Finish.ERROR] * 2
+    assert "Pair.continuation: ValueError: " in caplog.text and why in caplog.text
+
+
+def test_an_outcome_that_is_no_sample_is_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    play(
+        tmp_path,
+        "def outcome(self, episode):\n    return '7'",
+        "credit.reward_scheme=outcome credit.train_agents=[solver]",
+    )
+    assert "Pair.outcomes: TypeError: expected the outcome to be Sample or None, found '7' (str)" in caplog.text
 
 
 def test_a_team_may_draw_with_the_episode_s_generator(tmp_path: Path) -> None:

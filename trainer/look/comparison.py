@@ -38,14 +38,15 @@ class Place:
 class Compared:
     """One run, or one evaluation alone.
 
-    rewards: the mean of all agents' by place; draws: of the last evaluation; settings: of config.yaml, by dotted key.
+    rewards: the mean of all agents' by place; draws: of the last evaluation; settings: by dotted key, "200, then 22" of one that
+    was another when the run went on.
     """
 
     name: str
     evaluations: tuple[tuple[Place, Evaluation], ...]
     rewards: tuple[tuple[Place, float], ...]
     draws: tuple[Draw, ...]
-    settings: Mapping[str, Any]
+    settings: Mapping[str, str]
 
     @property
     def last(self) -> Evaluation:
@@ -96,7 +97,7 @@ def read_compared(path: Path) -> Compared:
     run = RunDirectory(path)
     if (path / EVALUATION).is_file():
         found_alone = ((Place(), _evaluation(path)),)
-        return Compared(path.name or str(path), found_alone, (), tuple(read_draws(path)), _settings(run.config))
+        return Compared(path.name or str(path), found_alone, (), tuple(read_draws(path)), _settings(run))
     if not run.config.is_file():
         raise ValueError(f"{path} is neither a run (it has no config.yaml) nor an evaluation (no {EVALUATION})")
     places, rewards = {0: Place()}, []
@@ -121,7 +122,7 @@ def read_compared(path: Path) -> Compared:
     if not found:
         raise ValueError(f"{path}: nothing was evaluated there yet (run.evaluate, run.eval_every)")
     draws = read_draws(run.evaluation(steps[-1])) if steps else []
-    return Compared(path.resolve().name, tuple(found), tuple(rewards), tuple(draws), _settings(run.config))
+    return Compared(path.resolve().name, tuple(found), tuple(rewards), tuple(draws), _settings(run))
 
 
 def final_table(runs: Sequence[Compared]) -> dict[str, list[Cell]]:
@@ -217,7 +218,7 @@ def _name(run: Path, runs: Sequence[Path]) -> str:
 def settings_that_differ(runs: Sequence[Compared]) -> dict[str, list[str]]:
     """What each run has of every setting that is not the same in all of them."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in OF_THE_START)
-    told = {key: [str(run.settings.get(key, "not set")) for run in runs] for key in keys}
+    told = {key: [run.settings.get(key, "not set") for run in runs] for key in keys}
     return {key: values for key, values in told.items() if len(set(values)) > 1}
 
 
@@ -248,15 +249,17 @@ def _by_problem(draws: Sequence[Draw], of: str, who: str) -> dict[str, list[floa
     return found
 
 
-def _settings(config: Path) -> dict[str, Any]:
-    """None where the file is not there."""
-    if not config.is_file():
-        return {}
-    try:
-        found = yaml.safe_load(config.read_bytes())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{config} is no YAML: {error}") from error
-    return flat(found) if isinstance(found, dict) else {}
+def _settings(run: RunDirectory) -> dict[str, str]:
+    """{} where no config was kept."""
+    told: dict[str, list[str]] = {}
+    for file in run.configs:
+        try:
+            found = yaml.safe_load(file.read_bytes())
+        except yaml.YAMLError as error:
+            raise ValueError(f"{file} is no YAML: {error}") from error
+        for key, value in flat(found).items() if isinstance(found, dict) else ():
+            told.setdefault(key, []).append(str(value))
+    return {key: ", then ".join(dict.fromkeys(values)) for key, values in told.items()}
 
 
 def _evaluation(folder: Path) -> Evaluation:

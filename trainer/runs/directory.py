@@ -306,6 +306,13 @@ class RunDirectory:
         write_atomically(path, content)
         return path
 
+    @property
+    def configs(self) -> list[Path]:
+        """The files that write_config has made, in order."""
+        resumed = [*self.path.glob("config.resumed_*.yaml")]
+        resumed.sort(key=lambda path: int(path.stem.rpartition("_")[2]))
+        return [path for path in (self.config, *resumed) if path.is_file()]
+
     def mark_latest(self, step: int) -> None:
         """Declare checkpoints/step_N whole. Call it when every rank has written its part, never earlier."""
         path = self.checkpoint(step)
