@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from marsrl.trainer.cli import main
 SOLVER = 'answer: boxed\nturns:\n  solver:\n    - user: "{problem}"\n'
 VERIFIER = '  verifier:\n    - user: "{problem} {solution}"\n'
 INVERTED = "  correct: {regex: 'correct', example: incorrect}\n  wrong: {regex: 'incorrect', example: incorrect}\n"
-EXAMPLE = Path(__file__).parents[2] / "examples/own_prompts/words.yaml"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/own_prompts/words.yaml"
 HOSTILE = "{report} {{solution}} {0} {problem!r} {purpose} %s $x {"
 
 
@@ -152,6 +154,17 @@ def test_a_prompt_has_words_for_every_role_that_its_agent_plays(tmp_path: Path) 
     ):
         with pytest.raises(ValueError, match=f"^agents.{agent}.prompt: .*mine.yaml has no words for a {role} "):
             build_orchestration(team, {agent: mine}, "math")
+
+
+def test_the_file_of_the_page_is_one() -> None:
+    page = (ROOT / "docs/prompts.md").read_text("utf-8").partition("## The file\n\n")[2]
+    file = parse_prompts(textwrap.dedent(page.partition("\n`turns`")[0]), "page")
+    assert [turn.content for turn in file.fill(Role.VERIFIER, problem="P", solution="S")][1] == "P\n\nS"
+    assert [file.parsers["verdict"].read(text) for text in ("Grade: right", "grade:wrong.", "right")] == [
+        True,
+        False,
+        None,
+    ]
 
 
 # ------------------------------------------------------------------ regular expressions

@@ -213,14 +213,14 @@ WAYS = {
         f"marsrl try --config examples/{name}/run.yaml rollout.group_size={size}": Way(
             "tests/docs/test_examples.py::test_an_example_is_tried", AS_IT_IS
         )
-        for name, size in (("own_task", 4), ("own_team", 2))
+        for name, size in (("own_task", 4), ("own_team", 2), ("own_prompts", "2 --prompts"))
     },
     **{
         f"python trainer/main.py --config examples/{name}/run.yaml": Way(
             "tests/docs/test_examples.py::test_an_example_trains",
             "until its first agent is trained, with a model that says 7 or 8",
         )
-        for name in ("gsm8k", "own_task", "own_team")
+        for name in ("gsm8k", "own_task", "own_team", "own_prompts")
     },
     **{
         f"marsrl try {words} rollout.group_size=2": Way(f"tests/docs/test_examples.py::{test}", AS_IT_IS)
@@ -234,6 +234,8 @@ WAYS = {
             ("task=qa orchestration=examples/recipes/library.py:Library", "test_a_reader_reads_what_a_tool_found"),
         )
     },
+    "marsrl prompts": PRINTS,
+    "marsrl prompts math": PRINTS,
     "marsrl config": PRINTS,
     "marsrl config --origin": PRINTS,
     "marsrl config --explain rollout.segments": PRINTS,

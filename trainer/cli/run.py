@@ -128,7 +128,7 @@ def _prompts(add: AddParser) -> None:
         add,
         "prompts",
         "List the prompt sets that ship; with a name, print that one as a file for agents.<name>.prompt.",
-        "marsrl prompts math > mine.yaml",
+        "marsrl prompts math",
     )
     parser.add_argument("name", nargs="?", help="of the set")
 
