@@ -99,7 +99,7 @@ class _File:
         parsers = {what: self._parser(what, found[what]) for what in PARSERS if what in found}
         for role, what in READS.items():
             if role in turns and what not in parsers:
-                self._fail(of_roles[role], f"there is no key {what}: how what a {role} says is read")
+                self._fail(of_roles[role], f"there is no key {what}, how the {what} of {role} is read")
         if "purpose" not in found:
             return PromptSet(self._name, turns, parsers)
         purpose = self._text(found["purpose"])
@@ -109,7 +109,7 @@ class _File:
 
     def _turns(self, role: Role, node: yaml.Node) -> tuple[Message, ...]:
         if not isinstance(node, yaml.SequenceNode) or not node.value:
-            self._fail(node, f'expected a list of turns for a {role}, such as `- user: "{{problem}}"`')
+            self._fail(node, f'expected a list of turns of {role}, such as `- user: "{{problem}}"`')
         needed, allowed = PLACEHOLDERS[role]
         turns, shown = [], set[str]()
         for each in node.value:
@@ -121,10 +121,10 @@ class _File:
             shown |= self._placeholders(role, content, text)
             turns.append(Message(speaker, text))  # type: ignore[arg-type]  # a key of the mapping
         if turns[-1].role != "user":
-            self._fail(node.value[-1], f"the last turn of a {role} is the {turns[-1].role}'s, expected the user's")
+            self._fail(node.value[-1], f"the last turn of {role} is the {turns[-1].role}'s, expected the user's")
         if missing := [name for name in needed if name not in shown]:
             have = ", ".join(f"{{{name}}}" for name in (*needed, *allowed))
-            self._fail(node, f"the turns of a {role} lack {{{missing[0]}}}; it has {have}")
+            self._fail(node, f"the turns of {role} lack {{{missing[0]}}}; it has {have}")
         return tuple(turns)
 
     def _placeholders(self, role: Role, node: yaml.Node, text: str) -> set[str]:
@@ -134,8 +134,8 @@ class _File:
         for start, name in (*found, *((match.start(), match[1]) for match in _UNKNOWN.finditer(text))):
             if name not in known:
                 have = ", ".join(f"{{{each}}}" for each in known)
-                message = f"a {role} has no {{{name}}}; it has {have}; for the word in braces write {{{{{name}}}}}"
-                self._fail(node, message, text.count("\n", 0, start) + 1 if node.style in ("|", ">") else 0)
+                message = f"{role} has no {{{name}}}; it has {have}; for the word in braces write {{{{{name}}}}}"
+                self._fail(node, message, text.count("\n", 0, start) + 1 if node.style == "|" else 0)
         return {name for _, name in found}
 
     def _parser(self, what: str, node: yaml.Node) -> TextParser | VerdictParser:
@@ -158,11 +158,10 @@ class _File:
                 self._fail(node, f"{what} has no key {kind}: how {kind} is said")
         (yes, said_yes), (no, said_no) = (self._expression(found[kind]) for kind in kinds)
         verdict = self._checked(node, f"{what}: one of its expressions", lambda: regex_verdict(yes, no))
-        examples = (said_yes, said_no) if said_yes and said_no else ()
-        for kind, example, right in zip(kinds, examples, (True, False)):
-            if verdict(example) is not right:
+        for kind, example, right in zip(kinds, (said_yes, said_no), (True, False)):
+            if example and verdict(example) is not right:
                 self._fail(found[kind], f"{what}.{kind}.example {example!r} is not read as {kind}")
-        return VerdictParser(verdict, examples)
+        return VerdictParser(verdict, (said_yes, said_no) if said_yes and said_no else ())
 
     def _expression(self, node: yaml.Node) -> tuple[str, str]:
         """(the regular expression, an example of what it reads, or "")."""
@@ -175,7 +174,7 @@ class _File:
         try:
             return make()
         except ValueError as error:
-            self._fail(node, f"{key} {error}")
+            self._fail(node, f"{key} {' '.join(str(error).split())}")
 
     def _mapping(self, node: yaml.Node, keys: Collection[str]) -> Mapping[str, yaml.Node]:
         if not isinstance(node, yaml.MappingNode):

@@ -56,8 +56,8 @@ def require_words(prompts: PromptSet, role: Role) -> None:
     if role not in prompts.turns:
         others = [name for name in set_names() if role in prompt_set(name).turns]
         raise ValueError(
-            f"{prompts.name} has no words for a {role} (it has them for {', '.join(prompts.turns)}); give a prompt that has: "
-            f"{', '.join([*others, 'FILE.yaml'])}"
+            f"{prompts.name} has no words for the role {role} (it has them for {', '.join(prompts.turns)}); give a prompt that "
+            f"has: {', '.join([*others, 'FILE.yaml'])}"
         )
 
 

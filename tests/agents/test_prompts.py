@@ -102,16 +102,16 @@ def test_a_purpose_is_framed_where_there_is_one_and_bare_in_a_file_that_frames_n
         (f"{SOLVER}answer: boxed\n", 5, "the key answer is there twice"),
         (SOLVER.replace("solver", "solvr"), 3, "unknown key solvr; did you mean solver?"),
         (SOLVER.replace("user:", "usr:"), 4, "unknown key usr; did you mean user?"),
-        (SOLVER.replace("user:", "system:"), 4, "the last turn of a solver is the system's, expected the user's"),
+        (SOLVER.replace("user:", "system:"), 4, "the last turn of solver is the system's, expected the user's"),
         (SOLVER.replace('"{problem}"', "{problem}"), 4, "a text that begins with a brace needs quotes"),
         (SOLVER.replace('"{problem}"', '""'), 4, "expected a text, found nothing"),
-        (SOLVER.replace('"{problem}"', '"Solve it."'), 4, "the turns of a solver lack {problem}; it has {problem}"),
-        (SOLVER.replace('m}"', 'm} {report}"'), 4, "a solver has no {report}; it has {problem}; for the word in braces"),
-        (SOLVER.replace('"{problem}"', "|\n        {problem}\n\n        {probelm}"), 7, "a solver has no {probelm}"),
-        ("turns:\n  solver: []\n", 2, "expected a list of turns for a solver"),
+        (SOLVER.replace('"{problem}"', '"Solve it."'), 4, "the turns of solver lack {problem}; it has {problem}"),
+        (SOLVER.replace('m}"', 'm} {report}"'), 4, "solver has no {report}; it has {problem}; for the word in braces"),
+        (SOLVER.replace('"{problem}"', "|\n        {problem}\n\n        {probelm}"), 7, "solver has no {probelm}"),
+        ("turns:\n  solver: []\n", 2, "expected a list of turns of solver"),
         ("turns:\n  solver:\n    - {user: a, system: b}\n", 3, "expected one of system, user, assistant in a turn, found 2"),
-        (SOLVER.removeprefix("answer: boxed\n"), 3, "there is no key answer: how what a solver says is read"),
-        (SOLVER + VERIFIER, 6, "there is no key verdict: how what a verifier says is read"),
+        (SOLVER.removeprefix("answer: boxed\n"), 3, "there is no key answer, how the answer of solver is read"),
+        (SOLVER + VERIFIER, 6, "there is no key verdict, how the verdict of verifier is read"),
         (SOLVER.replace("boxed", "box"), 1, "answer: no parser is called 'box'; there are boxed, answer_tag, answer_word"),
         (SOLVER.replace("boxed", "{example: a}"), 1, "expected {regex: ..., example: ...}"),
         (SOLVER.replace("boxed", "{regex: '('}"), 1, "answer.regex is no regular expression of RE2: missing ): ("),
@@ -152,7 +152,7 @@ def test_a_prompt_has_words_for_every_role_that_its_agent_plays(tmp_path: Path) 
         ("debate", "debater", "debater"),
         ("verifier_corrector", "verifier2", "verifier"),
     ):
-        with pytest.raises(ValueError, match=f"^agents.{agent}.prompt: .*mine.yaml has no words for a {role} "):
+        with pytest.raises(ValueError, match=f"^agents.{agent}.prompt: .*mine.yaml has no words for the role {role} "):
             build_orchestration(team, {agent: mine}, "math")
 
 

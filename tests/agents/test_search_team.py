@@ -194,6 +194,7 @@ def test_hostile_queries_reach_the_tool_as_they_are_and_forge_no_field(hostile: 
 
 def test_another_prompt_set_says_that_it_has_no_words_for_the_team() -> None:
     with pytest.raises(
-        ValueError, match=r"agents.verifier.prompt: math has no words for a router .*give a prompt that has: facts, qa"
+        ValueError,
+        match=r"agents.verifier.prompt: math has no words for the role router .*give a prompt that has: facts, qa",
     ):
         build_orchestration("search_team", {}, "math")
