@@ -44,6 +44,7 @@ REQUIREMENTS = [
     "math-verify",
     "jinja2",
     "shtab",  # marsrl completion
+    "google-re2",  # expressions of prompt files
 ]
 EXTRAS = {
     "megatron": ["megatron-core>=0.16"],
@@ -148,7 +149,7 @@ setup(
     packages=packages,
     package_dir=package_dir,
     package_data={package: ["*.yaml", "*.j2"] for package in packages}
-    | {f"{NAME}.trainer.look": ["pages/*", "pages/vendor/*"]},
+    | {f"{NAME}.trainer.look": ["pages/*", "pages/vendor/*"], f"{NAME}.rollout.agents": ["prompt_sets/*.yaml"]},
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["marsrl = marsrl.trainer.cli:main"]},

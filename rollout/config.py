@@ -67,7 +67,11 @@ class AgentConfig(Settings):
     """One agent of the team: which policy answers, how it is prompted and sampled, how it is picked and weighed."""
 
     policy: str = Field("main", description="name under `policies` whose weights answer")
-    prompt: str | None = Field(None, description="prompt set; default: the task's own prompt for this agent's role")
+    prompt: str | None = Field(
+        None,
+        description="prompt set that ships (`marsrl prompts`), or FILE.yaml (docs/prompts.md): how the agent is asked and read; "
+        "default: the task's set",
+    )
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
     top_p: float = Field(1.0, gt=0, le=1, description="trained agents need 1, or loss.truncation=renormalise")
     top_k: int = Field(
@@ -111,7 +115,9 @@ class AgentConfig(Settings):
         "the Verifier's missing_verdict is wrong",
     )
     parser: Literal["strict", "compat"] = Field(
-        "strict", description="of verdicts; compat: as the code published with the prompt set's paper reads them"
+        "strict",
+        description="of verdicts. strict: as the prompt set says; compat: as the code published with a paper reads them, where "
+        "the prompt asks for what that looks for (docs/evaluate.md)",
     )
     missing_verdict: Literal["wrong", "correct"] = Field(
         "wrong", description="how the loop goes on without a verdict; the reward is 0 either way"

@@ -79,6 +79,7 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     from marsrl.trainer.evaluate.rehearsal import first_update_line
     from marsrl.trainer.runs.directory import RunDirectory
     from marsrl.trainer.runs.existing_run import outlook, resume_lines
+    from marsrl.trainer.runs.kept_prompts import keep_prompts, with_kept_prompts
     from marsrl.trainer.runs.lock import RunLock
 
     try:
@@ -100,7 +101,8 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
                 fingerprints = checked.fingerprints()
                 if run.resume != "off" and directory.existed:
                     lines = resume_lines(directory, checked.config, fingerprints)
-                directory.write_config(checked.config.model_dump(mode="json"), made_of=str(origin))
+                keep_prompts(directory, checked.config)
+                directory.write_config(with_kept_prompts(checked.config).model_dump(mode="json"), made_of=str(origin))
                 directory.keep_data(fingerprints)
     except (ConfigError, ValueError, OSError) as error:
         from marsrl.trainer.config.explain import help_line

@@ -19,11 +19,12 @@ from dataclasses import replace
 from typing import ClassVar
 
 from marsrl.rollout.agents import returned
-from marsrl.rollout.agents.parsers import visible
+from marsrl.rollout.agents.parsers import COMPATS, Compat, visible
 from marsrl.rollout.agents.picks import is_right
-from marsrl.rollout.agents.prompts import PromptSet, prompt_set
+from marsrl.rollout.agents.prompt_file import PromptSet
+from marsrl.rollout.agents.prompts import prompt_set, require_words
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.agents.roles import READS, AgentSpec, Role
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall
@@ -76,9 +77,8 @@ class Orchestration:
         self.renderers = dict(renderers or {})
         self.specs = {spec.name: spec for spec in self.agents}
         self.settings = self.whole_team(agents)
-        self._prompts: dict[str, PromptSet] = {
-            name: prompt_set(settings.prompt or default_prompts) for name, settings in self.settings.items()
-        }
+        self._prompts: dict[str, PromptSet] = {name: self._prompts_of(name, default_prompts) for name in self.settings}
+        self._compats = {name: self._compat_of(name) for name in self.settings if self._is_compat(name)}
 
     @classmethod
     def whole_team(cls, agents: Mapping[str, AgentConfig]) -> dict[str, AgentConfig]:
@@ -88,6 +88,33 @@ class Orchestration:
             if name not in names:
                 raise ValueError(f"agents.{name}: {cls.name} has no such agent; it has {', '.join(names)}")
         return {name: agents.get(name, AgentConfig()) for name in names}
+
+    def _prompts_of(self, name: str, default: str) -> PromptSet:
+        """The prompt set of an agent; ValueError where it does not say how the agent is asked or read.
+
+        Whether a set that the agent does not name itself has a chat for it is not asked: a user's team may write its own.
+        """
+        spec, named = self.specs[name], self.settings[name].prompt
+        try:
+            prompts = prompt_set(named or default)
+            for role in (spec.role, *spec.also):
+                if named is not None or (role in READS and READS[role] not in prompts.parsers):
+                    require_words(prompts, role)
+        except ValueError as error:
+            raise ValueError(f"agents.{name}.prompt: {error}") from error
+        return prompts
+
+    def _compat_of(self, name: str) -> Compat:
+        """How the published code reads this Verifier; ValueError where its prompt does not ask for what that looks for."""
+        compat = self._prompts[name].compat()
+        if compat is None:
+            known = ", ".join(f"{each.marker} ({paper})" for paper, each in COMPATS.items())
+            raise ValueError(
+                f"agents.{name}.parser is compat, and agents.{name}.prompt ({self._prompts[name].name}) does not ask its "
+                f"Verifier for what published code looks for: {known}; give the paper's prompt in a file (docs/prompts.md), or "
+                "set parser=strict"
+            )
+        return compat
 
     # What a team says.
 
@@ -101,7 +128,7 @@ class Orchestration:
     def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
         """The chat that asks: the prompt of the agent's role with the problem, and the first two inputs where it has them."""
         solution, report = (*(sample.shown for sample in episode.inputs(ask)), "", "")[:2]
-        return self.prompt(ask.agent, self.spec(ask.agent).role, episode, solution, report)
+        return self.prompt(ask.agent, self.spec(ask.agent).role, episode, solution, report, others=report)
 
     def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
         """What a sample goes on with that `parse` gave Finish.WAITING: text behind its own words, or, where it has ended its
@@ -116,19 +143,17 @@ class Orchestration:
 
         finish WAITING where it stopped for what a tool or another agent is to say.
         """
-        prompts = self._prompts[self.spec(sample.agent).name]
-        if self._is_compat(sample.agent):
-            compat = prompts.compat
+        role, prompts = self.spec(sample.agent).role, self._prompts[sample.agent]
+        if compat := self._compats.get(sample.agent):
             return replace(sample, shown=compat.report(sample.text), answer=None, verdict=compat.verdict(sample.text))
         shown = visible(sample.turn_text, sample.in_thought)
         read = replace(sample, shown=shown or "", answer=None, verdict=None)
         if shown is None or sample.finish is not Finish.STOP:
             return read
-        if self.spec(sample.agent).advises:
-            return read
-        if self.spec(sample.agent).gives_verdicts:
-            return replace(read, verdict=prompts.read_verdict(shown))
-        return replace(read, answer=prompts.read_answer(shown))
+        if role in READS:
+            said = prompts.parsers[READS[role]].read(shown)
+            return replace(read, verdict=said) if isinstance(said, bool) else replace(read, answer=said)
+        return read
 
     def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
         """The agent's own reward of a parsed sample (agentic verifiable rewards, arXiv 2511.11373, section 3).
@@ -204,10 +229,12 @@ class Orchestration:
     # For those who write a team.
 
     def prompt(
-        self, agent: str, role: Role, episode: Episode, solution: str = "", report: str = ""
+        self, agent: str, role: Role, episode: Episode, solution: str = "", report: str = "", **values: str
     ) -> tuple[Message, ...]:
-        """The chat of a role in the words of the agent's prompt set."""
-        return self._prompts[agent].fill(role, problem=episode.problem.question, solution=solution, report=report)
+        """The chat of a role in the words of the agent's prompt set. values: of further placeholders (roles.PLACEHOLDERS)."""
+        require_words(self._prompts[agent], role)
+        values |= {"problem": episode.problem.question, "solution": solution, "report": report}
+        return self._prompts[agent].fill(role, **values)
 
     # What those who play it ask.
 
@@ -234,8 +261,8 @@ class Orchestration:
     def is_readable(self, sample: Sample) -> bool:
         """True where this parsed sample has an answer, a verdict or an adviser's words; with `parser: compat`, which always
         finds a verdict, where its form is valid."""
-        if self._is_compat(sample.agent):
-            return self._prompts[sample.agent].compat.is_valid(sample.text)
+        if compat := self._compats.get(sample.agent):
+            return compat.is_valid(sample.text)
         if self.spec(sample.agent).advises:
             return bool(sample.shown.strip())
         return sample.answer is not None or sample.verdict is not None

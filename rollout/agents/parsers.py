@@ -1,15 +1,21 @@
 """What a completion says: the visible text, the verdict, the final answer. Completions are hostile input.
 
-Every function is linear in the length of the text and returns None where the text does not say it.
+Every function is linear in the length of the text and returns None where the text does not say it. Regular expressions of users
+are run by RE2, which has no backtracking: `re` takes exponential time on some, and a time limit would make a run depend on how
+busy the machine is.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
 
+_MAX_REGEX = 1000  # characters; RE2's time grows with the expression too
 _MAX_VERDICT_LINE = 200  # characters; a verdict line is short, and a long one is not worth a regular expression
 _VERDICT_LINE = re.compile(r"[ \t*_`]*Verdict[ \t*_`]*:[ \t*_`]*(correct|wrong)[ \t*_`.]*", re.IGNORECASE)
 _VERIFY_OPEN, _VERIFY_CLOSE = "<verify>", "</verify>"
@@ -54,7 +60,7 @@ def compat_verdict(text: str) -> bool:
 def compat_report(text: str) -> str:
     """The bug report as the published script cuts it: what stands before "**Correctness**", "" without it.
 
-    Its own prompt never asks for that marker, so its Corrector mostly reads an empty report.
+    The published prompt asks for a line `**Correctness**: ...`; of a report without it the Corrector reads nothing.
     """
     before, marker, _ = text.rpartition(THINK_CLOSE)[2].partition("**Correctness**")
     return before.strip() if marker else ""
@@ -103,7 +109,7 @@ def tagged(tag: str, text: str) -> str | None:
 
 
 def route(text: str) -> bool | None:
-    """True/False = yes/no in the last <verify> tag."""
+    """True/False = yes/no in the last <verify> tag (Dr. MAS's team for search)."""
     return {"yes": True, "no": False}.get((tagged("verify", text) or "").lower())
 
 
@@ -141,3 +147,122 @@ def chain_answer(solution: str) -> str | None:
 def chain_verdict(report: str) -> bool | None:
     """The word after the last `Verdict:` if it is correct or wrong."""
     return _CHAIN_VERDICT.get(_word_after_last("Verdict:", report) or "")
+
+
+@dataclass(frozen=True, slots=True)
+class TextParser:
+    """How a text is found in a completion. examples: words that it reads, with ANSWER in the text's place; () unknown."""
+
+    read: Callable[[str], str | None]
+    examples: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictParser:
+    """How a yes or no is found in a completion. examples: words that it reads as yes, and as no; () unknown."""
+
+    read: Callable[[str], bool | None]
+    examples: tuple[str, ...] = ()
+
+
+PARSERS: Mapping[str, Mapping[str, TextParser | VerdictParser]] = {
+    "answer": {
+        "boxed": TextParser(boxed_answer, ("\\boxed{ANSWER}",)),
+        "answer_tag": TextParser(lambda text: tagged("answer", text), ("<answer>ANSWER</answer>",)),
+        "answer_word": TextParser(chain_answer, ("Answer: ANSWER",)),
+    },
+    "verdict": {
+        "verdict_line": VerdictParser(strict_verdict, ("Verdict: correct", "Verdict: wrong")),
+        "verdict_word": VerdictParser(chain_verdict, ("Verdict: correct", "Verdict: wrong")),
+        "verify_tag": VerdictParser(tagged_verdict, ("<verify>approve</verify>", "<verify>reject</verify>")),
+    },
+    "route": {"verify_tag": VerdictParser(route, ("<verify>yes</verify>", "<verify>no</verify>"))},
+    "query": {"search_tag": TextParser(lambda text: tagged("search", text), ("<search>ANSWER</search>",))},
+}
+"""Parsers by what they read and by their name in a prompt file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compat:
+    """How the code published with a paper reads a Verifier's whole output (agents.<name>.parser: compat).
+
+    marker: what its prompt asks for and it looks for; report: what the others see of the output; verdict: there always is one;
+    is_valid: it is no failure of format.
+    """
+
+    marker: str
+    report: Callable[[str], str]
+    verdict: Callable[[str], bool]
+    is_valid: Callable[[str], bool]
+
+
+COMPATS: Mapping[str, Compat] = {
+    "MarsRL": Compat("**Correctness**", compat_report, compat_verdict, compat_is_valid),
+    "Dr. MAS": Compat(_VERIFY_OPEN, drmas_report, drmas_verdict, drmas_is_valid),
+}
+
+
+class LastMatch:
+    """The last match of a regular expression, of those that re.finditer would find one after the other, in linear time.
+
+    To search again behind each match is quadratic, as each search may read to the end of the text. Here one expression skips to
+    a match, again and again: RE2 reads the text once.
+
+    Raises:
+        ValueError: it is too long, RE2 does not take it, or it matches the empty text.
+    """
+
+    def __init__(self, expression: str) -> None:
+        import re2  # here: few runs have an expression of their own
+
+        if len(expression) > _MAX_REGEX:
+            raise ValueError(f"has {len(expression):,} characters, expected at most {_MAX_REGEX:,}")
+        options = re2.Options()
+        options.log_errors = False
+        try:
+            alone = re2.compile(expression, options)
+            self._whole: Any = re2.compile(f"(?:(?s:.)*?({expression}))+", options)
+        except re2.error as error:
+            reason = error.args[0].decode("utf-8", "replace") if error.args else "it is too large"
+            raise ValueError(f"is no regular expression of RE2: {reason}") from error
+        if alone.search(""):
+            raise ValueError("matches the empty text, so everywhere")
+        self.num_groups = int(alone.groups)
+
+    def groups(self, text: str) -> tuple[str | None, ...] | None:
+        """The last match and its groups, as `(match[0], *match.groups())`; None without a match."""
+        match = self._whole.match(text.encode("utf-8", "replace").decode())  # RE2 takes no lone surrogate
+        if match is None:
+            return None
+        start = match.start(1)  # a group of an earlier match keeps its place where the last one has none
+        return tuple(match[n] if match.start(n) >= start else None for n in range(1, self.num_groups + 2))
+
+
+def regex_text(expression: str) -> Callable[[str], str | None]:
+    """Reads the group of the last match; None without one, or if blank. ValueError: there is not one group, and as LastMatch."""
+    last = LastMatch(expression)
+    if last.num_groups != 1:
+        raise ValueError(f"has {last.num_groups} groups, expected one (...) around what is read; (?:...) is none")
+
+    def read(text: str) -> str | None:
+        found = last.groups(text)
+        return None if found is None or found[1] is None else found[1].strip() or None
+
+    return read
+
+
+def regex_verdict(yes: str, no: str) -> Callable[[str], bool | None]:
+    """True/False = the last match of the two expressions is of the first/second. ValueError: as LastMatch."""
+    num_groups = LastMatch(yes).num_groups
+    LastMatch(no)
+    last = LastMatch(f"({yes})|({no})")
+
+    def read(text: str) -> bool | None:
+        found = last.groups(text)
+        if found is None:
+            return None
+        is_yes, is_no = found[1] is not None, found[num_groups + 2] is not None
+        assert is_yes != is_no, (yes, no)
+        return is_yes
+
+    return read

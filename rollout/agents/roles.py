@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,12 +22,36 @@ class Role(StrEnum):
     DEBATER = "debater"  # problem, own solution, solutions of others -> solution
 
 
+PLACEHOLDERS: Mapping[Role, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    Role.SOLVER: (("problem",), ()),
+    Role.VERIFIER: (("problem", "solution"), ()),
+    Role.CORRECTOR: (("problem", "solution", "report"), ()),
+    Role.DEBATER: (("problem", "solution", "others"), ()),
+    Role.ROUTER: (("problem", "found"), ()),
+    Role.SEARCHER: (("problem", "found"), ("report",)),
+    Role.ANSWERER: (("problem", "found"), ()),
+    Role.REASONER: (("problem",), ("tools",)),
+    Role.DISTILLER: (("problem", "output"), ("purpose",)),
+    Role.ADVISER: (("problem",), ("solution", "report")),
+}
+"""What a role's turns have to hold, and what they may hold beside, each as {name}."""
+
+READS: Mapping[Role, str] = {
+    **dict.fromkeys((Role.SOLVER, Role.CORRECTOR, Role.DEBATER, Role.ANSWERER, Role.REASONER), "answer"),
+    Role.VERIFIER: "verdict",
+    Role.ROUTER: "route",
+    Role.SEARCHER: "query",
+}
+"""What is read in a role's words, by the names of PARSERS; in the others' nothing is."""
+
+
 @dataclass(frozen=True, slots=True)
 class AgentSpec:
-    """One agent of an orchestration: AgentSpec("verifier1", Role.VERIFIER)."""
+    """One agent of an orchestration: AgentSpec("verifier1", Role.VERIFIER). also: further roles whose prompts ask it."""
 
     name: str
     role: Role = Role.SOLVER
+    also: tuple[Role, ...] = ()
 
     @property
     def gives_verdicts(self) -> bool:

@@ -23,7 +23,7 @@ class Debate(Orchestration):
         rounds: int = Field(2, gt=0, le=MOST, description="the first is without the others' solutions")
 
     name = "debate"
-    agents = (AgentSpec("debater"),)
+    agents = (AgentSpec("debater", also=(Role.DEBATER,)),)
     options: Debate.Options
 
     def follow(self, episode: Episode) -> Sequence[Ask]:
@@ -46,7 +46,7 @@ class Debate(Orchestration):
             return super().messages(episode, ask)
         *others, own = episode.inputs(ask)
         told = "\n\n".join(other.shown for other in others)
-        return self.prompt(ask.agent, Role.DEBATER, episode, own.shown, told)
+        return self.prompt(ask.agent, Role.DEBATER, episode, own.shown, others=told)
 
     def outcome(self, episode: Episode) -> Sample | None:
         """The answer that was given most often in the last round that anybody answered, the earliest of equals."""

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.parsers import tagged
-from marsrl.rollout.agents.prompts import NEXT_TURN, NOTHING_READ, TOOLS, stated_purpose, tool_response
+from marsrl.rollout.agents.prompts import NEXT_TURN, NOTHING_READ, TOOLS, tool_response
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import MOST, MOST_TOKENS, AgentConfig, Settings
@@ -87,12 +87,12 @@ class DualSystem(Orchestration):
     def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
         role = self.spec(ask.agent).role
         if ask.agent == "system2":
-            return self.prompt(ask.agent, role, episode, report="\n".join(TOOLS[name] for name in self.tools))
+            return self.prompt(ask.agent, role, episode, tools="\n".join(TOOLS[name] for name in self.tools))
         (sample,) = episode.inputs(ask)
         wanted = self._wanted(sample)
         assert isinstance(wanted, _Wanted)
         (found,) = (text for each, text in self._readings(episode, sample, wanted) if each.id == ask.id)
-        return self.prompt(ask.agent, role, episode, found, self._purpose(wanted))
+        return self.prompt(ask.agent, role, episode, output=found, purpose=self._purpose(wanted))
 
     def continuation(self, episode: Episode, sample: Sample) -> Sequence[Message] | None:
         wanted = self._wanted(sample)
@@ -191,7 +191,7 @@ class DualSystem(Orchestration):
         return _Wanted(tool, arguments, purpose)
 
     def _purpose(self, wanted: _Wanted) -> str:
-        return stated_purpose(wanted.purpose) if self.options.show_purpose and wanted.purpose else ""
+        return wanted.purpose if self.options.show_purpose else ""
 
     def _readings(self, episode: Episode, sample: Sample, wanted: _Wanted) -> list[tuple[Ask, str]]:
         """System 1's asks about the outputs of this call, with the bin that each reads; none as long as there are none."""
@@ -206,7 +206,7 @@ class DualSystem(Orchestration):
     def _pack(self, question: str, purpose: str, output: ToolOutput) -> tuple[str, ...]:
         """What a tool found, in bins; () where question and purpose leave System 1 no room to read anything."""
         renderer, settings = self._reads("system1")
-        empty = self._prompts["system1"].fill(Role.DISTILLER, problem=question, report=purpose)
+        empty = self._prompts["system1"].fill(Role.DISTILLER, problem=question, purpose=purpose)
         capacity = settings.max_input_tokens - len(renderer.render(empty, **settings.template_options)[0])
         between = renderer.num_tokens(_BETWEEN)
         if capacity <= between:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from pydantic import Field
 
 from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.parsers import route, tagged
 from marsrl.rollout.agents.prompts import NOTHING_SEARCHED, searched
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import MOST, Settings
@@ -77,16 +75,7 @@ class SearchTeam(Orchestration):
         found = [self._found(episode, sample) for sample in inputs if sample.agent == "search"]
         advice = "".join(sample.shown for sample in inputs if sample.agent == "verifier")
         history = "\n".join(found) or NOTHING_SEARCHED
-        return self.prompt(ask.agent, self.spec(ask.agent).role, episode, advice, history)
-
-    def parse(self, sample: Sample) -> Sample:
-        """verdict: the Verifier's yes or no; answer: the Search agent's query, the Answer agent's answer."""
-        read = super().parse(sample)
-        if read.finish is not Finish.STOP or sample.agent == "answer":
-            return read
-        if sample.agent == "verifier":
-            return replace(read, answer=None, verdict=route(read.shown))
-        return replace(read, answer=tagged("search", read.shown))
+        return self.prompt(ask.agent, self.spec(ask.agent).role, episode, report=advice, found=history)
 
     def needs_judge(self, sample: Sample) -> bool:
         return sample.agent == "answer" and super().needs_judge(sample)

@@ -26,7 +26,7 @@ class SolverVerifier(Orchestration):
         max_loops: int = Field(2, gt=0, le=MOST, description="solutions; the last one is not verified")
 
     name = "solver_verifier"
-    agents = (AgentSpec("solver"), AgentSpec("verifier", Role.VERIFIER))
+    agents = (AgentSpec("solver", also=(Role.CORRECTOR,)), AgentSpec("verifier", Role.VERIFIER))
     options: SolverVerifier.Options
 
     def follow(self, episode: Episode) -> Sequence[Ask]:

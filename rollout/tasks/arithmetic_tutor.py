@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from marsrl.rollout.agents.prompts import CHAIN
+from marsrl.rollout.agents.prompts import prompt_set
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic import LETTERS, OPERATIONS, Chain, apply
 from marsrl.rollout.tasks.config import ArithmeticOptions
@@ -71,7 +71,7 @@ def equality_drill(rng: random.Random) -> Trace:
 
 
 def _prompt(role: Role, chain: Chain, solution: str = "", report: str = "") -> tuple[Message, ...]:
-    return CHAIN.fill(role, problem=chain.text, solution=solution, report=report)
+    return prompt_set("chain").fill(role, problem=chain.text, solution=solution, report=report)
 
 
 def _work(rng: random.Random, chain: Chain, slip: float, options: ArithmeticOptions) -> tuple[str, int]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import random
 
-from marsrl.rollout.agents.prompts import FACTS, stated_purpose, tool_response
+from marsrl.rollout.agents.prompts import prompt_set, tool_response
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.calculations import Calculation
 from marsrl.rollout.tasks.config import DualSystemSlips
-from marsrl.rollout.tasks.facts_tokenizer import PYTHON_CALL, SEARCH_CALL
+from marsrl.rollout.tasks.facts_tokenizer import PURPOSE, PYTHON_CALL, SEARCH_CALL
 from marsrl.rollout.tasks.facts_tutor import slipped
 from marsrl.rollout.tasks.linked_facts import World
 from marsrl.rollout.tasks.trace import Trace
@@ -24,7 +24,8 @@ def call_traces(rng: random.Random, world: World, slips: DualSystemSlips) -> lis
     """All that both systems write about one question, in their order; a trace for each turn of System 2."""
     problem = world.draw(rng, held_out=False)
     calculation = Calculation.of(problem)
-    chat = FACTS.fill(Role.REASONER, problem=problem.question)
+    prompts = prompt_set("facts")
+    chat = prompts.fill(Role.REASONER, problem=problem.question)
     if calculation is not None:
         if rng.random() < slips.slip_guess:
             return [Trace(Role.REASONER, chat, _answer(str(rng.randrange(100))))]
@@ -46,7 +47,7 @@ def call_traces(rng: random.Random, world: World, slips: DualSystemSlips) -> lis
         (found,) = rendered([documents[entity]])
         read = slipped(rng, world, entity, purpose, slips.slip_distiller)
         said = f"{read} {world.facts[entity, read]}"
-        prompt = FACTS.fill(Role.DISTILLER, problem=problem.question, solution=found, report=stated_purpose(purpose))
+        prompt = prompts.fill(Role.DISTILLER, problem=problem.question, output=found, purpose=purpose)
         traces.append(Trace(Role.DISTILLER, prompt, said))
         if read != relation:
             return traces
@@ -74,7 +75,7 @@ def distilling_drill(rng: random.Random, world: World) -> Trace:
     document = rng.choice(world.documents)
     facts = [(relation, value) for (name, relation), value in world.facts.items() if name == document.title]
     turns = [
-        f"{stated_purpose(relation)}read <|assistant|> {relation} {value} <|end|>"
+        f"{PURPOSE} {relation} read <|assistant|> {relation} {value} <|end|>"
         for relation, value in rng.choices(facts, k=6)
     ]
     completion = " ".join(" <|user|> ".join(turns).split())

@@ -6,7 +6,7 @@ spaces between its pieces.
 
 from __future__ import annotations
 
-from marsrl.rollout.agents.prompts import NEXT_TURN, NOTHING_READ, NOTHING_SEARCHED, stated_purpose
+from marsrl.rollout.agents.prompts import NEXT_TURN, NOTHING_READ, NOTHING_SEARCHED
 from marsrl.rollout.tasks import calculations
 from marsrl.rollout.tasks.linked_facts import WORDS
 from marsrl.rollout.tasks.word_tokenizer import WordTokenizer
@@ -32,8 +32,11 @@ SEARCH_CALL = ('{"tool":"search","arguments":{"query":"', '"},"purpose":"', '"}'
 PYTHON_CALL = ('{"tool":"python","arguments":{"code":"print', '"}}')
 """Before what is printed, in its parentheses, and behind it."""
 
+PURPOSE = "What is looked for:"
+"""Before the purpose of a call in System 1's prompt (prompt_sets/facts.yaml)."""
+
 CALLS_TOKENIZER = _tokenizer(
     *_tags("tool_call", "tool_response", "answer"),
-    *(*SEARCH_CALL, *PYTHON_CALL, "read", "error:", *stated_purpose("").split(), *NEXT_TURN.split()),
+    *(*SEARCH_CALL, *PYTHON_CALL, "read", "error:", *PURPOSE.split(), *NEXT_TURN.split()),
     *(*NOTHING_READ.strip("()").split(), *_TITLE, *WORDS, *calculations.WORDS),
 )

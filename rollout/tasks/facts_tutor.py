@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from marsrl.rollout.agents.prompts import FACTS, NOTHING_SEARCHED, searched
+from marsrl.rollout.agents.prompts import NOTHING_SEARCHED, prompt_set, searched
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.config import FactsOptions, SearchSlips
 from marsrl.rollout.tasks.linked_facts import World
@@ -36,7 +36,7 @@ def search_traces(rng: random.Random, world: World, slips: SearchSlips) -> list[
 
     def write(role: Role, completion: str) -> None:
         report = "\n".join(found) or NOTHING_SEARCHED
-        traces.append(Trace(role, FACTS.fill(role, problem=problem.question, report=report), completion))
+        traces.append(Trace(role, prompt_set("facts").fill(role, problem=problem.question, found=report), completion))
 
     def read(number: int, slip: float) -> tuple[str, str]:
         """The relation of a step and its value, or another one of the same document."""

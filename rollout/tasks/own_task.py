@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from pydantic import ValidationError
 
-from marsrl.rollout.agents.prompts import prompt_set
+from marsrl.rollout.agents.prompts import set_names
 from marsrl.rollout.config import problems_of
 from marsrl.rollout.own_classes import own_class
 from marsrl.rollout.tasks.config import JudgeOptions
@@ -72,10 +72,11 @@ class OwnTask:
 def find_own_task(name: str) -> type[OwnTask]:
     """The class of FILE.py:CLASS; ValueError says what is wrong with it."""
     kind = own_class("task", name, OwnTask)
-    try:
-        prompt_set(kind.prompts)
-    except ValueError as error:
-        raise ValueError(f"task is {name!r}: {kind.__name__}.prompts: {error}") from error
+    if kind.prompts not in set_names():
+        raise ValueError(
+            f"task is {name!r}: {kind.__name__}.prompts: no prompt set is called {kind.prompts!r}; there are "
+            f"{', '.join(set_names())}; a file goes to agents.<name>.prompt"
+        )
     if not kind.name:
         kind.name = kind.__name__
     return kind

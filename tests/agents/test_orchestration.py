@@ -1,6 +1,7 @@
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.orchestrations.verifier_corrector import Loop, VerifierCorrector
 from marsrl.rollout.types import MISSING, Ask, Finish, Problem, Reward, Sample, Segment
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 PROBLEM = Problem("p", "a 3 b *7", "1", "arithmetic")
 NONE = np.zeros(0, np.int32)
 
@@ -27,6 +29,8 @@ def five(agents: dict[str, AgentConfig] | None = None, picks: int = 2, **rules: 
 
 
 TEAM = five()
+# its Verifier is asked for **Correctness**, which the published script looks for
+COMPAT = {"verifier1": AgentConfig(prompt=str(EXAMPLES / "own_prompts/words.yaml"), parser="compat")}
 
 
 def sample(uid: str, agent: str = "solver", *, correct: float = MISSING, text: str = "t", **changes: object) -> Sample:
@@ -167,7 +171,7 @@ def test_a_parser_of_verdicts_leaves_a_solver_s_words_alone() -> None:
 
 
 def test_compat_accepts_incorrect_and_hands_on_an_empty_report() -> None:
-    team = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(parser="compat")}, "math")
+    team = five(COMPAT)
     report = team.parse(sample("v", "verifier1", text="Correctness: incorrect"))
     assert report.verdict is True and report.shown == ""
     cut = sample("v", "verifier1", text="step 2 **Correctness** wrong", answer="4", finish=Finish.LENGTH)
@@ -661,9 +665,8 @@ def test_an_empty_report_is_judged_again_and_counts_but_a_report_without_verdict
     loop = play([("solver", "s", OK), empty, empty], max_iterations=2)
     assert loop.reason == "max_iterations"
     play([("solver", "s", OK), ("verifier1", "step 2 is odd", OK), ("corrector1", "c", OK)])
-    compat = {"verifier1": AgentConfig(parser="compat")}
     # shows nothing
-    play([("solver", "s", OK), ("verifier1", "Correctness: wrong", OK), ("corrector1", "c", OK)], compat)
+    play([("solver", "s", OK), ("verifier1", "Correctness: wrong", OK), ("corrector1", "c", OK)], COMPAT)
 
 
 def test_missing_verdict_correct_counts_as_acceptance_but_is_not_paid() -> None:

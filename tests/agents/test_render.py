@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import transformers
 
-from marsrl.rollout.agents.prompts import MATH
+from marsrl.rollout.agents.prompts import prompt_set
 from marsrl.rollout.agents.render import ChatRenderer, load_tokenizer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.episode import Episode
@@ -179,13 +179,15 @@ def test_options_of_an_agent_reach_the_chat_template(tmp_path: Path) -> None:
 
 
 def test_harmless_prompts_have_the_tokens_of_the_whole_string(byte_level: ChatRenderer) -> None:
-    messages = MATH.fill(Role.CORRECTOR, problem="1+1?", solution="2", report="Verdict: wrong")
+    messages = prompt_set("math").fill(Role.CORRECTOR, problem="1+1?", solution="2", report="Verdict: wrong")
     ids, text = byte_level.render(messages)
     assert ids.tolist() == byte_level.encode_trusted(text).tolist()
 
 
 def test_templates_are_filled_in_one_pass() -> None:
-    filled = MATH.fill(Role.CORRECTOR, problem="{report} {solution}", solution="{problem}", report="secret")
+    filled = prompt_set("math").fill(
+        Role.CORRECTOR, problem="{report} {solution}", solution="{problem}", report="secret"
+    )
     assert [turn.content for turn in filled[:2]] == ["{report} {solution}", "{problem}"]
     assert "secret" in filled[2].content and "\\boxed{}" in filled[2].content
 

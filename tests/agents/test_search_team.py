@@ -193,12 +193,8 @@ def test_hostile_queries_reach_the_tool_as_they_are_and_forge_no_field(hostile: 
 
 
 def test_another_prompt_set_says_that_it_has_no_words_for_the_team() -> None:
-    team = build_orchestration("search_team", {}, "math")
-    episode = Episode("000001", "000001", PROBLEM)
-    [ask] = team.follow(episode)
-    assert isinstance(ask, Ask)
     with pytest.raises(
         ValueError,
-        match=r"prompt set math has no prompt for the role router.*set agents.<name>.prompt to .*: facts, qa",
+        match=r"agents.verifier.prompt: math has no words for the role router .*give a prompt that has: facts, qa",
     ):
-        team.messages(episode, ask)
+        build_orchestration("search_team", {}, "math")

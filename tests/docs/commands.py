@@ -32,9 +32,9 @@ RUNS = "tests/docs/test_whole_runs.py"
 PRINTS = Way(f"{HERE}::test_a_command_does_what_it_says", AS_IT_IS)
 ON_A_RUN = Way("tests/integration/test_default_run.py::test_commands_on_a_run_are_as_they_are_written", AS_IT_IS)
 VIEWED = Way(
-    "tests/view/test_server.py::test_the_documents_commands_view_a_run",
+    "tests/look/test_server.py::test_the_documents_commands_view_a_run",
     "as it is, of a made-up run; a server is stopped by Ctrl-C",
-    "its pages: tests/view/test_browser.py",
+    "its pages: tests/look/test_browser.py",
 )
 OWN_MODEL = Way(
     f"{RUNS}::test_a_model_of_ones_own_is_trained",
@@ -213,14 +213,14 @@ WAYS = {
         f"marsrl try --config examples/{name}/run.yaml rollout.group_size={size}": Way(
             "tests/docs/test_examples.py::test_an_example_is_tried", AS_IT_IS
         )
-        for name, size in (("own_task", 4), ("own_team", 2))
+        for name, size in (("own_task", 4), ("own_team", 2), ("own_prompts", "2 --prompts"))
     },
     **{
         f"python trainer/main.py --config examples/{name}/run.yaml": Way(
             "tests/docs/test_examples.py::test_an_example_trains",
             "until its first agent is trained, with a model that says 7 or 8",
         )
-        for name in ("gsm8k", "own_task", "own_team")
+        for name in ("gsm8k", "own_task", "own_team", "own_prompts")
     },
     **{
         f"marsrl try {words} rollout.group_size=2": Way(f"tests/docs/test_examples.py::{test}", AS_IT_IS)
@@ -234,6 +234,8 @@ WAYS = {
             ("task=qa orchestration=examples/recipes/library.py:Library", "test_a_reader_reads_what_a_tool_found"),
         )
     },
+    "marsrl prompts": PRINTS,
+    "marsrl prompts math": PRINTS,
     "marsrl config": PRINTS,
     "marsrl config --origin": PRINTS,
     "marsrl config --explain rollout.segments": PRINTS,
@@ -320,9 +322,9 @@ WAYS = {
     "python benchmarks/curate.py --rows 100000": bench(
         "2,000 rows: tests/benchmarks/test_benchmarks.py::test_planted_near_duplicates_are_found"
     ),
-    "python benchmarks/view.py": bench("2,000 samples: tests/view/test_index.py::test_the_benchmark_measures"),
+    "python benchmarks/view.py": bench("2,000 samples: tests/look/test_catalog.py::test_the_benchmark_measures"),
     "python benchmarks/view.py --samples 10000000": bench(
-        "2,000 samples: tests/view/test_index.py::test_the_benchmark_measures"
+        "2,000 samples: tests/look/test_catalog.py::test_the_benchmark_measures"
     ),
     "python benchmarks/scheduler.py": bench(
         "64 samples: tests/simulation/test_commands.py::test_a_waiting_sample_takes_less_than_4_kb"

@@ -47,6 +47,7 @@ class Desk:
             (folder / name).symlink_to(ROOT / name)
         lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(12)]
         (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "mine.yaml").write_text((ROOT / "rollout/agents/prompt_sets/math.yaml").read_text())
         (folder / "held_out.jsonl").write_text(json.dumps({"question": "What is 8?", "answer": "8"}) + "\n")
         for name, page in (("team", "own_team"), ("task", "own_task"), ("seeker", "waiting")):
             page = f"docs/{page}.md:"

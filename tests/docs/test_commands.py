@@ -75,6 +75,8 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
     match words[:2]:
         case ["marsrl", "config"] | ["marsrl", "completion"]:  # tests/trainer/test_config_command.py
             assert len(shown.splitlines()) > 3 and not left
+        case ["marsrl", "prompts"]:
+            assert "corrector" in shown and not left
         case ["marsrl", "doctor"]:
             assert "linear_policy_loss" in shown and "megatron-core" in shown and not left
         case ["marsrl", "try"]:

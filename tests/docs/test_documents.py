@@ -21,6 +21,7 @@ PICTURES = {
     "docs/own_task.md": "Peru, Lima\n",
     "docs/kernels.md": "4,096 rows, 32 x 8 = 256 tiles",
     "README.md": "kernels/            fast tensor",
+    "docs/prompts.md": "answer: boxed\nverdict:",
     "docs/dual_system.md": "<think>Who is the teacher",
     "docs/weight_sync.md": "who holds which box",
 }
@@ -85,7 +86,7 @@ def files_named() -> Iterator[Found]:
 def test_every_file_that_is_linked_or_named_exists() -> None:
     assert len(links()) > 10
     gone = [found for found in links() if not (ROOT / found.text).exists()]
-    made_by_a_run = {"hf/"}
+    made_by_a_run = {"hf/", "prompts/"}
     for found in files_named():
         page = (ROOT / found.where.partition(":")[0]).parent
         if not any((folder / found.text).exists() for folder in (ROOT, page)) and found.text not in made_by_a_run:

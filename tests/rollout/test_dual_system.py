@@ -17,7 +17,7 @@ import pytest
 from letters import groups_of_a_while, judge, letter_config
 
 from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.prompts import NEXT_TURN
+from marsrl.rollout.agents.prompts import NEXT_TURN, prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
@@ -116,8 +116,8 @@ def system(
     """room: tokens for what System 1 reads."""
     agents = {"system1": AgentConfig(), "system2": AgentConfig()}
     empty = build_orchestration("dual_system", agents, "qa", options, tools=set_tools)  # type: ignore[arg-type]
-    purpose = "What is looked for: to know\n\n" if options.get("show_purpose", True) else ""
-    bare = empty._prompts["system1"].fill(empty.spec("system1").role, problem=PROBLEM.question, report=purpose)
+    purpose = "to know" if options.get("show_purpose", True) else ""
+    bare = prompt_set("qa").fill(empty.spec("system1").role, problem=PROBLEM.question, purpose=purpose)
     agents["system1"] = AgentConfig(max_input_tokens=len(renderer.render(bare)[0]) + room)
     return build_orchestration(
         "dual_system", agents, "qa", options, tools=set_tools, renderers=dict.fromkeys(agents, renderer),  # type: ignore[arg-type]

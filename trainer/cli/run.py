@@ -123,8 +123,32 @@ def _config(add: AddParser) -> None:
     parser.set_defaults(run=run)
 
 
+def _prompts(add: AddParser) -> None:
+    parser = command(
+        add,
+        "prompts",
+        "List the prompt sets that ship; with a name, print that one as a file for agents.<name>.prompt.",
+        "marsrl prompts math",
+    )
+    parser.add_argument("name", nargs="?", help="of the set")
+
+    def run(words: argparse.Namespace) -> int:
+        from marsrl.rollout.agents.prompts import prompt_set, set_names, text_of_set
+
+        if words.name is not None:
+            print(text_of_set(words.name), end="")
+            return 0
+        for name in set_names():
+            first = text_of_set(name).partition("\n")[0].removeprefix("# ")
+            print(f"{name:<12} {first}\n{'':<12} roles: {', '.join(prompt_set(name).turns)}")
+        return 0
+
+    parser.set_defaults(run=run)
+
+
 COMMANDS = {
     "try": _try,
     "plan": _plan,
     "config": _config,
+    "prompts": _prompts,
 }

@@ -14,7 +14,9 @@ from marsrl.trainer.config.origin import ConfigError, ConfigOrigin
 
 _PAGES = {
     "agents": "own_team",
+    "agents.<name>.parser": "prompts",
     "agents.<name>.pick": "concepts",
+    "agents.<name>.prompt": "prompts",
     "credit": "credit",
     "curate": "curate",
     "data": "data",

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from marsrl.rollout.agents.prompts import is_prompt_file
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, agent_names
 from marsrl.rollout.own_classes import is_own
 from marsrl.trainer.config import RunConfig
@@ -173,13 +174,16 @@ def _find_paths(merged: dict[str, Any], layers: Sequence[Layer]) -> None:
             ]
         elif isinstance(data, dict) and files is not None:
             data[key] = found(files, f"data.{key}")
-    for section, keys in (("policies", ("model", "reference")), ("tools", ("corpus", "index"))):
+    sections = (("policies", ("model", "reference")), ("tools", ("corpus", "index")), ("agents", ("prompt",)))
+    for section, keys in sections:
         below = merged.get(section)
         for name, settings in below.items() if isinstance(below, dict) else ():
             for key in keys:
                 path = settings.get(key) if isinstance(settings, dict) else None
                 absolute = found(path, f"{section}.{name}.{key}")
-                is_word = key == "reference" and path in ("none", "start")
+                is_word = (
+                    path in ("none", "start") if key == "reference" else key == "prompt" and not is_prompt_file(path)
+                )
                 if isinstance(path, str) and not is_word and not (section == "policies" and _is_a_name(path, absolute)):
                     settings[key] = absolute
 

@@ -17,6 +17,7 @@ from marsrl.trainer.models.export import exported
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.summary import Evaluation
 from marsrl.trainer.runs.directory import RunDirectory, write_json
+from marsrl.trainer.runs.kept_prompts import keep_prompts, with_kept_prompts
 from marsrl.trainer.runs.lock import RunLock
 
 
@@ -115,5 +116,6 @@ def _kept(stack: ExitStack, folder: Path, config: RunConfig, made_of: str) -> Ke
     folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(directory)
     stack.callback(lock.release)
-    directory.write_config(config.model_dump(mode="json"), made_of)
+    keep_prompts(directory, config)
+    directory.write_config(with_kept_prompts(config).model_dump(mode="json"), made_of)
     return stack.enter_context(Kept(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from marsrl.rollout.agents.prompts import digest_of, is_prompt_file
 from marsrl.trainer.config import PolicyConfig, RunConfig
 
 
@@ -17,8 +18,12 @@ def policy_identity(policy: PolicyConfig) -> dict[str, Any]:
 def team_identity(config: RunConfig) -> dict[str, Any]:
     """What tells the team's answers from another's."""
     include = {"task", "task_options", "orchestration", "orchestration_options", "agents", "tools", "evaluate"}
+    team = config.model_dump(mode="json", include=include)
+    for agent in team["agents"].values():
+        if is_prompt_file(agent["prompt"]):
+            agent["prompt"] = digest_of(agent["prompt"])
     return {
-        **config.model_dump(mode="json", include=include),
+        **team,
         "policies": {name: policy_identity(policy) for name, policy in config.policies.items()},
         "max_response_tokens": config.rollout.max_response_tokens,
         "max_turns": config.rollout.max_turns,

@@ -7,7 +7,6 @@ their words are worth, before anything is trained.
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import re
 import tempfile
@@ -21,9 +20,11 @@ import yaml
 from rich.text import Text
 from rich.tree import Tree
 
-from marsrl.rollout.agents.prompts import PromptSet, prompt_set
+from marsrl.rollout.agents.parsers import VerdictParser
+from marsrl.rollout.agents.prompt_file import PromptSet
+from marsrl.rollout.agents.prompts import prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.agents.roles import Role
+from marsrl.rollout.agents.roles import READS, Role
 from marsrl.rollout.config import MOST_TOKENS
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
@@ -44,6 +45,7 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
+_CALL = '<tool_call>{"tool": "search", "arguments": {"query": "QUESTION"}, "purpose": "QUESTION"}</tool_call>'
 _NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # of JSON's
 
 Answers = Mapping[str, Sequence[str]]
@@ -151,7 +153,7 @@ def _scripted(
         problem = given if question else task.problems(config.run.seed).next_problem()
         words = {
             spec.name: _MadeUp(prompt_set(agent.prompt or task.prompts), spec.role, agent.stop)
-            for spec, agent in ((spec, config.agents[spec.name]) for spec in kind.agents)
+            for spec, agent in ((spec, config.agents[spec.name]) for spec in kind.agents if spec.name not in answers)
         }
         engine = ScriptedEngine(
             _script(problem, answers, words, config.run.seed),
@@ -215,11 +217,24 @@ def _line(sample: Sample, advantage: float | None) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _MadeUp:
-    """What an agent says that was given no answers: the example of its prompts."""
+    """What an agent says that was given no answers: the example of its prompts.
+
+    Raises:
+        ValueError: the prompts are a file without an example.
+    """
 
     prompts: PromptSet
     role: Role
     stops: Sequence[str]
+
+    def __post_init__(self) -> None:
+        what = READS.get(self.role)
+        parser = self.prompts.parsers[what] if what is not None else None
+        if parser is not None and not parser.examples:
+            raise ValueError(
+                f"{self.prompts.name}: {what} has no example, of which words of a {self.role} could be made up; give the agent "
+                "--answers, or `example` beside the regex"
+            )
 
     def words(self, problem: Problem, turn: int, coin: random.Random) -> str:
         """turn: how often its sample has gone on before."""
@@ -229,12 +244,16 @@ class _MadeUp:
         answer = right if coin.random() < 0.5 else ("0" if right != "0" else "1")
         verdict = coin.choice((0, 1))
         question = _NOT_IN_A_STRING.sub(" ", problem.question)
-        made_up = {"ANSWER": answer, "VERDICT": self.prompts.verdicts[verdict], "ROUTE": ("yes", "no")[verdict]}
-        turns = self.prompts.examples.get(self.role, (self.prompts.example,))
-        filled = functools.reduce(
-            lambda text, word: text.replace(word, made_up[word]), made_up, turns[min(turn, len(turns) - 1)]
-        )
-        return _after_stops(filled.replace("QUESTION", question), self.stops, turn)
+        if self.role is Role.DISTILLER:
+            return f"It says: {answer}."
+        if self.role is Role.REASONER and turn == 0:
+            return _CALL.replace("QUESTION", question)
+        parser = self.prompts.parsers[READS[self.role]]
+        if isinstance(parser, VerdictParser):
+            said = parser.examples[verdict]
+        else:
+            said = parser.examples[0].replace("ANSWER", question if self.role is Role.SEARCHER else answer)
+        return _after_stops(said, self.stops, turn)
 
 
 def _script(

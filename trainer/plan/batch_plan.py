@@ -53,8 +53,11 @@ class BatchPlan:
 
 def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
     """By agent; and whether the team says that there are no more. Else: one call of each agent in an episode."""
-    team = build_orchestration(  # the words of prompts do not matter
-        config.orchestration, config.agents, "math", config.orchestration_options, config.rollout
+    agents = {
+        name: agent.model_copy(update={"prompt": None, "parser": "strict"}) for name, agent in config.agents.items()
+    }
+    team = build_orchestration(  # the words of prompts do not matter; qa has some for every role
+        config.orchestration, agents, "qa", config.orchestration_options, config.rollout
     )
     of_instance = team.most_samples()
     known = of_instance or dict.fromkeys(config.agents, config.rollout.group_size)

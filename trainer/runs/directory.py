@@ -3,6 +3,7 @@
 runs/<name>/
     lock                      held by the run that writes here, names its process (lock.py)
     config.yaml               the resolved settings
+    prompts/                  copies of the prompt files that it names (kept_prompts.py)
     metrics.jsonl             one object a step            (metrics.py)
     evaluations/step_N/       evaluation.json, and what it rests on, a line a draw (evaluate/draws.py)
     tensorboard/              the same, as event files

@@ -12,6 +12,7 @@ import yaml
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.kept_prompts import changed_prompts, with_kept_prompts
 from marsrl.trainer.runs.lock import why_held
 
 Fingerprints = Mapping[str, Mapping[str, int | str]]
@@ -48,7 +49,8 @@ def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> li
     saved = saved_config(run)
     if saved is None:
         return [*lines, f"{run.config} is not of this version: what differs from it cannot be told"]
-    if refused := [*_refusals(saved, config), *_other_problems(run, data)]:
+    config = with_kept_prompts(config)
+    if refused := [*_refusals(saved, config), *changed_prompts(run, saved, config), *_other_problems(run, data)]:
         raise ValueError(
             f"run.resume={config.run.resume}: {run.path} cannot go on with other {'; '.join(refused)}; set it back, or start "
             "a run of another name"

@@ -1,0 +1,228 @@
+"""Prompt sets, those that ship and a user's file: what is asked, how it is read, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marsrl.rollout.agents.parsers import LastMatch, TextParser, VerdictParser, regex_text, regex_verdict
+from marsrl.rollout.agents.prompt_file import parse_prompts
+from marsrl.rollout.agents.prompts import prompt_set, set_names
+from marsrl.rollout.agents.roles import PLACEHOLDERS, READS, Role
+from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.trainer.cli import main
+
+SOLVER = 'answer: boxed\nturns:\n  solver:\n    - user: "{problem}"\n'
+VERIFIER = '  verifier:\n    - user: "{problem} {solution}"\n'
+INVERTED = "  correct: {regex: 'correct', example: incorrect}\n  wrong: {regex: 'incorrect', example: incorrect}\n"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/own_prompts/words.yaml"
+HOSTILE = "{report} {{solution}} {0} {problem!r} {purpose} %s $x {"
+
+
+@pytest.mark.parametrize("name", ["chain", "drmas_math", "facts", "math", "qa"])
+def test_a_set_that_ships_is_printed_as_a_file_that_asks_and_reads_as_it_does(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prompts", name]) == 0
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out, "utf-8")
+    shipped, file = prompt_set(name), prompt_set(str(tmp_path / "mine.yaml"))
+    assert shipped.turns.keys() == file.turns.keys()
+    values = {key: f"<{key}>" for role in Role for names in PLACEHOLDERS[role] for key in names}
+    for role in shipped.turns:
+        messages = file.fill(role, **values)
+        assert messages == shipped.fill(role, **values)
+        shown = "".join(message.content for message in messages)
+        assert all(f"<{key}>" in shown for key in PLACEHOLDERS[role][0])
+        what = READS.get(role)
+        assert what is None or file.parsers[what] == shipped.parsers[what]
+
+
+def test_the_sets_are_listed_with_their_roles(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prompts"]) == 0
+    told = capsys.readouterr().out
+    assert [line.split()[0] for line in told.splitlines()[::2]] == set_names()
+    assert "roles: router, searcher, answerer, reasoner, distiller" in told
+    assert main(["prompts", "poetry"]) == 2 and "no prompt set is called 'poetry'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", set_names())
+def test_a_set_that_ships_reads_the_examples_of_its_parsers(name: str) -> None:
+    for what, parser in prompt_set(name).parsers.items():
+        if isinstance(parser, VerdictParser):
+            assert [parser.read(f"so\n{said}") for said in parser.examples] == [True, False], what
+        else:
+            assert [parser.read(f"so\n{said.replace('ANSWER', '7')}") for said in parser.examples] == ["7"], what
+
+
+def test_system_1_is_asked_to_keep_the_wording_and_to_leave_nothing_important_out() -> None:
+    (turn,) = prompt_set("qa").fill(Role.DISTILLER, problem="why?", output="pages", purpose="")
+    asked = " ".join(turn.content.split())
+    assert "own wording" in asked and "leave nothing important out" in asked
+    assert not re.search(r"your own words|short|Leave the rest out|What is looked for", asked)
+
+
+def test_values_are_filled_in_once_whatever_they_hold() -> None:
+    text = 'answer: boxed\nturns:\n  corrector:\n    - user: "{problem}|{solution}|{report}"\n'
+    (turn,) = parse_prompts(text, "f").fill(Role.CORRECTOR, problem=HOSTILE, solution=HOSTILE, report=HOSTILE)
+    assert turn.content == f"{HOSTILE}|{HOSTILE}|{HOSTILE}"
+    facts = prompt_set("facts").fill(Role.DISTILLER, problem="p", output="o", purpose=HOSTILE)
+    assert facts[0].content == f"p o What is looked for: {HOSTILE}\n\n read"
+
+
+def test_braces_that_are_no_placeholder_stay_as_they_are() -> None:
+    kept = r'\boxed{} \boxed{answer} \frac{ab}{cd} x^{ab} {"tool": "...", "a": {...}} {x} { problem } {Name} ${1}'
+    text = SOLVER.replace("{problem}", "PLACE").replace('"PLACE"', f"|-\n        {{problem}} {kept} {{{{problem}}}}")
+    (turn,) = parse_prompts(text, "f").fill(Role.SOLVER, problem="P")
+    assert turn.content == f"P {kept} {{problem}}"
+
+
+def test_a_purpose_is_framed_where_there_is_one_and_bare_in_a_file_that_frames_none() -> None:
+    told = prompt_set("qa").fill(Role.DISTILLER, problem="p", output="o", purpose="dates")[0].content
+    assert "\n\nWhat is looked for: dates\n\nA tool found" in told
+    text = 'turns:\n  distiller:\n    - user: "{problem} {output} ({purpose})"\n'
+    assert parse_prompts(text, "f").fill(Role.DISTILLER, problem="p", output="o", purpose="d")[0].content == "p o (d)"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("", 1, "it is empty, expected `turns`"),
+        ("answer: boxed\n", 1, "there is no key turns"),
+        ("turns: [\n", 2, "but found '<stream end>'"),
+        ("\n- a\n", 2, "expected keys among turns, answer, verdict, route, query, purpose, found a list"),
+        (f"{SOLVER}awnser: boxed\n", 5, "unknown key awnser; did you mean answer?"),
+        (f"{SOLVER}answer: boxed\n", 5, "the key answer is there twice"),
+        (SOLVER.replace("solver", "solvr"), 3, "unknown key solvr; did you mean solver?"),
+        (SOLVER.replace("user:", "usr:"), 4, "unknown key usr; did you mean user?"),
+        (SOLVER.replace("user:", "system:"), 4, "the last turn of solver is the system's, expected the user's"),
+        (SOLVER.replace('"{problem}"', "{problem}"), 4, "a text that begins with a brace needs quotes"),
+        (SOLVER.replace('"{problem}"', '""'), 4, "expected a text, found nothing"),
+        (SOLVER.replace('"{problem}"', '"Solve it."'), 4, "the turns of solver lack {problem}; it has {problem}"),
+        (SOLVER.replace('m}"', 'm} {report}"'), 4, "solver has no {report}; it has {problem}; for the word in braces"),
+        (SOLVER.replace('"{problem}"', "|\n        {problem}\n\n        {probelm}"), 7, "solver has no {probelm}"),
+        ("turns:\n  solver: []\n", 2, "expected a list of turns of solver"),
+        ("turns:\n  solver:\n    - {user: a, system: b}\n", 3, "expected one of system, user, assistant in a turn, found 2"),
+        (SOLVER.removeprefix("answer: boxed\n"), 3, "there is no key answer, how the answer of solver is read"),
+        (SOLVER + VERIFIER, 6, "there is no key verdict, how the verdict of verifier is read"),
+        (SOLVER.replace("boxed", "box"), 1, "answer: no parser is called 'box'; there are boxed, answer_tag, answer_word"),
+        (SOLVER.replace("boxed", "{example: a}"), 1, "expected {regex: ..., example: ...}"),
+        (SOLVER.replace("boxed", "{regex: '('}"), 1, "answer.regex is no regular expression of RE2: missing ): ("),
+        (SOLVER.replace("boxed", "{regex: '(?<=a)(b)'}"), 1, "answer.regex is no regular expression of RE2"),
+        (SOLVER.replace("boxed", "{regex: 'a'}"), 1, "answer.regex has 0 groups, expected one (...)"),
+        (SOLVER.replace("boxed", "{regex: '(a*)'}"), 1, "answer.regex matches the empty text"),
+        (SOLVER.replace("boxed", f"{{regex: '({'a' * 1000})'}}"), 1, "has 1,002 characters, expected at most 1,000"),
+        (SOLVER.replace("boxed", "{regex: 'A(.)', example: A7}"), 1, "answer.example lacks ANSWER"),
+        (f"verdict: {{correct: {{regex: yes}}}}\n{SOLVER}", 1, "verdict has no key wrong: how wrong is said"),
+        (f"verdict:\n{INVERTED}{SOLVER}", 2, "verdict.correct.example 'incorrect' is not read as correct"),
+        (f'{SOLVER}purpose: "for it"\n', 5, "purpose lacks {purpose}"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_said_in_one_line_with_its_place(
+    text: str, line: int, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError) as error:
+        build_orchestration("solver", {"solver": AgentConfig(prompt=str(file))}, "math")
+    message = str(error.value)
+    assert message.startswith(f"agents.solver.prompt: {file}:{line}: ") and said in message and "\n" not in message
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"turns: \xff")
+    for name, said in (("none.yaml", "No such file or directory"), ("latin.yaml", "it is no text in UTF-8")):
+        with pytest.raises(ValueError, match=f"^agents.solver.prompt: {tmp_path / name}: {said}$"):
+            build_orchestration("solver", {"solver": AgentConfig(prompt=str(tmp_path / name))}, "math")
+
+
+def test_a_prompt_has_words_for_every_role_that_its_agent_plays(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(SOLVER)
+    mine = AgentConfig(prompt=str(tmp_path / "mine.yaml"))
+    build_orchestration("solver", {"solver": mine}, "math")
+    for team, agent, role in (
+        ("solver_verifier", "solver", "corrector"),
+        ("debate", "debater", "debater"),
+        ("verifier_corrector", "verifier2", "verifier"),
+    ):
+        with pytest.raises(ValueError, match=f"^agents.{agent}.prompt: .*mine.yaml has no words for the role {role} "):
+            build_orchestration(team, {agent: mine}, "math")
+
+
+def test_the_file_of_the_page_is_one() -> None:
+    page = (ROOT / "docs/prompts.md").read_text("utf-8").partition("## The file\n\n")[2]
+    file = parse_prompts(textwrap.dedent(page.partition("\n`turns`")[0]), "page")
+    assert [turn.content for turn in file.fill(Role.VERIFIER, problem="P", solution="S")][1] == "P\n\nS"
+    assert [file.parsers["verdict"].read(text) for text in ("Grade: right", "grade:wrong.", "right")] == [
+        True,
+        False,
+        None,
+    ]
+
+
+# ------------------------------------------------------------------ regular expressions
+
+
+@given(
+    st.sampled_from([r"a(b*)", r"(a|ab)(?:c|bcd)?", r"b(a?)|c", r"(?i)A(.)", r"(\w+)c", r"(a+?)b*", r"^a(b)|c(c)?"]),
+    st.text("abcAB \n", max_size=12),
+)
+def test_the_last_match_is_the_last_that_finditer_finds(expression: str, text: str) -> None:
+    found = list(re.finditer(expression, text))
+    expected = None if not found else (found[-1][0], *found[-1].groups())
+    assert LastMatch(expression).groups(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("incorrect", False),
+        ("incorrect, no: correct", True),
+        ("correct, no: incorrect", False),
+        ("correct and correct", True),
+        ("", None),
+        ("\ud800 correct", True),  # a lone surrogate, which UTF-8 does not have
+    ],
+)
+def test_a_verdict_is_that_of_the_last_match_of_either_expression(text: str, verdict: bool | None) -> None:
+    assert regex_verdict("(c)orrect", "in(corr)ect")(text) is verdict
+
+
+def test_an_answer_is_the_group_of_the_last_match() -> None:
+    read = regex_text(r"Answer: *(.*)")
+    assert read("Answer: 1\nAnswer:  two \nso") == "two"
+    assert read("Answer:  ") is None and read("none") is None
+
+
+@pytest.mark.parametrize(
+    "read",
+    [regex_text("(?:a+)+(x)$"), regex_text("(.*)[^A-Z]|[A-Z]"), regex_verdict("(?:a|a?)+b", "(?:.*a){12}c")],
+)
+@pytest.mark.parametrize("unit", ["a", "A", "Answer: ", "**Correctness**: "])
+def test_no_expression_and_no_text_makes_reading_slow(read: Callable[[str], object], unit: str) -> None:
+    """`re` takes exponential time on the first and third, and searching again behind each match quadratic on the second."""
+    read(unit * (400_000 // len(unit)))
+
+
+# ------------------------------------------------------------------ parser: compat
+
+
+@pytest.mark.parametrize("name", ["math", "chain", "qa"])
+def test_compat_is_refused_with_a_prompt_that_lacks_what_it_looks_for(name: str) -> None:
+    said = rf"^agents.verifier2.parser is compat, and agents.verifier2.prompt \({name}\) does not ask .*\*\*Correctness\*\*"
+    with pytest.raises(ValueError, match=said):
+        build_orchestration("verifier_corrector", {"verifier2": AgentConfig(parser="compat")}, name)
+
+
+def test_the_example_reads_the_words_that_it_asks_for() -> None:
+    verdict, answer = (prompt_set(str(EXAMPLE)).parsers[what] for what in ("verdict", "answer"))
+    assert isinstance(verdict, VerdictParser) and isinstance(answer, TextParser)
+    said = ("**Correctness**: incorrect", "**Report**: step 2\n**correctness**:  Correct.", "all is correct")
+    assert [verdict.read(text) for text in said] == [False, True, None] and answer.read(r"\boxed{4}") == "4"

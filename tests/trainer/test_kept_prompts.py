@@ -1,0 +1,110 @@
+"""Prompt files in a run: found as other paths are, kept with it, the same when it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.read import read_config
+from marsrl.trainer.evaluate.identity import team_identity
+from marsrl.trainer.main import main
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.existing_run import resume_lines
+from marsrl.trainer.runs.kept_prompts import keep_prompts, with_kept_prompts
+
+WORDS = 'answer: answer_word\nturns:\n  solver:\n    - user: "{problem} SAY"\n'
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    path = tmp_path / "mine" / "words.yaml"
+    path.parent.mkdir()
+    path.write_text(WORDS)
+    return path
+
+
+def settings(*given: str) -> RunConfig:
+    return read_config(None, ["orchestration=solver", "run.resume=auto", "run.name=a", *given])[0]
+
+
+def begun(folder: Path, config: RunConfig) -> RunDirectory:
+    run = RunDirectory.create(folder, "a", "p")
+    keep_prompts(run, config)
+    run.write_config(with_kept_prompts(config).model_dump(mode="json"))
+    run.metrics.write_text("{}\n")
+    return run
+
+
+def test_a_prompt_file_is_found_as_every_path_is(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (words.parent / "run.yaml").write_text("orchestration: solver\nagents: {solver: {prompt: words.yaml}}\n")
+    assert read_config(words.parent / "run.yaml")[0].agents["solver"].prompt == str(words)  # relative to the file
+    monkeypatch.chdir(words.parent)
+    assert settings("agents.solver.prompt=words.yaml").agents["solver"].prompt == str(words)  # to the working directory
+    assert settings("agents.solver.prompt=math").agents["solver"].prompt == "math"
+
+
+def test_a_run_keeps_its_prompts_and_is_gone_on_with_and_evaluated_in_them(words: Path, tmp_path: Path) -> None:
+    config = settings(f"agents.solver.prompt={words}")
+    run = begun(tmp_path / "runs", config)
+    kept = yaml.safe_load(run.config.read_text())["agents"]["solver"]["prompt"]
+    assert (run.path / kept).read_text() == WORDS and not Path(kept).is_absolute()
+    assert len(resume_lines(run, config, {})) == 1  # nothing differs
+    moved = run.path.rename(tmp_path / "moved")
+    words.unlink()
+    again = read_config(moved / "config.yaml")[0]
+    assert Path(again.agents["solver"].prompt or "").read_text() == WORDS
+    assert len(resume_lines(RunDirectory(moved), again, {})) == 1
+    assert with_kept_prompts(again).agents["solver"].prompt == kept
+
+
+def test_a_run_does_not_go_on_with_a_file_that_has_changed_but_with_one_of_another_name(
+    words: Path, tmp_path: Path
+) -> None:
+    config = settings(f"agents.solver.prompt={words}")
+    run = begun(tmp_path / "runs", config)
+    words.write_text(WORDS.replace("SAY", "TELL"))
+    (kept,) = (run.path / "prompts").iterdir()
+    with pytest.raises(
+        ValueError, match=rf"cannot go on with other agents.solver.prompt \(the file has changed; .*{kept}"
+    ):
+        resume_lines(run, config, {})
+    other = words.rename(words.with_name("other.yaml"))
+    _, differs = resume_lines(run, settings(f"agents.solver.prompt={other}"), {})
+    assert f"agents.solver.prompt prompts/{kept.name} -> prompts/other-" in differs
+    assert len(resume_lines(run, settings(f"agents.solver.prompt={kept}"), {})) == 1
+
+
+def test_answers_are_told_apart_by_the_words_of_a_file_and_not_by_its_place(words: Path) -> None:
+    copy = words.with_name("copy.yaml")
+    copy.write_text(WORDS)
+    one, other = (settings(f"agents.solver.prompt={path}") for path in (words, copy))
+    before = team_identity(one)
+    assert before == team_identity(other)
+    words.write_text(WORDS.replace("SAY", "TELL"))
+    assert before != team_identity(one)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (WORDS.replace("user", "usr"), "words.yaml:4: unknown key usr"),
+        (None, "words.yaml: No such file or directory"),
+    ],
+)
+def test_a_dry_run_refuses_a_file_in_one_line_that_says_who_names_it(
+    text: str | None, said: str, words: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words.unlink() if text is None else words.write_text(text)
+    (words.parent / "run.yaml").write_text("orchestration: solver\nagents:\n  solver: {prompt: words.yaml}\n")
+    assert main(["--dry-run", "--config", str(words.parent / "run.yaml")]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert f"agents.solver.prompt: {words.parent}/{said}" in told[0]
+    assert f"(agents.solver.prompt: {words.parent}/run.yaml:3)" in told[0]
+
+
+def test_a_dry_run_refuses_compat_with_words_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry-run", "agents.verifier1.parser=compat"]) == 2
+    assert "agents.verifier1.parser is compat, and agents.verifier1.prompt (chain) does not" in capsys.readouterr().err
