@@ -275,6 +275,7 @@ WAYS = {
     f"torchrun --nproc-per-node 4 trainer/main.py --config configs/mars_qwen2.5_7b.yaml {ON_GPUS % 'Qwen2.5-7B-Instruct'}": GPUS,
     "torchrun --nproc-per-node 4 trainer/main.py --config mars.yaml": GPUS,
     f"python trainer/main.py --config configs/single_gpu.yaml {ON_GPUS % 'Qwen3-1.7B'}": GPUS,
+    "python docs/papers.py": Way("tests/docs/test_papers.py::test_the_command_writes_the_page", "as it is, on a copy"),
     "python benchmarks/learning.py": PLAYED,
     "python benchmarks/learning.py --seeds 0 1 2": PLAYED,
     "python benchmarks/learning.py preset=cpu_solver_verifier --seeds 0 1 2": PLAYED,
