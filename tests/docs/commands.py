@@ -282,14 +282,14 @@ WAYS = {
     "python benchmarks/learning.py preset=cpu_solver_verifier policies.solver.shape=cpu_default --seeds 1 2": PLAYED,
     "python benchmarks/learning.py preset=cpu_search_team --seeds 0 1": PLAYED,
     "python benchmarks/learning.py preset=cpu_dual_system": PLAYED,
-    "python benchmarks/ablations.py marsrl --seeds 0 1 2": PLAYED,
-    "python benchmarks/ablations.py drmas --seeds 0 1 2": PLAYED,
-    "python benchmarks/ablations.py mars --seeds 0 1 2": PLAYED,
-    "python benchmarks/foreign_solver.py RUN RUN": PLAYED,
-    "python benchmarks/foreign_solver.py runs/whole-seed0 runs/whole-seed1 runs/whole-seed2": PLAYED,
     "python benchmarks/evidence.py": bench(
-        "its page: tests/benchmarks/test_ablations.py::test_the_page_is_made_of_the_results_that_are_there"
+        "its page: tests/benchmarks/test_evidence.py::test_the_page_is_made_of_the_results_that_are_there"
     ),
+    "python benchmarks/evidence.py --run": bench(
+        "what it trains: tests/benchmarks/test_evidence.py::test_what_is_there_is_not_trained_again_and_a_dirty_tree_is_refused"
+    ),
+    "python benchmarks/evidence.py --run --jobs 2 --only drmas": PLAYED,
+    "python benchmarks/evidence.py --smoke": PLAYED,
     "python benchmarks/learning.py rollout.segments=2 --seeds 0 1 2": PLAYED,
     "python benchmarks/run.py linear_policy_loss": RUN_PY,
     "python benchmarks/run.py linear_policy_loss --all": RUN_PY,
