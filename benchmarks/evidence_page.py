@@ -239,13 +239,13 @@ CLAIMS = (
     Claim(
         "Advantages of each agent",
         "Dr. MAS: a baseline and deviation of each agent's own keep the gradient's norm from spiking, where one over all agents "
-        "(`global`) does not; with one policy for both agents, and with one each.",
+        "(`global`, and `trajectory`, the published GRPO baseline) does not; with one policy for both agents, and with one each.",
         "drmas",
         tuple(tuple(f"{policies}, {name}" for name in NORMALISE) for policies in ("shared", "separate")),
         {"grad_norm_max": "largest gradient norm", **_WHOLE, "grad_spikes": "spikes"},
         "nothing spikes and nothing is told apart. The agents' mean rewards differ by .2 to .3, for which the paper's lemma "
         "predicts an inflation of 0.8 to 1.15: there was little to explode.",
-        seen_of="21c0f7c1",
+        seen_of="1b5640af",
     ),
     Claim(
         "System 1 and System 2",

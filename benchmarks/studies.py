@@ -44,7 +44,7 @@ class Study:
 
 CRITICS = ("verifier1", "corrector1", "verifier2", "corrector2")
 PICKS = ("random", "balanced", "paired", "adaptive")  # the preset's: Verifiers paired, Correctors balanced
-NORMALISE = {"agent": FIVE, "global": FIVE, "agent_mean": THREE, "agent_std": THREE}
+NORMALISE = {"agent": FIVE, "trajectory": FIVE, "global": FIVE, "agent_mean": THREE, "agent_std": THREE}
 SOLVER_ALONE, CRITICS_ALONE = "credit.train_agents=solver", f"credit.train_agents=[{','.join(CRITICS)}]"
 TRAJECTORY = "rollout.pipeline=trajectory"
 STRONG = "warm_start.slip_solver=0.04"  # a Solver that begins right more often than not, as the papers' does
