@@ -132,8 +132,12 @@ class Runner:
 
     def _at_once(self, calls: Iterator[Callable[[], object]]) -> None:
         with ThreadPoolExecutor(self.num_at_once) as pool:
-            for future in [pool.submit(call) for call in calls]:
-                future.result()
+            try:
+                for future in [pool.submit(call) for call in calls]:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def warm_starts(self, jobs: Sequence[Job]) -> list[list[str]]:
         """Settings of each warm-started policy that the jobs need, once each."""
@@ -278,9 +282,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             first = [job for job in jobs if job.seed == 0]
             environment = {**os.environ, "MARSRL_CACHE": f"{folder}/cache"}
-            results = Path(folder, "results")
-            Runner("smoke", results, Path(folder, "runs"), words.jobs, TINY, environment).all(first)
-            print("\n\n".join(sections(read_results(results))))
+            made = Path(folder, "results")
+            Runner("smoke", made, Path(folder, "runs"), words.jobs, TINY, environment).all(first)
+            print("\n\n".join(sections(read_results(made))))
         return 0
     runner = Runner(git("rev-parse", "HEAD").stdout.strip(), RESULTS, RUNS, words.jobs)
     results = read_results(RESULTS)

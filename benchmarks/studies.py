@@ -133,7 +133,7 @@ def shown(study: Study, run: Path) -> tuple[dict[str, float], dict[str, list[flo
     summary = load_summary(run / "summary.json")
     assert summary.before is not None and summary.after is not None
     found = {name: estimate.mean for name, estimate in summary.after.rows.items() if estimate.mean is not None}
-    numbers = {agent: found[agent] for agent in ("system", *study.evaluated)}
+    numbers = {name: found[name] for name in ("system", *study.evaluated) if name in found}
     before = {name: estimate.mean for name, estimate in summary.before.rows.items() if estimate.mean is not None}
     numbers |= {f"{name}_before": before[name] for name in ("system", *study.evaluated) if name in before}
     names = ("actor/entropy", *(f"reward/{agent}/mean" for agent in study.agents))

@@ -78,7 +78,8 @@ def test_a_step_in_which_no_policy_is_trained_is_idle() -> None:
 
 
 def test_what_a_training_has_shown(tmp_path: Path) -> None:
-    small = replace(studies.STUDIES["marsrl"], agents=("solver",))
+    study = studies.STUDIES["marsrl"]
+    small = replace(study, agents=("solver",), evaluated=(*study.evaluated, "never asked"))
     run = make_run(tmp_path)
     numbers, curves = studies.shown(small, run.path)
     assert (numbers["system"], numbers["system_before"]) == (
