@@ -89,7 +89,7 @@ def table(claim: Claim, results: Results) -> str:
             seeds = " ".join(_short(each) for each in by_seed.values()) + (f" ({stopped} stopped)" if stopped else "")
             mean, half = interval(list(by_seed.values()))
             shown = [
-                f"{_short(mean)} ± {_short(half)}",
+                _short(mean) + (f" ± {_short(half)}" if len(by_seed) > 1 else ""),
                 *(_mean(claim, arm, name, results) for name in [*claim.columns][1:]),
             ]
             idle = " ".join(f"{each:.0f}" for each in values(claim, arm, "empty_steps", results).values()) or "–"
