@@ -6,14 +6,15 @@
 
 Every arm and seed has a file in results/<device>/evidence/, written when its training has ended: killed, the command goes on with
 the rest. A result counts as missing when its settings are others, when its commit was not clean, or when the code that trains has
-changed since. --run wants a clean tree, and a machine with nothing beside it: times are told. Runs stay in runs/evidence, because
-the foreign Solvers are evaluated beside the team of `whole`.
+changed since. --run wants a clean tree, and a machine with nothing beside it: times are told. Runs and warm starts stay in
+runs/evidence, apart for each state of that code: foreign Solvers are evaluated beside the team of `whole`.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -96,6 +97,11 @@ def git(*words: str) -> subprocess.CompletedProcess[str]:
 def changed_files() -> str:
     """What differs from HEAD, but for results and pages."""
     return git("status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in WRITTEN)).stdout.rstrip()
+
+
+def state_of_the_code() -> str:
+    """A name for the code of HEAD that trains."""
+    return hashlib.sha256(git("ls-tree", "HEAD", "--", *TRAINS).stdout.encode()).hexdigest()[:12]
 
 
 @cache
@@ -286,7 +292,9 @@ def main() -> int:
             Runner("smoke", made, Path(folder, "runs"), words.jobs, TINY, environment).all(first)
             print("\n\n".join(sections(read_results(made))))
         return 0
-    runner = Runner(git("rev-parse", "HEAD").stdout.strip(), RESULTS, RUNS, words.jobs)
+    runs = RUNS / state_of_the_code()
+    os.environ["MARSRL_CACHE"] = str(runs / "cache")
+    runner = Runner(git("rev-parse", "HEAD").stdout.strip(), RESULTS, runs, words.jobs)
     results = read_results(RESULTS)
     missing = [job for job in jobs if not is_current(job, results.get((job.study, job.arm, job.seed)))]
     print(plan(jobs, results, missing_warm_starts(runner, missing)), flush=True)

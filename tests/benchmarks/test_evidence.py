@@ -135,6 +135,7 @@ def test_what_is_there_is_not_trained_again_and_a_dirty_tree_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained: list[Job] = []
+    monkeypatch.setenv("MARSRL_CACHE", str(tmp_path))  # which main() sets, and this puts back
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
     monkeypatch.setattr(evidence, "PAGE", tmp_path / "evidence.md")
     monkeypatch.setattr(evidence, "map_marsrl", lambda: None)
