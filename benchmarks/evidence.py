@@ -1,351 +1,312 @@
-"""docs/evidence.md: what the papers claim beside what the miniatures have shown, from results/<device>/.
+"""docs/evidence.md: what the papers claim beside what teams that a CPU trains in minutes have shown.
 
-    python benchmarks/evidence.py              writes the page and, where matplotlib is (pip install matplotlib), its pictures
+    python benchmarks/evidence.py                       the page from the results that are there; what is missing, with minutes
+    python benchmarks/evidence.py --run [--jobs 2]      trains what is missing, and then the page
+    python benchmarks/evidence.py --smoke               every arm in two tiny steps, into a temporary directory; no page
 
-A claim is a sentence of its paper's, the arms of an ablation that speak for or against it, and a sentence of what was seen,
-written by hand under the numbers. Whether two arms are told apart is computed: the mean over seeds of their difference (arms of a
-seed share the warm start) has a Student's 95% interval without 0, or it is not.
+Every arm and seed has a file in results/<device>/evidence/, written when its training has ended: killed, the command goes on with
+the rest. A result counts as missing when its settings are others, when its commit was not clean, or when the code that trains has
+changed since. --run wants a clean tree, and a machine with nothing beside it: times are told. Runs and warm starts stay in
+runs/evidence, apart for each state of that code: foreign Solvers are evaluated beside the team of `whole`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import json
+import os
+import shutil
 import statistics
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ablations import PICKS, interval
-from namespace import ROOT
+from evidence_page import PAGE, Result, Results, page, sections, unsaid
+from namespace import ROOT, map_marsrl
+from studies import FOREIGN, FOREIGN_MINUTES, FOREIGN_SEEDS, OTHER_KIND, STUDIES, shown
 
-RESULTS = ROOT / "benchmarks" / "results" / "cpu_xeon_2core"
-PAGE = ROOT / "docs" / "evidence.md"
-PICTURES = ROOT / "docs" / "evidence"
+RESULTS = ROOT / "benchmarks" / "results" / "cpu_xeon_2core" / "evidence"
+RUNS = ROOT / "runs" / "evidence"
+TRAINS = ("kernels", "rollout", "trainer", "configs", "csrc", "constraints", "setup.py", "CMakeLists.txt")
+WRITTEN = ("benchmarks/results", "docs")  # what this command writes, and what cannot change a number
 
-Record = Mapping[str, Any]
-
-OF_ALL = ("seed", "found", "curves", "settings", "surroundings")
-"""What a record has beside the choices that name its arm."""
+TINY = (
+    "run.steps=2", "loss.entropy_coef=0.01", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.engine=local",
+    "rollout.placement=local", "evaluate.num_problems=8", "evaluate.fixed_inputs=4", "warm_start.max_solver_steps=4",
+    "warm_start.short_steps=2", "warm_start.max_team_steps=2", "warm_start.decay_steps=2", "warm_start.solver_batch=4",
+    "warm_start.team_batch=4", "warm_start.table_drills=8", "warm_start.equality_drills=8",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Claim:
-    """title: of its section. paper: who says it. says: what, in our words. results: the name of a file there.
+class Job:
+    """A training of an arm, or in the study `foreign` an evaluation beside the team that `whole` has trained."""
 
-    arms: those that are compared, the first with each other one; an arm is named by its values of the choices, in order.
-    columns: {number of a training: heading}; the first is compared and drawn. curve: a metric to draw over the steps instead.
-    seen: what the numbers say, by hand.
-    """
-
-    title: str
-    paper: str
-    says: str
-    results: str
-    arms: tuple[str, ...]
-    seen: str
-    columns: Mapping[str, str]
-    curve: str = ""
+    study: str
+    arm: str
+    seed: int
 
     @property
-    def picture(self) -> str:
-        return self.title.lower().replace(" ", "_").replace(",", "").replace("'", "") + ".svg"
+    def name(self) -> str:
+        return f"{self.study}-{self.arm.replace(',', '').replace(' ', '_')}-seed{self.seed}"
+
+    @property
+    def settings(self) -> list[str]:
+        """Words of the training; of an evaluation those of its foreign Solver."""
+        if self.study != "foreign":
+            study = STUDIES[self.study]
+            return [f"preset={study.preset}", f"run.seed={self.seed}", *study.arms[self.arm].settings]
+        seed = self.seed if self.arm == "own team" else (self.seed + 1) % FOREIGN_SEEDS
+        kind = OTHER_KIND if "another kind" in self.arm else ()
+        return [f"preset={STUDIES['marsrl'].preset}", f"run.seed={seed}", *kind]
 
 
-@dataclass(frozen=True)
-class Arm:
-    """The trainings of an arm that went to their end, and how many did not. by_seed: {seed: its record}."""
-
-    name: str
-    by_seed: Mapping[int, Record]
-    num_stopped: int
-
-    def values(self, column: str) -> dict[int, float]:
-        return {
-            seed: float(record["found"][column])
-            for seed, record in self.by_seed.items()
-            if record["found"].get(column) is not None
-        }
+def every_job(only: Sequence[str]) -> list[Job]:
+    """Seeds outermost, so that an interrupted table has whole seeds; each evaluation behind the training that it needs."""
+    jobs = []
+    for seed in range(max(arm.num_seeds for study in STUDIES.values() for arm in study.arms.values())):
+        for name, study in STUDIES.items():
+            jobs += [Job(name, arm, seed) for arm, each in study.arms.items() if seed < each.num_seeds]
+        jobs += [Job("foreign", arm, seed) for arm in FOREIGN if seed < FOREIGN_SEEDS]
+    return [job for job in jobs if not only or job.study in only]
 
 
-def arms_of(claim: Claim, records: Sequence[Record]) -> list[Arm]:
-    """The claim's arms, in its order.
-
-    Raises:
-        ValueError: an arm has no training that went to its end.
-    """
-    found = []
-    for name in claim.arms:
-        mine = [
-            record for record in records if ", ".join(record[each] for each in record if each not in OF_ALL) == name
-        ]
-        whole = {record["seed"]: record for record in mine if not isinstance(record["found"], str)}
-        if not whole:
-            raise ValueError(f"results/{claim.results}.json has no whole training of {name!r}")
-        found.append(Arm(name, whole, len(mine) - len(whole)))
+def read_results(folder: Path) -> Results:
+    """Those of arms that there are, by (study, arm, seed)."""
+    found = {}
+    for job in every_job(()):
+        file = folder / f"{job.name}.json"
+        if file.exists():
+            found[job.study, job.arm, job.seed] = Result(**json.loads(file.read_text("utf-8")))
     return found
 
 
-def difference(arm: Arm, base: Arm, column: str) -> tuple[float, float] | None:
-    """(mean, half of the 95% interval) over the seeds that both have, of arm less base; None: fewer than two seeds."""
-    ours, theirs = arm.values(column), base.values(column)
-    paired = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
-    return interval(paired) if len(paired) > 1 else None
+def git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
 
 
-def table(claim: Claim, arms: Sequence[Arm]) -> str:
-    """Markdown: each seed of the first column, mean ± half of its interval of all, the paired difference to the first arm."""
-    first, heading = next(iter(claim.columns.items()))
-    headings = ["", f"{heading}: by seed", *claim.columns.values(), "difference to the first"]
-    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    for arm in arms:
-        seeds = ", ".join(f"{value:.3f}" for _, value in sorted(arm.values(first).items()))
-        seeds += f" ({arm.num_stopped} stopped)" if arm.num_stopped else ""
-        shown = [_estimate(list(arm.values(column).values())) for column in claim.columns]
-        lines.append(f"| {' | '.join([arm.name, seeds, *shown, _difference(arm, arms[0], first)])} |")
-    return "\n".join(lines)
+def changed_files() -> str:
+    """What differs from HEAD, but for results and pages."""
+    return git("status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in WRITTEN)).stdout.rstrip()
 
 
-def _estimate(values: Sequence[float]) -> str:
-    if not values:
-        return "–"
-    mean, half = interval(values)
-    return f"{mean:.3f} ± {half:.3f}" if len(values) > 1 else f"{mean:.3f}"
+def state_of_the_code() -> str:
+    """A name for the code of HEAD that trains."""
+    return hashlib.sha256(git("ls-tree", "HEAD", "--", *TRAINS).stdout.encode()).hexdigest()[:12]
 
 
-def _difference(arm: Arm, base: Arm, column: str) -> str:
-    found = difference(arm, base, column)
-    if arm is base or found is None:
-        return "–"
-    mean, half = found
-    return f"{mean:+.3f} ± {half:.3f}, {'told apart' if abs(mean) > half else 'not told apart'}"
+@cache
+def trains_as_today(commit: str) -> bool:
+    """Is the commit in the repository, was its tree clean, and is the code that trains the one of HEAD?"""
+    return not commit.endswith("+") and git("diff", "--quiet", commit, "HEAD", "--", *TRAINS).returncode == 0
 
 
-def section(claim: Claim, records: Sequence[Record]) -> str:
-    arms = arms_of(claim, records)
-    return "\n\n".join(
-        [
-            f"## {claim.title}",
-            f"**{claim.paper}**: {claim.says}",
-            table(claim, arms),
-            f"![{claim.title}](evidence/{claim.picture})",
-            f"**Seen**: {claim.seen}",
-        ]
-    )
+def is_current(job: Job, result: Result | None) -> bool:
+    return result is not None and result.settings == job.settings and trains_as_today(result.commit)
 
 
-def draw(claim: Claim, records: Sequence[Record], path: Path) -> None:
-    """An SVG without a date in it: an arm a row, seeds as dots, their mean with its interval; or curves and their mean."""
-    import matplotlib
+@dataclass
+class Runner:
+    """Trains and evaluates jobs, so many at a time. more: settings on top of every training (--smoke)."""
 
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
+    commit: str
+    results: Path
+    runs: Path
+    num_at_once: int
+    more: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
-    grey = "#7a8290"  # on white and on black
-    plt.rcParams.update(
-        {"svg.hashsalt": claim.title, "svg.fonttype": "none", "font.size": 10}
-        | {f"{what}.color": grey for what in ("text", "xtick", "ytick")}
-        | {"axes.edgecolor": grey, "axes.labelcolor": grey}
-    )
-    arms = arms_of(claim, records)
-    figure, axes = plt.subplots(figsize=(7, 3 if claim.curve else 0.9 + 0.42 * len(arms)))
-    colors = [f"C{index}" for index in range(len(arms))]
-    if claim.curve:
-        for arm, color in zip(arms, colors, strict=True):
-            curves = [record["curves"][claim.curve] for record in arm.by_seed.values()]
-            for curve in curves:
-                axes.plot(range(1, len(curve) + 1), curve, color=color, linewidth=0.7, alpha=0.45)
-            means = [_mean(values) for values in zip(*curves, strict=True)]
-            axes.plot(range(1, len(means) + 1), means, color=color, linewidth=2.2, label=arm.name)
-        axes.set_xlabel("step")
-        axes.set_ylabel(claim.curve)
-        axes.legend(frameon=False)
-    else:
-        column, heading = next(iter(claim.columns.items()))
-        for row, (arm, color) in enumerate(zip(arms, colors, strict=True)):
-            values = list(arm.values(column).values())
-            axes.plot(values, [row] * len(values), "o", color=color, alpha=0.55, markersize=5)
-            if len(values) > 1:
-                mean, half = interval(values)
-                axes.errorbar([mean], [row], xerr=[half], fmt="|", color=color, markersize=14, capsize=3)
-        axes.set_yticks(range(len(arms)), [arm.name for arm in arms])
-        axes.set_ylim(len(arms) - 0.5, -0.5)
-        axes.set_xlabel(f"{heading}: dots are seeds, whiskers the 95% interval of the mean")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.savefig(path, bbox_inches="tight", transparent=True, metadata={"Date": None})
-    plt.close(figure)
+    def all(self, jobs: Sequence[Job]) -> None:
+        """First the warm starts, once each, then the trainings, then the evaluations beside them."""
+        self._at_once(partial(self._make, words) for words in self.warm_starts(jobs))
+        trainings = [job for job in jobs if job.study != "foreign"]
+        for job in jobs:
+            whole = Job("marsrl", "whole", job.seed)
+            if job.study == "foreign" and whole not in trainings and not (self.runs / whole.name).exists():
+                trainings.append(whole)  # its run is on another machine, or deleted
+        self._at_once(partial(self.train, job) for job in trainings)
+        self._at_once(partial(self.evaluate, job) for job in jobs if job.study == "foreign")
 
+    def _at_once(self, calls: Iterator[Callable[[], object]]) -> None:
+        with ThreadPoolExecutor(self.num_at_once) as pool:
+            try:
+                for future in [pool.submit(call) for call in calls]:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
-def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else float("nan")
+    def warm_starts(self, jobs: Sequence[Job]) -> list[list[str]]:
+        """Settings of each warm-started policy that the jobs need, once each."""
+        from marsrl.trainer.config.read import read_config
+        from marsrl.trainer.schools.warm_start import SHAPE, name_of, recipe_of
 
+        found = {}
+        for job in jobs:
+            words = [*job.settings, *self.more]
+            config, _ = read_config(None, words)
+            for policy in config.policies.values():
+                found[name_of(recipe_of(config, policy.shape or SHAPE))] = words
+        return list(found.values())
 
-BEGINNING = """\
-# Evidence
+    def _make(self, words: Sequence[str]) -> Path:
+        """The directory of the warm-started policy of these settings."""
+        said = self._call([str(ROOT / "benchmarks" / "warm_started.py"), *words])
+        return Path(said.strip().rpartition("\n")[2])
 
-What the papers claim, tried on teams that a CPU trains in minutes. Made by `python benchmarks/evidence.py` from the numbers in
-`benchmarks/results/cpu_xeon_2core/`; how each was measured, with machine and commit:
-[benchmarks/README.md](../benchmarks/README.md).
+    def _call(self, words: Sequence[str]) -> str:
+        """Standard output of Python with these words.
 
-How to read it. Every arm is a whole training from its seed's warm start, on three seeds, none left out; an accuracy is that of
-200 or 300 held-out problems. `±` is Student's 95% interval of the mean over seeds, which is wide for three: 2.5 times their
-standard deviation. The last column compares arms seed by seed; *told apart* says that its interval leaves out 0. With so many
-comparisons about one in twenty is told apart by chance. What a tiny policy does not show on arithmetic can still be true of 30
-billion parameters on olympiad problems, and the other way round: this is evidence that the parts do what they are there for,
-and no reproduction of the papers' figures."""
+        Raises:
+            RuntimeError: it failed; with the last line that it said, of marsrl's own where there is one.
+        """
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=self.environment)
+        if done.returncode:
+            lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+            ours = [line for line in lines if line.startswith("marsrl: ")]
+            raise RuntimeError((ours or lines or [f"exit code {done.returncode}"])[-1])
+        return done.stdout
 
-_WHOLE = {"system": "whole team after"}
-_TEAM = {**_WHOLE, "solver": "Solver alone after"}
-_CRITICS = {**_TEAM, "verifier1": "Verifier", "corrector1": "Corrector"}
-_NORMALISE = ("agent", "global", "agent_mean", "agent_std")
+    def train(self, job: Job) -> None:
+        run = self.runs / job.name
+        shutil.rmtree(run, ignore_errors=True)  # of a training that was killed
+        words = [f"run.dir={self.runs}", f"run.name={job.name}", *job.settings, *self.more]
+        start = time.monotonic()
+        try:
+            self._call([str(ROOT / "trainer" / "main.py"), *words])
+            found, curves = shown(STUDIES[job.study], run)
+            self._keep(job, start, found, curves)
+        except RuntimeError as error:  # a training that stops is a result: it is told, and in no mean
+            self._keep(job, start, {}, {}, stopped=str(error))
 
-CLAIMS = (
-    Claim(
-        "Agents' own rewards, not the outcome's",
-        "MarsRL (arXiv:2511.11373)",
-        "agents with rewards of their own (is the Solver's answer right, is the Verifier's verdict true) learn with "
-        "less noise than agents that share the correctness of the last answer.",
-        "ablations_marsrl",
-        ("whole", "outcome reward"),
-        "as claimed, in sign: with the outcome's reward the team is worse on every seed, by .15, .24 and .04, and the "
-        "Verifier by .09, .21 and .14 (-.146 ± .141 over the seeds: told apart). An agent is paid for what others did "
-        "after it.",
-        _CRITICS,
-    ),
-    Claim(
-        "Train the whole team, or a part of it",
-        "MarsRL (arXiv:2511.11373), Table 2",
-        "training Solver, Verifier and Corrector together gives the best team; the Solver alone, or the other two "
-        "alone, less.",
-        "ablations_marsrl",
-        ("whole", "Solver trained", "critics trained"),
-        "in part: Verifier and Corrector alone give less than the whole on every seed (.11, .11 and .03), the Solver "
-        "alone as much (better once, worse twice). It begins at one answer in two, so most of what can be gained is "
-        "its own; trained alone it leaves a Verifier at .78 and a Corrector at .50, where the whole has .87 and .73.",
-        _CRITICS,
-    ),
-    Claim(
-        "Another Solver's answers",
-        "MarsRL (arXiv:2511.11373), Table 3",
-        "a trained Verifier and Corrector help Solvers that they were not trained with.",
-        "foreign_solver",
-        ("untrained", "trained", "own team"),
-        "as claimed, and told apart: to Solvers of other seeds, untrained and right about every second time, the trained "
-        "Verifier and Corrector add .19, .34 and .37, the untrained ones .01 to .04. That is more than they add to the "
-        "Solver that learned beside them, which leaves them little to repair.",
-        {"added": "team less its Solver alone", "alone": "Solver alone", "system": "team"},
-    ),
-    Claim(
-        "Which answers are judged and repaired",
-        "MarsRL (arXiv:2511.11373)",
-        "picking wrong solutions for the Verifier and found errors for the Corrector (adaptive) trains better than a "
-        "random or a balanced pick.",
-        "ablations_marsrl",
-        ("whole", *(f"{pick} picks" for pick in PICKS)),
-        "not reproduced: no pick is told from another, and adaptive picks lost a team (seed 1, .740). There the "
-        "Solver itself ends at .743, its reward falls from .97 to .55 within the last five steps; and the Verifier, "
-        "which was shown mostly wrong solutions, calls 23 right ones of 80 wrong (5 of 79 with the preset's picks) "
-        "and finds 74 wrong ones of 79 (67 of 80). All agents are one policy here; which of the two brought the "
-        "other is not known.",
-        _CRITICS,
-    ),
-    Claim(
-        "Masking tokens that are mastered",
-        "UloRL (arXiv:2507.19766)",
-        "leaving out well-mastered positive tokens while a sample's entropy is below a target keeps the entropy from "
-        "collapsing, and the accuracy rises.",
-        "ablations_marsrl",
-        ("whole", "gate off", "gate always"),
-        "not seen: with the gate off, on, and always on the entropy falls alike, from .11 to .05 nats, and the team "
-        "ends alike. 24 steps are short for a collapse; UloRL shows it over hundreds.",
-        {**_WHOLE, "entropy_first": "entropy, first quarter", "entropy_last": "entropy, last quarter"},
-        curve="actor/entropy",
-    ),
-    Claim(
-        "Segments, and whose log-probs are old",
-        "UloRL (arXiv:2507.19766)",
-        "segments make steps shorter at the same accuracy; the present policy as the old one of every segment (POIS) "
-        "is as good as each segment's own (SAIS), which can let the entropy explode.",
-        "ablations_marsrl",
-        ("whole", "4 segments", "4 segments, sais"),
-        "as claimed: on every seed 4 segments end within .04 of one, and with each segment's own log-probs within .03 "
-        "of that. No entropy explodes; with segments it ends higher (+.013 ± .008, told apart). What segments save is "
-        "in benchmarks/README.md.",
-        {**_TEAM, "entropy_last": "entropy, last quarter"},
-    ),
-    Claim(
-        "A mean of tokens or of samples",
-        "MarsRL's equation 2 and DAPO (arXiv:2503.14476) differ",
-        "MarsRL averages within a sample first, DAPO over all tokens, so that long samples are not made light.",
-        "ablations_marsrl",
-        ("whole", "mean of samples"),
-        "no difference that three seeds tell. The largest gradient norm is 1.2 to 4 times as large with a mean of "
-        "samples.",
-        _CRITICS,
-    ),
-    Claim(
-        "Advantages of each agent, one policy",
-        "Dr. MAS (arXiv:2602.08847)",
-        "a baseline and a deviation of each agent's own keep the gradient's norm from spiking; one over all agents "
-        "does not.",
-        "ablations_drmas",
-        tuple(f"shared, {name}" for name in _NORMALISE),
-        "nothing spiked and nothing is told apart; the largest norm is the smallest with each agent's own baseline "
-        "and deviation on two seeds of three. These two agents' mean rewards differ by .2 to .3, and the inflation "
-        "that the paper's lemma predicts is 0.8 to 1.15: there was little to explode.",
-        {"grad_norm_max": "largest gradient norm", **_TEAM, "grad_spikes": "spikes"},
-    ),
-    Claim(
-        "Advantages of each agent, a policy each",
-        "Dr. MAS (arXiv:2602.08847)",
-        "the same where every agent has weights of its own.",
-        "ablations_drmas",
-        tuple(f"separate, {name}" for name in _NORMALISE),
-        "the same: against one baseline over all agents the largest norm is smaller on every seed, by .09 to .63, and "
-        "the accuracy is not told apart.",
-        {"grad_norm_max": "largest gradient norm", **_TEAM, "grad_spikes": "spikes"},
-    ),
-    Claim(
-        "System 1 and System 2",
-        "MARS (arXiv:2510.04935)",
-        "System 1, which reads what tools bring and hands on the gist, the tools, and the balance of its samples each "
-        "add to it.",
-        "ablations_mars",
-        ("whole", "without System 1", "without Python", "without balance", "one mean"),
-        "System 1 is needed (-.585 ± .306), but for a reason of this miniature's: its policy was taught to read "
-        "distillates and never pages. Python, balance and a mean of each system are not told from their absence.",
-        {**_WHOLE, "system2_reward_first": "reward, first quarter", "system2_reward_last": "last quarter"},
-    ),
-)
+    def evaluate(self, job: Job) -> None:
+        """The foreign team's accuracy, that of its Solver's first answers in the same episodes, and what the others add."""
+        from marsrl.trainer.report.summary import Evaluation
+
+        start, run = time.monotonic(), self.runs / Job("marsrl", "whole", job.seed).name
+        with tempfile.TemporaryDirectory() as folder:
+            critics, out = Path(folder, "critics"), Path(folder, "evaluation.json")
+            if job.arm.startswith("untrained"):
+                critics = self._make([*Job("marsrl", "whole", job.seed).settings, *self.more])
+            else:
+                self._call(["-m", "marsrl.trainer.cli", "export", str(run), str(critics)])
+            words = [
+                "--config",
+                str(run / "config.yaml"),
+                f"policies.main.model={critics}",
+                "policies.main.frozen=true",
+            ]
+            if job.arm != "own team":
+                solver = self._make([*job.settings, *self.more])
+                words += [f"policies.foreign.model={solver}", "policies.foreign.frozen=true"]
+                words += ["policies.foreign.dtype=float32", "agents.solver.policy=foreign"]
+            self._call(["-m", "marsrl.trainer.cli", "evaluate", *words, "--json", str(out)])
+            evaluation = Evaluation.model_validate_json(out.read_bytes())
+        assert evaluation.alone is not None and evaluation.alone.mean is not None and evaluation.system.mean is not None
+        found = {name: row.mean for name, row in evaluation.rows.items() if row.mean is not None}
+        alone, system = evaluation.alone.mean, evaluation.system.mean
+        self._keep(job, start, {**found, "alone": alone, "added": system - alone}, {})
+
+    def _keep(
+        self, job: Job, start: float, found: dict[str, float], curves: dict[str, Any], stopped: str | None = None
+    ) -> None:
+        from marsrl.trainer.machine import LIBRARIES, device_name, library_versions
+        from marsrl.trainer.runs.directory import write_atomically
+
+        seconds = round(time.monotonic() - start, 1)
+        around = {"device": device_name(), "load": os.getloadavg()[0], "versions": library_versions(LIBRARIES)}
+        result = Result(
+            job.study, job.arm, job.seed, job.settings, self.commit, stopped, found, curves, seconds, around
+        )
+        write_atomically(self.results / f"{job.name}.json", (json.dumps(dataclasses.asdict(result)) + "\n").encode())
+        print(f"{job.name}: {stopped or _line(found)}, {seconds:.0f} s", flush=True)
 
 
-def records_of(results: str) -> list[Record]:
-    found: list[Record] = json.loads((RESULTS / f"{results}.json").read_text("utf-8"))
-    return found
+def _line(found: dict[str, float]) -> str:
+    return ", ".join(f"{name} {found[name]:.3f}" for name in ("system", "solver", "alone") if name in found)
 
 
-def page() -> str:
-    """The whole of docs/evidence.md."""
-    return "\n\n".join([BEGINNING, *(section(claim, records_of(claim.results)) for claim in CLAIMS)]) + "\n"
+def plan(jobs: Sequence[Job], results: Results, num_warm_starts: dict[str, int]) -> str:
+    """Markdown: for each arm how many of its seeds are there, how many are missing, and the minutes that these take."""
+    lines = ["| study | arm | seeds | there | minutes each | minutes missing |", "|---|---|---|---|---|---|"]
+    total = 0.0
+    for study, arm in dict.fromkeys((job.study, job.arm) for job in jobs):
+        mine = [job for job in jobs if (job.study, job.arm) == (study, arm)]
+        there = sum(is_current(job, results.get((job.study, job.arm, job.seed))) for job in mine)
+        each = minutes(study, arm, results)
+        total += each * (len(mine) - there)
+        lines.append(f"| {study} | {arm} | {len(mine)} | {there} | {each:.1f} | {each * (len(mine) - there):.0f} |")
+    for study, num in num_warm_starts.items():
+        each = STUDIES[study].minutes[1]
+        total += each * num
+        lines.append(f"| {study} | warm starts | {num} | 0 | {each:.1f} | {each * num:.0f} |")
+    return "\n".join([*lines, f"\n{total:.0f} minutes one at a time, on a machine with nothing beside it"])
+
+
+def minutes(study: str, arm: str, results: Results) -> float:
+    """Of one training: the median of what it took, or an estimate."""
+    known = [each.seconds for (a, b, _), each in results.items() if (a, b) == (study, arm) and each.seconds]
+    if known:
+        return statistics.median(known) / 60
+    return FOREIGN_MINUTES if study == "foreign" else STUDIES[study].minutes[0]
+
+
+def missing_warm_starts(runner: Runner, jobs: Sequence[Job]) -> dict[str, int]:
+    """How many are not in the cache, by the study whose they are."""
+    from marsrl.trainer.config.read import read_config
+    from marsrl.trainer.schools.warm_start import SHAPE, cache_directory, name_of, recipe_of
+
+    found = dict.fromkeys(STUDIES, 0)
+    of_preset = {study.preset: name for name, study in STUDIES.items()}
+    for words in runner.warm_starts(jobs):
+        config, _ = read_config(None, words)
+        policy = next(iter(config.policies.values()))
+        if not (cache_directory() / name_of(recipe_of(config, policy.shape or SHAPE))).exists():
+            found[of_preset[words[0].partition("=")[2]]] += 1
+    return {name: num for name, num in found.items() if num}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    PAGE.write_text(page(), "utf-8")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        print(f"{PAGE}: written; its pictures are as they were: matplotlib is not installed (pip install matplotlib)")
-        return 1
-    PICTURES.mkdir(exist_ok=True)
-    for claim in CLAIMS:
-        draw(claim, records_of(claim.results), PICTURES / claim.picture)
-    print(f"{PAGE}: written, with {len(CLAIMS)} pictures")
+    parser.add_argument("--run", action="store_true", help="train what is missing")
+    parser.add_argument("--smoke", action="store_true", help="two tiny steps of seed 0 of every arm; nothing is kept")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*STUDIES, "foreign"], help="some of the studies")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
+    words = parser.parse_args()
+    map_marsrl()
+    jobs = every_job(words.only)
+    if words.smoke:
+        with tempfile.TemporaryDirectory() as folder:
+            first = [job for job in jobs if job.seed == 0]
+            environment = {**os.environ, "MARSRL_CACHE": f"{folder}/cache"}
+            made = Path(folder, "results")
+            Runner("smoke", made, Path(folder, "runs"), words.jobs, TINY, environment).all(first)
+            print("\n\n".join(sections(read_results(made))))
+        return 0
+    runs = RUNS / state_of_the_code()
+    os.environ["MARSRL_CACHE"] = str(runs / "cache")
+    runner = Runner(git("rev-parse", "HEAD").stdout.strip(), RESULTS, runs, words.jobs)
+    results = read_results(RESULTS)
+    missing = [job for job in jobs if not is_current(job, results.get((job.study, job.arm, job.seed)))]
+    print(plan(jobs, results, missing_warm_starts(runner, missing)), flush=True)
+    if words.run:
+        if files := changed_files():
+            parser.error(f"the tree differs from its commit, which the results are to name: commit or undo\n{files}")
+        runner.all(missing)
+    results = read_results(RESULTS)
+    PAGE.write_text(page(results), "utf-8")
+    print(f"{PAGE}: written")
+    if left := unsaid(results):
+        print("What was seen is to be said anew (benchmarks/evidence_page.py) for\n" + "\n".join(left))
     return 0
 
 

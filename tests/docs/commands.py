@@ -277,20 +277,21 @@ WAYS = {
     f"torchrun --nproc-per-node 4 trainer/main.py --config configs/mars_qwen2.5_7b.yaml {ON_GPUS % 'Qwen2.5-7B-Instruct'}": GPUS,
     "torchrun --nproc-per-node 4 trainer/main.py --config mars.yaml": GPUS,
     f"python trainer/main.py --config configs/single_gpu.yaml {ON_GPUS % 'Qwen3-1.7B'}": GPUS,
+    "python docs/papers.py": Way("tests/docs/test_papers.py::test_the_command_writes_the_page", "as it is, on a copy"),
     "python benchmarks/learning.py": PLAYED,
     "python benchmarks/learning.py --seeds 0 1 2": PLAYED,
     "python benchmarks/learning.py preset=cpu_solver_verifier --seeds 0 1 2": PLAYED,
     "python benchmarks/learning.py preset=cpu_solver_verifier policies.solver.shape=cpu_default --seeds 1 2": PLAYED,
     "python benchmarks/learning.py preset=cpu_search_team --seeds 0 1": PLAYED,
     "python benchmarks/learning.py preset=cpu_dual_system": PLAYED,
-    "python benchmarks/ablations.py marsrl --seeds 0 1 2": PLAYED,
-    "python benchmarks/ablations.py drmas --seeds 0 1 2": PLAYED,
-    "python benchmarks/ablations.py mars --seeds 0 1 2": PLAYED,
-    "python benchmarks/foreign_solver.py RUN RUN": PLAYED,
-    "python benchmarks/foreign_solver.py runs/whole-seed0 runs/whole-seed1 runs/whole-seed2": PLAYED,
     "python benchmarks/evidence.py": bench(
-        "its page: tests/benchmarks/test_ablations.py::test_the_page_is_made_of_the_results_that_are_there"
+        "its page: tests/benchmarks/test_evidence.py::test_the_page_is_made_of_the_results_that_are_there"
     ),
+    "python benchmarks/evidence.py --run": bench(
+        "what it trains: tests/benchmarks/test_evidence.py::test_what_is_there_is_not_trained_again_and_a_dirty_tree_is_refused"
+    ),
+    "python benchmarks/evidence.py --run --jobs 2 --only drmas": PLAYED,
+    "python benchmarks/evidence.py --smoke": PLAYED,
     "python benchmarks/learning.py rollout.segments=2 --seeds 0 1 2": PLAYED,
     "python benchmarks/run.py linear_policy_loss": RUN_PY,
     "python benchmarks/run.py linear_policy_loss --all": RUN_PY,

@@ -20,12 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
-from scripted_pool import pools_of
+from scripted_pool import ScriptedWithWeights, pools_of
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
-from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.schedule.ledger import StepBatch
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer import build, cli, loop
@@ -52,21 +50,6 @@ def script(request: DecodeRequest) -> str:
     if request.uid.rpartition("/")[2].startswith("verifier"):
         return f"Findings: none\nVerdict: {rng.choice(['correct', 'wrong'])}"
     return f"So the answer is \\boxed{{{rng.choice(['7', '8'])}}}."
-
-
-class ScriptedWithWeights(ScriptedEngine):
-    """Says what the script says, and scores a weight sync's probe with the weights that it was sent."""
-
-    def __init__(self, model: Path, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._local = LocalEngine(model, dtype="float32", max_model_len=256)
-
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
-        return self._local.score(sequences, temperature)
-
-    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        super().update_weights(update)
-        return self._local.update_weights(update)
 
 
 CALLS: list[str] = []

@@ -1,0 +1,265 @@
+"""The page docs/evidence.md: claims of the papers, and tables of what was seen. benchmarks/evidence.py writes it.
+
+Whether two arms are told apart is computed: the mean over seeds of their difference (arms of a seed share the warm start, the
+problems and the seed of the draws) has a Student's 95% interval without 0, or it is not. What is said under a table is written by
+hand, for exactly that table: of other numbers it is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from namespace import ROOT
+from studies import NORMALISE, PICKS, interval
+
+PAGE = ROOT / "docs" / "evidence.md"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one training or evaluation has shown. stopped: the last line of one that did not come to its end."""
+
+    study: str
+    arm: str
+    seed: int
+    settings: list[str]
+    commit: str
+    stopped: str | None
+    found: dict[str, float]
+    curves: dict[str, list[float | None]]
+    seconds: float
+    surroundings: dict[str, Any]
+
+
+Results = Mapping[tuple[str, str, int], Result]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """says: in our words. groups: arms that are compared, in each the first with each other one.
+
+    columns: {number of a result: heading}; the first is told by seed and compared. seen: by hand, of the table whose digest
+    is seen_of.
+    """
+
+    title: str
+    says: str
+    study: str
+    groups: tuple[tuple[str, ...], ...]
+    columns: Mapping[str, str]
+    seen: str = ""
+    seen_of: str = ""
+
+
+def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, float]:
+    """{seed: value} of the trainings that came to their end."""
+    return {
+        seed: each.found[column]
+        for (study, name, seed), each in sorted(results.items())
+        if (study, name) == (claim.study, arm) and each.stopped is None and column in each.found
+    }
+
+
+def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
+    """Mean with its 95% interval over the seeds that both have, and whether they are told apart."""
+    paired = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+    if len(paired) < 2:
+        return "–"
+    mean, half = interval(paired)
+    told = "**yes**" if abs(mean) > half else "no"
+    return f"{'-' if mean < 0 else '+'}{_short(abs(mean))} ± {_short(half)}, {told}"
+
+
+def table(claim: Claim, results: Results) -> str:
+    """Markdown: the first column by seed, means of all, idle steps by seed, the difference to the group's first arm."""
+    first, heading = next(iter(claim.columns.items()))
+    headings = ["", f"{heading}, by seed", *claim.columns.values(), "idle", "to the first; told apart?"]
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    for group in claim.groups:
+        for arm in group:
+            by_seed = values(claim, arm, first, results)
+            if not by_seed:
+                lines.append(f"| {arm} | not run |" + " |" * (len(headings) - 2))
+                continue
+            stopped = sum(each.stopped is not None for key, each in results.items() if key[:2] == (claim.study, arm))
+            seeds = " ".join(_short(each) for each in by_seed.values()) + (f" ({stopped} stopped)" if stopped else "")
+            mean, half = interval(list(by_seed.values()))
+            shown = [
+                _short(mean) + (f" ± {_short(half)}" if len(by_seed) > 1 else ""),
+                *(_mean(claim, arm, name, results) for name in [*claim.columns][1:]),
+            ]
+            idle = " ".join(f"{each:.0f}" for each in values(claim, arm, "empty_steps", results).values()) or "–"
+            against = "–" if arm == group[0] else difference(by_seed, values(claim, group[0], first, results))
+            lines.append(f"| {' | '.join([arm, seeds, *shown, idle, against])} |")
+    return "\n".join(lines)
+
+
+def _mean(claim: Claim, arm: str, column: str, results: Results) -> str:
+    known = list(values(claim, arm, column, results).values())
+    return _short(sum(known) / len(known)) if known else "–"
+
+
+def _short(value: float) -> str:
+    """Three digits: .843, 1.46, 12,300."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}".replace("0.", ".", 1) if value else "0"
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def section(claim: Claim, results: Results) -> str:
+    found = table(claim, results)
+    parts = [f"## {claim.title}", claim.says, found]
+    if claim.seen_of == digest(found):
+        parts.append(f"**Seen**: {claim.seen}")
+    return "\n\n".join(parts)
+
+
+def sections(results: Results) -> list[str]:
+    return [section(claim, results) for claim in CLAIMS]
+
+
+def unsaid(results: Results) -> list[str]:
+    """Claims whose words are of another table, with the digest of today's."""
+    found = {claim.title: (claim.seen_of, digest(table(claim, results))) for claim in CLAIMS}
+    return [f"{title}: seen_of={today}" for title, (of, today) in found.items() if of != today]
+
+
+def provenance(results: Results) -> str:
+    """Which commits the numbers are of."""
+    used = {(claim.study, arm) for claim in CLAIMS for group in claim.groups for arm in group}
+    commits = Counter(each.commit for key, each in results.items() if key[:2] in used)
+    if not commits:
+        return "Nothing has been run yet."
+    named = ", ".join(f"{commit[:7]}{'+' * commit.endswith('+')} ({num})" for commit, num in commits.most_common())
+    whole = len(commits) == 1 and not any(commit.endswith("+") for commit in commits)
+    return f"Results by commit: {named}." + (
+        ""
+        if whole
+        else " **Not yet of one clean commit** (+: files differed from it); `python benchmarks/evidence.py` lists what is to run."
+    )
+
+
+BEGINNING = """\
+# Evidence
+
+What the papers claim, tried on teams that a CPU trains in minutes; written by `python benchmarks/evidence.py` from
+`benchmarks/results/cpu_xeon_2core/evidence/`. What a tiny policy does not show on arithmetic can be true of 30 billion
+parameters on olympiad problems, and the other way round.
+
+An arm is a whole training from its seed's warm start, no seed left out; accuracies are of the run's own evaluation after it, on
+200 or 300 held-out problems that no seed changes, with draws by the run's seed. Differences are paired by seed; `±` is Student's
+95% interval of a mean over seeds (for three, 2.5 standard deviations). *Told apart*: the difference's leaves out 0, as one in
+twenty does by chance. *Idle*: steps that trained nothing, by seed."""
+
+_WHOLE = {"system": "team"}
+_TEAM = {**_WHOLE, "solver": "Solver", "verifier1": "Verifier"}
+
+CLAIMS = (
+    Claim(
+        "Whose training improves the Solver",
+        "MarsRL, Table 2: the Solver gains more when the whole team is trained (AIME-25: 91.1), and even when Verifier and "
+        "Corrector alone are (90.4), than by training on its own samples alone (89.5). Rows to find out why: `a mean of each "
+        "agent` gives the Solver's tokens in the whole team the weight that they have alone; `strong Solver` begins where the "
+        "paper's does, mostly right.",
+        "marsrl",
+        (
+            ("Solver trained", "whole", "critics trained", "a mean of each agent"),
+            ("strong Solver, Solver trained", "strong Solver, whole", "strong Solver, critics trained"),
+        ),
+        {"solver": "Solver", **_WHOLE, "solver_before": "Solver before", "solver_tokens": "its tokens trained"},
+        "reversed for Verifier and Corrector alone, on every seed: here the Solver learns most from its own samples. The whole "
+        "team is not told from the Solver alone (.06 lower on one seed, .003 higher on two). Why, the rows that are not run ask.",
+        seen_of="0f44e350",
+    ),
+    Claim(
+        "Agents' own rewards, not the outcome's",
+        "MarsRL: rewards of their own (is the answer right, is the verdict true) are less noisy than the last answer's, shared. "
+        "Both arms train whole trajectories, so that both have as many updates, on samples as old.",
+        "marsrl",
+        (("own rewards", "outcome reward"),),
+        {**_TEAM, "updates": "updates"},
+    ),
+    Claim(
+        "Another Solver's answers",
+        "MarsRL, Table 3: a trained Verifier and Corrector help Solvers that they were not trained with: here one of another "
+        "seed, and one of another kind (another shape, another tutor, mistakes at other operations).",
+        "foreign",
+        (("untrained", "trained", "own team"), ("untrained, another kind", "trained, another kind")),
+        {"added": "team less Solver", "alone": "Solver", "system": "team"},
+        "as claimed for Solvers of another seed, whose mistakes are of one recipe: the trained add .19 to .37, the untrained .01 "
+        "to .04. Another kind is not run yet.",
+        seen_of="c8e878db",
+    ),
+    Claim(
+        "Which answers are judged and repaired",
+        "MarsRL: picking wrong solutions and found errors (adaptive) trains better than a random or balanced pick.",
+        "marsrl",
+        (("whole", *(f"{pick} picks" for pick in PICKS)),),
+        _WHOLE,
+        "not reproduced, and not told apart. With adaptive picks seed 1 lost its team in the last five steps: the Verifier, "
+        "shown mostly wrong solutions, called 23 right ones of 80 wrong (5 of 79 with the preset's).",
+        seen_of="0361c573",
+    ),
+    Claim(
+        "Masking tokens that are mastered",
+        "UloRL: masking them while entropy is below a target keeps entropy from collapsing, and accuracy rises.",
+        "marsrl",
+        (("whole", "gate off", "gate always"),),
+        {**_WHOLE, "entropy_first": "entropy, first quarter", "entropy_last": "last quarter"},
+        "not seen. Entropy falls alike in all three; 24 steps are short for a collapse, which UloRL shows over hundreds.",
+        seen_of="d096ad60",
+    ),
+    Claim(
+        "Segments, and whose log-probs are old",
+        "UloRL: segments cost no accuracy; the present policy as the old one (POIS) is as good as each segment's own (SAIS), "
+        "which can let entropy explode.",
+        "marsrl",
+        (("whole", "4 segments", "4 segments, sais"),),
+        {**_WHOLE, "entropy_last": "entropy, last quarter"},
+        "not told apart, which is what is claimed of segments and no proof of it; nothing explodes.",
+        seen_of="9266c480",
+    ),
+    Claim(
+        "A mean of tokens or of samples",
+        "MarsRL's equation 2 averages within a sample first, DAPO (arXiv:2503.14476) over all tokens.",
+        "marsrl",
+        (("whole", "mean of samples"),),
+        {**_WHOLE, "grad_norm_max": "largest gradient norm"},
+        "accuracy is not told apart.",
+        seen_of="2ecf559e",
+    ),
+    Claim(
+        "Advantages of each agent",
+        "Dr. MAS: a baseline and deviation of each agent's own keep the gradient's norm from spiking, where one over all agents "
+        "(`global`, and `trajectory`, the published GRPO baseline) does not; with one policy for both agents, and with one each.",
+        "drmas",
+        tuple(tuple(f"{policies}, {name}" for name in NORMALISE) for policies in ("shared", "separate")),
+        {"grad_norm_max": "largest gradient norm", **_WHOLE, "grad_spikes": "spikes"},
+        "nothing spikes and nothing is told apart. The agents' mean rewards differ by .2 to .3, for which the paper's lemma "
+        "predicts an inflation of 0.8 to 1.15: there was little to explode.",
+        seen_of="1b5640af",
+    ),
+    Claim(
+        "System 1 and System 2",
+        "MARS: System 1, the tools, and the balance of its samples each add to System 2.",
+        "mars",
+        (("whole", "without System 1", "without Python", "without balance", "one mean"),),
+        {**_WHOLE, "system2_reward_first": "reward, first quarter", "system2_reward_last": "last quarter"},
+        "System 1 is needed, but for a reason of this miniature's: its policy was taught to read distillates and never pages. "
+        "The others are not told from their absence.",
+        seen_of="8841c317",
+    ),
+)
+
+
+def page(results: Results) -> str:
+    """The whole of docs/evidence.md."""
+    return "\n\n".join([BEGINNING, provenance(results), *sections(results)]) + "\n"

@@ -1,0 +1,199 @@
+"""The trainings behind docs/evidence.md: arms that differ in one choice, and what is read off each. evidence.py runs them.
+
+marsrl   MarsRL and UloRL (arXiv:2511.11373, 2507.19766) on configs/cpu_default.yaml
+drmas    Dr. MAS (arXiv:2602.08847) on configs/cpu_solver_verifier.yaml, whose agents' mean rewards differ on purpose
+mars     MARS (arXiv:2510.04935) on configs/cpu_dual_system.yaml
+foreign  MarsRL's Table 3: a trained team of marsrl's arm `whole` beside Solvers that it never met
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+THREE, FIVE = 3, 5
+
+
+@dataclass(frozen=True)
+class Arm:
+    """settings: on top of the study's preset. num_seeds: 5 where a claim of a paper rests on it."""
+
+    settings: tuple[str, ...] = ()
+    num_seeds: int = THREE
+
+
+@dataclass(frozen=True)
+class Study:
+    """arms: by name. evaluated: rows of the evaluation that are kept; agents: whose rewards are.
+
+    counted: metrics whose means over the last quarter of the steps are kept. minutes: of one training without its warm start,
+    and of a warm start, where no result says it.
+    """
+
+    preset: str
+    arms: Mapping[str, Arm]
+    evaluated: tuple[str, ...]
+    agents: tuple[str, ...]
+    minutes: tuple[float, float]
+    counted: tuple[str, ...] = ()
+
+
+CRITICS = ("verifier1", "corrector1", "verifier2", "corrector2")
+PICKS = ("random", "balanced", "paired", "adaptive")  # the preset's: Verifiers paired, Correctors balanced
+NORMALISE = {"agent": FIVE, "trajectory": FIVE, "global": FIVE, "agent_mean": THREE, "agent_std": THREE}
+SOLVER_ALONE, CRITICS_ALONE = "credit.train_agents=solver", f"credit.train_agents=[{','.join(CRITICS)}]"
+TRAJECTORY = "rollout.pipeline=trajectory"
+STRONG = "warm_start.slip_solver=0.04"  # a Solver that begins right more often than not, as the papers' does
+
+STUDIES = {
+    "marsrl": Study(
+        "cpu_default",
+        {
+            "whole": Arm(num_seeds=FIVE),
+            "own rewards": Arm((TRAJECTORY,), FIVE),
+            "outcome reward": Arm((TRAJECTORY, "credit.reward_scheme=outcome"), FIVE),
+            "Solver trained": Arm((SOLVER_ALONE,), FIVE),
+            "critics trained": Arm((CRITICS_ALONE,), FIVE),
+            "a mean of each agent": Arm(("credit.denominator=agent",)),
+            "strong Solver, whole": Arm((STRONG,)),
+            "strong Solver, Solver trained": Arm((STRONG, SOLVER_ALONE)),
+            "strong Solver, critics trained": Arm((STRONG, CRITICS_ALONE)),
+            **{f"{pick} picks": Arm(tuple(f"agents.{agent}.pick={pick}" for agent in CRITICS)) for pick in PICKS},
+            "gate off": Arm(("mpt.scope=off",)),
+            "gate always": Arm(("mpt.entropy=100.0",)),
+            "4 segments": Arm(("rollout.segments=4",)),
+            "4 segments, sais": Arm(("rollout.segments=4", "loss.old_policy=sais")),
+            "mean of samples": Arm(("loss.aggregation=sequence",)),
+        },
+        ("solver", "verifier1", "corrector1"),
+        ("solver", *CRITICS),
+        (2.0, 4.0),
+    ),
+    "drmas": Study(
+        "cpu_solver_verifier",
+        {
+            f"{policies}, {name}": Arm((*settings, f"credit.normalise={name}"), num_seeds)
+            for policies, settings in (("shared", ("agents.verifier.policy=solver",)), ("separate", ()))
+            for name, num_seeds in NORMALISE.items()
+        },
+        ("solver", "verifier"),
+        ("solver", "verifier"),
+        (0.7, 3.5),
+    ),
+    "mars": Study(
+        "cpu_dual_system",
+        {
+            "whole": Arm(num_seeds=FIVE),
+            "without System 1": Arm(("orchestration_options.distil=false",), FIVE),
+            "without Python": Arm(("tools.python=null",), FIVE),
+            "without balance": Arm(("credit.balance=off",), FIVE),
+            "one mean": Arm(("credit.denominator=all",), FIVE),
+        },
+        ("system2",),
+        ("system2",),
+        (0.5, 1.0),
+        ("team/calls/search", "team/calls/python", "team/turns_without_call"),
+    ),
+}
+
+FOREIGN_SEEDS = FIVE
+FOREIGN_MINUTES = 0.5  # an evaluation
+FOREIGN = ("own team", "untrained", "trained", "untrained, another kind", "trained, another kind")
+"""Whom the Solver of a team comes from: itself; another seed's warm start; one of another shape, tutors and mistakes. Verifier
+and Corrector are this seed's, before its training (untrained) or after it."""
+OTHER_KIND = (  # 107,456 parameters for 568,416; slips at + and - alone, where this team's tutors mostly slip at *
+    "policies.main.shape=tiny",
+    "task_options={slip_add: 1.0, slip_subtract: 1.0, slip_multiply: 0.0}",
+    "warm_start.slip_solver=0.15",
+)
+
+T_95 = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+    9: 2.306,
+    10: 2.262,
+}  # by number of seeds
+
+
+def shown(study: Study, run: Path) -> tuple[dict[str, float], dict[str, list[float | None]]]:
+    """What one training has shown, as numbers and as curves (a value a step)."""
+    from marsrl.trainer.report.metrics import read_metrics
+    from marsrl.trainer.report.summary import load_summary
+
+    rows = [row.values for row in read_metrics(run / "metrics.jsonl")]
+    summary = load_summary(run / "summary.json")
+    assert summary.before is not None and summary.after is not None
+    found = {name: estimate.mean for name, estimate in summary.after.rows.items() if estimate.mean is not None}
+    numbers = {name: found[name] for name in ("system", *study.evaluated) if name in found}
+    before = {name: estimate.mean for name, estimate in summary.before.rows.items() if estimate.mean is not None}
+    numbers |= {f"{name}_before": before[name] for name in ("system", *study.evaluated) if name in before}
+    names = ("actor/entropy", *(f"reward/{agent}/mean" for agent in study.agents))
+    curves = {name: [row.get(name) for row in rows] for name in names}
+    return numbers | trained(rows, study.agents) | gradients(rows) | rewards(rows, study.agents) | last_counts(
+        rows, study.counted
+    ), curves
+
+
+def trained(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
+    """Updates, steps that trained nothing, and tokens that were trained on, of all agents and of each."""
+    updates = [sum(_of(row, "actor/updates")) for row in rows]
+    found = {"updates": float(sum(updates)), "empty_steps": float(sum(not each for each in updates))}
+    tokens = {agent: sum(sum(_of(row, f"actor/{agent}/tokens")) for row in rows) for agent in agents}
+    return found | {f"{agent}_tokens": float(num) for agent, num in tokens.items()}
+
+
+def gradients(rows: Sequence[Any]) -> dict[str, float]:
+    """Largest norm, 99th percentile and spikes of a training; the norm of several policies' gradients is that of one vector."""
+    norms = [math.hypot(*_of(row, "actor/grad_norm")) for row in rows]
+    spikes = sum(sum(_of(row, "actor/grad_spikes")) for row in rows)
+    p99 = statistics.quantiles(norms, n=100, method="inclusive")[98]
+    return {"grad_norm_max": max(norms), "grad_norm_p99": p99, "grad_spikes": spikes}
+
+
+def _of(row: Any, metric: str) -> list[float]:
+    """The metric of every policy: with several its name begins with the policy's."""
+    return [value for name, value in row.items() if f"/{name}".endswith(f"/{metric}") and value is not None]
+
+
+def rewards(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
+    """Mean reward of each agent and entropy (nats a token) in the first and the last quarter of the steps, and inflation."""
+    found: dict[str, float] = {}
+    for agent in agents:
+        found |= quarters(f"{agent}_reward", [row.get(f"reward/{agent}/mean") for row in rows])
+        factors = [row.get(f"drmas/{agent}/variance_inflation") for row in rows]
+        known = [factor for factor in factors if factor is not None]
+        if known:
+            found[f"{agent}_inflation"] = statistics.fmean(known)
+    return found | quarters("entropy", [row.get("actor/entropy") for row in rows])
+
+
+def quarters(name: str, values: Sequence[float | None]) -> dict[str, float]:
+    """<name>_first and <name>_last: means over the first and the last quarter of the steps that have one."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return {}
+    quarter = max(1, len(known) // 4)
+    return {f"{name}_first": statistics.fmean(known[:quarter]), f"{name}_last": statistics.fmean(known[-quarter:])}
+
+
+def last_counts(rows: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
+    """Means of these metrics over the last quarter of the steps; 0 where one is not there, as of a tool that is not set."""
+    last = rows[-max(1, len(rows) // 4) :]
+    return {name.removeprefix("team/"): statistics.fmean(row.get(name) or 0.0 for row in last) for name in names}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """(mean, half of its Student's 95% interval); infinite for a single value."""
+    if len(values) < 2:
+        return statistics.fmean(values), math.inf
+    t = T_95.get(len(values), 1.96)
+    return statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values))

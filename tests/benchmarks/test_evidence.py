@@ -1,0 +1,168 @@
+"""The evidence page: every arm starts, a result is kept with its commit, and the page says what the results say."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up_run import make_run
+from scripts import BENCHMARKS
+
+from marsrl.trainer.config.read import read_config
+from marsrl.trainer.schools.warm_start import recipe_of
+
+sys.path.insert(0, str(BENCHMARKS))
+import evidence
+import evidence_page
+import studies
+from evidence import Job
+from evidence_page import Claim, Result
+
+
+@pytest.mark.parametrize("name", studies.STUDIES)
+def test_every_arm_is_accepted_and_differs_from_the_others(name: str) -> None:
+    study = studies.STUDIES[name]
+    configs = {arm: read_config(None, Job(name, arm, 0).settings)[0] for arm in study.arms}
+    for arm, config in configs.items():
+        assert [other for other in configs if configs[other] == config] == [arm]
+        assert {*study.agents, *study.evaluated} <= set(config.agents)
+
+
+def test_own_rewards_and_the_outcome_s_differ_in_nothing_else() -> None:
+    own, outcome = (read_config(None, Job("marsrl", arm, 3).settings)[0] for arm in ("own rewards", "outcome reward"))
+    assert own.rollout.pipeline == outcome.rollout.pipeline == "trajectory"
+    assert outcome.credit.reward_scheme == "outcome" != own.credit.reward_scheme
+    assert outcome.model_copy(update={"credit": own.credit}) == own
+
+
+def test_a_foreign_solver_is_of_another_seed_and_the_other_kind_of_another_recipe() -> None:
+    recipes = {}
+    for arm in ("own team", "trained", "trained, another kind"):
+        config, _ = read_config(None, Job("foreign", arm, 4).settings)
+        recipes[arm] = recipe_of(config, config.policies["main"].shape or "cpu_default")
+    own, same, other = recipes.values()
+    assert (own["seed"], same["seed"], other["seed"]) == (4, 0, 0)
+    assert {key for key in own if own[key] != same[key]} == {"seed"}
+    assert {key for key in same if same[key] != other[key]} == {"shape", "settings", "task"}
+
+
+def test_every_arm_of_a_claim_is_run_and_every_arm_that_is_run_is_of_a_claim() -> None:
+    claimed = {(claim.study, arm) for claim in evidence_page.CLAIMS for group in claim.groups for arm in group}
+    assert claimed == {(job.study, job.arm) for job in evidence.every_job(())}
+    assert len({job.name for job in evidence.every_job(())}) == len(evidence.every_job(()))
+
+
+def row(reward: float, entropy: float | None) -> dict[str, Any]:
+    return {"reward/solver/mean": reward, "actor/entropy": entropy}
+
+
+def test_quarters_are_of_the_steps_that_have_a_value() -> None:
+    rows = [row(0.1, None), *(row(reward, reward) for reward in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.9))]
+    found = studies.rewards(rows, ["solver"])
+    assert found["solver_reward_first"] == pytest.approx(0.15) and found["solver_reward_last"] == pytest.approx(0.8)
+    assert found["entropy_first"] == 0.2 and found["entropy_last"] == 0.9
+    assert "solver_inflation" not in found and studies.quarters("x", [None]) == {}
+
+
+def test_a_step_in_which_no_policy_is_trained_is_idle() -> None:
+    rows = [
+        {"solver/actor/updates": 1.0, "verifier/actor/updates": 0.0, "solver/actor/solver/tokens": 30.0},
+        {"solver/actor/updates": 0.0, "verifier/actor/updates": 0.0},
+        {"solver/actor/updates": 1.0, "verifier/actor/updates": 1.0, "verifier/actor/verifier/tokens": 7.0},
+    ]
+    found = studies.trained(rows, ["solver", "verifier"])
+    assert found == {"updates": 3.0, "empty_steps": 1.0, "solver_tokens": 30.0, "verifier_tokens": 7.0}
+
+
+def test_what_a_training_has_shown(tmp_path: Path) -> None:
+    study = studies.STUDIES["marsrl"]
+    small = replace(study, agents=("solver",), evaluated=(*study.evaluated, "never asked"))
+    run = make_run(tmp_path)
+    numbers, curves = studies.shown(small, run.path)
+    assert (numbers["system"], numbers["system_before"]) == (
+        pytest.approx(0.91, abs=0.01),
+        pytest.approx(0.58, abs=0.01),
+    )
+    used = {name for claim in evidence_page.CLAIMS if claim.study == "marsrl" for name in claim.columns}
+    assert used <= set(numbers)
+    assert curves["actor/entropy"] == pytest.approx([0.3 - 0.02 * step for step in range(6)])
+
+
+def result(arm: str, seed: int, system: float | None, study: str = "marsrl") -> tuple[tuple[str, str, int], Result]:
+    found = {} if system is None else {"system": system, "empty_steps": float(seed)}
+    settings = Job(study, arm, seed).settings
+    stopped = "RuntimeError: it stopped" if system is None else None
+    return (study, arm, seed), Result(study, arm, seed, settings, "0" * 40, stopped, found, {}, 60.0, {})
+
+
+CLAIM = Claim("A claim's title", "it says.", "marsrl", (("whole", "gate off", "gate always"),), {"system": "team"})
+
+
+def test_a_table_tells_arms_apart_seed_by_seed() -> None:
+    results = dict(result("whole", seed, 0.5 + 0.1 * seed) for seed in range(3))
+    results |= dict(result("gate off", seed, 0.4 + 0.1 * seed + 0.001 * (seed - 1)) for seed in range(3))
+    *_, whole, off, always = evidence_page.table(CLAIM, results).splitlines()
+    assert whole == "| whole | .500 .600 .700 | .600 ± .248 | 0 1 2 | – |"
+    assert off == "| gate off | .399 .500 .601 | .500 ± .251 | 0 1 2 | -.100 ± .002, **yes** |"
+    assert always == "| gate always | not run | | | |"
+    results |= dict(result("gate off", seed, value) for seed, value in enumerate((0.9, 0.3, 0.6, None)))
+    off = evidence_page.table(CLAIM, results).splitlines()[-2]
+    assert "(1 stopped)" in off and off.endswith(", no |")
+
+
+def test_words_stand_under_the_table_that_they_are_of_alone() -> None:
+    results = dict(result("whole", seed, 0.5 + 0.1 * seed) for seed in range(3))
+    said = replace(CLAIM, seen="so it is.", seen_of=evidence_page.digest(evidence_page.table(CLAIM, results)))
+    assert "so it is." in evidence_page.section(said, results)
+    results |= [result("whole", 3, 0.7)]
+    assert "so it is." not in evidence_page.section(said, results)
+
+
+def test_a_number_is_kept_until_settings_or_the_code_that_trains_are_others() -> None:
+    job, (_, found) = Job("marsrl", "gate off", 0), result("gate off", 0, 0.5)
+    head = evidence.git("rev-parse", "HEAD").stdout.strip()
+    assert evidence.is_current(job, replace(found, commit=head))
+    assert not evidence.is_current(job, replace(found, commit=f"{head}+"))
+    assert not evidence.is_current(job, replace(found, commit="0" * 40))
+    assert not evidence.is_current(job, replace(found, commit=head, settings=["preset=cpu_default"]))
+    assert not evidence.is_current(job, None)
+
+
+def test_what_is_there_is_not_trained_again_and_a_dirty_tree_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained: list[Job] = []
+    monkeypatch.setenv("MARSRL_CACHE", str(tmp_path))  # which main() sets, and this puts back
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    monkeypatch.setattr(evidence, "PAGE", tmp_path / "evidence.md")
+    monkeypatch.setattr(evidence, "map_marsrl", lambda: None)
+    monkeypatch.setattr(evidence.Runner, "all", lambda self, jobs: trained.extend(jobs))
+    monkeypatch.setattr(sys, "argv", ["evidence.py", "--run", "--only", "mars"])
+    head = evidence.git("rev-parse", "HEAD").stdout.strip()
+    there = Job("mars", "one mean", 1)
+    runner = evidence.Runner(head, tmp_path, tmp_path, 1)
+    runner._keep(there, 0.0, {"system": 0.5}, {})
+    monkeypatch.setattr(evidence, "changed_files", lambda: " M kernels/packing.py")
+    with pytest.raises(SystemExit):
+        evidence.main()
+    assert "M kernels/packing.py" in capsys.readouterr().err and not trained
+    monkeypatch.setattr(evidence, "changed_files", lambda: "")
+    assert evidence.main() == 0
+    assert len(trained) == 5 * 5 - 1 and there not in trained
+    assert "| mars | one mean | 5 | 1 |" in capsys.readouterr().out
+    assert f"Results by commit: {head[:7]} (1)." in (tmp_path / "evidence.md").read_text("utf-8")
+
+
+def test_a_training_that_stops_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = evidence.Runner("1" * 40, tmp_path / "results", tmp_path / "runs", 1, ("run.steps=0",))
+    runner.train(Job("mars", "whole", 0))
+    (found,) = evidence.read_results(tmp_path / "results").values()
+    assert found.stopped is not None and "run.steps" in found.stopped and found.commit == "1" * 40
+
+
+def test_the_page_is_made_of_the_results_that_are_there() -> None:
+    results = evidence.read_results(evidence.RESULTS)
+    assert evidence_page.PAGE.read_text("utf-8") == evidence_page.page(results), "run `python benchmarks/evidence.py`"

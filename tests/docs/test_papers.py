@@ -1,0 +1,109 @@
+"""Every number of the papers is what its preset says, or the difference has a reason; docs/papers.md has them all."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import run_by
+from documents import ROOT
+
+from marsrl.trainer.config.keys import as_key, key_names
+from marsrl.trainer.config.read import CONFIGS, preset_names
+
+_spec = importlib.util.spec_from_file_location("papers", ROOT / "docs" / "papers.py")
+assert _spec is not None and _spec.loader is not None
+papers = sys.modules["papers"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(papers)
+
+PAPERS = papers.papers()
+MINIATURES = {name for name in preset_names() if name.startswith("cpu_")}
+# Settings of the machine, and of what a paper leaves to its reader: in no table.
+MACHINE = ("run", "task", "task_options", "data", "trainer.max_tokens_per_micro_batch", "rollout.vllm", "orchestration")
+MACHINE += tuple(f"policies.main.{key}" for key in ("dtype", "layout", "recompute", "optimizer.offload"))
+MACHINE += tuple(f"tools.search.{key}" for key in ("kind", "url", "timeout_s", "concurrency", "max_output_chars"))
+MACHINE += tuple(f"rollout.{key}" for key in ("engine", "placement", "engines", "ray_address", "max_unfinished"))
+MACHINE += (
+    "rollout.deadline_s",
+    "rollout.object_store_mib",
+    "rollout.group_completion",
+    "tools.python",
+    "agents.<name>.prompt",
+)
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.preset)
+def test_a_preset_has_the_papers_numbers_or_a_reason(paper: Any) -> None:
+    config = paper.config(paper.preset)
+    wrong = []
+    for row in paper.rows:
+        ours = papers.value_of(config, row.key)
+        is_the_papers = row.value is not None and row.value == ours
+        if is_the_papers == bool(row.why):
+            wrong.append(f"{row.key}: the paper's {row.value}, ours {ours}, reason {row.why!r}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.preset)
+def test_presets_of_one_paper_differ_where_a_reason_stands(paper: Any) -> None:
+    first, others = paper.config(paper.preset), [paper.config(other) for other in paper.others]
+    differing = {
+        row.key
+        for row in paper.rows
+        if any(papers.value_of(each, row.key) != papers.value_of(first, row.key) for each in others)
+    }
+    assert differing == set(paper.whys)
+
+
+def test_every_preset_is_of_a_paper_and_every_key_is_a_setting() -> None:
+    named = [preset for paper in PAPERS for preset in (paper.preset, *paper.others)]
+    assert sorted(named) == sorted(set(preset_names()) - MINIATURES)
+    known = {*key_names(), "orchestration_options.max_loops", "orchestration_options.max_turns"}
+    for paper in PAPERS:
+        keys = [row.key for row in paper.rows]
+        assert len(keys) == len(set(keys))
+        assert {key if key in known else as_key(key.split(".")) for key in keys} <= known
+
+
+def leaves(section: Any, prefix: str = "") -> Iterator[str]:
+    for name, value in section.items():
+        if isinstance(value, dict) and value and name != "template_options":
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.preset)
+def test_what_a_preset_sets_is_in_its_table(paper: Any) -> None:
+    rows = {row.key for row in paper.rows}
+    written = leaves(yaml.safe_load((CONFIGS / f"{paper.preset}.yaml").read_text("utf-8")))
+    missing = [
+        key
+        for key in written
+        if not {key, as_key(key.split("."))} & rows
+        and not any(f"{each}.".startswith(f"{part}.") for each in (key, as_key(key.split("."))) for part in MACHINE)
+    ]
+    assert not missing, "give each a row of docs/papers.yaml"
+
+
+def test_the_page_has_the_tables_of_today() -> None:
+    assert papers.PAGE.read_text("utf-8") == papers.page(), "run `python docs/papers.py`"
+
+
+@pytest.mark.parametrize("command", run_by("test_the_command_writes_the_page"))
+def test_the_command_writes_the_page(command: str, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for name in ("papers.py", "papers.yaml"):
+        shutil.copy(ROOT / "docs" / name, docs)
+    words, _, _ = papers.PAGE.read_text("utf-8").partition(papers.HEADING)
+    (docs / "papers.md").write_text(words)
+    subprocess.run([sys.executable, *command.split()[1:]], cwd=tmp_path, check=True)
+    assert (docs / "papers.md").read_text("utf-8") == papers.PAGE.read_text("utf-8")

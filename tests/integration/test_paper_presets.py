@@ -1,0 +1,113 @@
+"""The papers' own presets train: only the machine, the model, the lengths and the number of problems are others.
+
+A script says what the agents say, half of it right, so that all of them are asked; the rest is real: the tools, a search server's
+answers apart, credit, the learner of a tiny model, verified weight syncs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scripted_pool import ScriptedWithWeights, pools_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from completions_server import completions_server
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.kept_tokens import KeptTokens
+from marsrl.trainer import build
+from marsrl.trainer.checks.preflight import preflight
+from marsrl.trainer.config.read import CONFIGS, read_config
+from marsrl.trainer.loop import train
+from marsrl.trainer.models.init_model import init_model
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.samples_log import read_samples, sample_files
+from marsrl.trainer.report.summary import load_summary
+from marsrl.trainer.runs.directory import RunDirectory
+
+MACHINE = (
+    "run.device=cpu", "run.steps=2", "run.evaluate=false", "policies.main.dtype=float32", "policies.main.recompute=none",
+    "policies.main.layout={tensor: 1, expert: 1}", "rollout.engine=local", "rollout.placement=local", "rollout.engines=1",
+    "rollout.ray_address=null", "rollout.vllm.tensor_parallel=1", "rollout.prompts_per_step=2",
+)  # fmt: skip
+TOKENS = 4096  # of any prompt, of any completion
+TRAINED = {
+    "qwen3_30b_a3b": {"solver", "verifier1"},  # the others come in later steps
+    "ulorl": {"solver"},
+    "drmas_math": {"solver", "verifier"},
+    "drmas_search": {"verifier", "search", "answer"},
+    "mars_qwen3_8b": {"system1", "system2"},
+}
+CALL = json.dumps({"tool": "search", "arguments": {"queries": ["seven"]}, "purpose": "to find it"})
+FOUND = {"result": [[{"document": {"id": "7", "contents": '"Seven"\nIt is 7.'}, "score": 1.0}]]}
+
+
+def script(request: DecodeRequest) -> str:
+    rng = random.Random(f"{request.uid} {len(request.token_ids)}")
+    agent, answer = request.uid.rpartition("/")[2].partition(":")[0].partition("#")[0], rng.choice("78")
+    verdict = rng.choice(["correct", "wrong"])
+    said = {
+        "solver": f"\\boxed{{{answer}}}",
+        **dict.fromkeys(("verifier1", "verifier2"), f"Findings: none\nVerdict: {verdict}"),
+        **dict.fromkeys(("corrector1", "corrector2"), f"\\boxed{{{answer}}}"),
+        "verifier": rng.choice(
+            ["<verify>approve</verify> <verify>yes</verify>", "<verify>reject</verify> <verify>no</verify>"]
+        ),
+        "search": "<search>seven</search>",
+        "answer": f"<answer>{answer}</answer>",
+        "system1": "It is 7.",
+        "system2": rng.choice([f"<tool_call>{CALL}</tool_call>", f"<answer>{answer}</answer>"]),
+    }
+    return said[agent]
+
+
+class Keeping(ScriptedWithWeights):
+    """Its sampler leaves out no token, and says so where it is asked."""
+
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        return [
+            replace(result, kept_tokens=KeptTokens.nothing_left_out(len(result.token_ids)))
+            for result in super().collect(timeout_s)
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", TRAINED)
+def test_a_preset_reaches_version_2(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(300)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = init_model("tiny", "bytes", tmp_path / "model")
+    encode = ChatRenderer(model).encode_trusted
+    engine = functools.partial(Keeping, model, script, encode=lambda text: encode(text).tolist())
+    monkeypatch.setattr(build, "make_pool", pools_of(engine))
+    with completions_server(lambda handler, body, before: handler.send(200, json.dumps(FOUND).encode())) as server:
+        paper, _ = read_config(CONFIGS / f"{preset}.yaml")
+        words = [f"policies.main.model={model}", f"data.train={tmp_path}/train.jsonl"]
+        words += [f"agents.{name}.max_input_tokens={TOKENS}" for name in paper.agents]
+        words += [f"agents.{name}.max_response_tokens=64" for name, a in paper.agents.items() if a.max_response_tokens]
+        words += ["rollout.max_response_tokens=1024", "trainer.max_tokens_per_micro_batch=16384"]
+        if paper.tools.search is not None:
+            words.append(f"tools.search.url={server.base_url.replace('/v1', '/retrieve')}")
+        words += ["task_options.workers=1"] if paper.task == "math" else []
+        config, _ = read_config(CONFIGS / f"{preset}.yaml", [*MACHINE, *words])
+        checked = preflight(config, world_size=1)
+        directory = RunDirectory.create(tmp_path / "runs", preset, preset, "off")
+        directory.write_config(checked.config.model_dump(mode="json"))
+        with build.open_run(checked, directory) as run:
+            train(run)
+    assert load_summary(directory.path / "summary.json").verified_syncs == 3  # versions 0, 1 and 2
+    rows = [row.values for row in read_metrics(directory.metrics)]
+    assert [row["actor/updates"] for row in rows] == [paper.trainer.updates_per_step] * 2
+    assert all(row["actor/grad_norm"] for row in rows)
+    samples = [record for path in sample_files(directory).values() for record in read_samples(path)]
+    assert TRAINED[preset] <= {record.agent for record in samples}
+    if paper.tools.search is not None:
+        assert server.bodies and {body["topk"] for body in server.bodies} == {paper.tools.search.top_k}
+        assert sum(row["tools/search/errors"] or 0 for row in rows) == 0
