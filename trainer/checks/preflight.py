@@ -78,7 +78,7 @@ class Checked:
         if self.num_held_out:
             of, _ = sources(self.config.task)
             none = "held_out is empty" if is_own(self.config.task) else "no data.eval is given"
-            notes += f"\n{self.num_held_out} problems of {of} are held out for evaluation ({none})"
+            notes += f"\nheld out of {of} for evaluation: {self.num_held_out} ({none})"
         notes += "".join(f"\npolicies.{name}: asked by marsrl curate alone" for name in self.curators)
         notes += "".join(f"\npolicies.{name}: {line}" for name, line in self._engines().items())
         notes += "".join(f"\nwarning: {warning}" for warning in self.warnings)
