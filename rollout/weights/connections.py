@@ -281,6 +281,9 @@ class GroupConnection:
             self._buffer = torch.empty(
                 self._rendezvous.max_elements, dtype=self._rendezvous.torch_dtype, device=self._device
             )
+            _finish(
+                self._device
+            )  # the engine's stream may still use this memory, for which that of _move does not wait
         flat = self._buffer[:num_elements]
         self._move(self._group.recv, flat, rank, f"waiting for a bucket of rank {rank}")
         return flat

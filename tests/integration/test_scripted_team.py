@@ -619,8 +619,10 @@ def test_a_run_that_is_stopped_in_a_stage_saves_the_step_before_and_goes_on_as_i
             signal.raise_signal(signal.SIGINT)  # in step 3
         return script(request)
 
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(Stopped):
         play(*settings, says=stopped)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert RunDirectory(whole).steps_on_disk() == [2]
     play(*settings, "run.resume=auto")
     assert [row.values["actor/loss"] for row in read_metrics(whole / "metrics.jsonl")] == rows

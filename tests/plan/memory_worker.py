@@ -22,12 +22,13 @@ from megatron_models import save_model
 from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head import chunked_head, gemms, tiles
 from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.routed_experts import not_recorded
 from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel, shim
 from marsrl.trainer.learner.megatron.layout import resolve
-from marsrl.trainer.plan.memory import Training, most_loaded_rank, rank_memory
+from marsrl.trainer.plan.memory import RouterReplay, Training, most_loaded_rank, rank_memory
 
 VOCAB, SEQUENCES, LENGTH = 212, 4, 128
 
@@ -125,8 +126,12 @@ def compare(
     num_sequences: int = SEQUENCES,
     reference: Path | None = None,
     is_distributed: bool = True,
+    router_replay: RouterReplay = "none",
 ) -> dict[str, Any]:
-    """{static, peak: [measured, planned]} of the rank that holds the most, in bytes. reference: of a KL term."""
+    """{static, peak: [measured, planned]; host: planned} of the rank that holds the most, in bytes. reference: of a KL term.
+
+    With router_replay every token of the sequences has a record, and none of these says which experts: routing is the same.
+    """
     optimizer = {"distributed": is_distributed}
     on_cpu = "full" if recompute == "full_offload" else recompute  # which a CPU refuses
     config = PolicyConfig.model_validate(
@@ -145,11 +150,16 @@ def compare(
             total_steps=4,
             seed=0,
             reference_dir=reference,
+            router_replay=router_replay,
         )
         static = memory.live
         memory.forget_peak()
         world = dist.get_world_size()
-        batches = [pack(sequences(num_sequences), align=learner.align) for _ in range(2)]
+        given = sequences(num_sequences)
+        if router_replay == "rollout":
+            places = (given[0].num_tokens - 1, shape.num_layers, shape.experts_per_token)
+            given = [replace(each, routed_experts=np.full(places, not_recorded(np.uint8), np.uint8)) for each in given]
+        batches = [pack(given, align=learner.align) for _ in range(2)]
         learner.step(batches, normaliser=100.0)
         peak = memory.peak
     setup = Training(
@@ -163,6 +173,7 @@ def compare(
         head_rows=batches[0].num_tokens,
         distributes_optimizer=is_distributed,
         reference=read_shape(reference) if reference else None,
+        router_replay=router_replay,
     )
     if rows:
         setup = replace(setup, expert_imbalance=max(rows) / setup.rows)
@@ -170,19 +181,29 @@ def compare(
     planned = rank_memory(setup, stage)
     parallel.stop(keep_world=True)
     found: list[Any] = [None] * world
-    dist.all_gather_object(found, (peak, static, planned.peak, planned.static, planned.stage))
-    peak, static, planned_peak, planned_static, stage = max(found)
+    dist.all_gather_object(found, (peak, static, planned.peak, planned.static, planned.stage, planned.host))
+    peak, static, planned_peak, planned_static, stage, host = max(found)
     return {
         "static": [static, planned_static],
         "peak": [peak, planned_peak],
         "working": [peak - static, planned_peak - planned_static],
+        "host": host,
         "stage": [stage, most_loaded_rank(setup).stage],
     }
 
 
-def job(models: dict[str, str], cases: list[tuple[str, str, dict[str, int], str, str, str]]) -> dict[str, Any]:
+def job(
+    models: dict[str, str], cases: list[tuple[str, str, dict[str, int], str, str, str, RouterReplay]]
+) -> dict[str, Any]:
     """compare() of each case by its name."""
     return {
-        name: compare(Path(models[kind]), layout, how, dtype, reference=Path(models[other]) if other else None)
-        for name, kind, layout, how, dtype, other in cases
+        name: compare(
+            Path(models[kind]),
+            layout,
+            how,
+            dtype,
+            reference=Path(models[other]) if other else None,
+            router_replay=replay,
+        )
+        for name, kind, layout, how, dtype, other, replay in cases
     }

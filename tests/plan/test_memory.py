@@ -20,6 +20,7 @@ from rank_pair import RankPair
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import LayoutConfig
 from marsrl.trainer.learner.megatron.layout import resolve
+from marsrl.trainer.plan.memory import RouterReplay
 from marsrl.trainer.plan.models import KNOWN, find_shape
 from marsrl.trainer.plan.parameters import active_elements, elements, rank_elements
 
@@ -131,18 +132,25 @@ def test_a_reference_of_another_size_and_a_whole_optimizer_are_held_as_planned(t
     holds(compare(policy, {}, "full", "float32", reference=policy, is_distributed=False), 0.03)
 
 
-LAYOUTS: list[tuple[str, str, dict[str, int], str, str, str]] = [
-    ("moe dp2", "qwen3_moe", {}, "none", "bfloat16", ""),
-    ("moe ep2", "qwen3_moe", {"expert": 2}, "full", "bfloat16", ""),
-    ("moe tp2 ep2", "qwen3_moe", {"tensor": 2, "expert": 2}, "none", "bfloat16", ""),
-    ("moe tp2 ep2, reference", "qwen3_moe", {"tensor": 2, "expert": 2}, "none", "bfloat16", "qwen3_moe"),
-    ("moe tp2 etp2", "qwen3_moe", {"tensor": 2}, "full", "bfloat16", ""),
-    ("dense pp2, offloaded", "qwen3", {"pipeline": 2}, "full_offload", "bfloat16", ""),
-    ("moe pp2", "qwen3_moe", {"pipeline": 2}, "none", "bfloat16", ""),
-    ("moe pp2, reference", "qwen3_moe", {"pipeline": 2}, "none", "bfloat16", "qwen3"),
-    ("moe cp2", "qwen3_moe", {"context": 2}, "none", "bfloat16", ""),
-    ("moe cp2 ep2, recompute", "qwen3_moe", {"context": 2, "expert": 2}, "full", "bfloat16", ""),
-    ("dense tp2", "qwen3", {"tensor": 2}, "none", "bfloat16", ""),
+REPLAYED = {"moe cp2": {"context": 2}, "moe tp2 ep2": {"tensor": 2, "expert": 2}, "moe pp2": {"pipeline": 2}}
+REPLAYS: tuple[RouterReplay, ...] = ("recompute", "rollout")
+LAYOUTS: list[tuple[str, str, dict[str, int], str, str, str, RouterReplay]] = [
+    ("moe dp2", "qwen3_moe", {}, "none", "bfloat16", "", "none"),
+    ("moe ep2", "qwen3_moe", {"expert": 2}, "full", "bfloat16", "", "none"),
+    ("moe tp2 ep2", "qwen3_moe", {"tensor": 2, "expert": 2}, "none", "bfloat16", "", "none"),
+    ("moe tp2 ep2, reference", "qwen3_moe", {"tensor": 2, "expert": 2}, "none", "bfloat16", "qwen3_moe", "none"),
+    ("moe tp2 etp2", "qwen3_moe", {"tensor": 2}, "full", "bfloat16", "", "none"),
+    ("dense pp2, offloaded", "qwen3", {"pipeline": 2}, "full_offload", "bfloat16", "", "none"),
+    ("moe pp2", "qwen3_moe", {"pipeline": 2}, "none", "bfloat16", "", "none"),
+    ("moe pp2, reference", "qwen3_moe", {"pipeline": 2}, "none", "bfloat16", "qwen3", "none"),
+    ("moe cp2", "qwen3_moe", {"context": 2}, "none", "bfloat16", "", "none"),
+    ("moe cp2 ep2, recompute", "qwen3_moe", {"context": 2, "expert": 2}, "full", "bfloat16", "", "none"),
+    ("dense tp2", "qwen3", {"tensor": 2}, "none", "bfloat16", "", "none"),
+    *(
+        (f"{name}, {replay}", "qwen3_moe", layout, "none", "bfloat16", "", replay)
+        for name, layout in REPLAYED.items()
+        for replay in REPLAYS
+    ),
 ]
 
 
@@ -157,6 +165,16 @@ def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> di
 @pytest.mark.parametrize("name", [name for name, *_ in LAYOUTS])
 def test_two_ranks_hold_what_is_planned(reports: dict[str, Any], name: str) -> None:
     holds(reports[name], 0.10)  # the CPU's stand-ins for collectives of unequal parts copy
+
+
+@pytest.mark.parametrize("replay", REPLAYS)
+@pytest.mark.parametrize("name", REPLAYED)
+def test_experts_to_replay_are_held_as_planned(reports: dict[str, Any], name: str, replay: str) -> None:
+    plain, replayed = reports[name], reports[f"{name}, {replay}"]
+    measured, planned = (after - before for after, before in zip(replayed["peak"], plain["peak"], strict=True))
+    on_host = replayed["host"]  # which is the device here
+    assert (on_host > 0) == (replay == "recompute")
+    assert measured == pytest.approx(planned + on_host, rel=0.1)
 
 
 @pytest.mark.gpu

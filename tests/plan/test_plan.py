@@ -19,7 +19,7 @@ from marsrl.trainer.plan.engines import Demand, EngineSetup, engine_memory, kv_b
 from marsrl.trainer.plan.memory import Training, batch_bytes, most_loaded_rank, rank_memory, remade_bytes
 from marsrl.trainer.plan.models import KNOWN
 from marsrl.trainer.plan.placement import with_backend
-from marsrl.trainer.plan.plan import make_plan
+from marsrl.trainer.plan.plan import PolicyPlan, make_plan
 from marsrl.trainer.plan.speed import Work, step_time
 from marsrl.trainer.plan.splits import step_seconds
 from marsrl.trainer.plan.sync import sync_time
@@ -229,6 +229,23 @@ def test_a_kl_term_costs_the_references_weights_and_a_forward_pass() -> None:
     )
     again = twice.policies[0].configured
     assert again is not None and again.time.scoring == pytest.approx(2 * mine.time.scoring)
+
+
+def test_replayed_experts_take_the_ranks_memory_and_those_of_decoding_the_first_hosts_too() -> None:
+    def planned(replay: str) -> PolicyPlan:
+        config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml", [f"trainer.router_replay={replay}"])
+        return make_plan(config, 64, "h100-80g").policies[0]
+
+    none, again, decoded = planned("none"), planned("recompute"), planned("rollout")
+    assert none.configured is not None and again.configured is not None and decoded.configured is not None
+    record = decoded.work.tokens * 48 * 8  # a byte for each of 8 experts in 48 layers
+    of_rank = record / (24 / 4)  # data-parallel ranks
+    assert none.configured.memory.replay == none.configured.memory.host == none.host_bytes == 0
+    assert decoded.host_bytes == record and decoded.configured.memory.host == 0
+    # as packed, a tensor rank's quarter by itself, and two bytes for each eight of that
+    assert decoded.configured.memory.replay == pytest.approx(of_rank * (1 + 1 / 4 + 1 / 16), rel=0.01)
+    assert again.configured.memory.replay == pytest.approx(of_rank / 16, rel=0.01)
+    assert again.host_bytes == 8 * again.configured.memory.host == pytest.approx(8 * of_rank / 4, rel=0.01)
 
 
 def test_an_optimizer_that_is_not_distributed_is_whole_on_every_rank() -> None:

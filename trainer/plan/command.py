@@ -102,7 +102,7 @@ def _cells(option: Option, is_mine: bool, has_reference: bool) -> list[Text]:
     memory = option.memory
     reference = (memory.reference,) if has_reference else ()
     held = (memory.weights, *reference, memory.gradients, memory.optimizer)
-    sizes = (*held, memory.activations, memory.working, option.needed)
+    sizes = (*held, memory.activations + memory.replay, memory.working, option.needed)
     last = _duration(option.time.total) if option.fits else f"no: {option.why_not.split(':')[0]}"
     words = option.layout.words + (" (config)" if is_mine else "")
     return [Text(cell) for cell in (words, option.recompute, *(f"{size / 2**30:.1f}" for size in sizes), last)]

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.routed_experts import expert_dtype
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.learner.megatron.mapping import padded_rows
 from marsrl.trainer.plan.hardware import BLOCKS, PINNED
 from marsrl.trainer.plan.parameters import RankElements, rank_elements
 
 Recompute = Literal["none", "selective", "full", "full_offload"]
+RouterReplay = Literal["none", "recompute", "rollout"]
 SIZE = {"float32": 4, "bfloat16": 2}
 
 
@@ -27,7 +29,7 @@ class Training:
     tokens: of the largest micro-batch. num_micro_batches: of a step and rank. head_rows: rows of logits held at once.
     expert_imbalance: rows of the busiest rank's experts over the mean.
     reference: the frozen model of a KL term, on the same layout and in the same dtype; None: no such term.
-    deterministic: attention keeps copies of the queries' gradient apart.
+    deterministic: attention keeps copies of the queries' gradient apart. router_replay: of a model with experts.
     """
 
     shape: ModelShape
@@ -43,6 +45,7 @@ class Training:
     expert_imbalance: float = 1.0
     reference: ModelShape | None = None
     deterministic: bool = False
+    router_replay: RouterReplay = "none"
 
     @property
     def size(self) -> int:
@@ -70,8 +73,9 @@ class RankMemory:
 
     activations: kept for the backward of all micro-batches in flight. working: of the fullest moment beside that, which
     `moment` names. reference: weights of the KL term's frozen model. head: chunk of logits, gradient of the hidden states,
-    float32 gradient of the output layer.
+    float32 gradient of the output layer. replay: experts to force, of all micro-batches of the step.
     host: in CPU memory (offload): optimizer state, and float32 gradients on their way to it; layers' inputs; in pinned memory.
+    Under router_replay "recompute" also the experts that were recorded.
     """
 
     stage: int
@@ -83,6 +87,7 @@ class RankMemory:
     head: int
     working: int
     moment: Literal["head", "layer"]
+    replay: int
     host: int
 
     @property
@@ -91,7 +96,7 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        return self.static + self.activations + self.working
+        return self.static + self.activations + self.replay + self.working
 
 
 def most_loaded_rank(setup: Training) -> RankMemory:
@@ -102,7 +107,7 @@ def most_loaded_rank(setup: Training) -> RankMemory:
 def rank_memory(setup: Training, stage: int) -> RankMemory:
     """Bytes of a rank of one pipeline stage.
 
-        peak = weights + reference + gradients + optimizer + in_flight L layer + micro-batches batch
+        peak = weights + reference + gradients + optimizer + in_flight L layer + micro-batches (batch + replay)
              + max(head, remade and working of a layer)
 
     in_flight = min(micro-batches, PP - stage) (one forward, one backward in turn). The optimizer's update makes no copies, as
@@ -119,6 +124,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
     saved += setup.num_micro_batches * batch_bytes(setup)
     head = head_bytes(setup) if is_last else 0
     offloaded = in_flight * num_layers * layer_bytes(setup, "full") if setup.recompute == "full_offload" else 0
+    replayed, recorded = (setup.num_micro_batches * each for each in replay_bytes(setup))
     layer = remade_bytes(setup) + max(layer_working_bytes(setup), attention_copies_bytes(setup))
     working, moment = max((head, "head"), (layer, "layer"))
     return RankMemory(
@@ -131,7 +137,9 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
         head=head,
         working=working,
         moment=moment,  # type: ignore[arg-type]  # one of the two above
-        host=round((optimizer / 12 * (12 + 4 * PINNED.value)) * setup.offloads_optimizer + offloaded * PINNED.value),
+        replay=replayed,
+        host=recorded
+        + round((optimizer / 12 * (12 + 4 * PINNED.value)) * setup.offloads_optimizer + offloaded * PINNED.value),
     )
 
 
@@ -157,6 +165,7 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
                    with CP, for rotated k: 2 CP + 1 of K [keys and values that the rank's queries see]
         dense MLP  T/t F e 3 [gate, up, product]
         experts    R (H e [rows] + F/ETP e 3 [gate, up, weighted product] + 4) + T/t (20 k + 10 E) [routing]
+                   + T/t 4 E [scores that replayed experts are taken from]
 
     selective: of the two norms the input, T/t H e each; no inputs, no dense MLP, of the experts' F gate and up.
     """
@@ -179,7 +188,7 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
     if s.num_experts:
         width = s.ffn_size / layout.expert_tensor
         total += setup.rows * (s.hidden_size * e + (2 if is_selective else 3) * width * e + 4)
-        total += local * (20 * s.experts_per_token + 10 * s.num_experts)
+        total += local * (20 * s.experts_per_token + (10 if setup.router_replay == "none" else 14) * s.num_experts)
     elif not is_selective:
         total += tokens * s.ffn_size / t * e * 3
     return round(total)
@@ -208,6 +217,24 @@ def batch_bytes(setup: Training) -> int:
     """A packed micro-batch on the device, from the start of the step to its end: positions, targets and scored rows of 8
     bytes a token, rollout log-probs of 4, the mask."""
     return setup.tokens_of_rank * 29
+
+
+def replay_bytes(setup: Training) -> tuple[int, int]:
+    """(on the device, on the host) of one micro-batch, from the start of the step to its end; b bytes an expert, 1 or 2:
+
+    rollout    T L k b [as packed: all layers, on every rank] + T/CP L k b [cut, where CP > 1]
+    both       T/(CP t) L/PP k b [this rank's tokens and layers; recompute: on the host]
+               + 2 T/(CP t) L/PP [which choices were forced, and which differ]
+    """
+    s, layout = setup.shape, setup.layout
+    if setup.router_replay == "none" or not s.num_experts:
+        return 0, 0
+    each = s.experts_per_token * expert_dtype(s.num_experts).itemsize
+    own = -(-setup.tokens_of_rank // layout.tensor) * (s.num_layers // layout.pipeline)
+    if setup.router_replay == "recompute":
+        return 2 * own, own * each
+    packed = setup.tokens + (setup.tokens_of_rank if layout.context > 1 else 0)
+    return packed * s.num_layers * each + own * (each + 2), 0
 
 
 def head_bytes(setup: Training) -> int:

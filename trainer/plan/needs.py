@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.routed_experts import expert_dtype
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.learner.megatron.layout import Layout, nearest, resolve, why_not, why_not_context
 from marsrl.trainer.plan import hardware as hw
@@ -26,6 +27,7 @@ class Needs:
     """What one policy takes. configured: the config's layout, None where it is not valid (then why_not_configured).
 
     weight_files: bytes in the memory of trainer rank 0's host on their way to the engines, two versions.
+    routed_experts: bytes there of a step's samples, the experts that decoding chose (trainer.router_replay=rollout).
     """
 
     name: str
@@ -40,6 +42,7 @@ class Needs:
     engine: EngineMemory
     demand: Demand
     weight_files: float
+    routed_experts: float
 
     @property
     def fits(self) -> bool:
@@ -47,9 +50,10 @@ class Needs:
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory on the fullest node: what its ranks offload, and files of weights."""
+        """Bytes of host memory on the fullest node: what its ranks keep there, files of weights, and experts of samples."""
         ranks = min(self.job.world_size, int(hw.GPUS_PER_NODE.value))
-        return (self.configured.memory.host * ranks if self.configured else 0) + self.weight_files
+        kept = self.configured.memory.host * ranks if self.configured else 0
+        return kept + self.weight_files + self.routed_experts
 
 
 def needs_of(
@@ -92,6 +96,12 @@ def needs_of(
             rollout.overlap > 0,
         ),
         weight_files=2.0 * elements(shape).total * SIZE[policy.dtype] if in_memory else 0.0,
+        routed_experts=work.tokens
+        * shape.num_layers
+        * shape.experts_per_token
+        * expert_dtype(shape.num_experts).itemsize
+        if config.trainer.router_replay == "rollout" and shape.num_experts
+        else 0.0,
     )
 
 
@@ -127,9 +137,9 @@ def shortages(needs: Needs, gpu: hw.Gpu) -> Iterator[str]:
     if needs.host_bytes > gpu.host_memory:
         yield (
             f"policy {name}: a node of trainer ranks needs {needs.host_bytes / GIB:.0f} GiB of memory for what is offloaded "
-            f"to it and for weights on their way to the engines, and has {gpu.host_memory / GIB:.0f}: set "
-            f"policies.{name}.optimizer.offload=false, another policies.{name}.recompute than full_offload, or sync.directory "
-            "to a folder on a disk"
+            "to it, for weights on their way to the engines and for the experts of samples, and has "
+            f"{gpu.host_memory / GIB:.0f}: set policies.{name}.optimizer.offload=false, another policies.{name}.recompute than "
+            "full_offload, sync.directory to a folder on a disk, or another trainer.router_replay than rollout"
         )
 
 
@@ -191,6 +201,7 @@ def _job(
         distributes_optimizer=policy.optimizer.distributed,
         reference=reference,
         deterministic=policy.deterministic,
+        router_replay=config.trainer.router_replay,
         scored=(*((shape,) if _scores_first(config) else ()), *((reference,) if reference else ())),
         cuts_sequences=why_not_context(_TWO_CONTEXTS, config.loss.ratio, config.loss.correction) is None,
     )

@@ -251,8 +251,8 @@ def _notes_on_layouts(planned: PolicyPlan, needs: Needs, gpu: hw.Gpu) -> list[st
     configured = planned.configured
     if configured is not None and configured.memory.host:
         notes.append(
-            f"policy {planned.name}: offloaded to CPU memory are {configured.memory.host / GIB:.0f} GiB a rank; "
-            f"with weights on their way {planned.host_bytes / GIB:.0f} GiB a node of {gpu.host_memory / GIB:.0f}"
+            f"policy {planned.name}: {configured.memory.host / GIB:.0f} GiB a rank are in CPU memory; with weights on their "
+            f"way and experts of samples {planned.host_bytes / GIB:.0f} GiB a node of {gpu.host_memory / GIB:.0f}"
         )
     if not best.fits:
         notes.append(

@@ -9,7 +9,7 @@ from typing import Literal
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.learner.megatron.layout import Layout, fitting
 from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.memory import RankMemory, Recompute, Training, most_loaded_rank
+from marsrl.trainer.plan.memory import RankMemory, Recompute, RouterReplay, Training, most_loaded_rank
 from marsrl.trainer.plan.speed import StepTime, Work, step_time
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full", "full_offload")
@@ -37,6 +37,7 @@ class Job:
     scored: tuple[ModelShape, ...] = ()
     cuts_sequences: bool = True
     deterministic: bool = False
+    router_replay: RouterReplay = "none"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Option:
                 "more tensor, expert or pipeline ranks, or loss.kl=none",
             ),
             "activations": (self.memory.activations, "recompute, tensor or context ranks, or shorter sequences"),
+            "the experts to replay": (self.memory.replay, "more data ranks, or trainer.router_replay=recompute"),
             f"working memory of the {self.memory.moment}": (
                 self.memory.working,
                 "tensor or context ranks, or shorter sequences",
@@ -97,6 +99,7 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
         distributes_optimizer=job.distributes_optimizer,
         reference=job.reference,
         deterministic=job.deterministic,
+        router_replay=job.router_replay,
         expert_imbalance=hw.IMBALANCE.value if job.shape.num_experts and layout.expert > 1 else 1.0,
     )
     memory = most_loaded_rank(setup)
