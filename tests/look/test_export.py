@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from marsrl.trainer.report.metrics import MetricsLog
 from marsrl.trainer.report.samples_log import sample_files, write_samples
 from marsrl.trainer.report.summary import AgentEstimate, estimate, save_summary
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.lock import RunLock
 
 CHROMIUM = Path(__file__).parents[1] / "report" / "chromium.sh"
 
@@ -135,6 +137,26 @@ def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> 
     assert "is not a run summary" in told(run)["overview?run=0"]["why_not"]
     with pytest.raises(ValueError, match="not there"):
         write_report(tmp_path / "nowhere")
+
+
+def test_a_run_that_writes_its_own_report_is_over_and_another_process_s_is_not(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=1)
+    with RunLock(run):
+        assert not told(run)["runs"][0]["is_going_on"]
+    script = f"""
+import sys, pathlib
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.lock import RunLock
+from marsrl.trainer.runs.lock import RunLock
+with RunLock(RunDirectory(pathlib.Path({str(run.path)!r}))):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() == b"held\n"
+        assert told(run)["runs"][0]["is_going_on"]
+        other.communicate()
+    assert not told(run)["runs"][0]["is_going_on"]
 
 
 def test_a_damaged_samples_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:

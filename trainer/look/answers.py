@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from marsrl.trainer.look.overview import overview
 from marsrl.trainer.look.tokens import tokens_of_sample
 from marsrl.trainer.look.visible import shown, visible
 from marsrl.trainer.report.samples_log import read_lines, sample_files
+from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held
 
 LISTS = ("flag", "name")
@@ -52,7 +54,7 @@ class Answers:
         return [
             {
                 "name": visible(name),
-                "is_going_on": bool(why_held(catalog.run)),
+                "is_going_on": _is_going_on(catalog.run),
                 "is_over": catalog.run.summary.exists(),
                 "num_files": len(sample_files(catalog.run)),
                 "flags": list(FLAGS),
@@ -140,6 +142,12 @@ class Answers:
             return shown(side_by_side([catalog.run.path for catalog in self.catalogs], self.names))
         except ValueError as error:
             return {"why_not": visible(str(error))}
+
+
+def _is_going_on(run: RunDirectory) -> bool:
+    """Is another process at it? A run that writes its own report is over."""
+    held = why_held(run)
+    return bool(held) and f" process {os.getpid()} on " not in held
 
 
 def _place(text: str) -> tuple[int, int]:
