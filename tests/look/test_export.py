@@ -141,16 +141,17 @@ def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> 
 
 def test_a_run_that_writes_its_own_report_is_over_and_another_process_s_is_not(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=1)
-    with RunLock(run):
-        assert not told(run)["runs"][0]["is_going_on"]
+    lock = RunLock(run)
+    assert not told(run)["runs"][0]["is_going_on"]
+    lock.release()
     script = f"""
 import sys, pathlib
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import RunLock
 from marsrl.trainer.runs.lock import RunLock
-with RunLock(RunDirectory(pathlib.Path({str(run.path)!r}))):
-    print("held", flush=True)
-    sys.stdin.read()
+lock = RunLock(RunDirectory(pathlib.Path({str(run.path)!r})))
+print("held", flush=True)
+sys.stdin.read()
 """
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout and other.stdout.readline() == b"held\n"
