@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from marsrl.rollout.types import Finish
 
 VOCABULARY = 151_643
 SHORTEST = 320  # tokens: what the words at the end take
-TOKENS_PER_S, POLL_S = 30.0, 0.1  # of a sample; as rollout.background does
+TOKENS_PER_S, POLL_S = 30.0, 0.1  # of a sample; as player/rollout.py does
 
 
 def write_tokenizer(folder: str) -> None:
@@ -105,18 +104,7 @@ class CostlessEngines(Irreplaceable):
     def call(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
     ) -> dict[int, Timed]:
-        if method != "generate":
-            raise ValueError(f"engines of a benchmark serve generate, not {method}")
-        for replica, (requests, version) in arguments.items():
-            self.submit(replica, requests, version)
-        found: dict[str, DecodeResult] = {}
-        while self._due:
-            for _, answer in self.collect((), math.inf):
-                found.update((result.uid, result) for result in answer.value)
-        return {
-            replica: Timed([found[request.uid] for request in requests], 0.0, 0.0)
-            for replica, (requests, _) in arguments.items()
-        }
+        raise ValueError(f"engines of a benchmark only decode: they have no {method}")
 
     def abort(self, busy: Sequence[int]) -> None:
         raise NotImplementedError("nothing is interrupted here")

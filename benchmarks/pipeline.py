@@ -3,7 +3,7 @@
     python benchmarks/pipeline.py --simulate [--json FILE] [--plots DIR] [--scale 1] [--no-sensitivity]
     python benchmarks/pipeline.py [--json FILE] [--problems 32] [--model DIR] [key.sub=value ...]
 
---simulate: the project's scheduler with simulated engines on a virtual clock (rollout/simulation/): step time, idle engines, time
+--simulate: the project's player with simulated engines on a virtual clock (rollout/simulation/): step time, idle engines, time
 from a sample's first token to its training, staleness, for trajectory and agentic with 1, 2, 4 and 8 segments, and one
 axis at a time around 64 engines x 512 problems. The constants are printed first; one parameter is fitted.
 

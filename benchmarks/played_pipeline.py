@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.team import Team
 from marsrl.trainer.build import open_team
 from marsrl.trainer.checks.preflight import Checked, preflight
@@ -45,21 +45,22 @@ def play_problems(team: Team, checked: Checked, pipeline: str, segments: int, nu
     """Play num_problems to their end; prompts_per_step new ones a stage (agentic) or a step (trajectory)."""
     update = {"pipeline": pipeline, "segments": segments, "segment_length": None, "overlap": 0}
     config = checked.config.rollout.model_copy(update=update)
-    scheduler = Scheduler(config, team, checked.task.problems(0), seed=0)
+    rollout = Rollout(config, team, checked.task.problems(0), seed=0)
+    state = rollout.stages.state
     drawn_s: dict[str, float] = {}
     trained_s: dict[str, float] = {}
     counts: Counter[str] = Counter()
     staleness, samples, calls = 0, 0, 0
     begin = time.perf_counter()
     while True:
-        left = num_problems - scheduler.state.num_instances
-        if not left and not scheduler.state.open and not scheduler.state.pending:
+        left = num_problems - state.num_instances
+        if not left and not state.open and not state.pending:
             break
         # Past the validator: with 0 new problems the last stages only finish what is there.
-        scheduler.config = config.model_copy(update={"prompts_per_step": min(left, config.prompts_per_step)})
-        first, now = scheduler.state.num_instances, time.perf_counter()
-        batch = scheduler.next_batch({"main": 0})
-        drawn_s.update((f"{n + 1:06d}", now) for n in range(first, scheduler.state.num_instances))
+        rollout.stages.config = config.model_copy(update={"prompts_per_step": min(left, config.prompts_per_step)})
+        first, now = state.num_instances, time.perf_counter()
+        batch = rollout.next_batch({"main": 0})
+        drawn_s.update((f"{n + 1:06d}", now) for n in range(first, state.num_instances))
         now = time.perf_counter()
         for group in batch.groups:
             trained_s[group.rollout_id] = now

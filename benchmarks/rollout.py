@@ -15,6 +15,7 @@ every turn.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -71,9 +72,13 @@ def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int
     """
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # Ray and vLLM print to stdout
     os.dup2(2, 1)
-    from marsrl.rollout.schedule.background import BackgroundScheduler
-    from marsrl.rollout.schedule.scheduler import Scheduler
     from marsrl.trainer.build import open_team
+
+    try:
+        kind: Any = importlib.import_module("marsrl.rollout.player.rollout").Rollout
+    except ImportError:  # --base of an earlier revision
+        name = ("background", "BackgroundScheduler") if overlap else ("scheduler", "Scheduler")
+        kind = getattr(importlib.import_module(f"marsrl.rollout.schedule.{name[0]}"), name[1])
 
     settings = (f"rollout.engines={engines}", f"rollout.threads={threads}", f"rollout.overlap={overlap}")
     checked = checked_config(problems, *settings)
@@ -81,7 +86,6 @@ def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int
         print("ready", file=out, flush=True)
         for line in sys.stdin:
             seed = json.loads(line)
-            kind = BackgroundScheduler if overlap else Scheduler
             scheduler = kind(checked.config.rollout, team, checked.task.problems(seed), seed=seed)
             pool = team.pools["main"]
             before = sum(pool.num_decoded())

@@ -3,7 +3,7 @@
     python benchmarks/scale.py [--json FILE] [--problems 128] [--shorten 1] [--growth 16 32 64 128 256 512]
     python benchmarks/scale.py --experts 48      # no more than the batch's way to the ranks, with the experts of decoding
 
-The scheduler (stage by stage, and event by event), pool, team, credit, mini-batches, packing plan and encoding are the project's
+The player (stage by stage, and event by event), pool, team, credit, mini-batches, packing plan and encoding are the project's
 own, on the settings of configs/qwen3_30b_a3b.yaml; 40 engines cost nothing: random tokens of a vocabulary of Qwen's size
 (tokenizers' byte-level BPE, pieces of 2 to 8 letters), log-normal lengths of the simulation (mean 13k), an answer or a verdict at
 the end. Short stages fill the pipeline first, then the samples of one step are played from their first token to their last, in
@@ -48,11 +48,9 @@ from marsrl.benchmarks.batch_transport import rank_of_two
 from marsrl.benchmarks.costless_engines import POLL_S, CostlessEngines, write_tokenizer
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.player.stages import Stages, StepBatch
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.rewards.judge import known
-from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.ledger import StepBatch
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.simulation.lengths import Lengths
 from marsrl.rollout.simulation.simulated_team import problem_stream
 from marsrl.rollout.state import decode, encode
@@ -189,18 +187,14 @@ def played(
         WatchedJudge(judge),
     )
     source = problem_stream(lambda n: f"What is {n} modulo 7? " + "Think step by step. " * 20)
-    kind = EventScheduler if rollout.overlap else Scheduler
-    scheduler = kind(rollout, team, source, seed=0)
+    stages = Stages(rollout, team, source, seed=0)
     groups: list[Group] = []
-    if isinstance(scheduler, EventScheduler):
-        scheduler.resume({"main": 0})
+    stages.resume({"main": 0})
 
     def next_batch() -> StepBatch:
-        if isinstance(scheduler, Scheduler):
-            return scheduler.next_batch({"main": 0})
-        scheduler.ask()
-        while (batch := scheduler.take()) is None:
-            scheduler.advance(POLL_S)
+        stages.want()
+        while (batch := stages.take()) is None:
+            stages.advance(POLL_S)
         return batch
 
     for _ in range(FILLING):
@@ -217,7 +211,7 @@ def played(
         num_left -= sum(sample.uid in engines.long for group in own for sample in group.samples)
         if not groups:
             with parts.of(BESIDE[0]):
-                sent["checkpoint state"] = len(encode(scheduler.snapshot()))
+                sent["checkpoint state"] = len(encode(stages.snapshot()))
         groups += own
     parts.seconds["books and pool"] -= engines.own_cpu_s
     sent["to engines"], sent["from engines"] = engines.received, engines.returned

@@ -1,4 +1,4 @@
-"""What the scheduler itself costs: its share of a core and its memory, with 4,096 samples under way.
+"""What the player itself costs: its share of a core and its memory, with 4,096 samples under way.
 
     python benchmarks/scheduler.py [--json FILE] [--samples 4096] [--shorten 32]
 
@@ -13,7 +13,7 @@ are the project's own, with a byte tokenizer. CPU time is that of this process, 
                 multiplied by eight: a segment costs the same whatever waits beside it, which `real time` shows.
     memory      of a sample that waits between two stages, by tracemalloc, beyond its tokens and log-probs (8 bytes a token).
 
-Both schedulers: stage by stage (rollout.overlap 0), and event by event (1). The targets are 5% of one core and 4 KB.
+Stage by stage (rollout.overlap 0), and event by event (1). The targets are 5% of one core and 4 KB.
 `ratio:` is 5% over the larger of the full-size shares.
 """
 
@@ -45,11 +45,10 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.orchestrations.solver import Solver
+from marsrl.rollout.player.stages import Stages, StepBatch
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Irreplaceable, OnLost, Timed, ignore_loss
 from marsrl.rollout.rewards.judge import known
-from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.simulation.simulated_team import problem_stream
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Problem, Reward
@@ -57,7 +56,7 @@ from marsrl.rollout.types import Finish, Problem, Reward
 TOKENS_PER_S = 30.0
 SEGMENTS, SEGMENT_LENGTH, GROUP_SIZE = 4, 16_384, 8
 MAX_SHARE, MAX_BYTES = 0.05, 4096
-_POLL_S = 0.1  # as rollout.background does
+_POLL_S = 0.1  # as player/rollout.py does
 
 
 class Timers(Irreplaceable):
@@ -134,7 +133,7 @@ def judge(problem: Problem, answer: str) -> Future[Reward]:
 
 @dataclass(frozen=True)
 class Share:
-    """cpu_s: of the scheduler. wall_s: of the decoding. num_results: segments that came back. factor: by which fewer samples
+    """cpu_s: of the player. wall_s: of the decoding. num_results: segments that came back. factor: by which fewer samples
     were played than the share is for."""
 
     scheduler: str
@@ -151,7 +150,7 @@ class Share:
 
 def setup(
     model_dir: str, num_samples: int, segment_length: int, overlap: int, *, is_waiting: bool
-) -> tuple[Scheduler | EventScheduler, Timers]:
+) -> tuple[Stages, Timers]:
     timers = Timers(8, is_waiting=is_waiting)
     config = RolloutConfig(
         engines=len(timers),
@@ -170,25 +169,17 @@ def setup(
         {"main": EnginePool(timers)},
         WatchedJudge(judge),
     )
-    kind = EventScheduler if overlap else Scheduler
-    return kind(config, team, problem_stream(typical_text, "1"), seed=0), timers
+    return Stages(config, team, problem_stream(typical_text, "1"), seed=0), timers
 
 
 def measure(model_dir: str, num_samples: int, segment_length: int, overlap: int, *, is_waiting: bool) -> Share:
     """One generation of samples from their first token to their last."""
-    scheduler, timers = setup(model_dir, num_samples, segment_length, overlap, is_waiting=is_waiting)
+    stages, timers = setup(model_dir, num_samples, segment_length, overlap, is_waiting=is_waiting)
     gc.collect()
     begin_cpu, begin, num_trained = time.process_time(), time.monotonic(), 0
-    if isinstance(scheduler, Scheduler):
-        for version in range(SEGMENTS):
-            num_trained += sum(len(group.samples) for group in scheduler.next_batch({"main": version}).groups)
-    else:
-        scheduler.resume({"main": 0})
-        while num_trained < num_samples:
-            scheduler.ask()
-            while (batch := scheduler.take()) is None:
-                scheduler.advance(_POLL_S)
-            num_trained += sum(len(group.samples) for group in batch.groups)
+    stages.resume({"main": 0})
+    while num_trained < num_samples:
+        num_trained += sum(len(group.samples) for group in next_batch(stages).groups)
     cpu_s = time.process_time() - begin_cpu - timers.own_cpu_s
     wall_s = time.monotonic() - begin if is_waiting else timers.waited_s
     if num_trained != num_samples:
@@ -197,18 +188,25 @@ def measure(model_dir: str, num_samples: int, segment_length: int, overlap: int,
     return Share(name, segment_length, cpu_s, wall_s, num_samples * SEGMENTS)
 
 
+def next_batch(stages: Stages) -> StepBatch:
+    stages.want()
+    while (batch := stages.take()) is None:
+        stages.advance(_POLL_S)
+    return batch
+
+
 def waiting_bytes(model_dir: str, num_samples: int, segment_length: int = 64) -> float:
     """Memory of one sample that waits for its second stage, without its 8 bytes a token."""
-    scheduler, _ = setup(model_dir, num_samples, segment_length, 0, is_waiting=False)
-    assert isinstance(scheduler, Scheduler)
+    stages, _ = setup(model_dir, num_samples, segment_length, 0, is_waiting=False)
+    stages.resume({"main": 0})
     gc.collect()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    scheduler.next_batch({"main": 0})
+    next_batch(stages)
     gc.collect()
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    waiting = scheduler.num_unfinished
+    waiting = stages.num_unfinished
     if waiting != num_samples:
         raise RuntimeError(f"{waiting} samples wait after one stage, {num_samples} were wanted")
     return held / waiting - 8 * segment_length

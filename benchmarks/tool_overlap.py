@@ -3,7 +3,7 @@
     python benchmarks/tool_overlap.py [--json FILE] [--trajectories 256] [--slowest 5] [--shorten 1]
 
 The engine is a script: each of its steps takes 20 ms and decodes 16 tokens of every sample that is under way, however many.
-Scheduler, team, tools' pool and bins are the project's own. System 2 takes six turns of 40 to 160 tokens, with a search or a
+Player, team, tools' pool and bins are the project's own. System 2 takes six turns of 40 to 160 tokens, with a search or a
 program in five of them. A search takes 0 to --slowest seconds, and System 1 reads what it finds; a program takes a tenth of that.
 --shorten: all times are that much shorter.
 
@@ -42,11 +42,10 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.fitting import first_fit_decreasing
 from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.rewards.judge import known
-from marsrl.rollout.schedule.background import BackgroundScheduler
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.data import DataCursor
 from marsrl.rollout.team import Team, WatchedJudge
@@ -178,12 +177,11 @@ def play(folder: str, trajectories: int, slowest_s: float, step_s: float, overla
     judge = WatchedJudge(lambda problem, answer: known(Reward(1.0, 1.0)))
     source = DataCursor([Problem(f"p{i}", f"question {i}", "7", "qa") for i in range(trajectories)], 0)
     players = Team(agents, team, {"main": renderer}, {"main": pool}, judge, tools=tools)
-    kind = BackgroundScheduler if overlap else Scheduler
-    scheduler = kind(config, players, source, seed=0, trains_whole=True)
-    batch = scheduler.next_batch({"main": 0})
+    rollout = Rollout(config, players, source, seed=0, trains_whole=True)
+    batch = rollout.next_batch({"main": 0})
     wasted_s, busy_s = clock.wasted_s(), clock.busy_s  # of this batch: the next problems' follow
     wall_s = clock.last - clock.first
-    scheduler.close()
+    rollout.close()
     tools.close()
     samples = [sample for group in batch.groups for sample in group.samples]
     calls = sum(sample.turn for sample in samples)  # each of System 2's turns but the last

@@ -17,7 +17,10 @@ _hints = functools.cache(get_type_hints)  # of a class; reading them takes longe
 
 
 def encode(value: object) -> bytes:
-    """Dataclasses as maps by field name, arrays as (dtype, shape, bytes); exact, floats included (NaN too)."""
+    """Dataclasses as maps by field name, arrays as (dtype, shape, bytes); exact, floats included (NaN too).
+
+    Fields with init=False are left out: links to other parts, which whoever decodes the bytes makes anew.
+    """
     return msgpack.packb(_plain(value), use_bin_type=True)
 
 
@@ -35,7 +38,7 @@ def decode(kind: type[State], data: bytes | memoryview) -> State:
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init}
     if isinstance(value, np.ndarray):
         data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data  # no copy
         return [value.dtype.str, list(value.shape), data]
@@ -67,5 +70,5 @@ def _build(kind: Any, value: Any) -> Any:
         return tuple(_build(a, v) for a, v in zip(inner, value, strict=True))
     if is_dataclass(kind):
         hints = _hints(kind)  # type: ignore[arg-type]
-        return kind(**{f.name: _build(hints[f.name], value[f.name]) for f in fields(kind)})  # type: ignore[operator]
+        return kind(**{f.name: _build(hints[f.name], value[f.name]) for f in fields(kind) if f.init})  # type: ignore[operator]
     return kind(value) if isinstance(kind, type) and issubclass(kind, str) else value

@@ -19,10 +19,10 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode
+from marsrl.rollout.player.completion import Completion
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.rewards.judge import Judge
 from marsrl.rollout.rewards.model_judge import ModelJudge
-from marsrl.rollout.schedule.partial_rollouts import Partial
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.types import MISSING, Ask, Finish, IntArray, Reward, Sample, ToolCall
 
@@ -37,18 +37,6 @@ class Prompt(NamedTuple):
     ids: IntArray
     text: str
     is_cut: bool = False
-
-
-class Ending(NamedTuple):
-    """A completion that has ended or paused: of this place among the ask's samples. error: why, where it failed."""
-
-    episode: Episode
-    ask: Ask
-    place: int
-    prompt: Prompt
-    partial: Partial
-    finish: Finish
-    error: str = ""
 
 
 class WatchedJudge:
@@ -243,42 +231,41 @@ class Team:
         top_k = config.top_k if most is None or 0 < config.top_k <= most else most
         return Sampling(config.temperature, config.top_p, top_k, stops, tuple(config.stop), most is not None)
 
-    def samples(self, endings: Sequence[Ending]) -> list[Sample]:
+    def samples(self, completions: Sequence[Completion]) -> list[Sample]:
         """Completions that have ended or paused as parsed Samples, not judged yet; errors where the orchestration's parser
         raises."""
         places: dict[str, list[int]] = {}
-        for place, each in enumerate(endings):
-            places.setdefault(self.agents[each.ask.agent].policy, []).append(place)
-        texts = [""] * len(endings)
+        for place, each in enumerate(completions):
+            places.setdefault(self.agents[each.agent].policy, []).append(place)
+        texts = [""] * len(completions)
         for policy, own in places.items():
-            decoded = self.renderers[policy].decode_all([endings[place].partial.token_ids for place in own])
+            decoded = self.renderers[policy].decode_all([completions[place].token_ids for place in own])
             for place, text in zip(own, decoded, strict=True):
                 texts[place] = text
-        return [self._sample(each, text) for each, text in zip(endings, texts, strict=True)]
+        return [self._sample(each, text) for each, text in zip(completions, texts, strict=True)]
 
-    def _sample(self, ending: Ending, text: str) -> Sample:
-        episode, ask, index, prompt, partial, finish, error = ending
-        renderer = self.renderer(ask.agent)
-        turn_start, in_thought = _turn(renderer, prompt.text, partial, text)
+    def _sample(self, each: Completion, text: str) -> Sample:
+        episode, ask, prompt_text, finish = each.episode, each.of.ask, each.of.prompt_text, each.finish
+        turn_start, in_thought = _turn(self.renderer(ask.agent), prompt_text, each, text)
         sample = Sample(
-            uid=f"{ask.id}:{index}",
+            uid=each.uid,
             rollout_id=episode.rollout_id,
             problem_id=episode.problem.id,
             agent=ask.agent,
             group_id=ask.group,
             parent_uid=ask.parent_uid,
-            prompt_ids=prompt.ids,
-            token_ids=partial.token_ids,
-            is_sampled=partial.is_sampled,
-            rollout_logprobs=partial.logprobs,
-            segments=partial.segments,
+            prompt_ids=each.of.prompt_ids,
+            token_ids=each.token_ids,
+            is_sampled=each.is_sampled,
+            rollout_logprobs=each.logprobs,
+            segments=each.segments,
             finish=finish,
             full_text=text,
-            prompt_text=prompt.text,
-            reward=Reward(np.nan, np.nan, note=error or "not judged"),
-            routed_experts=partial.routed_experts,
-            kept_tokens=partial.kept_tokens,
-            turn=partial.turn,
+            prompt_text=prompt_text,
+            reward=Reward(np.nan, np.nan, note=each.error or "not judged"),
+            routed_experts=each.routed_experts,
+            kept_tokens=each.kept_tokens,
+            turn=each.turn,
             turn_start=turn_start,
             in_thought=in_thought,
         )
@@ -289,35 +276,25 @@ class Team:
         except Exception as raised:
             return self._failed(sample, "parse", raised)
 
-    def begin_judging(self, finished: Sequence[tuple[Episode, Ask, Sample]]) -> list[Future[Reward] | None]:
-        """The judgements that these samples' rewards rest on; None where they need none."""
-        asked = [
-            i
-            for i, (_, _, sample) in enumerate(finished)
-            if sample.finish is not Finish.ERROR and self.orchestration.needs_judge(sample)
-        ]
-        judgements = self.judge([(finished[i][0], finished[i][2].answer or "") for i in asked])
-        found: list[Future[Reward] | None] = [None] * len(finished)
-        for i, judgement in zip(asked, judgements, strict=True):
-            found[i] = judgement
-        return found
+    def begin_judging(self, ended: Sequence[Completion]) -> list[Future[Reward] | None]:
+        """The judgements that the rewards of these completions' samples rest on; None where they need none."""
+        samples = [sample for each in ended if (sample := each.sample) is not None]
+        needed = [sample.finish is not Finish.ERROR and self.orchestration.needs_judge(sample) for sample in samples]
+        pairs = zip(ended, samples, needed, strict=True)
+        judgements = iter(self.judge([(each.episode, sample.answer or "") for each, sample, needs in pairs if needs]))
+        return [next(judgements) if needs else None for needs in needed]
 
-    def rewarded(self, episode: Episode, ask: Ask, sample: Sample, judgement: Reward | None) -> Sample:
-        """The sample with its reward: the orchestration's rules, over the judgement of its answer where it needs one."""
+    def rewarded(self, completion: Completion, judgement: Reward | None) -> Sample:
+        """Its sample with a reward: the orchestration's rules, over the judgement of the answer where they need one."""
+        sample = completion.sample
+        assert sample is not None, f"{completion.uid} has not ended"
         if sample.finish is Finish.ERROR:
             return sample  # it keeps its missing reward and the reason
         try:
-            reward = returned.reward(self.orchestration.reward(episode, ask, sample, judgement))
-            return replace(sample, reward=self._penalised(sample, reward))
+            reward = self.orchestration.reward(completion.episode, completion.of.ask, sample, judgement)
+            return replace(sample, reward=self._penalised(sample, returned.reward(reward)))
         except Exception as raised:
             return self._failed(sample, "reward", raised)
-
-    def judged(self, finished: Sequence[tuple[Episode, Ask, Sample]]) -> list[Sample]:
-        """The same samples with their rewards. Waits for all judgements, which are made side by side."""
-        return [
-            self.rewarded(*each, None if judgement is None else judgement.result())
-            for each, judgement in zip(finished, self.begin_judging(finished), strict=True)
-        ]
 
     @property
     def all_pools(self) -> list[EnginePool]:
@@ -349,16 +326,16 @@ class Team:
         return replace(sample, finish=Finish.ERROR, answer=None, verdict=None, reward=Reward(np.nan, np.nan, note=note))
 
 
-def _turn(renderer: ChatRenderer, prompt_text: str, partial: Partial, text: str) -> tuple[int, bool]:
+def _turn(renderer: ChatRenderer, prompt_text: str, completion: Completion, text: str) -> tuple[int, bool]:
     """(the character of `text`, all tokens', where its present turn begins; does that begin within a thought?).
 
     Behind a turn that the policy ended, the messages that follow say so, as the prompt does at first; behind a pause, its own
     words before do. What strangers wrote counts for nothing.
     """
     begins = in_thought = prompt_text.rstrip().endswith(THINK_OPEN)
-    if not partial.turn:
+    if not completion.turn:
         return 0, begins
-    ids, own = partial.token_ids, partial.is_sampled
+    ids, own = completion.token_ids, completion.is_sampled
     last, has_ended = "", False
     for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(own)) + 1):  # all own, or none of it
         words = renderer.decode(ids[run])

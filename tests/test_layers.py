@@ -44,14 +44,14 @@ ROOMS = {
     "rollout/engines": {"rollout/agents", "rollout/weights"},
     "rollout/pool": {"rollout/agents", "rollout/engines"},
     "rollout/rewards": {"rollout/agents", "rollout/engines", "rollout/pool"},
-    "rollout/schedule": {"rollout/engines", "rollout/pool", "rollout/tasks"},
+    "rollout/player": {"rollout/engines", "rollout/tasks"},
     "rollout/simulation": {
         "rollout/agents",
         "rollout/engines",
         "rollout/orchestrations",
         "rollout/pool",
         "rollout/rewards",
-        "rollout/schedule",
+        "rollout/player",
         "rollout/tasks",
     },
     "rollout/tasks": {"rollout/agents", "rollout/rewards", "rollout/tools"},
@@ -176,7 +176,7 @@ def test_looking_at_runs_imports_no_torch() -> None:
 def modules_of_a_trainer() -> set[str]:
     """After its imports, those of export, and a new model: in one process, for they take seconds."""
     return modules_after("""
-import marsrl.trainer.loop, marsrl.rollout.schedule.scheduler, marsrl.trainer.build, marsrl.trainer.models.export
+import marsrl.trainer.loop, marsrl.rollout.player.rollout, marsrl.trainer.build, marsrl.trainer.models.export
 import tempfile
 from marsrl.trainer.models.init_model import init_model
 with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """Puts a run together from its settings, in the order in which things may fail, and takes it apart again.
 
-rank 0:  run directory, engines (Ray or in process), scheduler, evaluator, logs
+rank 0:  run directory, engines (Ray or in process), rollout, evaluator, logs
 all:     process groups, the warm start where no model is given, one learner and one weight channel a policy, the checkpoint
          to go on from
 """
@@ -22,12 +22,11 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.refusals import RankHost, TrainerHost
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.pool.build import make_openai_pool, make_pool
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.rebalance import Rebalancer
 from marsrl.rollout.rewards.model_judge import ModelJudge
-from marsrl.rollout.schedule.background import BackgroundScheduler
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.tasks.data import right_answers
 from marsrl.rollout.tasks.protocol import documents_of, papers_of
 from marsrl.rollout.team import Team, WatchedJudge
@@ -185,18 +184,17 @@ def _learner(config: RunConfig, name: str, model_dir: str, reference_dir: str | 
 
 @contextmanager
 def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team: Team) -> Iterator[Driver]:
-    """Rank 0's side: scheduler and evaluator over the team, which is closed after them, whatever went wrong."""
+    """Rank 0's side: rollout and evaluator over the team, which is closed after them, whatever went wrong."""
     config = checked.config
     with ExitStack() as stack:
         source = checked.task.problems(config.run.seed)
-        kind = BackgroundScheduler if config.rollout.overlap else Scheduler
-        scheduler = kind(config.rollout, team, source, seed=config.run.seed, trains_whole=config.trains_whole)
-        stack.callback(scheduler.close)
+        rollout = Rollout(config.rollout, team, source, seed=config.run.seed, trains_whole=config.trains_whole)
+        stack.callback(rollout.close)
         mover = None
         if config.rollout.rebalance:
-            mover = Rebalancer(team.pools, in_turn=not config.rollout.overlap, say=console.message)
+            mover = Rebalancer(team.pools, say=console.message)
         log = StepLog(config, directory, console, team)
-        yield Driver(directory, console, team, scheduler, make_evaluator(checked, team), log, mover)
+        yield Driver(directory, console, team, rollout, make_evaluator(checked, team), log, mover)
 
 
 def make_evaluator(checked: Checked, team: Team) -> Evaluator:

@@ -6,10 +6,9 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from marsrl.rollout.player.rollout import Rollout
+from marsrl.rollout.player.stages import StepBatch
 from marsrl.rollout.pool.rebalance import Rebalancer
-from marsrl.rollout.schedule.background import BackgroundScheduler
-from marsrl.rollout.schedule.ledger import StepBatch
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
 from marsrl.trainer.config import RunConfig
@@ -34,7 +33,7 @@ class Driver:
     directory: RunDirectory
     console: RunConsole
     team: Team
-    scheduler: Scheduler | BackgroundScheduler
+    rollout: Rollout
     evaluator: Evaluator
     log: StepLog
     rebalancer: Rebalancer | None = None
@@ -45,7 +44,7 @@ class Driver:
     def play(self, versions: Mapping[str, int], title: str, on_look: Callable[[], None]) -> StepBatch:
         """The next step's finished groups. title: of the progress bar; on_look: called whenever it moves."""
         if self.rebalancer is not None and self.rebalancer.is_due:
-            with self.scheduler.resting(versions):
+            with self.rollout.resting(versions):
                 self.rebalancer.move()
         with self.console.progress(title, unit="tokens") as bar:
 
@@ -53,7 +52,7 @@ class Driver:
                 bar.update(num_tokens)
                 on_look()
 
-            batch = self.scheduler.next_batch(versions, progress)
+            batch = self.rollout.next_batch(versions, progress)
         if self.rebalancer is not None:
             self.rebalancer.note_stage()
         return batch
@@ -85,7 +84,7 @@ class Driver:
     def evaluate(self, versions: Mapping[str, int], step: int, name: str) -> Evaluation:
         """How good the team is with the weights after `step`; draws that its folder has are not made again."""
         folder = self.directory.evaluation(step)
-        with self.scheduler.resting(), Kept(folder) as kept:
+        with self.rollout.resting(), Kept(folder) as kept:
             num_kept, num_draws = self.evaluator.num_kept(versions, kept)
             if num_kept:
                 self.console.message(f"{name}: {num_kept} of {num_draws} draws are kept")

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
-from marsrl.rollout.schedule.ledger import RolloutState, StepBatch
+from marsrl.rollout.player.stages import RolloutState, StepBatch
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
@@ -72,8 +72,7 @@ class Run:
         if driver is not None:
             watch_engines(driver.team.all_pools, self.trace)
             watch_judge(driver.team, self.trace)
-            driver.scheduler.on_stage = lambda: self.trace.mark("stage")
-            driver.scheduler.on_episode = driver.log.episode_clock
+            driver.rollout.listen(lambda: self.trace.mark("stage"), driver.log.episode_clock)
         self.seconds: dict[str, float] = {}
         self.total_seconds: dict[str, float] = {}
         self.began = time.monotonic()
@@ -158,7 +157,7 @@ class Run:
             self.driver.log.open(resume_step)
             self.directory.forget_after(resume_step or 0)
             if restored is not None:
-                self.driver.scheduler.restore(restored.rollout)
+                self.driver.rollout.restore(restored.rollout)
         for policy in self.learners:
             with self.timed("publish"):
                 self._sync(policy)
@@ -206,7 +205,7 @@ class Run:
 
     def _rollout_state(self) -> RolloutState | None:
         """Rank 0's, of now; None elsewhere."""
-        return None if self.driver is None else self.driver.scheduler.snapshot()
+        return None if self.driver is None else self.driver.rollout.snapshot()
 
     def agents_of(self, policy: str) -> list[str]:
         return [name for name, agent in self.agents.items() if agent.policy == policy]
@@ -291,7 +290,7 @@ class Run:
         if self.driver is not None and batch is not None:
             self.num_empty_steps = 0 if self.has_trained else self.num_empty_steps + bool(batch.groups)
             is_last = self.num_empty_steps >= self.config.trainer.max_empty_steps
-            is_over = not (self.has_trained or batch.groups or self.driver.scheduler.is_playing)
+            is_over = not (self.has_trained or batch.groups or self.driver.rollout.is_playing)
             reason = too_many_errors(batch, self.config.rollout.max_error_share)
             if not reason and (model := self.driver.team.judge.model) is not None:
                 reason = model.too_many_missing("train", at_least=_FEWEST_JUDGED)
@@ -323,7 +322,7 @@ class Run:
 
     def _sync(self, policy: str) -> None:
         """The policy's engines hold its present weights, and have proven it; rank 0 notes what that took. Collective."""
-        at_rest = nullcontext() if self.driver is None else self.driver.scheduler.resting(self.versions)
+        at_rest = nullcontext() if self.driver is None else self.driver.rollout.resting(self.versions)
         report = self.channels[policy].publish(
             self.learners[policy], self.versions[policy], at_rest, self.standby.during
         )
@@ -360,7 +359,7 @@ class Run:
             batch,
             self.seconds,
             version=self.consumed_version,
-            num_unfinished=driver.scheduler.num_unfinished,
+            num_unfinished=driver.rollout.num_unfinished,
             untrained="" if self.has_trained else self._why_untrained(batch),
         )
         if driver.log.kept:

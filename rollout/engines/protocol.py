@@ -1,4 +1,4 @@
-"""What every engine offers the scheduler, and what crosses the border to it.
+"""What every engine offers a player, and what crosses the border to it.
 
 An engine holds one policy's weights at one version. It decodes, scores given tokens, and takes new weights:
 

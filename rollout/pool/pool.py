@@ -1,11 +1,12 @@
 """All replicas of one policy behind the interface of one engine.
 
     pool = make_pool(...)                                  # build.py
-    results = pool.generate(requests, version=3, on_progress=bar.update)
+    pool.submit(requests, version=3)
+    results = pool.collect(timeout_s=0.2)
     pool.update_weights(WeightUpdate(path, 4)); pool.close()
 
 Requests of one affinity (one prompt, one group) stay on one replica, where their prefix is computed once; the costliest
-affinities are dealt out first, each to the replica with the least work. Results come in the order of the requests.
+affinities are dealt out first, each to the replica with the least work.
 """
 
 from __future__ import annotations
@@ -30,12 +31,11 @@ from marsrl.rollout.pool.collect_spans import CollectSpans
 from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.recovery import SETTLE_S, Faults, Recovery
 from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, ignore_loss
-from marsrl.rollout.pool.retries import AfterLoss, Probation, Retries
+from marsrl.rollout.pool.retries import Probation, Retries
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _log = logging.getLogger(__name__)
 
-_PROGRESS_S = 0.2  # between two reports
 _DRAIN_S = 0.2  # for which a look at what has ended waits while draining
 _LOOK_S = 5.0  # between two looks for a place
 
@@ -234,48 +234,22 @@ class EnginePool:
         """Tokens decoded since the start, by replica, whether it serves or not."""
         return self._replicas.num_decoded()
 
-    def generate(
-        self, requests: Sequence[DecodeRequest], *, version: int, on_progress: Callable[[int], None] | None = None
-    ) -> list[DecodeResult]:
-        """Decode all requests; results in their order. After an error the pool is only good to be closed.
-
-        Every replica gets its share at once, whatever its slots: which requests meet in an engine's batch does not depend on
-        time, so that the same calls give the same bits.
-
-        on_progress: gets the tokens decoded so far by this call.
-        """
-        self._wake()
-        self._look_for_places()
-        self.feed_unfed()
-        before, looked = sum(self.num_decoded()), time.monotonic()
-        self._version = version
-        self._dispatch.add(requests)
-        self._send(at_once=True)
-        results: dict[str, DecodeResult] = {}
-        while len(results) < len(requests):
-            results.update((result.uid, result) for result in self.collect(_PROGRESS_S, is_urgent=False))
-            if not self._dispatch.busy and self.num_under_way:  # every engine was lost, and nobody else feeds them
-                self.feed_unfed()
-                self._check_fed("generate")
-            if on_progress is not None and time.monotonic() - looked >= _PROGRESS_S:
-                on_progress(sum(self.num_decoded()) - before)
-                looked = time.monotonic()
-        if on_progress is not None:
-            on_progress(sum(self.num_decoded()) - before)
-        self._spans.end()
-        return [results[request.uid] for request in requests]
-
     @property
     def num_under_way(self) -> int:
         """Requests submitted and not back yet."""
         return len(self._sent) + self._dispatch.num_waiting + self._probation.num_waiting
 
-    def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        """Queue requests and send those that a replica has room for."""
+    def submit(self, requests: Sequence[DecodeRequest], *, version: int, at_once: bool = False) -> None:
+        """Queue requests and send those that a replica has room for.
+
+        at_once: every replica gets its share at once, whatever its slots: which requests meet in an engine's batch does not
+        depend on time, so that the same calls give the same bits.
+        """
         self._wake()
+        self._look_for_places()
         self._version = version
         self._dispatch.add(requests)
-        self._send()
+        self._send(at_once=at_once)
 
     def collect(self, timeout_s: float, *, is_urgent: bool = True) -> list[DecodeResult]:
         """Results that have come, waiting timeout_s at most for the first; freed slots are filled before it returns.
@@ -308,6 +282,8 @@ class EnginePool:
         for replica, reason in lost or self._overdue():
             results += self._requeued(replica, reason)
         self._send()
+        if not self.num_under_way:
+            self._spans.end()
         return results
 
     def drain(self) -> list[DecodeResult]:
@@ -321,7 +297,6 @@ class EnginePool:
                 results += self.collect(_DRAIN_S)
         finally:
             self._is_draining = False
-        self._spans.end()
         return results
 
     def take_faults(self) -> Faults:
@@ -338,8 +313,12 @@ class EnginePool:
         self.feed_unfed()
         fed = [replica for replica in self.engines if replica not in self._recovery.unfed]
         scores = self._call("score", by_replica=dict.fromkeys(fed, (list(sequences), temperature)))
-        if not scores:
-            self._check_fed("score")
+        if not scores and self._recovery.unfed:
+            raise RuntimeError(
+                f"engines of policy {self.name}: score needs them, and engines {sorted(self._recovery.unfed)} were lost "
+                "where the trainer's ranks could not send them weights again; go on from the last checkpoint with "
+                "run.resume=auto"
+            )
         return scores
 
     def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
@@ -414,14 +393,6 @@ class EnginePool:
                 values.append(answer.value)
         return values
 
-    def _check_fed(self, method: str) -> None:
-        if self._recovery.unfed:
-            raise RuntimeError(
-                f"engines of policy {self.name}: {method} needs them, and engines {sorted(self._recovery.unfed)} were lost "
-                "where the trainer's ranks could not send them weights again; go on from the last checkpoint with "
-                "run.resume=auto"
-            )
-
     def _restart(self, replica: int, reason: str, *, loads: bool = True) -> bool:
         """Replace a lost replica; False where it has no place, and the others go on without it."""
         self._dispatch.forget_homes(replica)
@@ -461,24 +432,20 @@ class EnginePool:
             if not self._restart(self._absent.pop(0), "no host had a place for it until now", loads=loads):
                 return
 
-    def _replaced(self, replica: int, reason: str, requests: Sequence[DecodeRequest]) -> AfterLoss:
-        """Restart a lost replica; what becomes of the requests that it had."""
-        self._restart(replica, reason)
-        after = self._retries.after_loss(requests)
-        num_failed, num_again = len(after.given_up), len(requests) - len(after.given_up)
-        self._faults = replace(
-            self._faults, resubmitted=self._faults.resubmitted + num_again, failed=self._faults.failed + num_failed
-        )
-        return after
-
     def _requeued(self, replica: int, reason: str) -> list[DecodeResult]:
         """Restart a lost replica and queue what it had; the results of those that are not queued."""
         requests = [sent.request for sent in self._sent.values() if sent.replica == replica]
         for request in requests:
             del self._sent[request.uid]
             self._dispatch.end(request.uid)
-        after = self._replaced(replica, reason, requests)
-        results = [self._given_up(request, reason, self._version) for request in after.given_up]
+        self._restart(replica, reason)
+        after = self._retries.after_loss(requests)
+        self._faults = replace(
+            self._faults,
+            resubmitted=self._faults.resubmitted + len(requests) - len(after.given_up),
+            failed=self._faults.failed + len(after.given_up),
+        )
+        results = [self._given_up(request, reason) for request in after.given_up]
         if self._is_draining:
             again = [*after.free, *(request for company in after.companies for request in company)]
             return results + [self._untouched(request) for request in again]
@@ -489,10 +456,10 @@ class EnginePool:
     def _untouched(self, request: DecodeRequest) -> DecodeResult:
         return DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, self._version)
 
-    def _given_up(self, request: DecodeRequest, reason: str, version: int) -> DecodeResult:
+    def _given_up(self, request: DecodeRequest, reason: str) -> DecodeResult:
         _log.warning("policy %s: request %s is given up, its sample has no reward: %s", self.name, request.uid, reason)
         why = f"given up: engines were lost with it (rollout.max_request_attempts), the last one alone: {reason}"
-        return DecodeResult.without_tokens(request.uid, Finish.ERROR, version, why)
+        return DecodeResult.without_tokens(request.uid, Finish.ERROR, self._version, why)
 
     def _tell(self, replica: int, method: str, start: float, end: float) -> None:
         if self.on_call is not None:

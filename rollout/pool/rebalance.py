@@ -46,8 +46,8 @@ class Move:
     problem: str = ""
 
 
-def wanted(policies: Mapping[str, PolicyEngines], *, in_turn: bool) -> Move | None:
-    """The move that their loads ask for. in_turn: policies decode one after the other (rollout.overlap=0), else side by side."""
+def wanted(policies: Mapping[str, PolicyEngines]) -> Move | None:
+    """The move that their loads ask for; policies decode side by side."""
     givers = [name for name, each in policies.items() if each.engines > 1]
     if not givers:
         return None
@@ -68,7 +68,7 @@ def wanted(policies: Mapping[str, PolicyEngines], *, in_turn: bool) -> Move | No
         taker: replace(most, engines=most.engines + num),
         giver: replace(least, engines=least.engines - 1),
     }
-    is_shorter = _seconds(after, in_turn) < _SHORTER * _seconds(policies, in_turn)
+    is_shorter = _longest_s(after) < _SHORTER * _longest_s(policies)
     return Move(giver, taker, num, why) if is_shorter else None
 
 
@@ -96,9 +96,8 @@ def num_fitting(takes: Mapping[str, float], frees: Mapping[str, float]) -> int:
     return min((int(frees.get(name, 0.0) / amount + 1e-6) for name, amount in takes.items()), default=1)
 
 
-def _seconds(policies: Mapping[str, PolicyEngines], in_turn: bool) -> float:
-    loads = [each.load for each in policies.values()]
-    return sum(loads) if in_turn else max(loads)
+def _longest_s(policies: Mapping[str, PolicyEngines]) -> float:
+    return max(each.load for each in policies.values())
 
 
 def _in_words(takes: Mapping[str, float]) -> str:
@@ -112,8 +111,8 @@ class Rebalancer:
     say: told in one line what was moved, or why it cannot be.
     """
 
-    def __init__(self, pools: Mapping[str, EnginePool], *, in_turn: bool, say: Callable[[str], None]) -> None:
-        self._pools, self._in_turn, self._say = pools, in_turn, say
+    def __init__(self, pools: Mapping[str, EnginePool], *, say: Callable[[str], None]) -> None:
+        self._pools, self._say = pools, say
         self._move: Move | None = None
         self._num_stages = 0  # in a row that asked for it
         self._told: set[str] = set()
@@ -138,7 +137,7 @@ class Rebalancer:
         if not all(pool.is_whole for pool in self._pools.values()):
             self._wait_for(None)  # first those that were lost get their places back
         else:
-            self._wait_for(wanted(policies, in_turn=self._in_turn))
+            self._wait_for(wanted(policies))
 
     def forget(self) -> None:
         """What was decoded since the last stage was none of it: an evaluation."""

@@ -34,7 +34,7 @@ class Lengths:
     seed: int = 0
 
     def tokens(self, uid: str) -> int:
-        """Whole length of a completion, at least 1; the global maximum is the scheduler's business."""
+        """Whole length of a completion, at least 1; the global maximum is the player's business."""
         z = _NORMAL.inv_cdf(uniforms(self.seed, uid)[0])
         return max(1, round(self.median * math.exp(self.sigma * z)))
 

@@ -1,4 +1,4 @@
-"""Steps of the loop on the virtual clock: the scheduler plays, the trainer takes its time, the weights travel.
+"""Steps of the loop on the virtual clock: stages are played, the trainer takes its time, the weights travel.
 
 overlap 0:   rollout stage(s) | train | sync | rollout stage(s) | train | sync
 overlap 1:   rollout ...........................................................
@@ -14,9 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from marsrl.rollout.config import MOST_TOKENS, RolloutConfig
-from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.ledger import StepBatch
-from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.player.stages import Stages, StepBatch
 from marsrl.rollout.simulation.cost_model import Constants, CostModel
 from marsrl.rollout.simulation.lengths import Lengths, Outcomes
 from marsrl.rollout.simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas, VirtualClock
@@ -94,7 +92,7 @@ class Step:
 
 
 class Simulation:
-    """The scheduler with simulated engines; `step` plays, trains and publishes once."""
+    """Stages with simulated engines; `step` plays, trains and publishes once."""
 
     def __init__(self, setting: Setting, constants: Constants, lengths: Lengths, seed: int = 0) -> None:
         self.cost = CostModel(constants)
@@ -115,8 +113,8 @@ class Simulation:
             max_unfinished=MOST_TOKENS,  # never reached, so that every row is given the same problems a step
         )
         team = simulated_team(self.replicas, constants, config, is_solver_only=setting.is_solver_only)
-        kind = EventScheduler if setting.overlap else Scheduler
-        self.scheduler = kind(config, team, problem_stream(), seed=seed)
+        self.stages = Stages(config, team, problem_stream(), seed=seed)
+        self._is_beside = setting.overlap > 0
         self.num_gpus = max(1, round(setting.engines * constants.gpus_per_engine))
         self.version = 0
 
@@ -129,9 +127,9 @@ class Simulation:
             (len(sample.prompt_ids) + len(sample.token_ids)) * TOKEN_GRAIN for g in batch.groups for sample in g.samples
         ]
         train_s = self.cost.train_s(lengths, self.num_gpus)
-        if isinstance(self.scheduler, EventScheduler):
+        if self._is_beside:
             self._play_until(played_s + train_s)
-            self.scheduler.rest()
+            self.stages.rest()
         self.clock.now_s = played_s + train_s
         version, trained_s = self.version, self.clock.now_s
         self.clock.now_s += self.cost.sync_s
@@ -139,23 +137,19 @@ class Simulation:
         return Step(batch.groups, version, played_s - start, train_s, trained_s, int(batch.metrics["rollout/stages"]))
 
     def _next_batch(self) -> StepBatch:
-        if isinstance(self.scheduler, Scheduler):
-            return self.scheduler.next_batch({"main": self.version})
-        self.scheduler.resume({"main": self.version})
-        self.scheduler.ask()
-        while (batch := self.scheduler.take()) is None:
-            self.scheduler.advance(math.inf)
+        self.stages.resume({"main": self.version})
+        self.stages.want()
+        while (batch := self.stages.take()) is None:
+            self.stages.advance(math.inf)
         return batch
 
     def _play_until(self, end_s: float) -> None:
         """The engines go on while the trainer works."""
-        assert isinstance(self.scheduler, EventScheduler)
-        pool = self.scheduler.team.pools["main"]
         while self.clock.now_s < end_s:
-            self.scheduler.submit()
-            if not pool.num_under_way:
+            self.stages.submit()
+            if not self.stages.player.is_decoding:
                 break  # as far ahead as rollout.overlap allows
-            self.scheduler.absorb(pool.collect(end_s - self.clock.now_s))
+            self.stages.absorb(self.stages.collect(end_s - self.clock.now_s))
 
 
 def play(setting: Setting, constants: Constants, lengths: Lengths) -> Outcome:

@@ -1,7 +1,7 @@
 """Engines without a model on a virtual clock, behind the project's own EnginePool.
 
-A token that the scheduler sees stands for TOKEN_GRAIN real ones (its arrays would not fit into memory otherwise); the
-engines count real tokens. Nothing of the scheduler, the pool or the team is replaced: only what an engine is.
+A token that the player sees stands for TOKEN_GRAIN real ones (its arrays would not fit into memory otherwise); the
+engines count real tokens. Nothing of the player, the pool or the team is replaced: only what an engine is.
 """
 
 from __future__ import annotations

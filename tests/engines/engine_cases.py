@@ -90,7 +90,28 @@ def request(
 
 def decoded(engine: Engine, requests: Sequence[DecodeRequest], version: int = 0) -> list[DecodeResult]:
     """All of them to their ends, by one engine alone."""
-    return EnginePool(LocalReplicas([engine])).generate(requests, version=version)
+    return generate(EnginePool(LocalReplicas([engine])), requests, version)
+
+
+def generate(
+    pool: EnginePool,
+    requests: Sequence[DecodeRequest],
+    version: int = 0,
+    progress: Callable[[int], None] = lambda tokens: None,
+    *,
+    at_once: bool = True,
+) -> list[DecodeResult]:
+    """Results of all of them, in their order, as a stage gets them. progress: told the tokens decoded so far."""
+    before = sum(pool.num_decoded())
+    pool.feed_unfed()
+    pool.submit(requests, version=version, at_once=at_once)
+    results: dict[str, DecodeResult] = {}
+    while len(results) < len(requests):
+        found = pool.collect(0.2, is_urgent=not at_once)
+        assert not results.keys() & {result.uid for result in found}
+        results.update((result.uid, result) for result in found)
+        progress(sum(pool.num_decoded()) - before)
+    return [results[request.uid] for request in requests]
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 160) -> np.ndarray:
@@ -101,10 +122,10 @@ def outlive(
     killer: threading.Thread, pool: EnginePool, asks: Sequence[DecodeRequest], version: int
 ) -> tuple[list[DecodeResult], Faults]:
     """A stage in whose middle an engine is killed. Where this process was too slow for that, the next stage finds it dead."""
-    results = pool.generate(asks, version=version)
+    results = generate(pool, asks, version)
     killer.join()
     if not (faults := pool.take_faults()).engine_restarts:
-        results, faults = pool.generate(asks, version=version), pool.take_faults()
+        results, faults = generate(pool, asks, version), pool.take_faults()
     return results, faults
 
 

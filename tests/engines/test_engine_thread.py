@@ -9,8 +9,6 @@ from engine_cases import prompt, request
 from marsrl.rollout.engines.protocol import EngineLost, WrongVersion
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.engine_thread import EngineThread
-from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Finish
 
 SOON_S = 60.0  # by the engine's clock, and far more than a test takes
@@ -98,21 +96,3 @@ def test_an_engine_is_called_in_one_thread_and_what_it_raises_is_raised_to_who_c
     thread.submit(asks(3), version=0)
     with pytest.raises(EngineLost, match="gone"):
         thread.collect(SOON_S, is_urgent=True)
-
-
-def test_only_a_pool_that_decodes_one_submission_to_its_end_is_in_no_hurry():
-    asked = []
-
-    class Heard(LocalReplicas):
-        def collect(self, busy, timeout_s, *, is_urgent=True):
-            asked.append(is_urgent)
-            return super().collect(busy, timeout_s)
-
-    pool = EnginePool(Heard([ScriptedEngine(lambda r: [5, 6], tokens_per_step=1)]))
-    pool.generate(asks(2), version=0)
-    assert set(asked) == {False}
-    asked.clear()
-    pool.submit(asks(2), version=0)
-    pool.collect(0.1)
-    pool.drain()
-    assert set(asked) == {True}

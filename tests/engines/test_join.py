@@ -34,7 +34,11 @@ with make_pool("main", sys.argv[1], config, dtype="float32", max_model_len=128, 
     prompt = np.arange(20, dtype=np.int32)
     asks = [DecodeRequest(f"{i}", prompt, 40, Sampling(), seed=i, affinity=f"{i}") for i in range(8)]
     for word in sys.stdin:
-        results = pool.generate(asks, version=0)
+        pool.submit(asks, version=0, at_once=True)
+        results = []
+        while pool.num_under_way:
+            results += pool.collect(0.2)
+        results.sort(key=lambda result: result.uid)
         print("tokens", [result.token_ids.tolist() for result in results], flush=True)
         print("restarts", pool.take_faults().engine_restarts, "engines", pool.num_engines, flush=True)
 """

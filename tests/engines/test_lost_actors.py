@@ -13,7 +13,7 @@ import psutil
 import pytest
 import ray
 import torch
-from engine_cases import ROUNDING, after, outlive, perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, after, generate, outlive, perturbed, prompt, request, tensors_of
 from forked import actors
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
@@ -98,7 +98,7 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
     new = perturbed(tensors_of(directory), "experts")
     channel = FileChannel(CheckedEngines(pool, vocab_size=160), torch.float32)
     channel.publish(judge.learner(directory, new), 1)
-    alone = pool.generate(asks(24), version=1)
+    alone = generate(pool, asks(24), version=1)
     right = {result.uid: result for result in alone}
 
     def assert_right(results) -> None:
@@ -135,7 +135,7 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
     report = channel.publish(judge.learner(directory, new), 2)
     channel.close()
     assert report.comparison.median < 1e-5
-    assert {result.version for result in pool.generate(asks(24), version=2)} == {2}
+    assert {result.version for result in generate(pool, asks(24), version=2)} == {2}
 
 
 class Answers:

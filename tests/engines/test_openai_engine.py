@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from completions_server import completions_server
-from engine_cases import decoded
+from engine_cases import decoded, generate
 from pydantic import ValidationError
 
 from marsrl.rollout import http_line
@@ -39,7 +39,7 @@ def ask(renderer):
             engine = OpenAIEngine(OpenAIOptions(base_url=server.base_url, **given), renderer, max_model_len=500)
             try:
                 pool = EnginePool(LocalReplicas([engine]), deadline_s=deadline_s)
-                return pool.generate(requests(renderer, *texts, max_new_tokens=max_new_tokens), version=0), server
+                return generate(pool, requests(renderer, *texts, max_new_tokens=max_new_tokens), version=0), server
             finally:
                 engine.close()
 

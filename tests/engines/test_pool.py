@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_cases import ROUNDING, after, decoded, outlive, perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, after, decoded, generate, outlive, perturbed, prompt, request, tensors_of
 from forked import actors, descendants
 
 from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
@@ -28,7 +28,7 @@ def scripted_pool(n, **options):
 
 
 def dealt(asks, num_replicas):
-    """What each replica gets of a call of generate."""
+    """What each replica gets of what is sent at once."""
     dispatch = Dispatcher(num_replicas, slots=1)
     dispatch.add(asks)
     return list(dispatch.take(at_once=True).values())
@@ -42,14 +42,14 @@ def test_results_come_in_the_order_of_the_requests_and_affinities_stay_together(
     for replica, share in enumerate(shares):
         for ask in share:
             assert homes.setdefault(ask.affinity, replica) == replica
-    results = scripted_pool(3).generate(asks, version=0)
+    results = generate(scripted_pool(3), asks, version=0)
     assert [r.uid for r in results] == [a.uid for a in asks]
 
 
 def test_a_listener_hears_of_every_replicas_calls():
     pool, heard = scripted_pool(2), []
     pool.on_call = lambda replica, method, start, end: heard.append((replica, method, end >= start > 0))
-    pool.generate([request(f"{i}.0", prompt(5), 3) for i in range(4)], version=0)
+    generate(pool, [request(f"{i}.0", prompt(5), 3) for i in range(4)], version=0)
     assert heard == [(0, "collect", True), (1, "collect", True)]
 
 
@@ -84,7 +84,7 @@ def test_a_script_goes_on_where_a_segment_ended():
 
 def test_a_scripted_failure_is_a_result():
     pool = scripted_pool(1, fail=lambda r: "broken" if r.uid == "b" else None)
-    results = pool.generate([request("a", prompt(3), 9), request("b", prompt(3), 9)], version=0)
+    results = generate(pool, [request("a", prompt(3), 9), request("b", prompt(3), 9)], version=0)
     assert [(r.finish, r.error) for r in results] == [(Finish.LENGTH, ""), (Finish.ERROR, "broken")]
 
 
@@ -103,14 +103,14 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
     directory, tensors = checkpoint("qwen3_moe"), tensors_of(checkpoint("qwen3_moe"))
     asks = [request(f"{i // 4}.{i}", prompt(20 + i // 4, seed=i // 4), 30, seed=i) for i in range(24)]
     here = make_pool("main", str(directory), local_config(placement="local"), dtype="float32", max_model_len=128)
-    alone = here.generate(asks, version=0)
+    alone = generate(here, asks, version=0)
     config = local_config(engines=2, object_store_mib=80)
     before = {process.pid for process in descendants()}  # of other tests
     pool = make_pool("main", str(directory), config, dtype="float32", max_model_len=128)
     children = {process.pid for process in descendants()} - before
     try:
         progress = []
-        results = pool.generate(asks, version=0, on_progress=progress.append)
+        results = generate(pool, asks, version=0, progress=progress.append)
         for one, other in zip(alone, results, strict=True):
             np.testing.assert_array_equal(one.token_ids, other.token_ids)
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=ROUNDING)
@@ -133,13 +133,13 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
         assert all(0 < result.seconds < 100 for result in results)
         one_engine_moves(pool, checkpoint("qwen3"), judge)
         with pytest.raises(WrongVersion):
-            pool.generate([request("early.0", prompt(5), 3)], version=1)
+            generate(pool, [request("early.0", prompt(5), 3)], version=1)
         new = perturbed(tensors, "experts")
         channel = FileChannel(CheckedEngines(pool, vocab_size=160), torch.float32)
         report = channel.publish(judge.learner(directory, new), 1)
         channel.close()
         assert report.num_tensors == 21 and report.comparison.median < 1e-5
-        assert all(r.version == 1 for r in pool.generate(asks[:3], version=1))
+        assert all(r.version == 1 for r in generate(pool, asks[:3], version=1))
         pool.submit(asks[:1], version=0)
         with pytest.raises(WrongVersion):
             for _ in range(50):
@@ -157,12 +157,12 @@ def one_engine_moves(giver, directory, judge):
     with make_pool("other", str(directory), config, dtype="float32", max_model_len=128) as taker:
         channel = FileChannel(CheckedEngines(taker, vocab_size=160), torch.float32)
         channel.publish(judge.learner(directory, perturbed(tensors, "mlp")), 1)
-        alone = taker.generate(asks, version=1)
+        alone = generate(taker, asks, version=1)
         giver.give_engine()
         assert taker.take_engine() and (giver.num_engines, taker.num_engines) == (1, 2)
         assert [info.settings for info in taker.infos()] == [taker.infos()[0].settings] * 2
         before = taker.num_decoded()
-        for one, other in zip(alone, taker.generate(asks, version=1), strict=True):
+        for one, other in zip(alone, generate(taker, asks, version=1), strict=True):
             np.testing.assert_array_equal(one.token_ids, other.token_ids)
         assert all(now > then for now, then in zip(taker.num_decoded(), before, strict=True))
         old, new = taker.score([prompt(60, seed=9)])
@@ -205,7 +205,7 @@ def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
             report = channel.publish(judge.learner(directory, new), version)
             assert report.comparison.median < 1e-5
         asks = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 20, seed=i) for i in range(16)]
-        results = pool.generate(asks, version=2)
+        results = generate(pool, asks, version=2)
         whole = [np.concatenate([a.token_ids, r.token_ids]) for a, r in zip(asks, results, strict=True)]
         for result, right in zip(results, judge(directory, new, whole), strict=True):
             np.testing.assert_allclose(result.logprobs, right[39:], atol=1e-4, rtol=0)
@@ -213,7 +213,7 @@ def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
 
         # one of the two is killed in the middle of a stage: the new one has the last version's weights
         long = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 150, seed=i) for i in range(16)]
-        right = pool.generate(long, version=2)
+        right = generate(pool, long, version=2)
         before = sum(pool.num_decoded())
         killer = after(lambda: sum(pool.num_decoded()) > before + 200, actors()[0].kill)
         results, faults = outlive(killer, pool, long, version=2)

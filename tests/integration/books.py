@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Set
 from pathlib import Path
 
-from marsrl.rollout.schedule.ledger import RolloutState
+from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
@@ -68,7 +68,7 @@ def _check_samples(
         groups.update({sample.group_id for sample in samples})
         if broken := [group for group, count in of_step.items() if count != group_size]:
             raise Loss(f"step {step}: groups that are not of {group_size} samples: {broken}")
-    books = decode(RolloutState, (checkpoint / "rollout.msgpack").read_bytes()).scheduler
+    books = decode(RolloutState, (checkpoint / "rollout.msgpack").read_bytes()).stages
     asks = [*(opened.ask for opened in books.open.values()), *books.pending]
     if twice := [ask for ask, count in Counter(ask.id for ask in asks).items() if count > 1]:
         raise Loss(f"asks that are there twice: {twice[:5]} ({len(twice)})")

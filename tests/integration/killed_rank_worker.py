@@ -20,7 +20,7 @@ from scripted_pool import pools_of
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.player.rollout import Rollout
 from marsrl.trainer import build, main
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
@@ -58,7 +58,7 @@ def come_late() -> None:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=LIMIT_S))
 
     parallel.start = limited  # type: ignore[assignment]
-    waits, resting = [LATE_S], Scheduler.resting
+    waits, resting = [LATE_S], Rollout.resting
 
     @contextmanager
     def late_resting(*words: Any) -> Iterator[None]:
@@ -67,8 +67,8 @@ def come_late() -> None:
         with resting(*words):
             yield
 
-    Scheduler.resting = late_resting  # type: ignore[method-assign, assignment]
-    for owner, name in ((build, "make_pool"), (Scheduler, "next_batch"), (Scheduler, "snapshot")):
+    Rollout.resting = late_resting  # type: ignore[method-assign, assignment]
+    for owner, name in ((build, "make_pool"), (Rollout, "next_batch"), (Rollout, "snapshot")):
         setattr(owner, name, _late_once(getattr(owner, name)))
 
 

@@ -22,7 +22,7 @@ import torch
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local import engine as local
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
-from marsrl.rollout.schedule.background import BackgroundScheduler
+from marsrl.rollout.player.rollout import Rollout
 from marsrl.trainer.main import main
 
 NUM_CALLS = 2
@@ -75,7 +75,7 @@ class Script:
 def follow(script: Script) -> None:
     """LocalEngine draws what the script says; publishing waits for `held` once the step before the instance is trained."""
     engine: Any = local
-    step, collect, resting = local.LocalEngine._step, local.LocalEngine.collect, BackgroundScheduler.resting
+    step, collect, resting = local.LocalEngine._step, local.LocalEngine.collect, Rollout.resting
 
     def scripted_step(self: Any, batch: Any) -> list[DecodeResult]:
         ids = torch.tensor([script.next_token(row.request, row.tokens) for row in batch.rows])
@@ -92,14 +92,14 @@ def follow(script: Script) -> None:
 
     @contextmanager
     def late_resting(self: Any, versions: Mapping[str, int] | None = None) -> Iterator[None]:
-        while script.phase and self._scheduler.state.num_taken >= script.instance - 1 and not script.held.exists():
+        while script.phase and self.stages.state.num_taken >= script.instance - 1 and not script.held.exists():
             time.sleep(0.05)
         with resting(self, versions):
             yield
 
     local.LocalEngine._step = scripted_step  # type: ignore[method-assign]
     local.LocalEngine.collect = stopped_collect  # type: ignore[method-assign]
-    BackgroundScheduler.resting = late_resting  # type: ignore[method-assign]
+    Rollout.resting = late_resting  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from commands import run_by
 from documents import ROOT
 from runner import Runner
 
-from marsrl.rollout.schedule.ledger import RolloutState
+from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.manifest import write_manifest
@@ -52,7 +52,7 @@ def with_a_byte_more(run: RunDirectory, last: Path) -> None:
 def without_an_instance(run: RunDirectory, last: Path) -> None:
     file = last / "rollout.msgpack"
     state = decode(RolloutState, file.read_bytes())
-    state.scheduler.num_instances += 1
+    state.stages.num_instances += 1
     file.write_bytes(encode(state))
     write_manifest(last, {})
 

@@ -19,7 +19,7 @@ from forked import PYTHON
 from killed_turns_worker import NUM_CALLS, READS, says
 
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
+from marsrl.rollout.player.stages import RolloutState, StagesState
 from marsrl.rollout.state import decode
 from marsrl.trainer.look.tokens import tokens_of_sample
 from marsrl.trainer.models.init_model import init_model
@@ -79,31 +79,31 @@ def served(held: Path) -> Iterator[Server]:
         server.shutdown()
 
 
-def books_of(run: RunDirectory) -> tuple[int, SchedulerState]:
+def books_of(run: RunDirectory) -> tuple[int, StagesState]:
     """(step, books) of the last checkpoint; step 0 where there is none."""
     latest = run.latest_checkpoint()
     if latest is None:
-        return 0, SchedulerState()
-    return latest.step, decode(RolloutState, (latest.path / "rollout.msgpack").read_bytes()).scheduler
+        return 0, StagesState()
+    return latest.step, decode(RolloutState, (latest.path / "rollout.msgpack").read_bytes()).stages
 
 
-def episodes(books: SchedulerState) -> list[Episode]:
+def episodes(books: StagesState) -> list[Episode]:
     return [each for instance in books.instances.values() for each in instance.episodes.values()]
 
 
-def phases(books: SchedulerState) -> set[str]:
+def phases(books: StagesState) -> set[str]:
     """In which of their turns' phases samples are."""
     found = {"tools" for episode in episodes(books) if episode.open_calls}
     for opened in books.open.values():
-        for partial in opened.partial.values():
+        for each in opened.unfinished:
             if opened.ask.agent == "system1":
-                found |= {"distilling"} if len(partial.token_ids) else set()
-            elif len(partial.token_ids) and partial.is_sampled[-1]:  # in the middle of its own words
-                found.add("resumed" if partial.turn else "thinking")
+                found |= {"distilling"} if len(each.token_ids) else set()
+            elif len(each.token_ids) and each.is_sampled[-1]:  # in the middle of its own words
+                found.add("resumed" if each.turn else "thinking")
     return found
 
 
-def queries(books: SchedulerState, *, has_output: bool) -> set[str]:
+def queries(books: StagesState, *, has_output: bool) -> set[str]:
     """The queries of the calls in the books."""
     calls = [
         call for each in episodes(books) for name, call in each.calls.items() if (name in each.outputs) == has_output

@@ -24,7 +24,7 @@ from scripted_pool import ScriptedWithWeights, pools_of
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
-from marsrl.rollout.schedule.ledger import StepBatch
+from marsrl.rollout.player.stages import StepBatch
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer import build, cli, loop
 from marsrl.trainer.checks.preflight import preflight

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from engine_cases import after, decoded, prompt, request
+from engine_cases import after, decoded, generate, prompt, request
 from forked import actors, descendants
 from random_model import write_model
 
@@ -168,7 +168,7 @@ def _draws_as_one_process_does(parts: Parts, version: int) -> None:
         request(f"a.{i}", prompt(20 + 7 * i, i, VOCAB_SIZE), 24, seed=i, temperature=0.3 * i, records_kept=i > 2)
         for i in range(6)
     ]
-    found, right = parts.pool.generate(asks, version=version), decoded(one, asks, 0)
+    found, right = generate(parts.pool, asks, version=version), decoded(one, asks, 0)
     for mine, other in zip(found, right, strict=True):
         np.testing.assert_array_equal(mine.token_ids, other.token_ids)
         np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=TOLERANCE, rtol=0)
@@ -211,9 +211,9 @@ def _leaves_no_worker(parts: Parts, version: int, *, kills_worker: bool) -> None
     killer: threading.Thread = after(lambda: parts.pool.num_decoded() > before, victim.kill)
     reason = "a process of one of its GPUs has ended" if kills_worker else "its process has died"
     with pytest.raises(RuntimeError, match=rf"engine 0 is lost \(.*{reason}"):
-        parts.pool.generate(asks, version=version)
+        generate(parts.pool, asks, version=version)
         killer.join()
-        parts.pool.generate(asks, version=version)  # the first had ended before it was killed, on a slow machine
+        generate(parts.pool, asks, version=version)  # the first had ended before it was killed, on a slow machine
     killer.join()
     end = time.monotonic() + 120
     while not all(_has_ended(worker) for worker in workers):

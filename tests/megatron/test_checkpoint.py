@@ -16,7 +16,7 @@ from megatron_models import micro_batches, save_model, sequences
 from safetensors.torch import load_file
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
+from marsrl.rollout.player.stages import RolloutState, StagesState
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
@@ -37,7 +37,7 @@ def step(learner: Learner) -> float:
 
 
 def state_after(step: int) -> RolloutState:
-    return RolloutState(SchedulerState(num_instances=step), CursorState(0, step))
+    return RolloutState(StagesState(num_instances=step), CursorState(0, step))
 
 
 def writer(run: RunDirectory, *, keep_last: int = 9, keep_every: int = 0, is_async: bool = False) -> CheckpointWriter:

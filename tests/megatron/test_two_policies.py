@@ -11,7 +11,7 @@ from test_learner import largest_difference, weights
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.schedule.ledger import StepBatch
+from marsrl.rollout.player.stages import StepBatch
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import MptConfig, RunConfig
 from marsrl.trainer.data.credit import credit

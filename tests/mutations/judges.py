@@ -34,14 +34,14 @@ MODULES = {
     "debate": Judged("rollout/orchestrations/debate.py", _AGENTS),
     "packing": Judged("trainer/data/packing.py", ("tests/trainer/test_packing.py",)),
     "mini_batches": Judged("trainer/data/mini_batches.py", ("tests/trainer/test_mini_batches.py",)),
-    "scheduler": Judged(
-        "rollout/schedule/scheduler.py",
-        ("tests/rollout/test_stages.py", "tests/rollout/test_scheduler.py", _WAITING),
+    "player": Judged(
+        "rollout/player/player.py",
+        ("tests/rollout/test_player.py", "tests/rollout/test_stages.py", "tests/rollout/test_overlap.py", _WAITING),
     ),
-    "event_scheduler": Judged(
-        "rollout/schedule/event_scheduler.py", ("tests/rollout/test_event_scheduler.py", _WAITING)
+    "stages": Judged(
+        "rollout/player/stages.py",
+        ("tests/rollout/test_player.py", "tests/rollout/test_stages.py", "tests/rollout/test_overlap.py", _WAITING),
     ),
-    "ledger": Judged("rollout/schedule/ledger.py", ("tests/rollout/test_ledger.py", _WAITING)),
     "weight_sync": Judged(
         "trainer/weights/checked_engines.py", ("tests/engines/test_weight_sync.py",), ("_compare", "_what")
     ),

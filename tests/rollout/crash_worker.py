@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from letters import letter_config, letter_problems, letter_team, script
 
 from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.rollout.schedule.background import BackgroundScheduler
-from marsrl.rollout.schedule.ledger import RolloutState
-from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.player.rollout import Rollout
+from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.runs.directory import write_atomically
 
@@ -46,31 +45,30 @@ def live(file: Path, overlap: int, pipe: int) -> None:
 
     config = letter_config(overlap=overlap, segments=3)
     team, engines = letter_team(config, script=tell)
-    kind = BackgroundScheduler if overlap else Scheduler
-    scheduler = kind(config, team, letter_problems(NUM_PROBLEMS), seed=0)
+    rollout = Rollout(config, team, letter_problems(NUM_PROBLEMS), seed=0)
     step, trained = 0, []
     if file.exists():
         saved = decode(Saved, file.read_bytes())
         step, trained = saved.step, list(saved.trained)
-        scheduler.restore(saved.rollout)
+        rollout.restore(saved.rollout)
     engines[0]._version = step
     while True:
-        batch = scheduler.next_batch({"main": step})
+        batch = rollout.next_batch({"main": step})
         trained += [(group.group_id, group.samples[0].problem_id) for group in batch.groups]
         step += 1
-        with scheduler.resting({"main": step}):
+        with rollout.resting({"main": step}):
             engines[0]._version = step
-        state = scheduler.snapshot()
+        state = rollout.snapshot()
         write_atomically(file, encode(Saved(step, trained, state)))
         os.write(pipe, b".")
         if not is_under_way(state):
             break
-    scheduler.close()
+    rollout.close()
 
 
 def is_under_way(state: RolloutState) -> bool:
     """Is something of the epochs not trained yet?"""
-    books = state.scheduler
+    books = state.stages
     left = [each.ask.episode_id for each in books.open.values()] + [ask.episode_id for ask in books.pending]
     left += [group.rollout_id for group in books.closed] + [g.rollout_id for b in books.ready for g in b.groups]
     return books.num_instances < NUM_PROBLEMS * EPOCHS or any(int(i) <= NUM_PROBLEMS * EPOCHS for i in left)

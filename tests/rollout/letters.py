@@ -13,11 +13,11 @@ from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.orchestrations.registry import agent_names, build_orchestration
+from marsrl.rollout.player.completion import Completion, State
+from marsrl.rollout.player.stages import Stages, StepBatch
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.rewards.judge import Judge, known
-from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.tasks.data import DataCursor
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Group, Message, Problem, Reward
@@ -97,15 +97,35 @@ def letter_config(**options: object) -> RolloutConfig:
     return RolloutConfig.model_validate(base | options)
 
 
-def groups_of_a_while(
-    scheduler: Scheduler | EventScheduler, versions: Mapping[str, int], rng: random.Random
-) -> Sequence[Group]:
+def set_team(stages: Stages, team: Team) -> None:
+    """Another team plays on."""
+    stages.team = stages.player.team = team
+
+
+def completions(stages: Stages, *states: State) -> list[Completion]:
+    """Those that are in one of these states, of asks that are not over."""
+    return [each for ask in stages.state.open.values() for each in ask.completions if each.state in states]
+
+
+def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> StepBatch:
+    """The next batch, by rounds without a wait. versions: of now; None: they are known."""
+    if versions is not None:
+        stages.resume(versions)
+    stages.want()
+    for _ in range(100_000):
+        if (batch := stages.take()) is not None:
+            return batch
+        stages.advance(0.0)
+    raise AssertionError("no batch")
+
+
+def groups_of_a_while(stages: Stages, versions: Mapping[str, int], rng: random.Random) -> Sequence[Group]:
     """What is trained next: after a stage, or after some steps of the engine, three tokens each; often nothing then."""
-    if isinstance(scheduler, Scheduler):
-        return scheduler.next_batch(versions).groups
-    scheduler.resume(versions)
-    scheduler.ask()
+    if stages.rule.in_step:
+        return next_batch(stages, versions).groups
+    stages.resume(versions)
+    stages.want()
     for _ in range(rng.randrange(1, 12)):
-        scheduler.advance(0.01)
-    batch = scheduler.take()
+        stages.advance(0.01)
+    batch = stages.take()
     return batch.groups if batch is not None else ()

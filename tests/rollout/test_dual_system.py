@@ -1,4 +1,4 @@
-"""System 2 reasons and calls tools, System 1 reads what they find: by scripts, in every scheduler, cut off anywhere."""
+"""System 2 reasons and calls tools, System 1 reads what they find: by scripts, in stages and in evaluations, cut off anywhere."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.player.evaluation import EvaluationPlay
+from marsrl.rollout.player.stages import RolloutState, Stages, StagesState
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.schedule.at_once import AtOnce
-from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.data import DataCursor
 from marsrl.rollout.team import Team, WatchedJudge
@@ -140,10 +138,10 @@ def play(
     says, length = Says(renderer, turns), options.pop("length", 4000)
     answered: list[Sample] = []
     note = lambda played: answered.extend(played.samples)  # noqa: E731
-    player = AtOnce(team_of(system(renderer, **options), says, tools), VERSIONS, length, Sampling(), on_end=note)
+    play = EvaluationPlay(team_of(system(renderer, **options), says, tools), VERSIONS, length, Sampling(), on_end=note)
     episode = Episode("e.0", "e", PROBLEM, purpose="evaluate")
-    player.play([episode], 0)
-    player.finish()
+    play.add([episode], 0)
+    play.finish()
     assert episode.is_at_its_end and not episode.error and not episode.waiting
     (said,) = [sample for sample in answered if sample.agent == "system2"]
     return episode, replace(said, full_text=renderer.decode(said.token_ids)), says
@@ -332,16 +330,15 @@ def test_a_run_that_is_cut_in_any_phase_of_a_turn_repeats_no_call_and_loses_no_s
     renderer: ChatRenderer, options: dict[str, object]
 ) -> None:
     config, source, lives = config_of(prompts_per_step=1, **options), problems(), random.Random(0)
-    known = RolloutState(SchedulerState(), source.state())
+    known = RolloutState(StagesState(), source.state())
     trained: Counter[str] = Counter()
     phases: Counter[str] = Counter()
     for _ in range(36):
         tools = Looker()
-        kind = EventScheduler if config.overlap else Scheduler
         team = team_of(system(renderer), Says(renderer, *SCRIPTS), tools, tokens_per_step=29)
-        scheduler = kind(config, team, problems(), seed=3, trains_whole=True)
-        scheduler.restore(decode(RolloutState, encode(known)))
-        episodes = [e for each in scheduler.state.instances.values() for e in each.episodes.values()]
+        stages = Stages(config, team, problems(), seed=3, trains_whole=True)
+        stages.restore(decode(RolloutState, encode(known)))
+        episodes = [e for each in stages.state.instances.values() for e in each.episodes.values()]
         is_open = {call.id for episode in episodes for call in episode.open_calls}
         kept = {name for episode in episodes for name in episode.outputs}
         for episode in episodes:
@@ -350,11 +347,11 @@ def test_a_run_that_is_cut_in_any_phase_of_a_turn_repeats_no_call_and_loses_no_s
             phases["tools"] += bool(episode.open_calls)
             phases["distilling"] += bool(episode.waiting) and num_open > 1
             phases["resumed"] += num_open == 1 and not episode.waiting and bool(episode.outputs)
-        for group in groups_of_a_while(scheduler, VERSIONS, lives):
+        for group in groups_of_a_while(stages, VERSIONS, lives):
             trained.update(sample.uid for sample in group.samples)
             assert all(is_right(renderer, sample) for sample in group.samples)
             assert {sample.agent for sample in group.samples} == {group.agent}
-        known = decode(RolloutState, encode(scheduler.snapshot()))
+        known = decode(RolloutState, encode(stages.snapshot()))
         assert is_open <= set(tools.called) and not kept & set(tools.called) and set(tools.called.values()) <= {1}
     of_system_1 = sum("/system1" in uid for uid in trained)
     assert len(trained) - of_system_1 >= 4 and set(trained.values()) == {1}

@@ -9,18 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from letters import AGENTS, PROMPT_ENDS, LetterRenderer, completion, judge, letter_config, letter_problems
+from engine_cases import generate
+from letters import AGENTS, PROMPT_ENDS, LetterRenderer, completion, judge, letter_config, letter_problems, next_batch
 from mortal import MortalReplicas, Places, WeighedEngine
 
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling, WeightReceipt, WeightUpdate
 from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Lost, Timed
 from marsrl.rollout.pool.retries import Retries
-from marsrl.rollout.schedule.background import BackgroundScheduler
-from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Group, Sample
 
@@ -33,18 +32,8 @@ def asks(count: int) -> list[DecodeRequest]:
 
 
 def served(pool: EnginePool, requests: list[DecodeRequest], how: str, version: int = 0) -> list[DecodeResult]:
-    """Results in the order of the requests, by one of the two ways of a pool."""
-    if how == "generate":
-        return pool.generate(requests, version=version)
-    pool.submit(requests, version=version)
-    results: dict[str, DecodeResult] = {}
-    for _ in range(2000):
-        if not pool.num_under_way:
-            break
-        for result in pool.collect(0.0):
-            assert result.uid not in results
-            results[result.uid] = result
-    return [results[request.uid] for request in requests]
+    """Results in the order of the requests, sent all at once or as slots are free."""
+    return generate(pool, requests, version, at_once=how == "at once")
 
 
 def is_whole(result: DecodeResult) -> bool:
@@ -84,7 +73,7 @@ def test_losses_are_forgotten_once_a_request_came_back() -> None:
 # Pools.
 
 
-@pytest.mark.parametrize("how", ["generate", "submit"])
+@pytest.mark.parametrize("how", ["at once", "slots"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("fault", ["dead", "hung", "doomed"])
 def test_a_lost_engine_is_restarted_and_every_request_served(how: str, count: int, fault: str) -> None:
@@ -99,7 +88,7 @@ def test_a_lost_engine_is_restarted_and_every_request_served(how: str, count: in
     assert pool.take_faults().engine_restarts == 0  # told once
 
 
-@pytest.mark.parametrize("how", ["generate", "submit"])
+@pytest.mark.parametrize("how", ["at once", "slots"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_request_that_no_engine_survives_is_an_error_and_no_other_is(how: str, count: int) -> None:
     replicas = MortalReplicas(count, deadly=lambda request: request.uid == "7/solver:0")
@@ -112,7 +101,7 @@ def test_a_request_that_no_engine_survives_is_an_error_and_no_other_is(how: str,
     assert 3 <= num_had == len(replicas.restarts) <= 3 + 5  # halves of at most 24 requests
     assert pool.take_faults().failed == 1
     assert all(map(is_whole, served(pool, asks(7), how)))  # and the pool serves on, all of its engines
-    if how == "submit":
+    if how == "slots":
         assert pool._probation.num_waiting == 0 and not pool._probation.replicas
 
 
@@ -134,7 +123,7 @@ def test_requests_under_suspicion_are_alone_on_their_engine() -> None:
     assert sorted(r.uid for r in results if not is_whole(r)) == ["1/solver:0"] and len(results) == 7
 
 
-@pytest.mark.parametrize("how", ["generate", "submit"])
+@pytest.mark.parametrize("how", ["at once", "slots"])
 def test_the_others_go_on_without_an_engine_that_has_no_place_until_it_has_one(how: str) -> None:
     replicas = MortalReplicas(3)
     pool = replicas.pool(slots=4)
@@ -164,7 +153,7 @@ def test_a_policy_s_only_engine_cannot_be_done_without() -> None:
     replicas.places = Places()
     replicas.dead |= {0, 1}
     with pytest.raises(RuntimeError, match="engine 1 has no place"):
-        served(pool, asks(20), "submit")
+        served(pool, asks(20), "slots")
 
 
 def test_requests_under_suspicion_go_to_another_engine_where_theirs_is_not_replaced() -> None:
@@ -195,7 +184,7 @@ def test_an_engine_that_dies_while_all_is_ended_loses_no_request() -> None:
     assert sorted(r.uid for r in ended + parts) == sorted(r.uid for r in requests)
     assert {r.finish for r in parts} == {Finish.UNFINISHED} and pool.num_under_way == 0
     assert sorted(replicas.restarts) == [0, 1]
-    assert all(map(is_whole, served(pool, requests, "submit")))
+    assert all(map(is_whole, served(pool, requests, "slots")))
 
 
 def test_a_restarted_engine_holds_the_weights_of_now() -> None:
@@ -204,9 +193,9 @@ def test_a_restarted_engine_holds_the_weights_of_now() -> None:
     for version in (1, 2):
         pool.update_weights(WeightUpdate(f"version_{version}", version))
     replicas.dead |= {0, 1}
-    assert [r.version for r in served(pool, asks(4), "submit", version=2)] == [2] * 4
+    assert [r.version for r in served(pool, asks(4), "slots", version=2)] == [2] * 4
     replicas.dead.add(1)
-    assert [r.version for r in served(pool, asks(4), "generate", version=2)] == [2] * 4
+    assert [r.version for r in served(pool, asks(4), "at once", version=2)] == [2] * 4
     replicas.hung.add(0)
     assert len(pool.score([np.arange(5, dtype=np.int32)])) == 2  # the probe of a sync, too
     assert [engine._version for engine in replicas.engines] == [2, 2]
@@ -228,7 +217,7 @@ def test_other_weights_in_a_restarted_engine_end_the_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(WeighedEngine, "update_weights", lambda self, update: WeightReceipt(1, ({"name": 7},), 0.0))
     replicas.dead.add(1)
     with pytest.raises(RuntimeError, match=r"engine 1 was restarted .* version 1.*1 of 1 tensors differ, first name"):
-        served(pool, asks(4), "submit", version=1)
+        served(pool, asks(4), "slots", version=1)
 
 
 def test_weights_that_nobody_has_cannot_be_given_to_a_new_engine() -> None:
@@ -237,7 +226,7 @@ def test_weights_that_nobody_has_cannot_be_given_to_a_new_engine() -> None:
     publish_from_memory(pool, 4)
     replicas.dead.add(0)
     with pytest.raises(RuntimeError, match=r"no file has the weights of version 4 .* no trainer is here to send them"):
-        served(pool, asks(1), "submit", version=4)
+        served(pool, asks(1), "slots", version=4)
 
 
 def publish_from_memory(pool: EnginePool, version: int) -> None:
@@ -269,11 +258,11 @@ def test_an_engine_that_is_lost_while_weights_are_proven_gets_them_from_the_trai
     replicas.dead.add(0)
     assert len(pool.score([np.arange(5, dtype=np.int32)])) == 1 and replicas.restarts == [0]
     trainer.can = True
-    assert {result.version for result in served(pool, asks(8), "generate", version=4)} == {4}
+    assert {result.version for result in served(pool, asks(8), "at once", version=4)} == {4}
     assert trainer.asked[-1] == 0 and all(replicas.had)
 
 
-@pytest.mark.parametrize("how", ["generate", "submit"])
+@pytest.mark.parametrize("how", ["at once", "slots"])
 def test_weights_of_no_file_come_from_the_trainer_again(how: str) -> None:
     replicas = MortalReplicas(2)
     pool = replicas.pool()
@@ -292,9 +281,9 @@ def test_an_engine_without_weights_gets_nothing_to_do_until_the_trainer_can_send
     publish_from_memory(pool, 4)
     trainer.can = False
     replicas.dead.add(1)
-    assert all(map(is_whole, served(pool, asks(8), "submit", version=4)))  # the other one has them all
+    assert all(map(is_whole, served(pool, asks(8), "slots", version=4)))  # the other one has them all
     had = len(replicas.had[1])
-    assert all(map(is_whole, served(pool, asks(8), "generate", version=4)))
+    assert all(map(is_whole, served(pool, asks(8), "at once", version=4)))
     assert len(pool.score([np.arange(5, dtype=np.int32)])) == 1  # the proof of a publish is the others'
     assert len(replicas.had[1]) == had
     replicas.dead.add(0)
@@ -304,9 +293,6 @@ def test_an_engine_without_weights_gets_nothing_to_do_until_the_trainer_can_send
     pool.drain()
     with pytest.raises(RuntimeError, match=r"score needs them, and engines \[0, 1\] were lost"):
         pool.score([np.arange(5, dtype=np.int32)])
-    with pytest.raises(RuntimeError, match=r"generate needs them, and engines \[0, 1\] were lost"):
-        pool.generate(asks(4), version=4)
-    pool.drain()
     pool.submit(asks(4), version=4)
     trainer.can = True
     pool.feed_unfed()
@@ -324,7 +310,7 @@ def test_the_next_publish_brings_weights_to_an_engine_that_has_none() -> None:
     pool.stand_by()
     assert not trainer.asked and replicas.restarts == [0]
     publish_from_memory(pool, 5)
-    assert [result.version for result in served(pool, asks(4), "submit", version=5)] == [5] * 4
+    assert [result.version for result in served(pool, asks(4), "slots", version=5)] == [5] * 4
 
 
 @pytest.mark.parametrize("lost", [{1}, {0, 1}], ids=["one of two", "all"])
@@ -336,7 +322,7 @@ def test_an_engine_that_is_lost_while_the_trainer_s_ranks_send_weights_gets_them
     replicas.dies_in_update |= lost
     publish_from_memory(pool, 4)
     assert trainer.asked == sorted(lost) == replicas.restarts and pool.take_faults().engine_restarts == len(lost)
-    results = served(pool, asks(8), "submit", version=4)
+    results = served(pool, asks(8), "slots", version=4)
     assert all(map(is_whole, results)) and {result.version for result in results} == {4}
 
 
@@ -350,7 +336,7 @@ def test_an_engine_that_no_weights_reach_is_tried_as_often_as_allowed() -> None:
     assert trainer.asked == [1] * 3
 
 
-@pytest.mark.parametrize("how", ["generate", "submit"])
+@pytest.mark.parametrize("how", ["at once", "slots"])
 def test_too_many_restarts_end_the_run_with_the_reason(how: str) -> None:
     replicas = MortalReplicas(2, deadly=lambda request: True)
     pool = replicas.pool(most_restarts=5)
@@ -367,7 +353,7 @@ def test_an_engine_that_cannot_be_started_again_is_tried_as_often_as_allowed() -
     pool = replicas.pool(most_restarts=3)
     replicas.dead.add(0)
     with pytest.raises(RuntimeError, match=r"engine 0 is lost \(no such node\)"):
-        served(pool, asks(2), "submit")
+        served(pool, asks(2), "slots")
     assert len(replicas.restarts) == 3
 
 
@@ -377,7 +363,7 @@ def test_an_engine_that_dies_asleep_wakes_as_a_new_one() -> None:
     pool.update_weights(WeightUpdate("version_1", 1))
     pool.sleep(keeps_weights=True)
     replicas.dead.add(1)
-    assert all(map(is_whole, served(pool, asks(6), "generate", version=1))) and replicas.restarts == [1]
+    assert all(map(is_whole, served(pool, asks(6), "at once", version=1))) and replicas.restarts == [1]
 
 
 def test_a_listener_hears_of_a_restart() -> None:
@@ -385,24 +371,25 @@ def test_a_listener_hears_of_a_restart() -> None:
     pool, heard = replicas.pool(), []
     pool.on_call = lambda replica, method, start, end: heard.append((replica, method, end >= start > 0))
     replicas.dead.add(1)
-    pool.generate(asks(6), version=0)
+    generate(pool, asks(6), version=0)
     assert (1, "restart", True) in heard
 
 
-# Schedulers.
+# Stages.
 
 
 class Team2:
-    """A team on mortal engines, played by one of the two schedulers."""
+    """A team on mortal engines, played in stages; in a thread of its own where it is_beside."""
 
-    def __init__(self, config: RolloutConfig, replicas: MortalReplicas, *, is_background: bool = False) -> None:
+    def __init__(self, config: RolloutConfig, replicas: MortalReplicas, *, is_beside: bool = False) -> None:
         agents = {name: AgentConfig() for name in AGENTS}
         self.replicas = replicas
         self.pool = replicas.pool(slots=12, attempts=config.max_request_attempts, most_restarts=10_000)
         orchestration = build_orchestration("verifier_corrector", agents, "math", None, config)
         team = Team(agents, orchestration, {"main": LetterRenderer()}, {"main": self.pool}, WatchedJudge(judge))  # type: ignore[dict-item]
-        kind: Any = BackgroundScheduler if is_background else EventScheduler if config.overlap else Scheduler
-        self.scheduler = kind(config, team, letter_problems(60), seed=0)
+        self.rollout = Rollout(config, team, letter_problems(60), seed=0)
+        self.stages = self.rollout.stages
+        self.is_beside = is_beside
         self.metrics: Counter[str] = Counter()
         self.version = 0
         self.publish()
@@ -412,21 +399,18 @@ class Team2:
 
     def step(self) -> tuple[Group, ...]:
         """A batch, and new weights."""
-        if isinstance(self.scheduler, EventScheduler):
-            self.scheduler.resume({"main": self.version})
-            self.scheduler.ask()
-            while (batch := self.scheduler.take()) is None:
-                self.scheduler.advance(0.0)
+        if self.is_beside:
+            batch = self.rollout.next_batch({"main": self.version})
+            self.version += 1
+            with self.rollout.resting({"main": self.version}):
+                self.publish()
+        else:
+            batch = next_batch(self.stages, {"main": self.version})
             for _ in range(3):
-                self.scheduler.advance(0.0)
-            self.scheduler.rest()
+                self.stages.advance(0.0)
+            self.stages.rest()
             self.version += 1
             self.publish()
-        else:
-            batch = self.scheduler.next_batch({"main": self.version})
-            self.version += 1
-            with self.scheduler.resting({"main": self.version}):
-                self.publish()
         self.metrics.update(batch.metrics)
         return batch.groups
 
@@ -476,9 +460,7 @@ def test_engines_that_are_lost_change_nothing_that_is_trained(name: str) -> None
     config = CONFIGS[name].model_copy(update={"max_request_attempts": 100})
     unlucky = Team2(config, Unlucky(config.engines, seed=2, share=0.25))
     groups = [group for _ in range(8) for group in unlucky.step()]
-    in_the_making = unlucky.scheduler.counts["rollout/engine_restarts"] if config.overlap else 0
-    left = unlucky.pool.take_faults().engine_restarts  # of the last publish
-    told = unlucky.metrics["rollout/engine_restarts"] + in_the_making + left
+    told = unlucky.metrics["rollout/engine_restarts"] + unlucky.pool.take_faults().engine_restarts  # of the next batch
     assert told == len(unlucky.replicas.restarts) > 3
     assert unlucky.metrics["rollout/resubmitted"] > 0 and unlucky.metrics["rollout/failed_requests"] == 0
     uids = Counter(sample.uid for group in groups for sample in group.samples)
@@ -525,14 +507,14 @@ def test_a_segment_that_is_whole_is_not_decoded_again() -> None:
     original = replicas.submit
     replicas.submit = lambda replica, requests, version: (sent.extend(requests), original(replica, requests, version))  # type: ignore[assignment, method-assign, func-returns-value]
     played = Team2(config, replicas)
-    played.scheduler.resume({"main": 0})
-    played.scheduler.ask()
+    played.stages.resume({"main": 0})
+    played.stages.want()
     while not any(request.uid == "000001/solver:0" and _known(request) == 12 for request in sent):
-        played.scheduler.advance(0.0)
+        played.stages.advance(0.0)
     replicas.dead.add(0)
     before = len(sent)
     while not any(request.uid == "000001/solver:0" for request in sent[before:]):
-        played.scheduler.advance(0.0)
+        played.stages.advance(0.0)
     again = next(request for request in sent[before:] if request.uid == "000001/solver:0")
     assert _known(again) == 12 and again.token_ids[-12:].tolist() == completion(again.uid)[:12]
 
@@ -544,9 +526,9 @@ def _known(request: DecodeRequest) -> int:
 
 def test_the_thread_that_decodes_survives_a_lost_engine() -> None:
     config = letter_config(overlap=1, segments=3)
-    played = Team2(config, Unlucky(2, seed=3, share=0.05), is_background=True)
+    played = Team2(config, Unlucky(2, seed=3, share=0.05), is_beside=True)
     groups = [group for _ in range(6) for group in played.step()]
-    played.scheduler.close()
+    played.rollout.close()
     assert played.replicas.restarts and len(groups) > 6
     assert all(not sample.reward.is_missing and len(group.samples) == 3 for group in groups for sample in group.samples)
     assert played.metrics["rollout/engine_restarts"] > 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_cases import decoded
 from letters import AGENTS, LetterRenderer, judge, letter_problems
 from safetensors.torch import load_file, save_file
 from trained import train_sequences
@@ -19,12 +20,12 @@ from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling, WeightUpdate
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.player.completion import Completion
+from marsrl.rollout.player.rollout import Rollout
+from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.pool.batches import RequestBatch, ResultBatch
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.schedule.ledger import RolloutState
-from marsrl.rollout.schedule.partial_rollouts import Partial
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Sample
@@ -90,15 +91,15 @@ def played(engine: LocalEngine, segments: int = 1, other: Path | None = None, **
         WatchedJudge(judge),
         max_kept={"solver": MOST},  # type: ignore[dict-item, arg-type]
     )
-    scheduler = Scheduler(config, team, letter_problems(4), seed=0)
-    groups = scheduler.next_batch({"main": 0}).groups
+    rollout = Rollout(config, team, letter_problems(4), seed=0)
+    groups = rollout.next_batch({"main": 0}).groups
     if other is not None:
         assert not groups
         engine.update_weights(WeightUpdate(str(other / "model.safetensors"), 1))
-        kept = decode(RolloutState, encode(scheduler.snapshot()))
-        scheduler = Scheduler(config, team, letter_problems(4), seed=0)
-        scheduler.restore(kept)
-        groups = tuple(group for group in scheduler.next_batch({"main": 1}).groups if group.rollout_id <= "000002")
+        kept = decode(RolloutState, encode(rollout.snapshot()))
+        rollout = Rollout(config, team, letter_problems(4), seed=0)
+        rollout.restore(kept)
+        groups = tuple(group for group in rollout.next_batch({"main": 1}).groups if group.rollout_id <= "000002")
     samples = [sample for group in groups for sample in group.samples]
     assert len(samples) == 6 and decode(Sample, encode(samples[0])).kept_tokens is not None
     return samples
@@ -157,7 +158,7 @@ def test_the_engine_says_what_it_drew_from_and_log_probs_are_of_that(model: Path
         )
         for i in range(8)
     ]
-    results = EnginePool(LocalReplicas([engine])).generate(asks, version=0)
+    results = decoded(engine, asks, version=0)
     sizes = []
     for ask, result in zip(asks, results, strict=True):
         if not ask.sampling.records_kept:
@@ -175,7 +176,7 @@ def test_the_engine_says_what_it_drew_from_and_log_probs_are_of_that(model: Path
         sizes += kept.counts.tolist()
     assert max(sizes) == MOST and min(sizes) < MOST / 2
     plain = [replace(ask, sampling=replace(ask.sampling, records_kept=False)) for ask in asks]
-    again = EnginePool(LocalReplicas([engine_of(model, max_num_seqs=3)])).generate(plain, version=0)
+    again = decoded(engine_of(model, max_num_seqs=3), plain, version=0)
     assert [r.logprobs.tobytes() for r in again] == [r.logprobs.tobytes() for r in results]
 
 
@@ -189,13 +190,14 @@ def test_an_aborted_segment_and_the_next_one_leave_no_place_out(model: Path) -> 
     (first,) = engine.collect(0.0)
     assert first.finish is Finish.UNFINISHED and first.kept_tokens is not None
     assert len(first.kept_tokens.counts) == len(first.token_ids) == 5
-    partial = Partial()
-    partial.extend(first.token_ids, first.logprobs, 0, None, first.kept_tokens)
-    partial.go_on_with(np.array([9, 9], np.int32))
-    partial.extend(first.token_ids[:1], first.logprobs[:1], 1)  # of a sampler that left nothing out
-    assert partial.kept_tokens is not None
-    assert partial.kept_tokens.counts.tolist() == [*first.kept_tokens.counts.tolist(), 0, 0, 0]
-    assert partial.kept_tokens.ids.tolist() == first.kept_tokens.ids.tolist()
+    completion = Completion()
+    completion.extend(first)
+    completion.go_on_with(np.array([9, 9], np.int32))
+    unrecorded = replace(first, token_ids=first.token_ids[:1], logprobs=first.logprobs[:1], kept_tokens=None)
+    completion.extend(unrecorded)  # of a sampler that left nothing out
+    assert completion.kept_tokens is not None
+    assert completion.kept_tokens.counts.tolist() == [*first.kept_tokens.counts.tolist(), 0, 0, 0]
+    assert completion.kept_tokens.ids.tolist() == first.kept_tokens.ids.tolist()
 
 
 def test_under_the_same_weights_trainer_and_rollout_agree_and_would_not_without_what_was_kept(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model as the judge, on a scripted engine: what it says, what it does not say, and what becomes of it in every scheduler."""
+"""A model as the judge, on a scripted engine: what it says, what it does not say, and what becomes of it in stages."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from letters import END, LetterRenderer, judge, letter_config, letter_problems, letter_team
+from letters import END, LetterRenderer, completions, judge, letter_config, letter_problems, letter_team, next_batch
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
+from marsrl.rollout.player.completion import Completion, State
+from marsrl.rollout.player.evaluation import EvaluationPlay
+from marsrl.rollout.player.stages import RolloutState, Stages
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.rewards.judge import Judge, known
 from marsrl.rollout.rewards.model_judge import ModelJudge
-from marsrl.rollout.schedule.at_once import AtOnce
-from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.ledger import RolloutState
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import MISSING, Message, Problem, Reward
@@ -258,7 +257,7 @@ def test_too_large_a_share_of_missing_is_told_once_with_what_was_said_last(desk:
     assert judged.judge.too_many_missing("train") == ""  # a quarter is not more than a quarter
 
 
-# In the schedulers: the judge says yes to 8, which the task calls wrong.
+# In stages: the judge says yes to 8, which the task calls wrong.
 
 
 def contrary(answer: str, before: int) -> str:
@@ -276,18 +275,11 @@ def answers_of(groups: Sequence[Any]) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("when", ["always", "evaluate"])
-@pytest.mark.parametrize("kind", [Scheduler, EventScheduler])
-def test_training_is_judged_by_the_model_where_it_is_to_be(desk: Make, kind: Any, when: str) -> None:
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_training_is_judged_by_the_model_where_it_is_to_be(desk: Make, overlap: int, when: str) -> None:
     judged = desk(contrary, when=when)
-    team, config, _ = team_with(judged, overlap=int(kind is EventScheduler))
-    scheduler = kind(config, team, letter_problems(9), seed=0)
-    if kind is EventScheduler:
-        scheduler.resume({"main": 0})
-        scheduler.ask()
-        while (batch := scheduler.take()) is None:
-            scheduler.advance(0.01)
-    else:
-        batch = scheduler.next_batch({"main": 0})
+    team, config, _ = team_with(judged, overlap=overlap)
+    batch = next_batch(Stages(config, team, letter_problems(9), seed=0), {"main": 0})
     found, right = answers_of(batch.groups), {"always": "8", "evaluate": "7"}[when]
     assert len(found) > 3 and all(correct == (answer == right) for answer, correct in found)
     if when == "evaluate":
@@ -295,7 +287,7 @@ def test_training_is_judged_by_the_model_where_it_is_to_be(desk: Make, kind: Any
     else:
         calls, cached, agreed = (batch.metrics[f"judge/{name}"] for name in ("calls", "cached", "agreed"))
         assert calls > cached > 0 == agreed
-        if kind is Scheduler:  # with overlap the count is that of another moment
+        if not overlap:  # with overlap the count is that of another moment
             assert calls == len(found) and calls - cached == len(judged.asked)
 
 
@@ -304,51 +296,51 @@ def test_an_evaluation_is_judged_by_the_model_in_both_cases(desk: Make) -> None:
     team, _, _ = team_with(judged)
     problems = [letter_problems(1).next_problem()] * 6
     episodes = [Episode(f"e{i}", f"e{i}", p, 0, "evaluate") for i, p in enumerate(problems)]
-    player = AtOnce(team, {"main": 0}, 48, Sampling())
-    player.play(episodes, 0)
-    player.finish()
+    play = EvaluationPlay(team, {"main": 0}, 48, Sampling())
+    play.add(episodes, 0)
+    play.finish()
     samples = [s for e in episodes for answer in e.answers.values() for s in answer if s.answer is not None]
     assert len(samples) >= 6 and all(s.reward.correct == (s.answer == "8") for s in samples)
     assert judged.judge.take_counts("evaluate")["judge/calls"] == len(samples)
 
 
-def play(scheduler: EventScheduler, until: Callable[[], bool]) -> None:
+def play(stages: Stages, until: Callable[[], bool]) -> None:
     """However late a judge's thread answers: whole batches make room for more, so that there is always more to play."""
     while not until():
-        scheduler.advance(0.01)
-        if scheduler.take() is not None:
-            scheduler.ask()
+        stages.advance(0.01)
+        if stages.take() is not None:
+            stages.want()
 
 
 def test_judgements_are_under_way_while_others_decode_and_those_that_were_kept_are_not_made_again(desk: Make) -> None:
     engine = Deaf()
     judged = desk(contrary, engine=engine)
     team, config, engines = team_with(judged, overlap=1)
-    scheduler = EventScheduler(config, team, letter_problems(9), seed=0)
-    scheduler.resume({"main": 0})
-    scheduler.ask()
-    while not (scheduler._judging and scheduler.is_decoding):
-        scheduler.advance(0.0)
+    stages = Stages(config, team, letter_problems(9), seed=0)
+    stages.resume({"main": 0})
+    stages.want()
+    while not (completions(stages, State.JUDGING) and stages.player.is_decoding):
+        stages.advance(0.0)
     decoded = engines[0].num_decoded()
-    scheduler.advance(0.0)
-    assert engines[0].num_decoded() > decoded and scheduler._judging  # nobody waits for the judge
+    stages.advance(0.0)
+    assert engines[0].num_decoded() > decoded and completions(stages, State.JUDGING)  # nobody waits for the judge
     engine.may_answer.set()
-    play(scheduler, until=lambda: any(each.finished for each in scheduler.state.open.values()))
-    state = decode(RolloutState, encode(scheduler.snapshot()))
-    kept = {s.uid for each in state.scheduler.open.values() for s in each.finished.values()}
+    play(stages, until=lambda: bool(completions(stages, State.OVER)))
+    state = decode(RolloutState, encode(stages.snapshot()))
+    kept = {sample.uid for each in state.stages.open.values() for sample in each.samples}
     begun: list[str] = []
 
     class Watched(Team):
-        def begin_judging(self, finished: Any) -> Any:
-            begun.extend(sample.uid for _, _, sample in finished)
-            return super().begin_judging(finished)
+        def begin_judging(self, ended: Sequence[Completion]) -> Any:
+            begun.extend(each.uid for each in ended)
+            return super().begin_judging(ended)
 
     again, config, _ = team_with(desk(contrary), overlap=1)
     watched = Watched(*(getattr(again, name) for name in Team.__dataclass_fields__))
-    resumed = EventScheduler(config, watched, letter_problems(9), seed=0)
+    resumed = Stages(config, watched, letter_problems(9), seed=0)
     resumed.restore(state)
     resumed.resume({"main": 0})
-    resumed.ask()
+    resumed.want()
     play(resumed, until=lambda: bool(begun))  # at the latest those that an ask with a kept one lacks
     assert kept and not kept.intersection(begun)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from mortal import MortalReplicas, Places
 from test_faults import asks, is_whole, served
 
@@ -19,25 +18,22 @@ def policies(**of: tuple[int, float, dict[str, float]]) -> dict[str, PolicyEngin
 
 def test_an_engine_moves_where_loads_are_off_by_more_than_two_and_decoding_gets_shorter() -> None:
     off = policies(big=(1, 30.0, GPU), small=(3, 30.0, GPU))
-    for in_turn in (True, False):
-        move = wanted(off, in_turn=in_turn)
-        assert move is not None and (move.giver, move.taker, move.num, move.problem) == ("small", "big", 1, "")
-        assert "big was busy for 30.0 s" in move.why
-        assert wanted(policies(big=(2, 30.0, GPU), small=(2, 30.0, GPU)), in_turn=in_turn) is None
-        assert wanted(policies(big=(1, 19.0, GPU), small=(2, 20.0, GPU)), in_turn=in_turn) is None  # 1.9 times
-        assert wanted(policies(big=(1, 30.0, GPU), small=(1, 1.0, GPU)), in_turn=in_turn) is None  # its last
-        assert wanted(policies(big=(1, 0.3, GPU), small=(2, 0.0, GPU)), in_turn=in_turn) is None  # nothing was done
-    # 42 and 20 s: in turn 28 + 40 s after it are no gain, side by side 40 are none either
-    for in_turn in (True, False):
-        assert wanted(policies(big=(2, 84.0, GPU), small=(2, 40.0, GPU)), in_turn=in_turn) is None
+    move = wanted(off)
+    assert move is not None and (move.giver, move.taker, move.num, move.problem) == ("small", "big", 1, "")
+    assert "big was busy for 30.0 s" in move.why
+    assert wanted(policies(big=(2, 30.0, GPU), small=(2, 30.0, GPU))) is None
+    assert wanted(policies(big=(1, 19.0, GPU), small=(2, 20.0, GPU))) is None  # 1.9 times
+    assert wanted(policies(big=(1, 30.0, GPU), small=(1, 1.0, GPU))) is None  # its last
+    assert wanted(policies(big=(1, 0.3, GPU), small=(2, 0.0, GPU))) is None  # nothing was done
+    # 42 and 20 s: 28 and 40 after it are no gain
+    assert wanted(policies(big=(2, 84.0, GPU), small=(2, 40.0, GPU))) is None
 
 
-@pytest.mark.parametrize("in_turn", [True, False])
-def test_the_way_back_is_never_due_under_the_same_load(in_turn: bool) -> None:
+def test_the_way_back_is_never_due_under_the_same_load() -> None:
     for work in ((10.0, 90.0), (40.0, 41.0), (3.0, 1000.0)):
         counts, moves = [6, 2], []
         for _ in range(20):
-            move = wanted(policies(a=(counts[0], work[0], GPU), b=(counts[1], work[1], GPU)), in_turn=in_turn)
+            move = wanted(policies(a=(counts[0], work[0], GPU), b=(counts[1], work[1], GPU)))
             if move is None:
                 break
             moves.append(move.giver)
@@ -47,10 +43,10 @@ def test_the_way_back_is_never_due_under_the_same_load(in_turn: bool) -> None:
 
 
 def test_engines_of_another_size_move_only_where_they_fit() -> None:
-    wide = wanted(policies(wide=(1, 30.0, TWO), small=(4, 8.0, GPU)), in_turn=False)
+    wide = wanted(policies(wide=(1, 30.0, TWO), small=(4, 8.0, GPU)))
     assert wide is not None and wide.num == 0
     assert wide.problem == "an engine of wide takes 2 GPU of one host, and one of small frees 1 GPU"
-    narrow = wanted(policies(wide=(3, 6.0, TWO), small=(1, 30.0, GPU)), in_turn=False)
+    narrow = wanted(policies(wide=(3, 6.0, TWO), small=(1, 30.0, GPU)))
     assert narrow is not None and narrow.num == 2
     assert outlook({"wide": 3, "small": 1}, {"wide": TWO, "small": GPU}).startswith(
         "rollout.rebalance may move an engine from wide to small (2 in its place), by"
@@ -71,7 +67,7 @@ class Stages:
         for each in self.replicas.values():
             each.places = places
         self.said: list[str] = []
-        self.rebalancer = Rebalancer(self.pools, in_turn=False, say=self.said.append)
+        self.rebalancer = Rebalancer(self.pools, say=self.said.append)
 
     def play(self, **seconds: float) -> None:
         for version, (name, pool) in enumerate(self.pools.items(), 3):

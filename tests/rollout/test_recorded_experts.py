@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_cases import decoded
 from letters import AGENTS, LetterRenderer, judge, letter_problems
 from safetensors.torch import load_file, save_file
 from trained import train_sequences
@@ -18,11 +19,11 @@ from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling, WeightUpdate
 from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.player.rollout import Rollout
+from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.routed_experts import ExpertArray
-from marsrl.rollout.schedule.ledger import RolloutState
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, IntArray, Sample
@@ -66,7 +67,7 @@ def request(uid: str, tokens: IntArray, num_new: int, experts_from: int | None =
 
 def chosen(engine: LocalEngine, tokens: IntArray, version: int = 0) -> ExpertArray:
     """[tokens, layers, K] of a plain prefill."""
-    (result,) = EnginePool(LocalReplicas([engine])).generate([request("0", tokens, 1)], version=version)
+    (result,) = decoded(engine, [request("0", tokens, 1)], version=version)
     assert result.routed_experts is not None
     return result.routed_experts
 
@@ -78,7 +79,7 @@ def prompt(length: int, seed: int) -> IntArray:
 def test_tokens_decoded_one_by_one_in_a_changing_batch_record_what_a_prefill_chooses(model: Path) -> None:
     engine = engine_of(model, max_num_seqs=4)  # rows end, are dropped, and others join on the way
     asks = [request(str(i), prompt(5 + 3 * (i // 2), i // 2), 4 + 7 * (i % 4), 0 if i != 3 else None) for i in range(9)]
-    results = EnginePool(LocalReplicas([engine])).generate(asks, version=0)
+    results = decoded(engine, asks, version=0)
     judge_engine = engine_of(model)
     assert results[3].routed_experts is None
     for ask, result in zip(asks, results, strict=True):
@@ -88,9 +89,7 @@ def test_tokens_decoded_one_by_one_in_a_changing_batch_record_what_a_prefill_cho
         fed = np.concatenate([ask.token_ids, result.token_ids])[:-1]
         assert result.routed_experts.shape == (len(fed), LAYERS, TOP_K)
         np.testing.assert_array_equal(np.sort(result.routed_experts), np.sort(chosen(judge_engine, fed)))
-    plain = EnginePool(LocalReplicas([engine_of(model, max_num_seqs=4)])).generate(
-        [replace(ask, experts_from=None) for ask in asks], version=0
-    )
+    plain = decoded(engine_of(model, max_num_seqs=4), [replace(ask, experts_from=None) for ask in asks], version=0)
     assert [r.logprobs.tobytes() for r in plain] == [r.logprobs.tobytes() for r in results]
 
 
@@ -104,9 +103,7 @@ def test_an_aborted_segment_and_the_next_one_leave_no_token_out(model: Path) -> 
     assert first.finish is Finish.UNFINISHED and first.routed_experts is not None
     so_far = np.concatenate([tokens, first.token_ids])
     assert len(first.routed_experts) == len(so_far) - 1
-    (rest,) = EnginePool(LocalReplicas([engine])).generate(
-        [request("7", so_far, 10, len(first.routed_experts))], version=0
-    )
+    (rest,) = decoded(engine, [request("7", so_far, 10, len(first.routed_experts))], version=0)
     assert rest.routed_experts is not None
     both = np.concatenate([first.routed_experts, rest.routed_experts])
     whole = chosen(engine, np.concatenate([so_far, rest.token_ids])[:-1])
@@ -118,7 +115,7 @@ def test_a_model_without_experts_says_that_it_records_none(tmp_path: Path) -> No
 
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=300, hidden_size=32, head_dim=16, **sizes)).save_pretrained(tmp_path)
-    (result,) = EnginePool(LocalReplicas([engine_of(tmp_path)])).generate([request("1", prompt(4, 0), 2)], version=0)
+    (result,) = decoded(engine_of(tmp_path), [request("1", prompt(4, 0), 2)], version=0)
     assert result.finish is Finish.ERROR and "Qwen3ForCausalLM has none" in result.error
 
 
@@ -134,15 +131,15 @@ def played(engine: LocalEngine, segments: int, other_weights: str | None) -> lis
     config = RolloutConfig.model_validate(
         {"engine": "local", "prompts_per_step": 2, "group_size": 3, "max_response_tokens": 24, "segments": segments}
     )
-    scheduler = Scheduler(config, team_of(engine), letter_problems(4), seed=0)
-    groups = scheduler.next_batch({"main": 0}).groups
+    rollout = Rollout(config, team_of(engine), letter_problems(4), seed=0)
+    groups = rollout.next_batch({"main": 0}).groups
     if other_weights is not None:
         assert not groups
         engine.update_weights(WeightUpdate(other_weights, 1))
-        kept = decode(RolloutState, encode(scheduler.snapshot()))
-        scheduler = Scheduler(config, team_of(engine), letter_problems(4), seed=0)
-        scheduler.restore(kept)
-        groups = tuple(group for group in scheduler.next_batch({"main": 1}).groups if group.rollout_id <= "000002")
+        kept = decode(RolloutState, encode(rollout.snapshot()))
+        rollout = Rollout(config, team_of(engine), letter_problems(4), seed=0)
+        rollout.restore(kept)
+        groups = tuple(group for group in rollout.next_batch({"main": 1}).groups if group.rollout_id <= "000002")
     return [sample for group in groups for sample in group.samples]
 
 

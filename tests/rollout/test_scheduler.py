@@ -1,4 +1,4 @@
-"""The scheduler's promises, on a scripted engine."""
+"""The promises of stages, on a scripted engine with a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from letters import set_team
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.rollout.schedule.ledger import SchedulerState
-from marsrl.rollout.schedule.scheduler import Scheduler
+from marsrl.rollout.player.rollout import Rollout
+from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, Group, Sample
 
@@ -21,21 +22,21 @@ AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
 SMALL = RolloutConfig(prompts_per_step=3, group_size=4, picks=2, max_response_tokens=12)
 
 
-Make = Callable[..., Scheduler]
+Make = Callable[..., Rollout]
 
 
 @pytest.fixture(scope="module")
-def scheduler(scripted_team: Any) -> Make:
-    def make(folder: Path, config: RolloutConfig = SMALL, **kwargs: object) -> Scheduler:
+def rollout(scripted_team: Any) -> Make:
+    def make(folder: Path, config: RolloutConfig = SMALL, **kwargs: object) -> Rollout:
         team, engine, task = scripted_team(folder, config=config, **kwargs)
-        made = Scheduler(config, team, task.problems(0), seed=0)
+        made = Rollout(config, team, task.problems(0), seed=0)
         made.engine = engine  # type: ignore[attr-defined]  # the tests tell it that weights have changed
         return made
 
     return make
 
 
-def stages(player: Scheduler, count: int, first_version: int = 0) -> list[tuple[Group, ...]]:
+def stages(player: Rollout, count: int, first_version: int = 0) -> list[tuple[Group, ...]]:
     """Plays `count` stages, one version a stage, as the loop does."""
     played = []
     for version in range(first_version, first_version + count):
@@ -49,9 +50,9 @@ def samples(groups: tuple[Group, ...]) -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory, scheduler: Make) -> list[tuple[Group, ...]]:
+def played(tmp_path_factory: pytest.TempPathFactory, rollout: Make) -> list[tuple[Group, ...]]:
     """The groups of six stages."""
-    return stages(scheduler(tmp_path_factory.mktemp("played")), 6)
+    return stages(rollout(tmp_path_factory.mktemp("played")), 6)
 
 
 def test_each_stage_trains_every_agent_that_has_inputs(played: list[tuple[Group, ...]]) -> None:
@@ -91,11 +92,11 @@ def test_a_verifiers_reward_is_its_agreement_with_the_solution_judged(played: li
         assert report.reward.value == (report.verdict == (said[report.parent_uid].reward.correct >= 1))
 
 
-def test_trajectory_mode_ends_every_problem_of_the_step(tmp_path: Path, scheduler: Make) -> None:
-    player = scheduler(tmp_path, SMALL.model_copy(update={"pipeline": "trajectory"}))
+def test_trajectory_mode_ends_every_problem_of_the_step(tmp_path: Path, rollout: Make) -> None:
+    player = rollout(tmp_path, SMALL.model_copy(update={"pipeline": "trajectory"}))
     batch = player.next_batch({"main": 0})
     assert {g.agent for g in batch.groups} == AGENTS
-    assert not player.state.pending and not player.state.open and not player.state.instances
+    assert not player.stages.state.pending and not player.stages.state.open and not player.stages.state.instances
     assert batch.metrics["rollout/stages"] == 5
     assert len({g.rollout_id for g in batch.groups}) == 3
 
@@ -107,15 +108,13 @@ def strip(played: list[tuple[Group, ...]]) -> list[list[tuple[object, ...]]]:
     ]
 
 
-def test_the_same_seed_plays_the_same_stages(tmp_path: Path, scheduler: Make) -> None:
-    assert strip(stages(scheduler(tmp_path / "a"), 5)) == strip(stages(scheduler(tmp_path / "b"), 5))
+def test_the_same_seed_plays_the_same_stages(tmp_path: Path, rollout: Make) -> None:
+    assert strip(stages(rollout(tmp_path / "a"), 5)) == strip(stages(rollout(tmp_path / "b"), 5))
 
 
-def test_segments_change_when_a_sample_is_trained_but_not_what_it_says(tmp_path: Path, scheduler: Make) -> None:
-    whole = {
-        s.uid: s for groups in stages(scheduler(tmp_path / "a"), 3) for s in samples(groups) if s.agent == "solver"
-    }
-    player = scheduler(tmp_path / "b", SMALL.model_copy(update={"segments": 4}))
+def test_segments_change_when_a_sample_is_trained_but_not_what_it_says(tmp_path: Path, rollout: Make) -> None:
+    whole = {s.uid: s for groups in stages(rollout(tmp_path / "a"), 3) for s in samples(groups) if s.agent == "solver"}
+    player = rollout(tmp_path / "b", SMALL.model_copy(update={"segments": 4}))
     cut = {s.uid: s for groups in stages(player, 6) for s in samples(groups) if s.agent == "solver"}
     shared = whole.keys() & cut.keys()
     assert len(shared) >= 8
@@ -128,38 +127,38 @@ def test_segments_change_when_a_sample_is_trained_but_not_what_it_says(tmp_path:
         assert versions == sorted(set(versions)) and len(versions) == 2  # 6 tokens in segments of 3
 
 
-def test_a_group_waits_for_its_last_sample(tmp_path: Path, scheduler: Make) -> None:
+def test_a_group_waits_for_its_last_sample(tmp_path: Path, rollout: Make) -> None:
     def script(request: DecodeRequest, renderer: object, rng: object) -> str:
         return "= " * (9 if request.uid.endswith(":0") else 1) + "Answer: 3"
 
     config = SMALL.model_copy(update={"segments": 3})
-    player = scheduler(tmp_path, config, script=script)
+    player = rollout(tmp_path, config, script=script)
     assert [len(groups) for groups in stages(player, 3)] == [0, 0, 3]
 
 
-def test_stragglers_are_dropped_once_their_group_is_too_old(tmp_path: Path, scheduler: Make) -> None:
+def test_stragglers_are_dropped_once_their_group_is_too_old(tmp_path: Path, rollout: Make) -> None:
     def script(request: DecodeRequest, renderer: object, rng: object) -> str:
         return "= " * (9 if request.uid.endswith(":0") else 1) + "Answer: 3"
 
     update = {"segments": 6, "group_completion": "drop_stragglers", "max_group_age": 1}
-    player = scheduler(tmp_path, SMALL.model_copy(update=update), script=script)
+    player = rollout(tmp_path, SMALL.model_copy(update=update), script=script)
     played = stages(player, 3)
     assert [len(groups) for groups in played] == [0, 0, 3]
     assert {len(g.samples) for g in played[2]} == {3}
     assert all(not s.uid.endswith(":0") for s in samples(played[2]))
 
 
-def test_an_overlong_completion_ends_with_reward_zero_and_is_not_picked(tmp_path: Path, scheduler: Make) -> None:
-    player = scheduler(tmp_path, script=lambda request, renderer, rng: "= " * 40)
+def test_an_overlong_completion_ends_with_reward_zero_and_is_not_picked(tmp_path: Path, rollout: Make) -> None:
+    player = rollout(tmp_path, script=lambda request, renderer, rng: "= " * 40)
     first = samples(stages(player, 1)[0])
     assert {s.finish for s in first} == {Finish.LENGTH}
     assert {s.reward.value for s in first} == {0.0}
     assert {len(s.token_ids) for s in first} == {12}
-    assert not player.state.pending
+    assert not player.stages.state.pending
 
 
-def test_an_engine_error_is_a_missing_reward_with_its_reason(tmp_path: Path, scheduler: Make) -> None:
-    player = scheduler(tmp_path, fail=lambda request: "no room" if request.uid.endswith(":1") else None)
+def test_an_engine_error_is_a_missing_reward_with_its_reason(tmp_path: Path, rollout: Make) -> None:
+    player = rollout(tmp_path, fail=lambda request: "no room" if request.uid.endswith(":1") else None)
     batch = player.next_batch({"main": 0})
     failed = [s for s in samples(batch.groups) if s.finish is Finish.ERROR]
     assert len(failed) == 3
@@ -167,61 +166,59 @@ def test_an_engine_error_is_a_missing_reward_with_its_reason(tmp_path: Path, sch
     assert batch.metrics["rollout/errors"] == 3
 
 
-def test_a_prompt_that_is_too_long_is_counted_and_not_asked(tmp_path: Path, scheduler: Make) -> None:
-    player = scheduler(tmp_path)
-    agents = {**player.team.agents, "solver": player.team.agents["solver"].model_copy(update={"max_input_tokens": 2})}
-    player.team = replace(player.team, agents=agents)
+def test_a_prompt_that_is_too_long_is_counted_and_not_asked(tmp_path: Path, rollout: Make) -> None:
+    player = rollout(tmp_path)
+    team = player.stages.team
+    agents = {**team.agents, "solver": team.agents["solver"].model_copy(update={"max_input_tokens": 2})}
+    set_team(player.stages, replace(team, agents=agents))
     batch = player.next_batch({"main": 0})
     assert batch.groups == ()
     assert batch.metrics["rollout/prompts_too_long"] == 3
 
 
-def test_new_problems_wait_while_too_many_samples_are_carried_over(tmp_path: Path, scheduler: Make) -> None:
+def test_new_problems_wait_while_too_many_samples_are_carried_over(tmp_path: Path, rollout: Make) -> None:
     config = SMALL.model_copy(update={"segments": 12, "max_unfinished": 5})
-    player = scheduler(tmp_path, config, script=lambda request, renderer, rng: "= " * 40)
+    player = rollout(tmp_path, config, script=lambda request, renderer, rng: "= " * 40)
     stages(player, 3)
-    assert player.state.num_instances == 3  # 12 samples are on their way; nothing was added to them
+    assert player.stages.state.num_instances == 3  # 12 samples are on their way; nothing was added to them
 
 
-def test_carried_over_samples_come_beside_new_problems_or_in_their_place(tmp_path: Path, scheduler: Make) -> None:
+def test_carried_over_samples_come_beside_new_problems_or_in_their_place(tmp_path: Path, rollout: Make) -> None:
     def script(request: DecodeRequest, renderer: object, rng: object) -> str:
         return "= " * 40 if request.uid.endswith((":0", ":1")) else "="  # nothing to pick; half of a group goes on
 
     played = {}
     for stage_size in ("new", "total"):
         config = SMALL.model_copy(update={"segments": 4, "stage_size": stage_size})
-        player = scheduler(tmp_path / stage_size, config, script=script)
+        player = rollout(tmp_path / stage_size, config, script=script)
         drawn = []
         for version in range(4):
             stages(player, 1, version)
-            drawn.append(player.state.num_instances)
+            drawn.append(player.stages.state.num_instances)
         played[stage_size] = drawn
     assert played == {"new": [3, 6, 9, 12], "total": [3, 4, 5, 6]}  # of 12 places 6, 8, 10 are taken
 
 
 @pytest.mark.parametrize("segments", [1, 4])
-def test_a_state_through_bytes_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path, scheduler: Make, segments: int
-) -> None:
+def test_a_state_through_bytes_goes_on_as_if_nothing_had_happened(tmp_path: Path, rollout: Make, segments: int) -> None:
     config = SMALL.model_copy(update={"segments": segments})
-    unbroken = stages(scheduler(tmp_path / "a", config), 6)
-    first = scheduler(tmp_path / "b", config)
+    unbroken = stages(rollout(tmp_path / "a", config), 6)
+    first = rollout(tmp_path / "b", config)
     before = stages(first, 3)
-    resumed = scheduler(tmp_path / "c", config)
-    resumed.state = decode(SchedulerState, encode(first.state))
-    resumed.source.load(first.source.state())
+    resumed = rollout(tmp_path / "c", config)
+    resumed.restore(decode(RolloutState, encode(first.snapshot())))
     resumed.engine._answers = first.engine._answers  # type: ignore[attr-defined]  # what the script was in the middle of
     assert strip(before + stages(resumed, 3, first_version=3)) == strip(unbroken)
 
 
-def test_a_stage_may_end_when_a_share_of_its_samples_has_finished(tmp_path: Path, scheduler: Make) -> None:
+def test_a_stage_may_end_when_a_share_of_its_samples_has_finished(tmp_path: Path, rollout: Make) -> None:
     """One sample of each group of four is long: three quarters finish, the rest is carried over as far as it got."""
 
     def script(request: DecodeRequest, renderer: object, rng: object) -> str:
         return "= " * (9 if request.uid.endswith(":0") else 1) + "Answer: 3"
 
-    whole = samples(stages(scheduler(tmp_path / "a", script=script), 1)[0])
-    player = scheduler(tmp_path / "b", SMALL.model_copy(update={"finish_share": 0.75}), script=script)
+    whole = samples(stages(rollout(tmp_path / "a", script=script), 1)[0])
+    player = rollout(tmp_path / "b", SMALL.model_copy(update={"finish_share": 0.75}), script=script)
     player.engine._tokens_per_step = 2  # type: ignore[attr-defined]
     first, second = stages(player, 2)
     assert first == () and {g.agent for g in second} == {"solver"}

@@ -12,21 +12,19 @@ from threading import Timer
 
 import numpy as np
 import pytest
-from letters import END, LetterRenderer, groups_of_a_while, judge, letter_config, letter_problems
+from letters import END, LetterRenderer, groups_of_a_while, judge, letter_config, letter_problems, next_batch
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec
 from marsrl.rollout.config import AgentConfig, RolloutConfig
-from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
+from marsrl.rollout.player.completion import Completion
+from marsrl.rollout.player.evaluation import EvaluationPlay
+from marsrl.rollout.player.stages import RolloutState, Stages, StagesState
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.schedule.at_once import AtOnce
-from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
-from marsrl.rollout.schedule.partial_rollouts import Partial
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, WatchedJudge, _turn
 from marsrl.rollout.types import Ask, Finish, Message, Problem, Sample, ToolCall, ToolOutput
@@ -145,21 +143,9 @@ def config_of(**options: object) -> RolloutConfig:
 
 def played(config: RolloutConfig, team: Team, steps: int = 3) -> dict[str, Sample]:
     """By uid, all samples of so many batches."""
-    source = letter_problems(8)
-    samples = []
-    if not config.overlap:
-        scheduler = Scheduler(config, team, source, seed=3)
-        for _ in range(steps):
-            samples += [s for group in scheduler.next_batch(VERSIONS).groups for s in group.samples]
-    else:
-        events = EventScheduler(config, team, source, seed=3)
-        events.resume(VERSIONS)
-        for _ in range(steps):
-            events.ask()
-            while (batch := events.take()) is None:
-                events.advance(0.01)
-            samples += [s for group in batch.groups for s in group.samples]
-    return {sample.uid: sample for sample in samples}
+    stages = Stages(config, team, letter_problems(8), seed=3)
+    batches = [next_batch(stages, VERSIONS) for _ in range(steps)]
+    return {sample.uid: sample for batch in batches for group in batch.groups for sample in group.samples}
 
 
 def number_of(sample: Sample) -> int:
@@ -213,21 +199,20 @@ def test_a_sample_goes_on_behind_what_a_tool_an_agent_and_the_next_turn_say(opti
 @pytest.mark.parametrize("options", [{"segments": 40}, {"overlap": 1}, {"overlap": 1, "segments": 40}], ids=str)
 def test_a_run_that_is_cut_anywhere_repeats_no_call_whose_output_it_has(options: dict[str, object]) -> None:
     config, source, lives = config_of(prompts_per_step=1, **options), letter_problems(8), random.Random(0)
-    known = RolloutState(SchedulerState(), source.state())
+    known = RolloutState(StagesState(), source.state())
     trained: Counter[str] = Counter()
     num_kept = num_open = 0
     for _ in range(60):
         tools, source = Looker(), letter_problems(8)
-        kind = EventScheduler if config.overlap else Scheduler
-        scheduler = kind(config, team_of(config, tools), source, seed=3)
-        scheduler.restore(decode(RolloutState, encode(known)))
-        episodes = [e for each in scheduler.state.instances.values() for e in each.episodes.values()]
+        stages = Stages(config, team_of(config, tools), source, seed=3)
+        stages.restore(decode(RolloutState, encode(known)))
+        episodes = [e for each in stages.state.instances.values() for e in each.episodes.values()]
         is_open = {call.id for episode in episodes for call in episode.open_calls}
         kept = {name for episode in episodes for name in episode.outputs}
-        for group in groups_of_a_while(scheduler, VERSIONS, lives):
+        for group in groups_of_a_while(stages, VERSIONS, lives):
             trained.update(sample.uid for sample in group.samples)
             assert all(is_right(sample) for sample in group.samples)
-        known = decode(RolloutState, encode(scheduler.snapshot()))
+        known = decode(RolloutState, encode(stages.snapshot()))
         assert is_open <= set(tools.called) and not kept & set(tools.called) and set(tools.called.values()) <= {1}
         num_kept, num_open = num_kept + len(kept), num_open + len(is_open)
     assert len(trained) >= 12 and set(trained.values()) == {1}
@@ -236,20 +221,20 @@ def test_a_run_that_is_cut_anywhere_repeats_no_call_whose_output_it_has(options:
 
 def test_evaluation_plays_them_too() -> None:
     config, tools = config_of(), Looker()
-    player = AtOnce(team_of(config, tools), VERSIONS, 200, Sampling())
+    play = EvaluationPlay(team_of(config, tools), VERSIONS, 200, Sampling())
     problem = Problem("p", "what", "7", "math")
     episodes = [Episode(f"e.{i}", "e", problem, purpose="evaluate") for i in range(4)]
-    player.play(episodes, 0)
-    player.finish()
+    play.add(episodes, 0)
+    play.finish()
     ended = [episode.said(episode.ask("solver")) for episode in episodes]
     assert [said is not None and said.answer for said in ended] == ["7", "8", "7", "8"]
     assert all(episode.is_at_its_end and not episode.waiting for episode in episodes)
-    assert tools.called.total() == 4 and player.num_decoded == sum(len("".join(w)) for w in (EVEN, ODD)) * 2 + 2 * 7 + 8
+    assert tools.called.total() == 4 and play.num_decoded == sum(len("".join(w)) for w in (EVEN, ODD)) * 2 + 2 * 7 + 8
     fixed = episodes[0].before(episodes[0].ask("solver"))
     assert not fixed.answers and not fixed.outputs and len(episodes[0].outputs) == 1
-    (again,) = player.ask([(fixed, episodes[0].ask("solver"))], 0)
-    player.finish()
-    assert again.sample.text == ENDED[0] and tools.called.total() == 5
+    (again,) = play.ask([(fixed, episodes[0].ask("solver"))], 0)
+    play.finish()
+    assert again.sample is not None and again.sample.text == ENDED[0] and tools.called.total() == 5
 
 
 class Pair(Seeker):
@@ -277,10 +262,10 @@ def test_a_sample_goes_on_when_another_that_waited_has_ended(overlap: int | None
     team = team_of(config, None, Pair, waits_once)
     if overlap is None:
         episode = Episode("e.0", "e", Problem("p", "what", "7", "math"), purpose="evaluate")
-        player = AtOnce(team, VERSIONS, 200, Sampling())
-        asked = player.ask([(episode, a) for a in team.follow(episode)[0]], 0)
-        player.finish()
-        samples = [each.sample for each in asked]
+        play = EvaluationPlay(team, VERSIONS, 200, Sampling())
+        asked = play.ask([(episode, a) for a in team.follow(episode)[0]], 0)
+        play.finish()
+        samples = [each.sample for each in asked if each.sample is not None]
     else:
         samples = list(played(config, team, steps=1).values())
     said = {sample.agent: sample for sample in samples}
@@ -320,28 +305,22 @@ class Long(Seeker):
 def test_what_cannot_go_on_ends_and_says_why(kind: type[Seeker], finish: Finish, reason: str, overlap: int) -> None:
     config = config_of(overlap=overlap, pipeline="trajectory")
     team = replace(team_of(config, Looker(), kind), max_turns=20)
-    if overlap:
-        events = EventScheduler(config, team, letter_problems(8), seed=3)
-        events.resume(VERSIONS)
-        events.ask()
-        while (batch := events.take()) is None:
-            events.advance(0.01)
-    else:
-        batch = Scheduler(config, team, letter_problems(8), seed=3).next_batch(VERSIONS)
+    batch = next_batch(Stages(config, team, letter_problems(8), seed=3), VERSIONS)
     solvers = [s for group in batch.groups for s in group.samples if s.uid.endswith(".0/solver:0")]
     assert len(solvers) == 2 and all(s.finish is finish and reason in s.reward.note for s in solvers)
     assert all(sample.text.startswith("a<look>ab</look>") and sample.turn == 0 for sample in solvers)
-    player = AtOnce(team, VERSIONS, 200, Sampling())
+    play = EvaluationPlay(team, VERSIONS, 200, Sampling())
     episode = Episode("e.0", "e", Problem("p", "what", "7", "math"), purpose="evaluate")
-    (asked,) = player.ask([(episode, ask) for ask in team.follow(episode)[0]], 0)
-    player.finish()
-    assert asked.sample.finish is finish and reason in asked.sample.reward.note and not episode.waiting
+    (asked,) = play.ask([(episode, ask) for ask in team.follow(episode)[0]], 0)
+    play.finish()
+    assert asked.sample is not None and asked.sample.finish is finish and reason in asked.sample.reward.note
+    assert not episode.waiting
 
 
 def test_a_team_of_many_turns_is_stopped() -> None:
     config = config_of(pipeline="trajectory")
     team = replace(team_of(config, Looker()), max_turns=2)
-    batch = Scheduler(config, team, letter_problems(8), seed=3).next_batch(VERSIONS)
+    batch = next_batch(Stages(config, team, letter_problems(8), seed=3), VERSIONS)
     odd = [s for group in batch.groups for s in group.samples if s.uid.endswith(".1/solver:0")]
     assert len(odd) == 2 and all("3 calls of agents and tools, at most" in s.reward.note for s in odd)
     assert batch.metrics["rollout/failed_episodes"] == 2
@@ -365,15 +344,15 @@ def test_where_a_turn_begins_and_whether_within_a_thought(
     prompt: str, runs: list[str], turn: str, in_thought: bool
 ) -> None:
     """runs: its own words, a stranger's, its own, and so on; \x01 ends a turn."""
-    partial = Partial()
+    completion = Completion()
     for place, words in enumerate(runs):
         ids = np.asarray([*map(ord, words)], np.int32)
         if place % 2:
-            partial.go_on_with(ids)
+            completion.go_on_with(ids)
         else:
-            partial.extend(ids, np.zeros(len(ids), np.float32), 0)
-    text = Renderer().decode(partial.token_ids)
-    start, begins = _turn(Renderer(), prompt, partial, text)  # type: ignore[arg-type]
+            completion.extend(DecodeResult("", ids, np.zeros(len(ids), np.float32), Finish.LENGTH, 0))
+    text = Renderer().decode(completion.token_ids)
+    start, begins = _turn(Renderer(), prompt, completion, text)  # type: ignore[arg-type]
     assert (text[start:], begins) == (turn, in_thought)
 
 
@@ -411,12 +390,12 @@ class OneByOne(Looker):
 def test_a_stage_goes_on_with_all_that_tools_say_in_one_submission() -> None:
     config = config_of()
     team, sent = team_of(config, OneByOne(), says=once("a<look>ab</look>", "]")), list[int]()
-    generate = team.pools["main"].generate
-    team.pools["main"].generate = lambda requests, **words: (  # type: ignore[method-assign]
+    submit = team.pools["main"].submit
+    team.pools["main"].submit = lambda requests, **words: (  # type: ignore[method-assign]
         sent.append(len(requests)),
-        generate(requests, **words),
+        submit(requests, **words),
     )[1]
-    Scheduler(config, team, letter_problems(8), seed=3).next_batch(VERSIONS)
+    next_batch(Stages(config, team, letter_problems(8), seed=3), VERSIONS)
     assert sent == [4, 4]
 
 
@@ -465,9 +444,9 @@ def test_what_follows_from_an_output_is_waited_for_within_the_stage(
 
 def test_a_stage_ends_with_nothing_that_waits_or_could_go_on() -> None:
     config = config_of()
-    scheduler = Scheduler(config, team_of(config, Looker()), letter_problems(8), seed=3)
-    batch = scheduler.next_batch(VERSIONS)
-    assert len(batch.groups) == 4 and scheduler.num_unfinished == 0 and not scheduler.state.instances
+    stages = Stages(config, team_of(config, Looker()), letter_problems(8), seed=3)
+    batch = next_batch(stages, VERSIONS)
+    assert len(batch.groups) == 4 and stages.num_unfinished == 0 and not stages.state.instances
     assert batch.metrics["rollout/foreign_tokens"] == 2 * (len("[abab]|go on\n") + len("(help!!!)[qq]"))
 
 
@@ -475,7 +454,7 @@ def test_a_stage_ends_with_nothing_that_waits_or_could_go_on() -> None:
 def test_what_ends_while_it_waits_is_of_the_stage(kind: type[Seeker]) -> None:
     config = config_of()
     team = team_of(config, Looker(), kind, once("a<look>ab</look>", "]"))
-    batch = Scheduler(config, team, letter_problems(8), seed=3).next_batch(VERSIONS)
+    batch = next_batch(Stages(config, team, letter_problems(8), seed=3), VERSIONS)
     assert sum(len(group.samples) for group in batch.groups) == 4
 
 
@@ -488,31 +467,21 @@ def test_a_helper_that_cannot_read_its_prompt_keeps_nobody_waiting(overlap: int)
     assert len(samples) == 4 and all("nothing was asked for" in sample.reward.note for sample in samples)
 
 
-@pytest.mark.parametrize("kind", [Scheduler, EventScheduler])
-def test_a_call_that_was_open_when_a_run_was_cut_is_made_again(kind: type[Scheduler | EventScheduler]) -> None:
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_call_that_was_open_when_a_run_was_cut_is_made_again(overlap: int) -> None:
     config, says = config_of(overlap=1, pipeline="trajectory"), once("a<look>ab</look>", "]")
-    cut = EventScheduler(config, team_of(config, silent := Silent(), says=says), letter_problems(8), seed=3)
+    cut = Stages(config, team_of(config, silent := Silent(), says=says), letter_problems(8), seed=3)
     cut.resume(VERSIONS)
-    cut.ask()
+    cut.want()
     for _ in range(100):
         cut.advance(0.0)
     assert len(silent.called) == 4 and cut.take() is None
     tools = Looker()
-    config = config_of(overlap=int(kind is EventScheduler), pipeline="trajectory")
-    again = kind(config, team_of(config, tools, says=says), letter_problems(8), seed=3)
+    config = config_of(overlap=overlap, pipeline="trajectory")
+    again = Stages(config, team_of(config, tools, says=says), letter_problems(8), seed=3)
     again.restore(decode(RolloutState, encode(cut.snapshot())))
     assert silent.called == tools.called
-    if isinstance(again, Scheduler):
-        batch = again.next_batch(VERSIONS)
-    else:
-        again.resume(VERSIONS)
-        again.ask()
-        for _ in range(1000):
-            again.advance(0.01)
-            if found := again.take():
-                break
-        assert found is not None
-        batch = found
+    batch = next_batch(again, VERSIONS)
     texts = {s.uid: s.text for group in batch.groups for s in group.samples}
     before = {name.rpartition("/0/")[0] for name in silent.called}
     assert {texts[uid] for uid in before} == {"a<look>ab</look>[abab]=7"}

@@ -1,4 +1,4 @@
-"""The commands run, and the scheduler's memory is bounded."""
+"""The commands run, and the player's memory is bounded."""
 
 from __future__ import annotations
 

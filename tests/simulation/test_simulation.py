@@ -1,4 +1,4 @@
-"""The scheduler on the virtual clock: nothing is lost, nothing is trained twice, more is never faster."""
+"""Stages on the virtual clock: nothing is lost, nothing is trained twice, more is never faster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pipeline_study import plots, study, tables
 
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.simulation.cost_model import Constants, CostModel
 from marsrl.rollout.simulation.lengths import Lengths
 from marsrl.rollout.simulation.play import MAX_TOKENS, Setting, Simulation, play
@@ -36,10 +36,10 @@ def test_every_problem_is_trained_once_and_in_groups_of_eight(pipeline: str, seg
     assert set(Counter(uids).values()) == {1}
     solvers = Counter(uid.partition("/")[0] for uid in uids if uid.count("/") == 1)
     assert set(solvers.values()) == {8}
-    drawn = simulation.scheduler.state.num_instances
-    waiting = {each.ask.episode_id for each in simulation.scheduler.state.open.values()}
-    waiting |= {g.rollout_id for batch in simulation.scheduler.state.ready for g in batch.groups}
-    waiting |= {g.rollout_id for g in simulation.scheduler.state.closed}
+    drawn = simulation.stages.state.num_instances
+    waiting = {each.ask.episode_id for each in simulation.stages.state.open.values()}
+    waiting |= {g.rollout_id for batch in simulation.stages.state.ready for g in batch.groups}
+    waiting |= {g.rollout_id for g in simulation.stages.state.closed}
     assert set(solvers) | waiting >= {f"{i + 1:06d}" for i in range(drawn)}
 
 
@@ -114,18 +114,18 @@ def test_a_stage_of_constant_size_takes_as_many_new_problems_as_there_are_places
     setting = replace(TINY, segments=4, is_solver_only=True, stage_size="total", problems=6)
     simulation = Simulation(setting, CONSTANTS, Lengths(1.2))
     played = []
-    pool = simulation.scheduler.team.pools["main"]
-    generate = pool.generate
+    pool = simulation.stages.team.pools["main"]
+    submit = pool.submit
 
-    def counted(requests: Sequence[DecodeRequest], **options: Any) -> list[DecodeResult]:
+    def counted(requests: Sequence[DecodeRequest], **options: Any) -> None:
         played.append(len(requests))
-        return generate(requests, **options)
+        submit(requests, **options)
 
-    pool.generate = counted  # type: ignore[method-assign]
+    pool.submit = counted  # type: ignore[method-assign]
     carried = []
     for _ in range(6):
         simulation.step()
-        carried.append(simulation.scheduler.num_unfinished)
+        carried.append(simulation.stages.num_unfinished)
     assert min(carried) > 0 and max(abs(n - 6 * 8) for n in played) <= 4  # whole problems: half a group more or less
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from marsrl.rollout.schedule.ledger import RolloutState, SchedulerState
+from marsrl.rollout.player.stages import RolloutState, StagesState
 from marsrl.rollout.state import encode
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.trainer.runs import checkpoint
@@ -63,7 +63,7 @@ class WordLearner:
 
 
 def state_after(step: int) -> RolloutState:
-    return RolloutState(SchedulerState(num_instances=step), CursorState(0, step))
+    return RolloutState(StagesState(num_instances=step), CursorState(0, step))
 
 
 @pytest.fixture

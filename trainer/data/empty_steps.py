@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from marsrl.rollout.schedule.ledger import StepBatch
+from marsrl.rollout.player.stages import StepBatch
 from marsrl.rollout.types import Finish
 from marsrl.trainer.config import RunConfig
 

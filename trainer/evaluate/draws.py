@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.schedule.at_once import Played
+from marsrl.rollout.player.evaluation import Played
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Problem, Sample

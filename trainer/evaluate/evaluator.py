@@ -10,7 +10,7 @@ Where a folder is given, what has ended is on disk (draws.py), and an evaluation
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,8 @@ from marsrl.rollout.agents.picks import is_right
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode, Purpose
-from marsrl.rollout.schedule.at_once import AtOnce, Completion, OnEnd, OnProgress, Played
+from marsrl.rollout.player.completion import Completion
+from marsrl.rollout.player.evaluation import EvaluationPlay, OnEnd, OnProgress, Played
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.eval_files import HeldOut
 from marsrl.rollout.tasks.protocol import EVALUATION_SET, INPUTS_SET, Task
@@ -133,16 +134,16 @@ class Evaluator:
         Raises:
             RuntimeError: a judge left more answers unjudged than judge.max_missing_share.
         """
-        player, notes = self._player(versions, progress), _Notes(self.team, self._identity(versions), kept)
-        player.on_end, player.on_said = notes.ended, notes.said
+        notes = _Notes(self.team, self._identity(versions), kept)
+        play = self._begin(versions, progress, notes.ended, notes.said)
         places = [(each.name, episode) for each in self.held_out() for episode in self._episodes(each)]
         notes.sets = {episode.id: name for name, episode in places}
         with self._apart():
-            player.play([episode for _, episode in places if not notes.has(episode)], self._seed("call"))
+            play.add([episode for _, episode in places if not notes.has(episode)], self._seed("call"))
             for agent, fixed in self.fixed.inputs.items():
                 inputs = (*fixed.right, *fixed.wrong)
-                self._ask(player, agent, [each for each in inputs if not notes.has_said(*self._input(each))])
-            player.finish()
+                self._ask(play, agent, [each for each in inputs if not notes.has_said(*self._input(each))])
+            play.finish()
         for purpose in ("evaluate", "collect"):
             self._stop_if_unjudged(purpose)
         fixed_answers = {
@@ -216,31 +217,39 @@ class Evaluator:
         progress: OnProgress | None,
         on_end: OnEnd | None = None,
     ) -> None:
-        player = self._player(versions, progress)
-        player.on_end = on_end
+        play = self._begin(versions, progress, on_end)
         with self._apart():
-            player.play(episodes, self._seed(name))
-            player.finish()
+            play.add(episodes, self._seed(name))
+            play.finish()
 
     def _apart(self) -> AbstractContextManager[None]:
         """In the body the tools' caches and counts are not the rollouts'."""
         return nullcontext() if self.team.tools is None else self.team.tools.apart()
 
-    def _player(self, versions: Mapping[str, int], progress: OnProgress | None) -> AtOnce:
+    def _begin(
+        self,
+        versions: Mapping[str, int],
+        progress: OnProgress | None,
+        on_end: OnEnd | None,
+        on_said: Callable[[Completion], None] | None = None,
+    ) -> EvaluationPlay:
         sampling = Sampling(self.config.temperature, self.config.top_p, self.config.top_k)
         slots = [pool.num_slots for pool in self.team.pools.values()]
         # twice as many as have a slot: one that is free is used, and draws end, and are kept, from early on
         most = None if None in slots else 2 * sum(each or 0 for each in slots)
-        return AtOnce(self.team, versions, self.max_tokens, sampling, progress, most_open=most)
+        return EvaluationPlay(
+            self.team, versions, self.max_tokens, sampling,
+            progress=progress, on_end=on_end, on_said=on_said, most_open=most,
+        )  # fmt: skip
 
     def _seed(self, name: str) -> int:
         """Asking the same thing under another name draws anew."""
         return derive_seed(self.seed, "evaluate", name)
 
-    def _ask(self, player: AtOnce, agent: str, fixed: Sequence[tuple[str, Ask]]) -> None:
+    def _ask(self, play: EvaluationPlay, agent: str, fixed: Sequence[tuple[str, Ask]]) -> None:
         """Begin a completion to each of these fixed inputs."""
         asks = [(self.fixed.episodes[name].before(ask), ask) for name, ask in fixed]
-        player.ask(asks, self._seed(f"{agent} probe"))
+        play.ask(asks, self._seed(f"{agent} probe"))
 
 
 class _Notes:
@@ -279,8 +288,9 @@ class _Notes:
             self._kept.draws.add(key, draw.model_dump(mode="json"))
 
     def said(self, each: Completion) -> None:
-        key = fixed_key(self._identity, each.episode, each.ask)
-        call = call_of(each.episode, each.ask, each.sample, each.seconds)
+        key = fixed_key(self._identity, each.episode, each.of.ask)
+        assert each.sample is not None, f"{each.uid} is not over"
+        call = call_of(each.episode, each.of.ask, each.sample, each.seconds)
         self._fixed[key] = answer = FixedAnswer(problem=digest(each.episode.problem), call=call)
         if self._kept is not None and each.sample.finish is not Finish.ERROR:
             self._kept.fixed.add(key, answer.model_dump(mode="json"))

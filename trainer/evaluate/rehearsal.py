@@ -30,9 +30,9 @@ from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
+from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.data import right_answers
 from marsrl.rollout.tasks.protocol import NumberedProblems, documents_of, papers_of
@@ -87,14 +87,14 @@ def rehearse(config: RunConfig, answers: Answers, *, question: str = "", referen
     Raises:
         ValueError: the task has no problems of its own.
     """
-    with _scripted(config, answers, question, reference, pipeline="trajectory") as (scheduler, problem):
+    with _scripted(config, answers, question, reference, pipeline="trajectory") as (rollout, problem):
         episodes: dict[str, Episode] = {}
 
         def note(name: str, has_ended: bool) -> None:
-            episodes[name] = scheduler.state.instances[name.partition(".")[0]].episodes[name]
+            episodes[name] = rollout.stages.state.instances[name.partition(".")[0]].episodes[name]
 
-        scheduler.on_episode = note
-        groups = scheduler.next_batch({"main": 0}).groups
+        rollout.stages.on_episode = note
+        groups = rollout.next_batch({"main": 0}).groups
     errors = {name: episode.error for name, episode in episodes.items() if episode.error}
     size, seed = config.rollout.group_size, config.run.seed
     return Rehearsal(problem, credit(groups, config.credit, config.agents, group_size=size, seed=seed), errors)
@@ -113,9 +113,9 @@ def first_update(config: RunConfig) -> int | None:
     as the run has. Teams that call tools are not asked: a tool may be a paid service."""
     if config.tools.names or config.rollout.overlap:  # with overlap a step waits for groups that have ended
         return 1
-    with _scripted(config, {}, "", "", pipeline=config.rollout.pipeline) as (scheduler, _):
+    with _scripted(config, {}, "", "", pipeline=config.rollout.pipeline) as (rollout, _):
         for step in range(1, config.run.steps + 1):
-            if scheduler.next_batch({"main": 0}).groups:
+            if rollout.next_batch({"main": 0}).groups:
                 return step
     return None
 
@@ -135,8 +135,8 @@ def first_update_line(config: RunConfig) -> list[str]:
 @contextlib.contextmanager
 def _scripted(
     config: RunConfig, answers: Answers, question: str, reference: str, *, pipeline: Literal["agentic", "trajectory"]
-) -> Iterator[tuple[Scheduler, Problem]]:
-    """The run's scheduler with one problem, whose engine is a script."""
+) -> Iterator[tuple[Rollout, Problem]]:
+    """The run's rollout with one problem, whose engine is a script."""
     given = Problem("given", question, reference or None, config.task)
     train = [given] if question else read_data(config).train
     task = build_task(config.task, config.task_options, train, train)
@@ -181,7 +181,7 @@ def _scripted(
             tools=tools,
         )
         again = NumberedProblems(lambda number: problem)
-        yield Scheduler(rollout, team, again, seed=config.run.seed, trains_whole=config.trains_whole), problem
+        yield Rollout(rollout, team, again, seed=config.run.seed, trains_whole=config.trains_whole), problem
 
 
 def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:

@@ -45,7 +45,7 @@ class Bar:
         self._show()
 
     def played(self, num_over: int, total: int, num_tokens: int) -> None:
-        """How much of an evaluation is over (AtOnce.progress)."""
+        """How much of an evaluation is over (EvaluationPlay)."""
         self.total = total
         self.update(num_over, f"{num_tokens:,} tokens")
 

@@ -29,7 +29,7 @@ def cost_metrics(
 
     Args:
         counted: the batch's metrics, with cost/{agent}/{input_tokens, cached_tokens, output_tokens, seconds}
-            (rollout/schedule/ledger.py).
+            (rollout/player/player.py).
 
     `spent` is in the currency of policies.<name>.price; a policy without a price has none.
     """
@@ -150,7 +150,7 @@ def latency(seconds: Sequence[float]) -> Latency | None:
 
 
 class EpisodeClock:
-    """Seconds from an episode's first ask to its end. Heard by a scheduler, in whichever thread it runs.
+    """Seconds from an episode's first ask to its end. Heard by a rollout, in whichever thread it runs.
 
     An episode that began before this process did (a run that goes on) is not counted.
     """

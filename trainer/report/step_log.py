@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from marsrl.rollout.schedule.ledger import StepBatch
+from marsrl.rollout.player.stages import StepBatch
 from marsrl.rollout.team import Team
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, drmas_metrics

@@ -27,7 +27,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Literal
 
 from marsrl.rollout.error_lines import first_line
-from marsrl.rollout.schedule.ledger import RolloutState
+from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.runs.collective import all_true, broadcast_bytes, gather_bytes, rank, stop_together, world_size

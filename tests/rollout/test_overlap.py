@@ -14,26 +14,28 @@ from letters import (
     END,
     PROMPT_ENDS,
     completion,
+    completions,
     judge,
     letter_config,
     letter_problems,
     letter_team,
+    next_batch,
+    set_team,
     with_two_policies,
 )
 
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.player.completion import State
+from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
 from marsrl.rollout.pool.recovery import Faults
-from marsrl.rollout.schedule.event_scheduler import EventScheduler
-from marsrl.rollout.schedule.ledger import RolloutState, StepBatch
-from marsrl.rollout.schedule.scheduler import Scheduler
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Group, Problem, Reward
 
 
 class Play:
-    """A scheduler with its engines, driven as a trainer would, without a thread."""
+    """Stages with their engines, driven as a trainer would, without a thread."""
 
     def __init__(
         self,
@@ -44,23 +46,23 @@ class Play:
         **options: Any,
     ) -> None:
         team, self.engines = letter_team(config, **options)
-        self.scheduler = EventScheduler(config, team, letter_problems(40, seed), seed=seed)
+        self.stages = Stages(config, team, letter_problems(40, seed), seed=seed)
         self.version = version
         if state is not None:
-            self.scheduler.restore(state)
+            self.stages.restore(state)
         self._resume()
 
     def _resume(self) -> None:
         for engine in self.engines:
             engine._version = self.version
-        self.scheduler.resume({"main": self.version})
+        self.stages.resume({"main": self.version})
 
     def batch(self) -> StepBatch:
-        self.scheduler.ask()
+        self.stages.want()
         for _ in range(10_000):
-            if (batch := self.scheduler.take()) is not None:
+            if (batch := self.stages.take()) is not None:
                 return batch
-            self.scheduler.advance(0.0)
+            self.stages.advance(0.0)
         raise AssertionError("no batch")
 
     def train(self, steps: int, rounds_while_training: int = 4) -> list[tuple[Group, ...]]:
@@ -68,8 +70,8 @@ class Play:
         for _ in range(steps):
             trained.append(self.batch().groups)
             for _ in range(rounds_while_training):
-                self.scheduler.advance(0.0)
-            self.scheduler.rest()
+                self.stages.advance(0.0)
+            self.stages.rest()
             self.version += 1
             self._resume()
         return trained
@@ -114,16 +116,16 @@ def test_a_sample_is_trained_once_and_its_group_is_whole(name: str, seed: int) -
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_restored_scheduler_goes_on_with_every_problem_once(name: str) -> None:
+def test_a_restored_run_goes_on_with_every_problem_once(name: str) -> None:
     """What was trained up to a checkpoint and after it is what one run trains: nothing twice, nothing lost."""
     play = Play(CONFIGS[name])
     trained = play.train(3)
-    state = decode(RolloutState, encode(play.scheduler.snapshot()))
+    state = decode(RolloutState, encode(play.stages.snapshot()))
     play.train(1)  # lost: the process is killed here
     again = Play(CONFIGS[name], version=3, state=state)
     trained += again.train(5)
     groups = [g for batch in trained for g in batch]
-    books = again.scheduler.state
+    books = again.stages.state
     assert len({g.group_id for g in groups}) == len(groups)
     # every problem drawn is trained, or waits somewhere: each of them in one place
     waiting = [g for batch in books.ready for g in batch.groups] + books.closed
@@ -139,7 +141,7 @@ def test_episodes_that_go_on_alone_are_trained_whole_and_once_across_a_restore(t
     config = letter_config(segments=2, prompts_per_step=3)
     play = Play(config, orchestration=team)
     trained = play.train(4)
-    state = decode(RolloutState, encode(play.scheduler.snapshot()))
+    state = decode(RolloutState, encode(play.stages.snapshot()))
     play.train(2)  # lost: the process is killed here
     again = Play(config, version=4, state=state, orchestration=team)
     trained += again.train(8)
@@ -154,7 +156,7 @@ def test_episodes_that_go_on_alone_are_trained_whole_and_once_across_a_restore(t
             assert sample.text == "".join(chr(token) for token in completion(sample.uid)[:-1])[: len(sample.text)]
     assert all(len(each) == 1 for each in steps.values())  # all of an instance in one step
     assert all(episodes[name] == {f"{name}.{i}" for i in range(3)} for name in episodes)
-    books = again.scheduler.state
+    books = again.stages.state
     waiting = {group.rollout_id for batch in books.ready for group in batch.groups} | set(books.instances)
     waiting |= {group.rollout_id for group in books.closed}
     drawn = {f"{number:06d}" for number in range(1, books.num_instances + 1)}
@@ -167,8 +169,8 @@ def test_the_decoder_is_at_most_overlap_stages_ahead(overlap: int) -> None:
     for step in range(1, 5):
         play.batch()
         for _ in range(200):  # a trainer that is very slow
-            play.scheduler.advance(0.0)
-        books = play.scheduler.state
+            play.stages.advance(0.0)
+        books = play.stages.state
         assert books.num_taken == step and len(books.ready) == overlap
         assert books.num_instances == 2 * (step + overlap)
 
@@ -207,10 +209,10 @@ def test_a_trajectory_is_trained_in_one_batch() -> None:
 
 def test_a_listener_is_told_of_every_stage_when_it_begins() -> None:
     play = Play(letter_config(overlap=2))
-    first, told = play.scheduler.state.num_stages + 1, list[int]()
-    play.scheduler.on_stage = lambda: told.append(play.scheduler.state.num_stages)
+    first, told = play.stages.state.num_stages + 1, list[int]()
+    play.stages.on_stage = lambda: told.append(play.stages.state.num_stages)
     play.train(4)
-    assert told == list(range(first, play.scheduler.state.num_stages + 1)) and len(told) >= 4
+    assert told == list(range(first, play.stages.state.num_stages + 1)) and len(told) >= 4
 
 
 def test_each_policy_decodes_its_agents_under_its_own_version_and_rests() -> None:
@@ -218,77 +220,54 @@ def test_each_policy_decodes_its_agents_under_its_own_version_and_rests() -> Non
     team, (engine,) = letter_team(config)
     engine._version = 3
     second = ScriptedEngine(engine._script, version=5, tokens_per_step=9)
-    scheduler = EventScheduler(config, with_two_policies(team, second), letter_problems(40), seed=0)
+    stages = Stages(config, with_two_policies(team, second), letter_problems(40), seed=0)
     versions = {"main": 3, "other": 5}
-    scheduler.resume(versions)
-    versions["main"] = 4  # the scheduler has its own
+    stages.resume(versions)
+    versions["main"] = 4  # the stages have their own
     samples = []
     for _ in range(3):
-        scheduler.ask()
-        while (batch := scheduler.take()) is None:
-            scheduler.advance(0.0)
+        stages.want()
+        while (batch := stages.take()) is None:
+            stages.advance(0.0)
         samples += [s for group in batch.groups for s in group.samples]
     assert {(s.agent[0], segment.version) for s in samples for segment in s.segments} == {("s", 3), ("v", 5), ("c", 3)}
-    scheduler.submit()
-    assert scheduler.is_decoding
-    scheduler.rest()
-    assert not any(pool.num_under_way for pool in scheduler.team.pools.values()) and not scheduler.is_decoding
-
-
-def test_pools_share_the_waiting_and_what_is_being_judged_is_looked_at_often() -> None:
-    waited: list[float] = []
-    play = Play(letter_config())
-    team = with_two_policies(play.scheduler.team, ScriptedEngine(lambda request: [END]))
-    for pool in team.pools.values():
-        pool.collect = lambda timeout_s: waited.append(timeout_s) or []  # type: ignore[assignment, func-returns-value, misc]
-    play.scheduler.team = team
-    assert play.scheduler.collect(0.2) == [] and waited == []  # nobody has anything
-    play.scheduler.ask()
-    play.scheduler.submit()
-    team.pools["other"].submit(asks(1), version=0)
-    play.scheduler.collect(0.2)
-    play.scheduler._judging[None] = None  # type: ignore[index, assignment]
-    play.scheduler.collect(0.2)
-    play.scheduler.collect(0.002)
-    assert waited == [0.1, 0.1, 0.005, 0.005, 0.001, 0.001]
-
-
-def asks(count: int) -> list[DecodeRequest]:
-    prompt = np.asarray([5, PROMPT_ENDS], np.int32)
-    return [DecodeRequest(f"a/solver:{i}", prompt, 8, Sampling(stop_token_ids=(END,)), i, "a") for i in range(count)]
+    stages.submit()
+    assert stages.player.is_decoding
+    stages.rest()
+    assert not any(pool.num_under_way for pool in stages.team.pools.values()) and not stages.player.is_decoding
 
 
 def test_a_batch_says_what_its_stage_did() -> None:
     play = Play(letter_config(segments=4))
-    play.scheduler.team.pools["main"]._faults = Faults(resubmitted=7)
+    play.stages.team.pools["main"]._faults = Faults(resubmitted=7)
     first, second = play.batch(), play.batch()
     assert (first.metrics["rollout/stages"], first.metrics["rollout/resubmitted"]) == (1, 7)
-    assert second.metrics["rollout/resubmitted"] == 0 and play.scheduler.state.num_taken == 2
+    assert second.metrics["rollout/resubmitted"] == 0 and play.stages.state.num_taken == 2
     play = Play(letter_config(segments=4))
-    play.scheduler.ask()
-    while play.scheduler.state.num_batches < 1:
-        unfinished = play.scheduler.num_unfinished
-        play.scheduler.advance(0.0)
-    batch = play.scheduler.take()
+    play.stages.want()
+    while play.stages.state.num_batches < 1:
+        unfinished = play.stages.num_unfinished
+        play.stages.advance(0.0)
+    batch = play.stages.take()
     assert batch is not None and 0 < batch.metrics["rollout/unfinished"] <= unfinished + 2 * 2 * 3
 
 
 def test_nothing_begins_before_the_versions_are_told() -> None:
     config = letter_config()
-    scheduler = EventScheduler(config, letter_team(config)[0], letter_problems(9), seed=0)
-    scheduler.ask()
-    scheduler.submit()
-    assert scheduler.state.num_stages == 0 and not scheduler.state.open
-    scheduler.resume({"main": 0})
-    assert scheduler.state.num_stages == 1
+    stages = Stages(config, letter_team(config)[0], letter_problems(9), seed=0)
+    stages.want()
+    stages.submit()
+    assert stages.state.num_stages == 0 and not stages.state.open
+    stages.resume({"main": 0})
+    assert stages.state.num_stages == 1
 
 
 def test_a_stage_in_which_nothing_is_to_be_decoded_is_over_at_once() -> None:
     play = Play(letter_config(overlap=0))
-    agents = {**play.scheduler.team.agents, "solver": AgentConfig(max_input_tokens=1)}
-    play.scheduler.team = replace(play.scheduler.team, agents=agents)
-    play.scheduler.ask()
-    batch = play.scheduler.take()
+    agents = {**play.stages.team.agents, "solver": AgentConfig(max_input_tokens=1)}
+    set_team(play.stages, replace(play.stages.team, agents=agents))
+    play.stages.want()
+    batch = play.stages.take()
     assert batch is not None and batch.groups == () and batch.metrics["rollout/prompts_too_long"] == 2
 
 
@@ -296,18 +275,18 @@ def test_nothing_begins_at_rest() -> None:
     play = Play(letter_config(overlap=1))
     play.batch()
     for _ in range(200):  # as far ahead as it may be
-        play.scheduler.advance(0.0)
-    play.scheduler.rest()
-    play.scheduler.ask()
-    assert play.scheduler.state.num_stages == 2
+        play.stages.advance(0.0)
+    play.stages.rest()
+    play.stages.want()
+    assert play.stages.state.num_stages == 2
     play._resume()
-    assert play.scheduler.state.num_stages == 3
-    play.scheduler.rest()
-    play.scheduler.submit()
-    assert not play.scheduler.is_decoding
+    assert play.stages.state.num_stages == 3
+    play.stages.rest()
+    play.stages.submit()
+    assert not play.stages.player.is_decoding
     play._resume()
-    play.scheduler.submit()
-    assert play.scheduler.is_decoding
+    play.stages.submit()
+    assert play.stages.player.is_decoding
 
 
 def test_judgements_go_on_over_a_rest_and_are_taken_after_it() -> None:
@@ -318,21 +297,22 @@ def test_judgements_go_on_over_a_rest_and_are_taken_after_it() -> None:
         return asked[-1][2]
 
     play = Play(letter_config(), judge=slow)
-    play.scheduler.ask()
-    while not asked or play.scheduler.is_decoding:
-        play.scheduler.advance(0.0)
-    play.scheduler.rest()
-    assert len(play.scheduler._judging) == len(asked) > 3
-    books = decode(RolloutState, encode(play.scheduler.snapshot())).scheduler
-    assert sum(len(each.partial) for each in books.open.values()) == len(asked)  # decoded again after a crash
+    play.stages.want()
+    while not asked or play.stages.player.is_decoding:
+        play.stages.advance(0.0)
+    play.stages.rest()
+    assert len(completions(play.stages, State.JUDGING)) == len(asked) > 3
+    state = decode(RolloutState, encode(play.stages.snapshot()))
     for problem, answer, reward in asked:
         reward.set_result(judge(problem, answer).result())
     play.version = 1
     play._resume()
-    assert len(play.scheduler._judging) == len(asked) and not play.scheduler.state.closed
-    play.scheduler.advance(0.0)
-    assert not play.scheduler._judging
+    play.stages.advance(0.0)
+    assert not completions(play.stages, State.JUDGING)
     assert {g.agent for g in play.batch().groups} == {"solver"}
+    again = Play(letter_config(), state=state, judge=slow)  # what was decoded is judged again, and not decoded again
+    assert len(asked) == 2 * len(completions(again.stages, State.JUDGING)) > 6
+    assert again.engines[0].num_decoded() == 0 and not completions(again.stages, State.DUE, State.DECODING)
 
 
 def test_a_judgement_that_takes_long_holds_up_no_other() -> None:
@@ -345,14 +325,14 @@ def test_a_judgement_that_takes_long_holds_up_no_other() -> None:
         return judge(problem, answer)
 
     play = Play(letter_config(prompts_per_step=2), judge=slow_once)
-    play.scheduler.ask()
-    while not play.scheduler.state.closed:
-        play.scheduler.advance(0.0)
-    (held,) = play.scheduler._judging  # its group waits for it; the other one is done
-    assert play.scheduler.state.closed[0].group_id != held.ask_id
+    play.stages.want()
+    while not play.stages.state.closed:
+        play.stages.advance(0.0)
+    (held,) = completions(play.stages, State.JUDGING)  # its group waits for it; the other one is done
+    assert play.stages.state.closed[0].group_id != held.of.ask.id
     first[0].set_result(Reward(1.0, 1.0))
     play.batch()
-    assert not play.scheduler._judging
+    assert held.state is State.OVER
 
 
 def test_a_straggler_that_is_being_judged_is_dropped_like_any_other() -> None:
@@ -366,25 +346,25 @@ def test_a_straggler_that_is_being_judged_is_dropped_like_any_other() -> None:
 
     config = letter_config(prompts_per_step=1, group_completion="drop_stragglers", max_group_age=0)
     play = Play(config, judge=never_once)
-    play.scheduler.ask()
-    while not (first and len(next(iter(play.scheduler.state.open.values())).partial) == 1):
-        play.scheduler.advance(0.0)
-    play.scheduler.rest()
+    play.stages.want()
+    while not (first and len(completions(play.stages, State.OVER)) == 2):
+        play.stages.advance(0.0)
+    play.stages.rest()
     play.version = 1
     play._resume()
-    assert not play.scheduler._judging and [len(g.samples) for g in play.scheduler.state.closed] == [2]
+    assert not play.stages.state.open.get("000001/solver") and [len(g.samples) for g in play.stages.state.closed] == [2]
     first[0].set_result(Reward(1.0, 1.0))
-    play.scheduler.advance(0.0)
+    play.stages.advance(0.0)
 
 
 def test_a_picked_sample_is_asked_about_before_its_stage_has_ended() -> None:
     config = letter_config(prompts_per_step=4, overlap=1, picks=2)
     play = Play(config)
-    play.scheduler.ask()
+    play.stages.want()
     agents: set[str] = set()
-    while play.scheduler.state.num_batches == 0:
-        agents |= {group.ask.agent for group in play.scheduler.state.open.values()}
-        play.scheduler.advance(0.0)
+    while play.stages.state.num_batches == 0:
+        agents |= {group.ask.agent for group in play.stages.state.open.values()}
+        play.stages.advance(0.0)
     assert {"solver", "verifier1"} <= agents
 
 
@@ -392,14 +372,14 @@ def test_new_problems_wait_while_too_many_samples_are_carried_over() -> None:
     play = Play(letter_config(segments=24, max_unfinished=4))
     drawn = 0
     for _ in range(30):
-        carried = play.scheduler._num_carried()
+        carried = sum(bool(each.segments) for each in completions(play.stages, State.DUE, State.DECODING))
         play.train(1, rounds_while_training=0)
-        books = play.scheduler.state
+        books = play.stages.state
         if carried > 4:
             assert books.num_instances <= drawn + 2  # of the stage that had begun before
         drawn = books.num_instances
         # an instance plays one agent at a time: at most picks x group_size samples of it
-        assert play.scheduler.num_unfinished <= (4 + 2 * 2 * 3) * 2 * 3
+        assert play.stages.num_unfinished <= (4 + 2 * 2 * 3) * 2 * 3
     assert drawn < 2 * 30
 
 
@@ -407,37 +387,51 @@ def test_new_problems_wait_while_too_many_samples_are_carried_over() -> None:
 def test_problems_are_drawn_up_to_a_number_of_samples_carried_over(most: int, drawn: int) -> None:
     config = letter_config(segments=4, overlap=1, max_unfinished=most)
     play = Play(config, script=lambda request: [ord(".")] * 100)
-    while play.scheduler.state.num_batches < 1:
-        play.scheduler.advance(0.0)
-    assert (play.scheduler.state.num_stages, play.scheduler.state.num_instances) == (1, 2)
-    play.scheduler.ask()  # 2 groups of 3 are on their way
-    assert (play.scheduler.state.num_stages, play.scheduler.state.num_instances) == (2, drawn)
+    while play.stages.state.num_batches < 1:
+        play.stages.advance(0.0)
+    assert (play.stages.state.num_stages, play.stages.state.num_instances) == (1, 2)
+    play.stages.want()  # 2 groups of 3 are on their way
+    assert (play.stages.state.num_stages, play.stages.state.num_instances) == (2, drawn)
 
 
 def test_engines_share_the_time_to_wait_which_is_short_while_anything_else_may_come() -> None:
-    play = Play(letter_config(overlap=0))
-    scheduler = play.scheduler
-    scheduler.team = with_two_policies(scheduler.team, ScriptedEngine(play.engines[0]._script))
-    scheduler.resume({"main": 0, "other": 0})
-    scheduler.ask()
-    scheduler.submit()
+    asked: list[Future[Reward]] = []
+    config = letter_config(prompts_per_step=1)
+    team, (engine,) = letter_team(
+        config,
+        judge=lambda problem, answer: asked.append(Future()) or asked[-1],
+        tokens_per_step=1,  # type: ignore[func-returns-value]
+    )
+    second = ScriptedEngine(engine._script, tokens_per_step=9)
+    stages = Stages(config, with_two_policies(team, second), letter_problems(9), seed=0)
     heard: list[tuple[str, float]] = []
-    for name, pool in scheduler.team.pools.items():
-        pool.collect = lambda timeout_s, name=name: heard.append((name, timeout_s)) or []  # type: ignore[func-returns-value, method-assign, misc]
+    for name, pool in stages.team.pools.items():
 
-    def waited() -> list[tuple[str, float]]:
-        heard.clear()
-        scheduler.collect(0.4)
-        return list(heard)
+        def noted(timeout_s: float, *, is_urgent: bool, name: str = name, collect: Any = pool.collect) -> Any:
+            heard.append((name, timeout_s))
+            assert is_urgent
+            return collect(timeout_s)
 
-    assert waited() == [("main", 0.4)] and scheduler.is_decoding  # though the other has nothing
-    (key, opened), *_ = scheduler.state.open.items()
-    scheduler.team.pools["other"].submit([scheduler.request(opened, 0)], version=0)
-    assert waited() == [("main", 0.2), ("other", 0.2)]
-    for books in (scheduler._judging, scheduler._calling):
-        books[key] = None  # type: ignore[assignment, index]
-        assert 0 < sum(time_s for _, time_s in waited()) < 0.05
-        books.clear()
+        pool.collect = noted  # type: ignore[assignment, method-assign]
+    stages.resume({"main": 0, "other": 0})
+    stages.want()
+    stages.submit()
+    results = stages.collect(0.4)
+    assert heard == [("main", 0.4)] and stages.player.is_decoding  # though the other has nothing
+    request = DecodeRequest(
+        "a/solver:0", np.asarray([5, PROMPT_ENDS], np.int32), 8, Sampling(stop_token_ids=(END,)), 0, "a"
+    )
+    stages.team.pools["other"].submit([request], version=0)
+    heard.clear()
+    results += [result for result in stages.collect(0.4) if result.uid != request.uid]
+    assert heard == [("main", 0.2), ("other", 0.2)]
+    stages.team.pools["other"].drain()
+    stages.absorb(results)
+    while not asked:
+        stages.advance(0.4)
+    heard.clear()
+    stages.advance(0.4)
+    assert [name for name, _ in heard] == ["main"] and 0 < heard[0][1] < 0.05
 
 
 def test_carried_over_samples_take_the_places_of_new_problems() -> None:
@@ -446,7 +440,7 @@ def test_carried_over_samples_take_the_places_of_new_problems() -> None:
         play = Play(letter_config(segments=24, stage_size=stage_size))
         for _ in range(8):
             play.train(1, rounds_while_training=0)
-        drawn[stage_size] = play.scheduler.state.num_instances
+        drawn[stage_size] = play.stages.state.num_instances
     assert 0 < drawn["total"] < drawn["new"] // 2
 
 
@@ -465,21 +459,21 @@ def test_stragglers_are_dropped_once_their_group_is_too_old() -> None:
 def test_a_run_without_overlap_goes_on_from_a_checkpoint_with_it_and_back() -> None:
     play = Play(letter_config(overlap=2))
     trained = play.train(3, rounds_while_training=50)
-    state = play.scheduler.snapshot()
-    assert state.scheduler.ready
+    state = play.stages.snapshot()
+    assert state.stages.ready
     config = letter_config(overlap=0)
     team, engines = letter_team(config)
-    plain = Scheduler(config, team, letter_problems(40), seed=0)
+    plain = Stages(config, team, letter_problems(40), seed=0)
     plain.restore(state)
     for version in range(3, 9):
         engines[0]._version = version
-        trained.append(plain.next_batch({"main": version}).groups)
+        trained.append(next_batch(plain, {"main": version}).groups)
     picked = {ask.id for ask in plain.state.pending}
     again = Play(letter_config(overlap=1), version=9, state=plain.snapshot())
     trained += again.train(4)
     ids = [g.group_id for batch in trained for g in batch]
     assert len(set(ids)) == len(ids)
-    assert picked and picked <= set(ids) | set(again.scheduler.state.open)
+    assert picked and picked <= set(ids) | set(again.stages.state.open)
     solved = {g.rollout_id for batch in trained for g in batch if g.agent == "solver"}
     assert {f"{i:06d}" for i in range(1, 15)} <= solved
 
@@ -487,7 +481,7 @@ def test_a_run_without_overlap_goes_on_from_a_checkpoint_with_it_and_back() -> N
 def test_every_token_is_counted_once() -> None:
     play = Play(CONFIGS["stragglers dropped"])
     told = sum(batch.metrics["rollout/tokens"] for batch in _batches(play, 10))
-    left = play.scheduler.counts["rollout/tokens"]
+    left = play.stages.player.counts["rollout/tokens"]
     assert told + left == sum(engine.num_decoded() for engine in play.engines) > 300
 
 
@@ -495,7 +489,7 @@ def _batches(play: Play, count: int) -> list[StepBatch]:
     batches = []
     for _ in range(count):
         batches.append(play.batch())
-        play.scheduler.rest()
+        play.stages.rest()
         play.version += 1
         play._resume()
     return batches
@@ -505,49 +499,40 @@ def test_the_oldest_batch_is_taken_first() -> None:
     play = Play(letter_config(overlap=3))
     play.batch()
     for _ in range(200):
-        play.scheduler.advance(0.0)
-    assert len(play.scheduler.state.ready) == 3
+        play.stages.advance(0.0)
+    assert len(play.stages.state.ready) == 3
     firsts = [min(g.rollout_id for g in play.batch().groups if g.agent == "solver") for _ in range(3)]
     assert firsts == ["000003", "000005", "000007"]
 
 
 def test_what_an_abort_cut_off_is_the_rest_of_its_segment() -> None:
     play = Play(letter_config(segments=4))  # 12 tokens a stage, of which an engine makes 9 at a time
-    play.scheduler.ask()
-    play.scheduler.advance(0.0)
-    play.scheduler.rest()
-    cut = {f"{group.ask.id}:{i}" for group in play.scheduler.state.open.values() for i in group.partial}
+    play.stages.want()
+    play.stages.advance(0.0)
+    play.stages.rest()
+    cut = {each.uid for each in completions(play.stages, State.DUE)}
     play._resume()
-    play.scheduler.submit()
+    play.stages.submit()
     sent = {work.request.uid: work.request.max_new_tokens for work in play.engines[0]._under_way}
     assert cut and {sent[uid] for uid in cut} == {12 - 9}
-    assert play.scheduler.state.num_batches == 0  # and its stage waits for that
+    assert play.stages.state.num_batches == 0  # and its stage waits for that
 
 
 def test_a_segment_that_is_aborted_twice_goes_on_where_it_was() -> None:
     play = Play(letter_config(segments=4), script=_one_is_long, tokens_per_step=3)  # 12 tokens a stage
-    play.scheduler.ask()
+    play.stages.want()
     asked = []
     for _ in range(3):
-        play.scheduler.submit()
+        play.stages.submit()
         asked += [work.request for work in play.engines[0]._under_way if work.request.uid == "000001/solver:0"]
-        play.scheduler.absorb(play.scheduler.collect(0.0))
-        play.scheduler.rest()
+        play.stages.absorb(play.stages.collect(0.0))
+        play.stages.rest()
         play._resume()
-    while play.scheduler.state.num_batches < 1:
-        play.scheduler.advance(0.0)
-    play.scheduler.submit()
+    while play.stages.state.num_batches < 1:
+        play.stages.advance(0.0)
+    play.stages.submit()
     asked += [work.request for work in play.engines[0]._under_way if work.request.uid == "000001/solver:0"]
     assert [request.max_new_tokens for request in asked] == [12, 9, 6, 12]  # the next segment is a whole one
-
-
-@pytest.mark.parametrize("config", [CONFIGS["stragglers dropped"], letter_config(segments=2, overlap=2)])
-def test_nothing_is_remembered_of_samples_that_have_ended(config: RolloutConfig) -> None:
-    play = Play(config)
-    play.train(10, rounds_while_training=1)
-    books = play.scheduler.state
-    under_way = {(group_id, index) for group_id, group in books.open.items() for index in group.partial}
-    assert set(play.scheduler._decoded) <= under_way and set(play.scheduler._due) <= under_way
 
 
 def _one_is_long(request: Any) -> list[int]:
@@ -558,23 +543,23 @@ def _one_is_long(request: Any) -> list[int]:
 
 def test_a_stage_waits_for_a_segment_of_every_sample_that_it_began_with() -> None:
     play = Play(letter_config(segments=4, overlap=3), script=_one_is_long, tokens_per_step=3)
-    play.scheduler.ask()
+    play.stages.want()
     known = []
     while len(known) < 3:
-        before = play.scheduler.state.num_batches
-        play.scheduler.advance(0.0)
-        if play.scheduler.state.num_batches > before:
-            known.append(len(play.scheduler.state.open["000001/solver"].partial[0].token_ids))
+        before = play.stages.state.num_batches
+        play.stages.advance(0.0)
+        if play.stages.state.num_batches > before:
+            known.append(len(play.stages.state.open["000001/solver"].completions[0].token_ids))
     assert known == [12, 24, 36]
 
 
 def test_with_a_finish_share_a_stage_does_not_wait_for_the_rest() -> None:
     play = Play(letter_config(segments=4, overlap=1, finish_share=0.5), script=_one_is_long, tokens_per_step=3)
-    play.scheduler.ask()
-    while play.scheduler.state.num_batches < 1:
-        play.scheduler.advance(0.0)
-    assert len(play.scheduler.state.open["000001/solver"].partial[0].token_ids) == 0  # in its first segment still
-    batch = play.scheduler.take()
+    play.stages.want()
+    while play.stages.state.num_batches < 1:
+        play.stages.advance(0.0)
+    assert len(play.stages.state.open["000001/solver"].completions[0].token_ids) == 0  # in its first segment still
+    batch = play.stages.take()
     assert batch is not None and [group.group_id for group in batch.groups] == ["000002/solver"]
 
 
@@ -585,9 +570,9 @@ def test_a_finish_share_is_of_the_samples_that_the_stage_began_with(num_short: i
 
     config = letter_config(finish_share=0.5, group_size=6, prompts_per_step=1)
     play = Play(config, script=script, tokens_per_step=2)
-    play.scheduler.ask()
-    play.scheduler.advance(0.0)
-    assert (play.scheduler.state.num_batches == 1) == ends
+    play.stages.want()
+    play.stages.advance(0.0)
+    assert (play.stages.state.num_batches == 1) == ends
 
 
 def test_what_was_picked_in_a_stage_is_not_of_its_finish_share() -> None:
@@ -600,10 +585,10 @@ def test_what_was_picked_in_a_stage_is_not_of_its_finish_share() -> None:
 
     # of six solvers three finish at once, their verifiers soon after: the share of six needs five
     play = Play(letter_config(finish_share=0.75, picks=2), script=second_problem_is_long, tokens_per_step=3)
-    play.scheduler.ask()
-    while play.scheduler.state.num_batches < 1:
-        play.scheduler.advance(0.0)
-    batch = play.scheduler.take()
+    play.stages.want()
+    while play.stages.state.num_batches < 1:
+        play.stages.advance(0.0)
+    batch = play.stages.take()
     assert batch is not None
     agents = Counter(group.agent for group in batch.groups)
     assert agents["solver"] == 2 and agents["verifier1"] > 0
@@ -611,23 +596,23 @@ def test_what_was_picked_in_a_stage_is_not_of_its_finish_share() -> None:
 
 def test_a_restored_stage_waits_for_what_it_waited_for() -> None:
     play = Play(letter_config(segments=4, overlap=1), script=_one_is_long, tokens_per_step=3)
-    play.scheduler.ask()
-    while play.scheduler.state.num_batches < 1:
-        play.scheduler.advance(0.0)
+    play.stages.want()
+    while play.stages.state.num_batches < 1:
+        play.stages.advance(0.0)
     for _ in range(2):
-        play.scheduler.advance(0.0)
-    state = play.scheduler.snapshot()
-    assert state.scheduler.num_stages == 2 > state.scheduler.num_batches == 1
+        play.stages.advance(0.0)
+    state = play.stages.snapshot()
+    assert state.stages.num_stages == 2 > state.stages.num_batches == 1
     again = Play(letter_config(segments=4, overlap=1), state=state, script=_one_is_long, tokens_per_step=3)
-    while again.scheduler.state.num_batches < 2:
-        again.scheduler.advance(0.0)
-    assert len(again.scheduler.state.open["000001/solver"].partial[0].token_ids) == 24
+    while again.stages.state.num_batches < 2:
+        again.stages.advance(0.0)
+    assert len(again.stages.state.open["000001/solver"].completions[0].token_ids) == 24
 
 
 def test_a_snapshot_stays_as_it_was() -> None:
     play = Play(letter_config(segments=4, overlap=2))
     play.train(2)
-    state = play.scheduler.snapshot()
+    state = play.stages.snapshot()
     taken = encode(state)
     play.train(2)
     assert encode(state) == taken
@@ -635,16 +620,17 @@ def test_a_snapshot_stays_as_it_was() -> None:
 
 def test_a_guess_is_the_mean_of_what_was_left_of_longer_ones() -> None:
     play = Play(letter_config(segments=2))  # 24 tokens each
-    play.scheduler.ask()
-    group = play.scheduler.state.open["000001/solver"]
+    play.stages.want()
+    group = play.stages.state.open["000001/solver"]
     for length in (10, 20, 40):
-        play.scheduler._note_length("solver", length)
-    group.partial[0].extend(group.prompt_ids[:12], group.prompt_ids[:12].astype("float32"), 0)
-    assert play.scheduler._next_segment(group, 0).expected_new_tokens == (20 + 40) / 2 - 12
+        play.stages._note_length("solver", length)
+    first, second, _ = group.completions
+    first.token_ids = group.prompt_ids[:1].repeat(12)
+    assert play.stages.request(first).expected_new_tokens == (20 + 40) / 2 - 12
     for length in range(513):
-        play.scheduler._note_length("verifier1", length)
-    assert play.scheduler._lengths["verifier1"] == list(range(1, 513))  # the oldest is forgotten
-    group.partial[1].extend(group.prompt_ids[:1].repeat(40), group.prompt_ids[:1].repeat(40).astype("float32"), 0)
-    assert play.scheduler._next_segment(group, 1).expected_new_tokens is None  # nothing was longer
-    play.scheduler._note_length("solver", 400)
-    assert play.scheduler._next_segment(group, 0).expected_new_tokens == 24  # no more than the segment has
+        play.stages._note_length("verifier1", length)
+    assert play.stages._lengths["verifier1"] == list(range(1, 513))  # the oldest is forgotten
+    second.token_ids = group.prompt_ids[:1].repeat(40)
+    assert play.stages.request(second).expected_new_tokens is None  # nothing was longer
+    play.stages._note_length("solver", 400)
+    assert play.stages.request(first).expected_new_tokens == 24  # no more than the segment has

@@ -17,14 +17,14 @@ import pytest
 from letters import judge, letter_config, letter_problems, letter_team, script
 
 from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.rollout.schedule.background import BackgroundScheduler
+from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.types import Problem, Reward
 
 
-def background(**options: Any) -> tuple[BackgroundScheduler, Any]:
+def background(**options: Any) -> tuple[Rollout, Any]:
     config = letter_config(**{key: options.pop(key) for key in list(options) if key not in ("script", "judge")})
     team, engines = letter_team(config, **options)
-    return BackgroundScheduler(config, team, letter_problems(40), seed=0), engines[0]
+    return Rollout(config, team, letter_problems(40), seed=0), engines[0]
 
 
 def comes_true(condition: Callable[[], bool]) -> bool:
@@ -41,27 +41,27 @@ def rollout_threads() -> list[str]:
 
 
 def test_batches_come_while_versions_change() -> None:
-    scheduler, engine = background(segments=3)
+    rollout, engine = background(segments=3)
     decoded: list[int] = []
     ages, ids = [], []
     for version in range(6):
-        batch = scheduler.next_batch({"main": version}, decoded.append)
+        batch = rollout.next_batch({"main": version}, decoded.append)
         ages += [version - s.oldest_version for g in batch.groups for s in g.samples]
         ids += [g.group_id for g in batch.groups]
-        with scheduler.resting({"main": version + 1}):
-            assert scheduler._team.pools["main"].num_under_way == 0
+        with rollout.resting({"main": version + 1}):
+            assert rollout.stages.team.pools["main"].num_under_way == 0
             engine._version = version + 1
-    scheduler.close()
+    rollout.close()
     assert len(set(ids)) == len(ids) > 10
     assert 0 < max(ages) <= 4
     assert rollout_threads() == []
 
 
 def test_decoding_goes_on_while_the_trainer_does_something_else() -> None:
-    scheduler, _ = background()
-    scheduler.next_batch({"main": 0})
-    assert comes_true(lambda: bool(scheduler.snapshot().scheduler.ready))
-    scheduler.close()
+    rollout, _ = background()
+    rollout.next_batch({"main": 0})
+    assert comes_true(lambda: bool(rollout.snapshot().stages.ready))
+    rollout.close()
 
 
 def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() -> None:
@@ -73,16 +73,16 @@ def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() ->
             raise ZeroDivisionError("the engine burns")
         return script(request)
 
-    scheduler, _ = background(script=broken)
+    rollout, _ = background(script=broken)
     with pytest.raises(RuntimeError, match="the engine burns") as caught:
         for _ in range(3):
-            scheduler.next_batch({"main": 0})
+            rollout.next_batch({"main": 0})
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert "in broken" in "".join(traceback.format_exception(caught.value))
-    for call in (scheduler.snapshot, lambda: scheduler.next_batch({"main": 0}), scheduler.resting().__enter__):
+    for call in (rollout.snapshot, lambda: rollout.next_batch({"main": 0}), rollout.resting().__enter__):
         with pytest.raises(RuntimeError, match="the engine burns"):
             call()
-    scheduler.close()
+    rollout.close()
     assert rollout_threads() == []
 
 
@@ -92,10 +92,10 @@ def test_an_error_of_a_judge_is_raised_in_the_trainer() -> None:
         reward.set_exception(OSError("no judge"))
         return reward
 
-    scheduler, _ = background(judge=broken)
+    rollout, _ = background(judge=broken)
     with pytest.raises(RuntimeError, match="no judge"):
-        scheduler.next_batch({"main": 0})
-    scheduler.close()
+        rollout.next_batch({"main": 0})
+    rollout.close()
 
 
 def test_a_slow_judge_does_not_hold_up_the_engines() -> None:
@@ -108,43 +108,42 @@ def test_a_slow_judge_does_not_hold_up_the_engines() -> None:
         asked.append(answer)
         return judges.submit(lambda: (let_go.wait(120), judge(problem, answer).result())[1])
 
-    scheduler, engine = background(judge=slow, overlap=1)
-    trainer = threading.Thread(target=lambda: scheduler.next_batch({"main": 0}))
+    rollout, engine = background(judge=slow, overlap=1)
+    trainer = threading.Thread(target=lambda: rollout.next_batch({"main": 0}))
     trainer.start()
-    pool = scheduler._team.pools["main"]
+    pool = rollout.stages.team.pools["main"]
     assert comes_true(
-        lambda: bool(scheduler.snapshot().scheduler.open) and not pool.num_under_way and engine.num_decoded() > 50
+        lambda: bool(rollout.snapshot().stages.open) and not pool.num_under_way and engine.num_decoded() > 50
     )
-    books = scheduler.snapshot().scheduler
+    books = rollout.snapshot().stages
     assert not books.closed  # all solvers are decoded, and no answer is judged
-    # a checkpoint would decode them again
-    assert sum(len(group.partial) for group in books.open.values()) == len(asked) > 3
+    assert sum(len(group.unfinished) for group in books.open.values()) == len(asked) > 3
     let_go.set()
     trainer.join(120)
     assert not trainer.is_alive()
-    scheduler.close()
+    rollout.close()
     judges.shutdown()
 
 
 def test_a_request_that_never_comes_back_is_an_error_that_names_it() -> None:
-    scheduler, engine = background(deadline_s=0.2)
+    rollout, engine = background(deadline_s=0.2)
     engine.collect = lambda timeout_s: time.sleep(0.05) or []
     with pytest.raises(
         RuntimeError, match=r"request 000001/solver:0 has not come back after rollout.deadline_s = 0.2 s"
     ):
-        scheduler.next_batch({"main": 0})
-    scheduler.close()
+        rollout.next_batch({"main": 0})
+    rollout.close()
 
 
 def test_nothing_goes_on_after_weights_failed_to_arrive() -> None:
-    scheduler, engine = background()
-    scheduler.next_batch({"main": 0})
-    with pytest.raises(OSError, match="disk full"), scheduler.resting({"main": 1}):
+    rollout, engine = background()
+    rollout.next_batch({"main": 0})
+    with pytest.raises(OSError, match="disk full"), rollout.resting({"main": 1}):
         raise OSError("disk full")
     decoded = engine.num_decoded()
     time.sleep(0.3)
     assert engine.num_decoded() == decoded
-    scheduler.close()
+    rollout.close()
 
 
 def test_ctrl_c_ends_the_process(tmp_path: Path) -> None:
@@ -155,15 +154,15 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from letters import letter_config, letter_problems, letter_team
-from marsrl.rollout.schedule.background import BackgroundScheduler
+from marsrl.rollout.player.rollout import Rollout
 config = letter_config()
-scheduler = BackgroundScheduler(config, letter_team(config)[0], letter_problems(40), seed=0)
+rollout = Rollout(config, letter_team(config)[0], letter_problems(40), seed=0)
 try:
-    scheduler.next_batch({{"main": 0}})
+    rollout.next_batch({{"main": 0}})
     print("playing", flush=True)
     time.sleep(60)
 finally:
-    scheduler.close()
+    rollout.close()
 """
     )
     process = subprocess.Popen(

@@ -10,7 +10,7 @@ from letters import letter_config, letter_team
 
 from marsrl.rollout.engines.protocol import DecodeResult, Sampling
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.schedule.at_once import AtOnce, Played
+from marsrl.rollout.player.evaluation import EvaluationPlay, Played
 from marsrl.rollout.types import IntArray, Problem
 
 PER_STEP = 3
@@ -46,11 +46,19 @@ def play(numbers: Sequence[int], most_open: int | None = None) -> Heard:
         heard.said[episode.id] = [sample.token_ids for sample in samples]
         heard.latency_s[episode.id] = played.latency_s
 
-    player = AtOnce(team, {"main": 0}, 48, Sampling(), lambda *progress: heard.told.append(progress), note)
-    player.most_open, player.now = most_open, lambda: float(heard.num_steps)
+    play = EvaluationPlay(
+        team,
+        {"main": 0},
+        48,
+        Sampling(),
+        progress=lambda *progress: heard.told.append(progress),
+        on_end=note,
+        most_open=most_open,
+        now=lambda: float(heard.num_steps),
+    )
     problem = Problem("p", "question", "7", "math")
-    player.play([Episode(f"e{i}", f"e{i}", problem, purpose="evaluate") for i in numbers], seed=0)
-    player.finish()
+    play.add([Episode(f"e{i}", f"e{i}", problem, purpose="evaluate") for i in numbers], seed=0)
+    play.finish()
     return heard
 
 

@@ -1,0 +1,156 @@
+"""One completion, from the ask to the judged sample, and the asks and episodes that a checkpoint holds around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.kept_tokens import KeptTokens
+from marsrl.rollout.routed_experts import ExpertArray
+from marsrl.rollout.types import Ask, BoolArray, Finish, FloatArray, IntArray, Sample, Segment
+
+
+class State(StrEnum):
+    """Where a completion is.
+
+    due -> decoding -> judging -> over
+     ^        |  '---> waiting ---^
+     '--------+-----------'
+    """
+
+    DUE = "due"  # its next segment is to be decoded, now or in the next stage
+    DECODING = "decoding"
+    WAITING = "waiting"  # for a tool, another agent, or its next turn
+    JUDGING = "judging"
+    OVER = "over"
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """One completion of an ask. Token ids, never text, go on in the next segment; each keeps its policy version.
+
+    turn: how often it has waited and gone on, with tokens behind it that it did not choose (is_sampled off).
+    routed_experts: of prompt and completion, without the last token; each as the version chose that decoded with it.
+    kept_tokens: of the completion's N places; None as long as no segment recorded them.
+    num_decoded: tokens of the present segment that were decoded before it was aborted. seconds: of an engine.
+    finish, error: how it ended, and why where it failed. sample: while it is judged (without a reward), and once it is over.
+    """
+
+    state: State = State.DUE
+    token_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))  # [N]
+    logprobs: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))  # [N] nats
+    is_sampled: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))  # [N]
+    segments: tuple[Segment, ...] = ()
+    turn: int = 0
+    routed_experts: ExpertArray | None = None
+    kept_tokens: KeptTokens | None = None
+    num_decoded: int = 0
+    seconds: float = 0.0
+    finish: Finish = Finish.UNFINISHED
+    error: str = ""
+    sample: Sample | None = None
+    of: OpenAsk = field(init=False, repr=False)
+    index: int = field(init=False)  # among the samples of the ask
+
+    @property
+    def uid(self) -> str:
+        return f"{self.of.ask.id}:{self.index}"
+
+    @property
+    def agent(self) -> str:
+        return self.of.ask.agent
+
+    @property
+    def episode(self) -> Episode:
+        return self.of.episode
+
+    def request(self, max_new_tokens: int, sampling: Sampling, seed: int, **more: Any) -> DecodeRequest:
+        """Its next segment. more: other fields of the request."""
+        tokens = np.concatenate([self.of.prompt_ids, self.token_ids]).astype(np.int32, copy=False)
+        return DecodeRequest(self.uid, tokens, max_new_tokens, sampling, seed, self.of.ask.id, **more)
+
+    def extend(self, result: DecodeResult) -> None:
+        """Append one segment, and what was recorded with it. A segment without tokens (an engine gave up at once)
+        leaves no trace."""
+        self.seconds += result.seconds
+        if len(result.token_ids):
+            self._keep(result.kept_tokens, len(result.token_ids))
+            start = len(self.token_ids)
+            self.segments = (*self.segments, Segment(start, start + len(result.token_ids), result.version))
+            self.token_ids = np.concatenate([self.token_ids, result.token_ids]).astype(np.int32, copy=False)
+            self.logprobs = np.concatenate([self.logprobs, result.logprobs]).astype(np.float32, copy=False)
+            self.is_sampled = np.concatenate([self.is_sampled, np.ones(len(result.token_ids), np.bool_)])
+            if result.routed_experts is not None:
+                known = [] if self.routed_experts is None else [self.routed_experts]
+                self.routed_experts = np.concatenate([*known, result.routed_experts])
+
+    def go_on_with(self, token_ids: IntArray) -> None:
+        """Append what somebody else wrote: no log-probs, and part of the segment that it follows."""
+        num_tokens = len(token_ids)
+        self._keep(None, num_tokens)
+        if self.segments:
+            self.segments = (*self.segments[:-1], replace(self.segments[-1], end=self.segments[-1].end + num_tokens))
+        self.token_ids = np.concatenate([self.token_ids, token_ids]).astype(np.int32, copy=False)
+        self.logprobs = np.concatenate([self.logprobs, np.zeros(num_tokens, np.float32)])
+        self.is_sampled = np.concatenate([self.is_sampled, np.zeros(num_tokens, np.bool_)])
+        self.turn += 1
+
+    def _keep(self, kept_tokens: KeptTokens | None, num_tokens: int) -> None:
+        """What was kept at the next places, which are not in token_ids yet; None: nothing was left out there."""
+        if self.kept_tokens is None and kept_tokens is None:
+            return
+        before = self.kept_tokens or KeptTokens.nothing_left_out(len(self.token_ids))
+        self.kept_tokens = before.followed_by(kept_tokens or KeptTokens.nothing_left_out(num_tokens))
+
+    def copy(self) -> Completion:
+        """A copy that stays as it is. One that is over is its sample; of one that is judged the judgement is made again."""
+        if self.state is State.OVER:
+            return Completion(State.OVER, sample=self.sample)
+        return replace(self, sample=None)
+
+
+@dataclass(slots=True, eq=False)
+class OpenAsk:
+    """An ask that is not over: what its agent reads, and its completions by index.
+
+    opened_version: the policy version at which it was first submitted; its age is counted from there.
+    """
+
+    ask: Ask
+    prompt_ids: IntArray
+    prompt_text: str
+    opened_version: int
+    completions: list[Completion]
+    episode: Episode = field(init=False, repr=False)  # whoever plays it sets it
+
+    def __post_init__(self) -> None:
+        for index, each in enumerate(self.completions):
+            each.of, each.index = self, index
+
+    @property
+    def unfinished(self) -> list[Completion]:
+        return [each for each in self.completions if each.state is not State.OVER]
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Judged ones, by index."""
+        return tuple(each.sample for each in self.completions if each.state is State.OVER and each.sample is not None)
+
+    def copy(self) -> OpenAsk:
+        return replace(self, completions=[each.copy() for each in self.completions])
+
+
+@dataclass(slots=True)
+class Instance:
+    """One draw of a problem, as long as anything of it goes on.
+
+    episodes: by id, those that have not ended. held: samples that wait for its end, to be trained with all of it.
+    """
+
+    episodes: dict[str, Episode] = field(default_factory=dict)
+    held: list[Sample] = field(default_factory=list)

@@ -1,0 +1,204 @@
+"""An evaluation's game: given episodes, played to their ends with one set of weights. Nothing is trained, cut into segments or
+kept.
+
+No episode waits for another: what a completion's end makes possible is submitted at once, so that a slot that is free is used,
+and all that is to be played is as long as its longest episode, not as the longest of each round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.player.completion import Completion, OpenAsk
+from marsrl.rollout.player.player import Player
+from marsrl.rollout.seed import derive_seed
+from marsrl.rollout.team import Team
+from marsrl.rollout.types import Ask, Sample
+
+_COLLECT_S = 0.2  # how long results are waited for
+_REPORT_S = 0.2
+
+OnProgress = Callable[[int, int, int], None]
+"""Told now and then (episodes and asks that are over, of how many, tokens decoded so far)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode that was played to its end.
+
+    samples: all of it in the order in which they ended, with their tokens, which episodes do not keep, and without texts.
+    seconds: of an engine (DecodeResult.seconds), by uid. latency_s: from the first request to an engine, or call of a tool, to
+    the last answer, judged, on a clock on the wall: waits in the engines' queues are in it, and what was played beside it
+    makes them longer. None where nothing was ever asked (every prompt was too long).
+    """
+
+    episode: Episode
+    samples: tuple[Sample, ...]
+    seconds: Mapping[str, float]
+    latency_s: float | None
+
+
+OnEnd = Callable[[Played], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Play:
+    """An episode that is played. seed: of its draws. is_followed: to its end; else the asks that were given are all.
+
+    num_open: completions that are not over, where it is not followed.
+    """
+
+    episode: Episode
+    seed: int
+    is_followed: bool
+    num_open: int = 0
+    began_s: float | None = None
+    has_asked: bool = False  # an engine
+    samples: list[Sample] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class EvaluationPlay:
+    """See the module.
+
+        play = EvaluationPlay(team, versions, 4096, Sampling())
+        play.add(episodes, seed=1)
+        asked = play.ask([(episode, ask), ...], seed=2)
+        play.finish()                                     # all of it, side by side
+        [each.sample for each in asked]
+
+    max_tokens: of one completion. sampling: in place of the agents' own; what ends a completion is theirs. on_said: told of each
+    completion of `ask`, once it is judged. most_open: episodes begun and not ended: the first end while the last have not
+    begun. A draw follows from its ask and the seed, whatever is played beside it.
+    """
+
+    has_segments, answers_too_long = False, True
+
+    def __init__(
+        self,
+        team: Team,
+        versions: Mapping[str, int],
+        max_tokens: int,
+        sampling: Sampling,
+        *,
+        progress: OnProgress | None = None,
+        on_end: OnEnd | None = None,
+        on_said: Callable[[Completion], None] | None = None,
+        most_open: int | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._team, self._max_tokens, self._sampling, self._now = team, max_tokens, sampling, now
+        self._progress, self._on_end, self._on_said, self._most_open = progress, on_end, on_said, most_open
+        self._player = Player(team, self)
+        self._player.resume(versions)
+        self._plays: dict[int, _Play] = {}  # by id of the episode: of one there may be copies
+        self._later: deque[_Play] = deque()
+        self._num_open = self._num_over = 0
+        self._reported_s = 0.0
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens so far."""
+        return self._player.counts["rollout/tokens"]
+
+    def add(self, episodes: Sequence[Episode], seed: int) -> None:
+        """Play these to their ends: one sample to each ask."""
+        for episode in episodes:
+            self._plays[id(episode)] = play = _Play(episode, seed, is_followed=True)
+            self._later.append(play)
+        self._begin()
+
+    def ask(self, asks: Sequence[tuple[Episode, Ask]], seed: int) -> list[Completion]:
+        """One whole, judged completion to each ask, of an episode that is played no further.
+
+        A prompt that is too long gets an empty completion that counts as overlong.
+        """
+        asked = []
+        for episode, ask in asks:
+            play = self._plays.setdefault(id(episode), _Play(episode, seed, is_followed=False))
+            play.num_open += 1
+            asked += self._ask(episode, [ask])
+        return asked
+
+    def finish(self) -> None:
+        """Returns when all that was begun is over."""
+        while self._player.is_busy or self._later:
+            self._begin()
+            self._player.submit()
+            self._player.take(self._player.collect(_COLLECT_S))
+            self._report()
+        self._report(is_last=True)
+
+    def _begin(self) -> None:
+        while self._later and (self._most_open is None or self._num_open < self._most_open):
+            self._num_open += 1
+            play = self._later.popleft()
+            play.began_s = self._now()
+            self._player.begin(play.episode)
+            self._player.settle()
+
+    def _ask(self, episode: Episode, asks: Sequence[Ask]) -> list[Completion]:
+        opened = self._player.ask(episode, [replace(ask, num_samples=1) for ask in asks])
+        return [each for ask in opened for each in ask.completions]
+
+    # The player's game.
+
+    def most_tokens(self, agent: str) -> int:
+        return min(self._max_tokens, self._team.agents[agent].max_response_tokens or self._max_tokens)
+
+    def request(self, completion: Completion) -> DecodeRequest:
+        play, known, agent = self._plays[id(completion.episode)], len(completion.token_ids), completion.agent
+        play.has_asked = True
+        own = self._team.sampling(agent)
+        place = (known,) if known else ()
+        return completion.request(
+            self.most_tokens(agent) - known,
+            replace(self._sampling, stop_token_ids=own.stop_token_ids, stop=own.stop),
+            derive_seed(play.seed, "answer", completion.of.ask.id, *place),
+        )
+
+    def goes_on(self, completion: Completion, result: DecodeResult) -> bool:
+        return True
+
+    def judged(self, completion: Completion) -> None:
+        play, sample = self._plays[id(completion.episode)], completion.sample
+        assert sample is not None, f"{completion.uid} is not over"
+        if play.is_followed:
+            play.samples.append(replace(sample, full_text=None, prompt_text=""))
+            play.seconds[sample.uid] = completion.seconds
+            return
+        play.num_open -= 1
+        self._num_over += not play.num_open
+        if self._on_said is not None:
+            self._on_said(completion)
+
+    def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
+        """What it was asked for has been noted."""
+
+    def is_followed(self, episode: Episode) -> bool:
+        return self._plays[id(episode)].is_followed or bool(episode.waiting)
+
+    def followed(self, episode: Episode, asks: Sequence[Ask]) -> None:
+        self._ask(episode, asks)
+
+    def ended(self, episode: Episode) -> None:
+        play = self._plays[id(episode)]
+        if not play.is_followed:
+            return
+        self._num_open, self._num_over = self._num_open - 1, self._num_over + 1
+        if self._on_end is not None:
+            assert play.began_s is not None
+            latency_s = self._now() - play.began_s if play.has_asked or episode.calls else None
+            self._on_end(Played(episode, tuple(play.samples), play.seconds, latency_s))
+        play.samples, play.seconds = [], {}
+
+    def _report(self, *, is_last: bool = False) -> None:
+        now = self._now()
+        if self._progress is not None and (is_last or now - self._reported_s > _REPORT_S):
+            self._reported_s = now
+            self._progress(self._num_over, len(self._plays), self.num_decoded)

@@ -1,0 +1,391 @@
+"""Plays episodes: asks agents, has completions decoded and judged, calls tools, and asks what follows.
+
+    begin -> open -> submit -> result -> sample -> judged -> closed -> what follows
+              ^                            '-> waits for a tool, another agent or its next turn, and goes on
+              '-------------------------------------------------------------------------------'
+
+What is played, and what becomes of it, is a Game's: the stages of training (stages.py), the episodes of an evaluation
+(evaluation.py).
+
+No thread and no clock in here: whoever drives it calls submit, collect and take, round after round.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Protocol
+
+import numpy as np
+
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.player.completion import Completion, OpenAsk, State
+from marsrl.rollout.team import Prompt, Team
+from marsrl.rollout.types import Ask, Finish, Reward, Sample, ToolCall, ToolOutput
+
+NOTHING_OPEN = "it waits, and nothing was asked for that is not answered"
+_BESIDE_S = 0.01  # how long results are waited for with judges or tools at work
+_TOO_LONG = Prompt(np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
+
+
+class Game(Protocol):
+    """What is played, how it is decoded, and what becomes of it.
+
+    has_segments: a completion may be decoded in several requests. answers_too_long: an ask whose prompt is too long gets empty
+    completions that count as overlong; else it is over without any.
+    """
+
+    has_segments: bool
+    answers_too_long: bool
+
+    def most_tokens(self, agent: str) -> int:
+        """How long a completion of the agent may be."""
+
+    def request(self, completion: Completion) -> DecodeRequest:
+        """The next segment of a completion, which is submitted now."""
+
+    def goes_on(self, completion: Completion, result: DecodeResult) -> bool:
+        """Is the next segment due now? This one is used up, or was aborted."""
+
+    def judged(self, completion: Completion) -> None:
+        """A completion is over."""
+
+    def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
+        """An ask is over, with these samples."""
+
+    def is_followed(self, episode: Episode) -> bool:
+        """Is the team to say what comes next?"""
+
+    def followed(self, episode: Episode, asks: Sequence[Ask]) -> None:
+        """What the team asks next: for Player.ask, now or later."""
+
+    def ended(self, episode: Episode) -> None:
+        """Nothing of the episode is open any more."""
+
+
+class Player:
+    """See the module.
+
+        player = Player(team, game)
+        player.resume({"main": 0}); player.begin(episode)
+        while player.is_busy:
+            player.submit()
+            player.take(player.collect(timeout_s=0.2))
+
+    in_step: asks are closed, and what follows is submitted, when nothing is being decoded, judged or looked up, in order and
+        whatever slots there are: which requests meet in an engine's batch does not depend on time.
+    is_urgent: something may follow from a result before all are back.
+    open: asks that are not over, by id. counts: metrics of what was decoded.
+    """
+
+    def __init__(self, team: Team, game: Game, *, in_step: bool = False, is_urgent: bool = True) -> None:
+        self.team, self.versions = team, dict[str, int]()
+        self.open: dict[str, OpenAsk] = {}
+        self.counts: Counter[str] = Counter()
+        self._game, self._in_step, self._is_urgent = game, in_step, is_urgent
+        self.is_resting = True
+        self._due: dict[Completion, None] = {}  # in order
+        self._decoding: dict[str, tuple[Completion, DecodeRequest]] = {}  # by uid
+        self._judging: dict[Completion, Future[Reward] | None] = {}
+        self._calling: dict[Future[ToolOutput], tuple[Episode, ToolCall]] = {}
+        self._complete: list[OpenAsk] = []  # to be closed
+        self._ended: list[Episode] = []
+        self._dirty: dict[int, Episode] = {}  # in which completions wait, and something has happened
+
+    @property
+    def is_decoding(self) -> bool:
+        """Do engines have something of ours?"""
+        return bool(self._decoding)
+
+    @property
+    def is_working(self) -> bool:
+        """Is something being decoded, judged or looked up?"""
+        return bool(self._decoding or self._judging or self._calling)
+
+    @property
+    def is_calling(self) -> bool:
+        """Are tools at work?"""
+        return bool(self._calling)
+
+    @property
+    def is_busy(self) -> bool:
+        """Is there more to do?"""
+        return bool(self._due or self.is_working)
+
+    # What is played.
+
+    def begin(self, episode: Episode) -> None:
+        """Ask what the team asks first."""
+        self._game.followed(episode, self._follow(episode))
+
+    def restore(self, opened: dict[str, OpenAsk], episodes: Sequence[Episode]) -> None:
+        """Go on with what a checkpoint kept: what was being decoded is decoded again, what was judged is judged again, and calls
+        of tools that have no output are made again."""
+        self.open = opened
+        by_id = {episode.id: episode for episode in episodes}
+        judging = []
+        for ask in opened.values():
+            ask.episode = by_id[ask.ask.episode_id]
+            for each in ask.completions:
+                if each.state is State.DECODING:
+                    each.state = State.DUE
+                elif each.state is State.JUDGING:
+                    judging.append(each)
+            if not ask.unfinished:
+                self._complete.append(ask)
+        self._end(judging)
+        for episode in episodes:
+            self._call(episode, episode.open_calls)
+            self._mark(episode)
+
+    def ask(self, episode: Episode, asks: Sequence[Ask]) -> list[OpenAsk]:
+        """Open asks; where a prompt is too long, what follows from that."""
+        opened, left = [], deque(asks)
+        while left:
+            ask = left.popleft()
+            prompt = self.team.prompt(episode, ask)
+            if prompt is None:
+                self.counts["rollout/prompts_too_long"] += not episode.error
+                if not self._game.answers_too_long:
+                    left.extend(self._over(episode, ask, ()))
+                    continue
+            elif prompt.is_cut:
+                self.counts["rollout/prompts_cut"] += 1
+            ids, text, _ = prompt or _TOO_LONG
+            version = self.versions[self._policy(ask.agent)]
+            of = OpenAsk(ask, ids, text, version, [Completion() for _ in range(ask.num_samples)])
+            of.episode = episode
+            self.open[ask.id] = of
+            opened.append(of)
+            if prompt is not None:
+                self.due(of.completions)
+                continue
+            for each in of.completions:
+                each.finish = Finish.LENGTH
+            self._end(of.completions)
+        return opened
+
+    def due(self, completions: Iterable[Completion]) -> None:
+        """Their next segments are to be decoded."""
+        self._due.update(dict.fromkeys(completions))
+
+    def put_off(self) -> None:
+        """Nothing is due any more until `due` says so."""
+        self._due.clear()
+
+    # A round.
+
+    def submit(self) -> None:
+        """Send what is due to the engines, tagged with its policy's version."""
+        if self.is_resting or (self._in_step and self.is_working):
+            return
+        by_policy: dict[str, list[Completion]] = {}
+        for each in sorted(self._due, key=_place) if self._in_step else self._due:
+            by_policy.setdefault(self._policy(each.agent), []).append(each)
+        self._due = {}
+        for policy, completions in by_policy.items():
+            requests = [self._game.request(each) for each in completions]
+            for each, request in zip(completions, requests, strict=True):
+                each.state = State.DECODING
+                self._decoding[request.uid] = each, request
+            self.team.pools[policy].submit(requests, version=self.versions[policy], at_once=not self._is_urgent)
+
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        """Results that the engines have; without any it waits for them, timeout_s at most, or for judges and tools. Nothing of
+        the player changes."""
+        pools = [pool for pool in self.team.pools.values() if pool.num_under_way]
+        if not pools:
+            futures: list[Future[Any]] = [each for each in self._judging.values() if each is not None]
+            wait([*futures, *self._calling], timeout_s, FIRST_COMPLETED)
+            return []
+        if self._is_urgent and (self._judging or self._calling):
+            timeout_s = min(timeout_s, _BESIDE_S)
+        timeout_s /= len(pools)
+        return [result for pool in pools for result in pool.collect(timeout_s, is_urgent=self._is_urgent)]
+
+    def take(self, results: Sequence[DecodeResult]) -> None:
+        """Enter results, and do all that they, and judges and tools meanwhile, make possible."""
+        ended = []
+        for result in results:
+            each, request = self._decoding.pop(result.uid)
+            self._count(each, request, result)
+            each.extend(result)
+            each.finish, each.error = self._finish(each, result), result.error
+            if each.finish is not Finish.UNFINISHED:
+                each.num_decoded = 0
+                ended.append(each)
+                continue
+            each.state = State.DUE
+            if self._game.goes_on(each, result):
+                self.due([each])
+        self._end(ended)
+        self.settle()
+
+    def settle(self) -> None:
+        """Do all that has become possible."""
+        while self._go_on():
+            pass
+
+    def drain(self) -> None:
+        """Engines end what they decode; the tokens are kept. Judgements go on: a judge has engines or processes of its own."""
+        for pool in self.team.pools.values():
+            self.take(pool.drain())
+
+    def rest(self) -> None:
+        """Drain, and submit nothing until `resume`: the engines are free for anything else."""
+        self.is_resting = True
+        self.drain()
+
+    def resume(self, versions: Mapping[str, int]) -> None:
+        """Go on under these policy versions; each completion's next segment is of its policy's."""
+        self.versions, self.is_resting = dict(versions), False
+
+    def close(self, ask: OpenAsk) -> None:
+        """End an ask with the samples that are over, and open what follows; at rest where some are not."""
+        for each in ask.completions:
+            self._due.pop(each, None)
+            self._judging.pop(each, None)
+        del self.open[ask.ask.id]
+        samples = ask.samples
+        self._game.closed(ask, samples)
+        self._game.followed(ask.episode, self._over(ask.episode, ask.ask, samples))
+
+    def _policy(self, agent: str) -> str:
+        return self.team.agents[agent].policy
+
+    def _count(self, each: Completion, request: DecodeRequest, result: DecodeResult) -> None:
+        of_agent = f"cost/{each.agent}"
+        for total, own, count in (
+            ("rollout/tokens", "output_tokens", len(result.token_ids)),
+            ("rollout/prompt_tokens", "input_tokens", len(request.token_ids)),
+            ("rollout/cached_tokens", "cached_tokens", result.num_cached_tokens),
+        ):
+            self.counts[total] += count
+            self.counts[f"{of_agent}/{own}"] += count
+        self.counts.update({f"{of_agent}/seconds": result.seconds})
+        if result.kept_tokens is not None:
+            self.counts["rollout/kept_tokens"] += len(result.kept_tokens.ids)
+        elif len(result.token_ids) and request.sampling.records_kept:
+            raise RuntimeError(
+                f"{result.uid}: agents.{each.agent}.top_p and top_k truncate, and its engine did not say which tokens were "
+                "kept, as loss.truncation=renormalise needs"
+            )
+
+    def _finish(self, each: Completion, result: DecodeResult) -> Finish:
+        if result.finish in (Finish.STOP, Finish.ERROR):
+            return result.finish
+        is_full = len(each.token_ids) >= self._game.most_tokens(each.agent)
+        if is_full or (result.finish is Finish.LENGTH and not self._game.has_segments):
+            return Finish.LENGTH
+        return Finish.UNFINISHED
+
+    def _end(self, ended: Sequence[Completion]) -> None:
+        """Completions have ended or paused: their samples are judged, or wait."""
+        if not ended:
+            return
+        unjudged = []
+        for each, sample in zip(ended, self.team.samples(ended), strict=True):
+            if sample.finish is Finish.WAITING:
+                each.state = State.WAITING
+                each.episode.wait(sample)
+                self._game.followed(each.episode, self._follow(each.episode))
+            else:
+                each.state, each.sample = State.JUDGING, sample
+                unjudged.append(each)
+        self._judging.update(zip(unjudged, self.team.begin_judging(unjudged), strict=True))
+
+    def _go_on(self) -> bool:
+        """Whether something has followed, from which more may."""
+        self._take_judged()
+        self._take_outputs()
+        if self._in_step and self.is_working:
+            return False
+        complete, self._complete = self._complete, []
+        for ask in sorted(complete, key=lambda ask: ask.ask.id):
+            self.close(ask)
+        ended, self._ended = self._ended, []
+        for episode in sorted(ended, key=lambda episode: episode.id):
+            self._game.ended(episode)
+        dirty, self._dirty = self._dirty, {}
+        for episode in dirty.values():
+            self._resume(episode)
+        return bool(complete or ended or dirty)
+
+    def _take_judged(self) -> None:
+        for each in [each for each, reward in self._judging.items() if reward is None or reward.done()]:
+            reward = self._judging.pop(each)
+            each.sample = self.team.rewarded(each, None if reward is None else reward.result())
+            each.state = State.OVER
+            self._game.judged(each)
+            if not each.of.unfinished:
+                self._complete.append(each.of)
+
+    def _take_outputs(self) -> None:
+        for future in [future for future in self._calling if future.done()]:  # in the order of the calls
+            episode, call = self._calling.pop(future)
+            episode.outputs[call.id] = future.result()
+            self._game.followed(episode, self._follow(episode))
+
+    def _over(self, episode: Episode, ask: Ask, samples: tuple[Sample, ...]) -> list[Ask]:
+        episode.close(ask, samples)
+        return self._follow(episode)
+
+    def _follow(self, episode: Episode) -> list[Ask]:
+        """The asks that are new; calls of tools are made, and an episode without anything open has ended."""
+        asks: list[Ask] = []
+        if self._game.is_followed(episode):
+            asks, calls = self.team.follow(episode)
+            self._call(episode, calls)
+        self._mark(episode)
+        if episode.is_at_its_end:
+            self._ended.append(episode)
+        return asks
+
+    def _call(self, episode: Episode, calls: Sequence[ToolCall]) -> None:
+        for call in calls:
+            assert self.team.tools is not None  # Team.follow lets no call through else
+            self._calling[self.team.tools.submit(call)] = (episode, call)
+
+    def _mark(self, episode: Episode) -> None:
+        if episode.waiting:
+            self._dirty[id(episode)] = episode
+
+    def _resume(self, episode: Episode) -> None:
+        """Put what waiting completions waited for behind them; one for which nothing can come any more is an error."""
+        said = {uid: self.team.continuation(episode, sample) for uid, sample in episode.waiting.items()}
+        is_over = bool(episode.error) or (all(tokens is None for tokens in said.values()) and self._is_stuck(episode))
+        ended = []
+        for uid, tokens in said.items():
+            if tokens is None and not is_over:
+                continue
+            del episode.waiting[uid]
+            name, _, index = uid.rpartition(":")
+            each = self.open[name].completions[int(index)]
+            if tokens is None:
+                each.finish, each.error = Finish.ERROR, episode.error or NOTHING_OPEN
+                ended.append(each)
+            elif len(each.token_ids) + len(tokens) >= self._game.most_tokens(each.agent):
+                each.finish = Finish.LENGTH
+                ended.append(each)
+            else:
+                self.counts["rollout/foreign_tokens"] += len(tokens)
+                each.go_on_with(tokens)
+                each.state = State.DUE
+                self.due([each])
+        self._end(ended)
+
+    def _is_stuck(self, episode: Episode) -> bool:
+        """Is nothing open in it but completions that wait?"""
+        open_asks = [name for name in episode.asks if name not in episode.answers]
+        return not episode.open_calls and all(
+            name in self.open
+            and (unfinished := self.open[name].unfinished)
+            and all(each.state is State.WAITING for each in unfinished)
+            for name in open_asks
+        )
+
+
+def _place(completion: Completion) -> tuple[str, int]:
+    return completion.of.ask.id, completion.index

@@ -1,0 +1,442 @@
+"""Training's game: problems that begin in stages, and groups of judged samples for the trainer.
+
+    want()   the trainer wants one more batch       stage s of new problems begins when stage s-1 is over and
+    take()   a batch, where one is ready            s <= batches wanted + rollout.overlap
+
+rollout.overlap = 0: stage and step are one, and engines are at rest between two.
+
+    stage k:   new problems + what followed in stage k-1 + unfinished samples
+                    | one ordered submission; each sample decodes at most rollout.tokens_per_stage tokens
+                    v
+               finished samples -> judged, while others decode -> complete groups -> batch k (all agents at once)
+                                                          | what the team asks next (Orchestration.follow)
+                                                          v
+                                                     asked in stage k+1
+
+A sample that waits for a tool or another agent goes on within the stage, and so does its episode. With `pipeline:
+trajectory` a step has as many stages as its problems need to end: the baseline. This is MarsRL's agentic pipeline
+(arXiv:2511.11373, section 3.3): the unit of training is an agent's finished group, so up to five agents of different problems
+are in flight in one stage.
+
+rollout.overlap > 0: what a sample's end makes possible, its next segment included, is done at once, while the trainer trains.
+Stage s is over, and all groups closed since the last one become batch s, when every sample that was unfinished at its
+beginning has finished or come to the end of a segment (not of a wait), or rollout.finish_share of them have finished; with
+`pipeline: trajectory`, when nothing is open. So the decoder is at most rollout.overlap stages ahead of the trainer, and a
+sample, when it is trained, at most rollout.overlap + rollout.segments versions old (its group waits for its last sample; picks
+made late in a stage belong to the next).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from marsrl.rollout.config import RolloutConfig
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.player.completion import Completion, Instance, OpenAsk, State
+from marsrl.rollout.player.player import Player
+from marsrl.rollout.seed import derive_seed
+from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
+from marsrl.rollout.team import Team
+from marsrl.rollout.types import Ask, Finish, Group, Sample
+
+_KNOWN_LENGTHS = 512  # finished completions of an agent that guesses are made from
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What one step trains on, and what the stage (or stages) that made it did.
+
+    StepBatch((group, another), {"rollout/stages": 1.0, "rollout/unfinished": 12.0, ...})
+    """
+
+    groups: tuple[Group, ...]
+    metrics: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class StagesState:
+    """All that a checkpoint must keep of the stages (the problem source keeps its own)."""
+
+    pending: list[Ask] = field(default_factory=list)  # asked in the next stage
+    open: dict[str, OpenAsk] = field(default_factory=dict)  # by ask id
+    instances: dict[str, Instance] = field(default_factory=dict)  # by rollout_id
+    num_instances: int = 0  # problems drawn so far; a rollout_id is this number
+    closed: list[Group] = field(default_factory=list)  # since the last batch
+    ready: list[StepBatch] = field(default_factory=list)  # not given to the trainer yet
+    num_stages: int = 0  # of new problems, begun so far
+    num_batches: int = 0  # made so far: those that are over
+    num_taken: int = 0  # of these, given to the trainer
+
+    def copy(self) -> StagesState:
+        """A copy that stays as it is while the original goes on. Samples, groups and arrays never change: shared."""
+        return replace(
+            self,
+            pending=list(self.pending),
+            open={name: each.copy() for name, each in self.open.items()},
+            instances={
+                name: Instance({of: episode.copy() for of, episode in each.episodes.items()}, list(each.held))
+                for name, each in self.instances.items()
+            },
+            closed=list(self.closed),
+            ready=list(self.ready),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """What a checkpoint keeps of the rollout: the stages, and where the problem source stands."""
+
+    stages: StagesState
+    source: CursorState
+
+
+class StageRule:
+    """When a stage is over, and what waits for the next one.
+
+    in_step: rollout.overlap = 0; a stage is over with all that it began, and the engines rest.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._config = config
+        self.in_step = config.overlap == 0
+        self._awaited: set[Completion] = set()
+        self._num_awaited = self._num_finished = 0
+
+    def begin(self, completions: Iterable[Completion]) -> None:
+        """A stage begins, with these unfinished."""
+        self._awaited = set(completions)
+        self._num_awaited, self._num_finished = len(self._awaited), 0
+
+    def forget(self, completions: Iterable[Completion]) -> None:
+        """They have come to the end of a segment, or were dropped."""
+        self._awaited.difference_update(completions)
+
+    def finished(self, completion: Completion) -> None:
+        """A completion is over."""
+        self._num_finished += completion in self._awaited
+        self._awaited.discard(completion)
+
+    @property
+    def has_share(self) -> bool:
+        """Have as many finished as need to (rollout.finish_share)?"""
+        share = self._config.finish_share
+        return share < 1 and self._num_finished >= share * self._num_awaited
+
+    def is_over(self, player: Player) -> bool:
+        """Is the stage over?"""
+        if self.in_step:
+            return not player.is_working and (self.has_share or not player.is_busy)
+        if self._config.pipeline == "trajectory":
+            return not (player.open or player.is_calling)
+        return self.has_share or not self._awaited
+
+
+class Stages:
+    """See the module. One thread at a time calls its methods; collect() alone may run beside want, take and snapshot.
+
+        stages.resume({"main": 0}); stages.want()
+        while (batch := stages.take()) is None:
+            stages.advance(timeout_s=0.2)
+        stages.rest(); ... new weights ...; stages.resume({"main": 1})
+
+    Args:
+        source: where problems come from; each draw of one is a rollout instance of its own.
+        seed: of the run; every request's and every pick's own seed derives from it.
+        trains_whole: the samples of a rollout instance are trained together, when all of it has ended, with its outcomes.
+    """
+
+    has_segments, answers_too_long = True, False
+
+    def __init__(
+        self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int, trains_whole: bool = False
+    ) -> None:
+        self.config, self.team, self.source, self.seed, self.trains_whole = config, team, source, seed, trains_whole
+        self.rule = StageRule(config)
+        is_urgent = not self.rule.in_step or config.finish_share < 1
+        self.player = Player(team, self, in_step=self.rule.in_step, is_urgent=is_urgent)
+        self.state = StagesState(open=self.player.open)
+        self._num_wanted = self._num_played = 0  # batches; stages of the batch in the making
+        self._lengths: dict[str, list[int]] = defaultdict(list)  # by agent, sorted: of finished completions
+        self._recent: dict[str, list[int]] = defaultdict(list)  # the same in order of their end
+        self.on_stage: Callable[[], None] | None = None  # told when a stage begins
+        # told an episode's id when it begins, and (True) when it ends
+        self.on_episode: Callable[[str, bool], None] | None = None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Samples that have been asked for and are not finished."""
+        return len(self._unfinished())
+
+    @property
+    def is_playing(self) -> bool:
+        """Does anything of what was drawn go on, or wait to be trained?"""
+        return bool(self.state.instances or self.state.closed or self.state.ready)
+
+    # The trainer's side.
+
+    def want(self) -> None:
+        """One more batch is wanted: one more stage may begin."""
+        self._num_wanted += 1
+        self._begin_if_due()
+
+    def take(self) -> StepBatch | None:
+        """The oldest batch that is ready, or None."""
+        if not self.state.ready:
+            return None
+        self.state.num_taken += 1
+        return self.state.ready.pop(0)
+
+    def rest(self) -> None:
+        """Engines end what they decode, and are free for anything else; see Player.rest."""
+        self.player.rest()
+        self._end_if_over()
+
+    def resume(self, versions: Mapping[str, int]) -> None:
+        """Go on where `rest` stopped, under these policy versions."""
+        self.player.resume(versions)
+        for ask in [ask for ask in self.state.open.values() if self._is_overdue(ask)]:
+            self.player.close(ask)
+        self.player.settle()
+        self._begin_if_due()
+
+    def snapshot(self) -> RolloutState:
+        """What a checkpoint keeps: of a segment under way nothing, it is decoded again."""
+        return RolloutState(self.state.copy(), self.source.state())
+
+    def restore(self, state: RolloutState) -> None:
+        """Go on from a checkpoint; before the first `resume`."""
+        self.state = state.stages
+        self.source.load(state.source)
+        self._num_wanted = self.state.num_taken
+        episodes = [each for instance in self.state.instances.values() for each in instance.episodes.values()]
+        self.player.restore(self.state.open, episodes)
+        self._go_on()
+
+    # The decoder's side.
+
+    def advance(self, timeout_s: float) -> None:
+        """Submit what is due, wait for results (timeout_s at most), and do all that they make possible."""
+        self.submit()
+        self.absorb(self.collect(timeout_s))
+
+    def submit(self) -> None:
+        """Everything that is due to the engines."""
+        self.player.submit()
+
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        """Results that the engines have; see Player.collect."""
+        return self.player.collect(timeout_s)
+
+    def absorb(self, results: Sequence[DecodeResult]) -> None:
+        """Enter results, with all that follows from them."""
+        self.player.take(results)
+        self._end_if_over()
+
+    # The player's game.
+
+    def most_tokens(self, agent: str) -> int:
+        return self.team.agents[agent].max_response_tokens or self.config.max_response_tokens
+
+    def request(self, completion: Completion) -> DecodeRequest:
+        known, agent = len(completion.token_ids), completion.agent
+        left = max(1, self.config.tokens_per_stage - completion.num_decoded)
+        max_new_tokens = min(self.most_tokens(agent) - known, left)
+        more: dict[str, float | int | None] = {}
+        if self.team.agents[agent].policy in self.team.records_experts:
+            recorded = completion.routed_experts
+            more["experts_from"] = 0 if recorded is None else len(recorded)
+        if not self.rule.in_step:
+            more["expected_new_tokens"] = self._expected(agent, known, max_new_tokens)
+        seed = derive_seed(self.seed, "decode", completion.uid, known)
+        return completion.request(max_new_tokens, self.team.sampling(agent), seed, **more)
+
+    def goes_on(self, completion: Completion, result: DecodeResult) -> bool:
+        if result.finish is Finish.UNFINISHED and not self.rule.in_step:  # the rest of the segment
+            completion.num_decoded += len(result.token_ids)
+            return True
+        completion.num_decoded = 0
+        self.rule.forget([completion])
+        return not self.rule.in_step
+
+    def judged(self, completion: Completion) -> None:
+        self.rule.finished(completion)
+        if not self.rule.in_step:
+            self._note_length(completion.agent, len(completion.token_ids))
+
+    def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
+        dropped = ask.unfinished
+        self.rule.forget(dropped)
+        self.player.counts["rollout/dropped_stragglers"] += len(dropped)
+        self.player.counts["rollout/errors"] += sum(sample.finish is Finish.ERROR for sample in samples)
+        name, rollout_id = ask.ask.group, ask.episode.rollout_id
+        if self.trains_whole or name != ask.ask.id:
+            self.state.instances[rollout_id].held += samples
+        else:
+            self.state.closed.append(Group(name, rollout_id, ask.ask.agent, samples))
+
+    def is_followed(self, episode: Episode) -> bool:
+        return True
+
+    def followed(self, episode: Episode, asks: Sequence[Ask]) -> None:
+        if self.rule.in_step:
+            self.state.pending += asks
+        else:
+            self.player.ask(episode, asks)
+
+    def ended(self, episode: Episode) -> None:
+        """With the last episode of an instance, what was held of it is trained."""
+        if self.on_episode is not None:
+            self.on_episode(episode.id, True)
+        counts = self.player.counts
+        counts["rollout/episodes"] += 1
+        counts.update({f"team/{name}": value for name, value in self.team.metrics(episode).items()})
+        instance = self.state.instances[episode.rollout_id]
+        if self.trains_whole:
+            outcomes = self.team.outcomes(episode)
+            instance.held = [
+                self.team.with_outcome(each, outcomes[each.uid]) if each.uid in outcomes else each
+                for each in instance.held
+            ]
+        counts["rollout/failed_episodes"] += episode.error != ""
+        del instance.episodes[episode.id]
+        if instance.episodes:
+            return
+        groups: dict[tuple[str, str], list[Sample]] = {}  # of one agent each, whatever a team's asks share a name with
+        for sample in instance.held:
+            groups.setdefault((sample.group_id, sample.agent), []).append(sample)
+        for (name, agent), samples in sorted(groups.items()):
+            in_order = tuple(sorted(samples, key=lambda sample: sample.uid))
+            self.state.closed.append(Group(name, episode.rollout_id, agent, in_order))
+        del self.state.instances[episode.rollout_id]
+
+    # Stages.
+
+    def _begin_if_due(self) -> None:
+        state = self.state
+        if self.player.is_resting or state.num_stages > state.num_batches:
+            return
+        if state.num_stages >= self._num_wanted + self.config.overlap:
+            return
+        state.num_stages += 1
+        self._begin(draws=True)
+        self._end_if_over()
+
+    def _begin(self, *, draws: bool) -> None:
+        """A stage begins, with new problems where it draws some, what is left of the last one, and what followed in it."""
+        self._num_played += 1
+        if self.on_stage is not None:
+            self.on_stage()
+        unfinished = self._unfinished()
+        num_carried = len(unfinished) if self.rule.in_step else sum(bool(each.segments) for each in unfinished)
+        if draws and num_carried <= self.config.max_unfinished:
+            self._draw(num_carried)
+        pending, self.state.pending = self.state.pending, []
+        for ask in pending:
+            self.player.ask(self._episode(ask), [ask])
+        self.player.settle()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """All that is unfinished is of this stage."""
+        unfinished = self._unfinished()
+        self.player.due(each for each in unfinished if each.state is State.DUE)
+        self.rule.begin(unfinished)
+
+    def _draw(self, num_carried: int) -> None:
+        """New problems. num_carried: samples that go on in the stage, which take places with rollout.stage_size=total."""
+        config, team = self.config, self.team.orchestration
+        taken = round(num_carried / config.group_size) if config.stage_size == "total" else 0
+        for _ in range(config.prompts_per_step - taken):
+            self.state.num_instances += 1
+            rollout_id, problem = f"{self.state.num_instances:06d}", self.source.next_problem()
+            names = [rollout_id] if team.is_one_episode else [f"{rollout_id}.{i}" for i in range(team.num_episodes)]
+            episodes = {name: Episode(name, rollout_id, problem, self.seed) for name in names}
+            self.state.instances[rollout_id] = Instance(episodes)
+            for episode in list(episodes.values()):
+                if self.on_episode is not None:
+                    self.on_episode(episode.id, False)
+                self.player.begin(episode)
+
+    def _end_if_over(self) -> None:
+        state = self.state
+        if state.num_stages == state.num_batches:
+            return
+        if self.rule.in_step:
+            if self.rule.has_share and self.player.is_decoding:
+                self.player.drain()
+            self._ask_for_waiting()
+        if not self.rule.is_over(self.player):
+            return
+        groups: Sequence[Group] = state.closed
+        if self.rule.in_step:
+            self.player.put_off()
+            if self.config.pipeline == "trajectory" and (state.pending or state.open):
+                self._begin(draws=False)
+                return
+        else:
+            groups = sorted(groups, key=lambda group: group.group_id)
+        state.num_batches += 1
+        self._note_faults()
+        counts = self.player.counts
+        metrics = {**counts, "rollout/stages": self._num_played, "rollout/unfinished": self.num_unfinished}
+        state.ready.append(StepBatch(tuple(groups), metrics))
+        state.closed, self._num_played = [], 0
+        counts.clear()
+        self._begin_if_due()
+
+    def _ask_for_waiting(self) -> None:
+        """Open, of what is asked in the next stage, the asks of episodes in which a completion waits."""
+        while not self.player.is_working:
+            pending = [(self._episode(ask), ask) for ask in self.state.pending]
+            now = [(episode, ask) for episode, ask in pending if episode.waiting]
+            if not now:
+                return
+            self.state.pending = [ask for episode, ask in pending if not episode.waiting]
+            for episode, ask in now:
+                self.player.ask(episode, [ask])
+            self.player.settle()
+
+    def _note_faults(self) -> None:
+        """What the pools have mended since the last batch, and what tools and a judge have counted, into the metrics."""
+        counts = self.player.counts
+        for pool in self.team.pools.values():
+            faults = pool.take_faults()
+            counts["rollout/engine_restarts"] += faults.engine_restarts
+            counts["rollout/resubmitted"] += faults.resubmitted
+            counts["rollout/failed_requests"] += faults.failed
+        if self.team.tools is not None:
+            counts.update(self.team.tools.take_counts())
+        if self.team.judge.model is not None:
+            counts.update(self.team.judge.model.take_counts("train"))
+
+    def _unfinished(self) -> list[Completion]:
+        return [each for ask in self.state.open.values() for each in ask.unfinished]
+
+    def _episode(self, ask: Ask) -> Episode:
+        """The episode of an ask that is not over."""
+        name = ask.episode_id
+        return self.state.instances[name.partition(".")[0]].episodes[name]
+
+    def _is_overdue(self, ask: OpenAsk) -> bool:
+        """Does the ask go on without its stragglers?"""
+        age = self.player.versions[self.team.agents[ask.ask.agent].policy] - ask.opened_version
+        return self.config.group_completion == "drop_stragglers" and age > self.config.max_group_age
+
+    # Guesses of how long a completion gets: the longest are sent first.
+
+    def _expected(self, agent: str, known: int, max_new_tokens: int) -> float | None:
+        """The mean of what is left of those that got at least this far, capped by the segment; None: none did."""
+        lengths = self._lengths[agent]
+        longer = lengths[bisect.bisect_right(lengths, known) :]
+        return min(sum(longer) / len(longer) - known, max_new_tokens) if longer else None
+
+    def _note_length(self, agent: str, length: int) -> None:
+        bisect.insort(self._lengths[agent], length)
+        self._recent[agent].append(length)
+        if len(self._recent[agent]) > _KNOWN_LENGTHS:
+            oldest = self._recent[agent].pop(0)
+            del self._lengths[agent][bisect.bisect_left(self._lengths[agent], oldest)]
