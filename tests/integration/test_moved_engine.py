@@ -27,7 +27,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 def test_an_engine_that_has_moved_decodes_with_the_weights_of_its_new_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told(policies: Mapping[str, PolicyEngines], *, in_turn: bool) -> Move | None:
+    def told(policies: Mapping[str, PolicyEngines]) -> Move | None:
         return Move("verifier", "solver", 1, "as the test wants it") if policies["solver"].engines == 1 else None
 
     monkeypatch.setattr(rebalance, "wanted", told)
