@@ -333,7 +333,7 @@ def test_what_an_episode_keeps_of_its_answers_has_no_tokens() -> None:
     all_say(stages, first, *["so \\boxed{8}"] * 2)
     for kept in first.episode.answers["000001/solver"]:
         assert not (len(kept.token_ids) or len(kept.prompt_ids) or len(kept.rollout_logprobs) or len(kept.is_sampled))
-        assert (kept.text, kept.prompt_text, kept.shown, kept.answer) == ("", "", "so \\boxed{8}", "8")
+        assert (kept.full_text, kept.prompt_text, kept.shown, kept.answer) == (None, "", "so \\boxed{8}", "8")
         assert kept.reward.value == 0 and kept.segments
 
 
