@@ -72,11 +72,13 @@ def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int
     """
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # Ray and vLLM print to stdout
     os.dup2(2, 1)
+    from marsrl import rollout
     from marsrl.trainer.build import open_team
 
-    try:
-        kind: Any = importlib.import_module("marsrl.rollout.player.rollout").Rollout
-    except ImportError:  # --base of an earlier revision
+    kind: Any
+    if (Path(rollout.__path__[0]) / "player").is_dir():
+        kind = importlib.import_module("marsrl.rollout.player.rollout").Rollout
+    else:  # --base of an earlier revision
         name = ("background", "BackgroundScheduler") if overlap else ("scheduler", "Scheduler")
         kind = getattr(importlib.import_module(f"marsrl.rollout.schedule.{name[0]}"), name[1])
 
