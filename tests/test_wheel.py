@@ -71,7 +71,7 @@ def start(installed: Path, cwd: Path, *command: str) -> str:
 
 def test_a_wheel_has_nothing_that_only_benchmarks_use(installed: Path) -> None:
     assert (ROOT / "rollout" / "simulation").is_dir()
-    assert (installed / "marsrl" / "rollout" / "schedule").is_dir()
+    assert (installed / "marsrl" / "rollout" / "player").is_dir()
     assert not (installed / "marsrl" / "rollout" / "simulation").exists()
 
 

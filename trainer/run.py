@@ -24,7 +24,6 @@ from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
-from marsrl.trainer.look.export import write_report
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.step_metrics import step_metrics
 from marsrl.trainer.report.summary import save_summary
@@ -414,6 +413,8 @@ class Run:
             save_summary(self.directory.summary, summary)
             self.trace.save()
             driver.log.close()
+            from marsrl.trainer.look.export import write_report  # here: its libraries start threads
+
             report = write_report(self.directory.path)
             self.console.results(summary)
             self.console.message(f"report: {report}")

@@ -97,7 +97,7 @@ def test_preflight_refuses_what_check_tools_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tools.search.corpus is null"):
         preflight(read_config(None, [*words, f"data.train={questions}"])[0], world_size=1)
     assert preflight(read_config(None, words)[0], world_size=1).plan.lines()
-    with pytest.raises(ValueError, match=r"prompt set math has no prompt for the role router"):
+    with pytest.raises(ValueError, match=r"math has no words for the role router"):
         preflight(read_config(None, [*words, "agents.verifier.prompt=math"])[0], world_size=1)
 
 

@@ -3,7 +3,7 @@
     duckdb -c "SELECT agent, avg(reward) FROM 'runs/a/samples/*.parquet' GROUP BY agent"
     python -c "import pandas; print(pandas.read_parquet('runs/a/samples/step_3.parquet'))"
 
-A row a sample, in the columns of SCHEMA. What a model wrote is kept as it is, but for lone surrogates, which no UTF-8 file can
+A row a sample, in the columns of `schema`. What a model wrote is kept as it is, but for lone surrogates, which no UTF-8 file can
 hold: each is a "?".
 """
 
@@ -14,43 +14,50 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any
 
 from marsrl.rollout.types import Finish, Group, Sample, Segment
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 
+if TYPE_CHECKING:
+    import pyarrow as pa  # imported where it is used: it starts threads
+
 _FILE = re.compile(r"step_(\d+)\.parquet")
 _ROW_GROUP_CHARS = 8 << 20  # of prompts and texts: what is read to show one sample
 
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int32()),
-        ("line", pa.int32()),
-        ("uid", pa.string()),
-        ("parent_uid", pa.string()),
-        ("group_id", pa.string()),
-        ("rollout_id", pa.string()),
-        ("problem_id", pa.string()),
-        ("agent", pa.string()),
-        ("prompt", pa.string()),
-        ("text", pa.string()),
-        ("answer", pa.string()),
-        ("verdict", pa.bool_()),
-        ("reward", pa.float64()),
-        ("correct", pa.float64()),
-        ("parts", pa.map_(pa.string(), pa.float64())),
-        ("note", pa.string()),
-        ("advantage", pa.float64()),
-        ("num_prompt_tokens", pa.int32()),
-        ("num_tokens", pa.int32()),
-        ("finish", pa.string()),
-        ("segments", pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int32())]))),
-    ]
-)
+
+@cache
+def schema() -> pa.Schema:
+    """The columns of a samples file."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            ("step", pa.int32()),
+            ("line", pa.int32()),
+            ("uid", pa.string()),
+            ("parent_uid", pa.string()),
+            ("group_id", pa.string()),
+            ("rollout_id", pa.string()),
+            ("problem_id", pa.string()),
+            ("agent", pa.string()),
+            ("prompt", pa.string()),
+            ("text", pa.string()),
+            ("answer", pa.string()),
+            ("verdict", pa.bool_()),
+            ("reward", pa.float64()),
+            ("correct", pa.float64()),
+            ("parts", pa.map_(pa.string(), pa.float64())),
+            ("note", pa.string()),
+            ("advantage", pa.float64()),
+            ("num_prompt_tokens", pa.int32()),
+            ("num_tokens", pa.int32()),
+            ("finish", pa.string()),
+            ("segments", pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int32())]))),
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +125,21 @@ def write_samples(
 
 def write_records(run: RunDirectory, step: int, records: Iterable[SampleRecord]) -> Path:
     """`write_samples` of records."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     path = run.samples / f"step_{step}.parquet"
     content = io.BytesIO()
-    with pq.ParquetWriter(content, SCHEMA, compression="zstd") as writer:
+    with pq.ParquetWriter(content, schema(), compression="zstd") as writer:
         rows: list[dict[str, Any]] = []
         num_chars = 0
         for line, each in enumerate(records, start=1):
             rows.append({"step": step, "line": line, **_row(each)})
             num_chars += len(each.prompt) + len(each.text)
             if num_chars > _ROW_GROUP_CHARS:
-                writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
+                writer.write_batch(pa.RecordBatch.from_pylist(rows, schema()))
                 rows, num_chars = [], 0
-        writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
+        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema()))
     write_atomically(path, content.getvalue())
     return path
 
@@ -148,6 +158,9 @@ def read_samples(path: Path) -> Iterator[SampleRecord]:
     Raises:
         ValueError: the file is damaged; says which.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=256):
@@ -162,6 +175,9 @@ def read_lines(path: Path, lines: Collection[int]) -> dict[int, SampleRecord]:
     Raises:
         ValueError: the file is gone, damaged, or has no such line; says which.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     found: dict[int, SampleRecord] = {}
     try:
         with pq.ParquetFile(path) as file:
@@ -184,6 +200,9 @@ def read_columns(path: Path, names: Collection[str]) -> pa.Table:
     Raises:
         ValueError: the file is gone or damaged; says which.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         return pq.ParquetFile(path).read(columns=list(names))
     except (pa.ArrowException, OSError) as error:

@@ -1,6 +1,6 @@
 """tokens/step_N.parquet: numbers of single tokens of some samples, every run.token_log_every steps.
 
-A row a sample, its tokens in list columns (SCHEMA). What an engine recorded stands beside what the update's own forward pass
+A row a sample, its tokens in list columns (`schema`). What an engine recorded stands beside what the update's own forward pass
 found; nothing is computed twice for it. docs/view.md lists the columns.
 
     log = read_tokens("runs/a/tokens/step_10.parquet")
@@ -14,13 +14,12 @@ import io
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.seed import derive_seed
@@ -28,35 +27,46 @@ from marsrl.rollout.types import BoolArray, FloatArray, Group, IntArray, Sample,
 from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 
+if TYPE_CHECKING:
+    import pyarrow as pa  # imported where it is used: it starts threads
+
 MOST_BYTES = 32 << 20  # of a step's columns, before they are compressed: a million tokens
 _TOKEN_BYTES, _SAMPLE_BYTES = 24, 1024  # of the columns beside the text, of the rest of a sample
 _FILE = re.compile(r"step_(\d+)\.parquet")
-_SEGMENT = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int32())])
 _COLUMNS = {
-    "ends": pa.int32(),
-    "token_ids": pa.int32(),
-    "is_sampled": pa.bool_(),
-    "rollout_logprobs": pa.float32(),
-    "logprobs": pa.float32(),
-    "entropy": pa.float32(),
-    "is_clipped": pa.bool_(),
-    "is_gated": pa.bool_(),
-    "is_masked": pa.bool_(),
+    "ends": "int32",
+    "token_ids": "int32",
+    "is_sampled": "bool",
+    "rollout_logprobs": "float32",
+    "logprobs": "float32",
+    "entropy": "float32",
+    "is_clipped": "bool",
+    "is_gated": "bool",
+    "is_masked": "bool",
 }
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int32()),
-        ("uid", pa.string()),
-        ("line", pa.int32()),
-        ("group_id", pa.string()),
-        ("agent", pa.string()),
-        ("policy", pa.string()),
-        ("update", pa.int32()),
-        ("segments", pa.list_(_SEGMENT)),
-        ("text", pa.string()),
-        *((name, pa.list_(dtype)) for name, dtype in _COLUMNS.items()),
-    ]
-)
+"""Of a sample, an element a token: numpy's and Arrow's name of the dtype."""
+
+
+@cache
+def schema() -> pa.Schema:
+    """The columns of a token log."""
+    import pyarrow as pa
+
+    segment = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int32())])
+    return pa.schema(
+        [
+            ("step", pa.int32()),
+            ("uid", pa.string()),
+            ("line", pa.int32()),
+            ("group_id", pa.string()),
+            ("agent", pa.string()),
+            ("policy", pa.string()),
+            ("update", pa.int32()),
+            ("segments", pa.list_(segment)),
+            ("text", pa.string()),
+            *((name, pa.list_(pa.type_for_alias(dtype))) for name, dtype in _COLUMNS.items()),
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +192,13 @@ def token_file(run: RunDirectory, step: int) -> Path:
 
 def write_tokens(run: RunDirectory, step: int, records: Sequence[TokenRecord]) -> Path:
     """Write the tokens of a step, whole or not at all, and return the file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     path = token_file(run, step)
     content = io.BytesIO()
     rows = [{"step": step, **asdict(record)} for record in records]
-    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), content, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(rows, schema()), content, compression="zstd")
     write_atomically(path, content.getvalue())
     return path
 
@@ -205,9 +218,12 @@ def read_tokens(path: str | Path) -> TokenLog:
         ValueError: the file is damaged; says which.
         FileNotFoundError: it is gone.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         with pq.ParquetFile(path) as file:
-            if not file.schema_arrow.equals(SCHEMA):
+            if not file.schema_arrow.equals(schema()):
                 raise ValueError("its columns are others")
             samples = tuple(map(_from_row, file.read().to_pylist()))
     except FileNotFoundError:
@@ -225,6 +241,4 @@ def read_tokens(path: str | Path) -> TokenLog:
 def _from_row(row: dict[str, Any]) -> TokenRecord:
     fields = {name: value for name, value in row.items() if name != "step"}
     fields["segments"] = tuple(Segment(**each) for each in row["segments"])
-    return TokenRecord(
-        **fields | {name: np.array(row[name], dtype.to_pandas_dtype()) for name, dtype in _COLUMNS.items()}
-    )
+    return TokenRecord(**fields | {name: np.array(row[name], dtype) for name, dtype in _COLUMNS.items()})
