@@ -10,7 +10,7 @@ import torch
 
 from marsrl.kernels.dispatch import why_not_host
 
-ABI_VERSION = 15  # csrc/include/abi.h
+ABI_VERSION = 16  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 _pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -59,6 +59,7 @@ _CPU_FUNCTIONS: Declarations = {
         None,
         [*[_pointer] * 5, *[_int64] * 4, *[_pointer] * 3, _float, _int, _int],
     ),
+    "marsrl_draw_tokens": (None, [*[_pointer] * 3, _int64, _int64, _pointer, _pointer, _int]),
     "marsrl_swiglu": (None, [_pointer, _int, _pointer, _int64, _int64, _pointer, _int]),
     "marsrl_swiglu_gradients": (
         None,

@@ -10,7 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from marsrl.kernels import library
 from marsrl.rollout.engines.protocol import Sampling
+
+Seeds = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,54 +23,75 @@ class RowSampling:
     temperature: Tensor  # [B] float32
     top_p: Tensor  # [B] float32
     top_k: Tensor  # [B] int64; -1 off
-    seeds: Tensor  # [B] int64
     truncates: bool  # does any row?
+    is_greedy: bool  # is any row's temperature 0?
 
     @staticmethod
-    def of(samplings: Sequence[Sampling], seeds: Sequence[int], device: torch.device) -> RowSampling:
-        """One row a request; of a seed the low 64 bits count."""
+    def of(samplings: Sequence[Sampling], device: torch.device) -> RowSampling:
+        """One row a request."""
         return RowSampling(
             temperature=torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device),
             top_p=torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device),
             top_k=torch.tensor([s.top_k for s in samplings], dtype=torch.int64, device=device),
-            seeds=torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device),
             truncates=any(s.truncates for s in samplings),
+            is_greedy=any(s.temperature <= 0 for s in samplings),
         )
 
     def select(self, rows: Tensor) -> RowSampling:
-        return RowSampling(self.temperature[rows], self.top_p[rows], self.top_k[rows], self.seeds[rows], self.truncates)
-
-    def put(self, rows: Tensor, others: RowSampling) -> None:
-        """Write others to these rows, in place; `truncates` stays as it is."""
-        self.temperature[rows], self.top_p[rows] = others.temperature, others.top_p
-        self.top_k[rows], self.seeds[rows] = others.top_k, others.seeds
+        chosen = (self.temperature[rows], self.top_p[rows], self.top_k[rows])
+        return RowSampling(*chosen, self.truncates, self.is_greedy)
 
 
-def draw(logits: Tensor, sampling: RowSampling, positions: Tensor) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[Tensor, Tensor]:
     """draw_from what `truncated` makes of logits [B, V] float32."""
-    return draw_from(truncated(logits, sampling), sampling, positions)
+    return draw_from(truncated(logits, sampling), sampling, noise)
 
 
 def truncated(logits: Tensor, sampling: RowSampling) -> Tensor:
     """[B, V] float32: logits over temperature, -inf for the tokens that top_k and top_p leave out."""
-    scaled = logits / torch.where(sampling.temperature <= 0, 1.0, sampling.temperature)[:, None]
+    temperature = sampling.temperature
+    if sampling.is_greedy:
+        temperature = torch.where(temperature <= 0, 1.0, temperature)
+    scaled = logits / temperature[:, None]
     return _truncate(scaled, sampling.top_k, sampling.top_p) if sampling.truncates else scaled
 
 
-def draw_from(scaled: Tensor, sampling: RowSampling, positions: Tensor) -> tuple[Tensor, Tensor]:
+def draw_from(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens [B] int64, their log-probs [B] float32, nats, of the distribution that they were drawn from).
 
     Args:
         scaled: [B, V] float32, as `truncated` gives it.
-        positions: [B] int64, place of the drawn token in its sequence.
+        noise: [B] float64 in [0, 1), of `uniform`, on the same device.
     """
-    greedy = sampling.temperature <= 0
+    if scaled.device.type == "cpu" and scaled.dtype == torch.float32 and library.why_no_cpu_library() is None:
+        return _draw_cpu(scaled, sampling, noise)
+    return _draw_torch(scaled, sampling, noise)
+
+
+def _draw_cpu(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in two walks over each row, which write nothing of its length: csrc/cpu/draw.cpp."""
+    num_rows, num_columns = scaled.shape
+    tokens, logprobs = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+    scaled, noise = scaled.contiguous(), noise.contiguous()
+    temperature = sampling.temperature.contiguous() if sampling.is_greedy else None
+    library.cpu_library().marsrl_draw_tokens(
+        *map(library.address, (scaled, temperature, noise)), num_rows, num_columns,
+        *map(library.address, (tokens, logprobs)), torch.get_num_threads(),
+    )  # fmt: skip
+    return tokens, logprobs
+
+
+def _draw_torch(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[Tensor, Tensor]:
     logprobs = scaled.log_softmax(-1)
-    cumulative = logprobs.exp().double().cumsum(-1)
-    point = uniform(sampling.seeds, positions)[:, None] * cumulative[:, -1:]
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    whole = cumulative[:, -1:]
+    point = torch.minimum(
+        noise[:, None] * whole, whole.nextafter(torch.zeros_like(whole))
+    )  # a product may round to the whole
     # the first token whose cumulative probability passes the point; one of probability 0 never is
     tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=scaled.shape[1] - 1)
-    tokens = torch.where(greedy, scaled.argmax(-1), tokens)
+    if sampling.is_greedy:
+        tokens = torch.where(sampling.temperature <= 0, scaled.argmax(-1), tokens)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
@@ -79,27 +103,28 @@ def kept_ids(scaled: Tensor) -> list[npt.NDArray[np.int32]]:
     return np.split(ids, counts.cumsum()[:-1])
 
 
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """[B] float64 in [0, 1): 53 bits of SplitMix64 over (seed, position)."""
-    x = _splitmix(_splitmix(seeds) + positions)
-    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+def low_bits(seeds: Sequence[int]) -> Seeds:
+    """[B]: what counts of each seed, its low 64 bits."""
+    return np.array([seed % (1 << 64) for seed in seeds], np.uint64)
 
 
-def _signed(seed: int) -> int:
-    """The seed's low 64 bits as a signed integer."""
-    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+def uniform(seeds: Seeds, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """[B] in [0, 1): 53 bits of SplitMix64 over (seed, position). On the host, where both are known: a dozen operations on
+    so few numbers cost a GPU their launches.
+
+    Args:
+        positions: [B], place of the drawn token in its sequence.
+    """
+    x = _splitmix(_splitmix(seeds) + positions.astype(np.uint64))
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _splitmix(x: Tensor) -> Tensor:
-    x = x + -7046029254386353131  # 0x9E3779B97F4A7C15
-    x = (x ^ (_shift(x, 30))) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    x = (x ^ (_shift(x, 27))) * -7723592293110705685  # 0x94D049BB133111EB
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def _splitmix(x: Seeds) -> Seeds:
+    """Steele, Lea and Flood (2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -288,3 +288,48 @@ assert [path.name for path in file.parent.iterdir()] == [file.name]
     done = call(str(BENCHMARKS), str(tmp_path / "a.json"), code=code)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "a.json").read_text()) == [{"seed": 0}, {"seed": 1}]
+
+
+def test_rollouts_that_are_slower_than_another_revision_in_every_turn_fail() -> None:
+    """The sides are played; which of them is whose, and what is made of the turns, is the script's."""
+    code = """
+import pathlib, sys
+from contextlib import nullcontext
+sys.path.insert(0, "benchmarks")
+import rollout
+rollout.map_marsrl()
+rollout.map_marsrl = lambda: None
+from marsrl.benchmarks import base_revision
+from marsrl.trainer.models import init_model
+init_model.init_model = lambda *arguments, **options: None
+base_revision.checked_out = lambda revision: nullcontext(pathlib.Path("of") / revision)
+
+class Side:
+    def __init__(self, *arguments, python_path=None):
+        is_other = "--bare" in arguments or python_path is not None and python_path.name == "there"
+        self.speeds = [1.0] * len(ratios) if is_other else list(ratios)
+    def ask(self, question):
+        played = {"tokens": 1000, "seconds": 1 / self.speeds.pop(0), "work": [[[1], 1000]]}
+        return played if isinstance(question, int) else played["seconds"]
+    def close(self):
+        pass
+
+rollout.Child = Side
+for words, ratios in [
+    (["--base", "HEAD"], [1.0, 0.90, 0.97, 0.99]),
+    (["--base", "HEAD"], [0.5, 0.90, 0.97, 1.01]),  # the first is a warm-up
+    (["--base", "HEAD"], [0.5, 1.10, 1.20, 1.01]),
+    ([], [0.5, 0.90, 0.97, 0.99]),  # bare vLLM is no revision
+]:
+    sys.argv = ["rollout.py", "--repeats", "3", *words]
+    print("status", rollout.main())
+"""
+    done = call(code=code)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith(("spread", "slower", "status"))]
+    assert told == [
+        *("spread of the turns: 0.900 to 0.990", "slower than HEAD in every turn", "status 1"),
+        *("spread of the turns: 0.900 to 1.010", "status 0"),
+        *("spread of the turns: 1.010 to 1.200", "status 0"),
+        *("spread of the turns: 0.900 to 0.990", "status 0"),
+    ]

@@ -1,18 +1,44 @@
 """Drawing tokens: the noise by the published generator, the draw by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from marsrl.rollout.engines import sampler
 from marsrl.rollout.engines.protocol import Sampling
-from marsrl.rollout.engines.sampler import RowSampling, _truncate, draw, draw_from, kept_ids, truncated, uniform
+from marsrl.rollout.engines.sampler import (
+    RowSampling,
+    _truncate,
+    draw,
+    draw_from,
+    kept_ids,
+    low_bits,
+    truncated,
+    uniform,
+)
 
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True, params=["csrc", "torch"])
+def implementation(request, monkeypatch):
+    """Who draws: every test is of both."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampler.library, "why_no_cpu_library", lambda: "not in this test")
+    else:
+        assert sampler.library.why_no_cpu_library() is None
+    return request.param
+
+
 def rows(n, *, temperature=1.0, top_p=1.0, top_k=-1):
-    return RowSampling.of([Sampling(temperature, top_p, top_k)] * n, range(n), CPU)
+    return RowSampling.of([Sampling(temperature, top_p, top_k)] * n, CPU)
+
+
+def noise(n, position):
+    """Of the seeds 0 to n - 1."""
+    return torch.from_numpy(uniform(low_bits(range(n)), np.full(n, position)))
 
 
 def splitmix64(x):
@@ -26,49 +52,42 @@ def splitmix64(x):
 def test_the_noise_is_53_bits_of_splitmix64():
     seeds = [0, 1, 5, 2**63 - 1, -1, -(2**63), 1234567891011]
     for position in (0, 1, 77):
-        found = uniform(torch.tensor(seeds), torch.full((len(seeds),), position))
+        found = uniform(low_bits(seeds), np.full(len(seeds), position))
         right = [(splitmix64(splitmix64(s % 2**64) + position) >> 11) / 2**53 for s in seeds]
         assert found.tolist() == right and max(right) < 1
 
 
 def test_a_row_is_drawn_as_its_request_says():
     samplings = [Sampling(), Sampling(0.5, 0.9, 7)]
-    made = RowSampling.of(samplings * 2, [2**63, 2**64 - 1, 2**64 + 5, 3], CPU)
+    made = RowSampling.of(samplings * 2, CPU)
     assert made.temperature.tolist() == [1.0, 0.5] * 2 and made.top_k.tolist() == [-1, 7] * 2
     assert made.top_p.tolist() == pytest.approx([1.0, 0.9] * 2)
-    assert made.seeds.tolist() == [-(2**63), -1, 5, 3]  # the low 64 bits
-    assert made.truncates and not RowSampling.of(samplings[:1], [0], CPU).truncates
-    assert [t.dtype for t in (made.temperature, made.top_p, made.top_k, made.seeds)] == [torch.float32] * 2 + [
-        torch.int64
-    ] * 2
+    assert made.truncates and not RowSampling.of(samplings[:1], CPU).truncates
+    assert RowSampling.of([Sampling(0.0), Sampling()], CPU).is_greedy and not made.is_greedy
+    assert low_bits([2**63, 2**64 - 1, 2**64 + 5, 3]).tolist() == [2**63, 2**64 - 1, 5, 3]
 
 
 @pytest.mark.parametrize("samplings", [[], [Sampling(1, 1, -1)]])
 def test_rows_have_their_types_and_device_whatever_the_numbers(samplings):
-    made = RowSampling.of(samplings, range(len(samplings)), torch.device("meta"))
+    made = RowSampling.of(samplings, torch.device("meta"))
     for tensor, dtype in [(made.temperature, torch.float32), (made.top_p, torch.float32), (made.top_k, torch.int64)]:
         assert tensor.dtype == dtype and tensor.device.type == "meta"
-    assert made.seeds.dtype == torch.int64 and made.seeds.device.type == "meta"
     logits = torch.zeros(len(samplings), 7, device="meta")
     assert _truncate(logits, made.top_k, made.top_p).device.type == "meta"
 
 
-def test_rows_are_selected_and_put():
-    made = RowSampling.of([Sampling(0.1 * i, 0.01 * i, i) for i in range(1, 5)], range(4), CPU)
+def test_rows_are_selected():
+    made = RowSampling.of([Sampling(0.1 * i, 0.01 * i, i) for i in range(1, 5)], CPU)
     chosen = made.select(torch.tensor([3, 1]))
-    assert chosen.top_k.tolist() == [4, 2] and chosen.seeds.tolist() == [3, 1] and chosen.truncates
+    assert chosen.top_k.tolist() == [4, 2] and chosen.truncates and not chosen.is_greedy
     assert chosen.temperature.tolist() == made.temperature[[3, 1]].tolist()
     assert chosen.top_p.tolist() == made.top_p[[3, 1]].tolist()
-    made.put(torch.tensor([0, 2]), chosen)
-    assert made.top_k.tolist() == [4, 2, 2, 4] and made.seeds.tolist() == [3, 1, 1, 3]
-    assert made.temperature.tolist() == pytest.approx([0.4, 0.2, 0.2, 0.4])
-    assert made.top_p.tolist() == pytest.approx([0.04, 0.02, 0.02, 0.04])
 
 
 def test_draws_follow_the_probabilities():
     logits = torch.tensor([0.5, 0.2, 0.2, 0.1, 0.0]).log()
     n = 40_000
-    tokens, logprobs = draw(logits.expand(n, -1), rows(n), torch.full((n,), 17))
+    tokens, logprobs = draw(logits.expand(n, -1), rows(n), noise(n, 17))
     share = torch.bincount(tokens, minlength=5) / n
     torch.testing.assert_close(share, logits.exp(), atol=0.012, rtol=0)  # 5 standard errors
     assert share[4] == 0
@@ -77,41 +96,67 @@ def test_draws_follow_the_probabilities():
 
 def test_a_token_is_the_first_whose_cumulative_probability_passes_the_noise():
     n, generator = 500, torch.Generator().manual_seed(0)
-    logits, positions = torch.randn(n, 9, generator=generator), torch.arange(n) % 7
+    logits, points = torch.randn(n, 9, generator=generator), noise(n, 7)
     sampling = rows(n, temperature=0.5)
     probabilities = (logits / 0.5).softmax(-1)
-    points = uniform(sampling.seeds, positions)
     right = [np.flatnonzero(np.cumsum(p.double().numpy()) > u)[0] for p, u in zip(probabilities, points.tolist())]
-    tokens, logprobs = draw(logits, sampling, positions)
+    tokens, logprobs = draw(logits, sampling, points)
     assert tokens.tolist() == right
     torch.testing.assert_close(logprobs, probabilities.log()[range(n), tokens])
 
 
-def test_a_token_of_probability_zero_is_not_drawn_by_a_noise_of_zero(monkeypatch):
-    monkeypatch.setattr(sampler, "uniform", lambda seeds, positions: torch.zeros(len(seeds), dtype=torch.float64))
-    tokens, _ = draw(torch.tensor([[-torch.inf, 0.0, 0.0]]), rows(1), torch.tensor([0]))
+def test_a_token_of_probability_zero_is_not_drawn_by_a_noise_of_zero():
+    tokens, _ = draw(torch.tensor([[-torch.inf, 0.0, 0.0]]), rows(1), torch.zeros(1, dtype=torch.float64))
     assert int(tokens) == 1
 
 
-def test_the_least_likely_tokens_are_told_apart(monkeypatch):
+def test_the_least_likely_tokens_are_told_apart():
     """1000 tokens of 8e-10 behind one that has nearly all: in float32 their cumulative probabilities would be steps."""
     logits = torch.tensor([[21.0] + [0.0] * 1000])
-    monkeypatch.setattr(sampler, "uniform", lambda seeds, positions: torch.tensor([1 - 4e-7], dtype=torch.float64))
     cumulative = np.cumsum(logits.log_softmax(-1)[0].exp().double().numpy())
-    tokens, _ = draw(logits, rows(1), torch.tensor([0]))
+    tokens, _ = draw(logits, rows(1), torch.tensor([1 - 4e-7], dtype=torch.float64))
     assert int(tokens) == np.flatnonzero(cumulative > (1 - 4e-7) * cumulative[-1])[0] > 100
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 511, 512, 513, 1025])  # around the blocks of 512 of csrc/cpu
+def test_draws_are_those_of_float64_whatever_the_vocabulary(vocab_size):
+    """Of logits with gaps, in a row whose strides are not those of a packed matrix."""
+    n, generator = 300, torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(vocab_size, n, generator=generator).T * 4
+    logits[:, 1:][torch.rand(n, vocab_size - 1, generator=generator) < 0.5] = -torch.inf
+    points = noise(n, 5)
+    points[:3] = torch.tensor([0.0, 0.5, 1 - 2**-53])
+    exact = logits.double().log_softmax(-1)
+    cumulative = exact.exp().cumsum(-1)
+    tokens, logprobs = draw(logits, rows(n), points)
+    chosen = tokens[:, None]
+    torch.testing.assert_close(logprobs.double(), exact.gather(1, chosen)[:, 0], atol=2e-6, rtol=0)
+    above = cumulative.gather(1, chosen)[:, 0] / cumulative[:, -1] - points
+    below = points - (cumulative - exact.exp()).gather(1, chosen)[:, 0] / cumulative[:, -1]
+    assert bool((logprobs > -torch.inf).all()) and float(above.min()) > -1e-6 and float(below.min()) > -1e-6
 
 
 def test_at_temperature_zero_the_most_likely_token_is_taken_and_others_are_drawn():
     logits = torch.tensor([0.1, 0.6, 0.3]).log().expand(400, -1)
-    sampling = RowSampling.of([Sampling(0.0), Sampling(1.0)] * 200, range(400), CPU)
-    tokens, logprobs = draw(logits, sampling, torch.zeros(400, dtype=torch.int64))
+    sampling = RowSampling.of([Sampling(0.0), Sampling(1.0)] * 200, CPU)
+    tokens, logprobs = draw(logits, sampling, noise(400, 0))
     assert set(tokens[::2].tolist()) == {1} and set(tokens[1::2].tolist()) == {0, 1, 2}
     torch.testing.assert_close(logprobs, logits[0][tokens])  # of the distribution at temperature 1
 
 
+def test_rows_may_lie_apart_in_memory():
+    """Temperatures and noise as columns of a table; in its next column stands what would be another draw."""
+    logits, n = torch.tensor([0.1, 0.6, 0.3]).log().expand(400, -1), 400
+    whole = RowSampling.of([Sampling(0.0), Sampling(1.0)] * (n // 2), CPU)
+    table = torch.stack([whole.temperature, 1 - whole.temperature], dim=1)
+    apart = replace(whole, temperature=table[:, 0])
+    points = torch.stack([noise(n, 0), torch.zeros(n, dtype=torch.float64)], dim=1)[:, 0]
+    for found, right in zip(draw(logits, apart, points), draw(logits, whole, noise(n, 0)), strict=True):
+        assert torch.equal(found, right)
+
+
 def test_logits_that_are_no_numbers_give_some_token_and_no_log_prob():
-    tokens, logprobs = draw(torch.full((1, 4), torch.nan), rows(1), torch.tensor([0]))
+    tokens, logprobs = draw(torch.full((1, 4), torch.nan), rows(1), noise(1, 0))
     assert 0 <= int(tokens) < 4 and bool(logprobs.isnan())
 
 
@@ -130,8 +175,8 @@ def test_top_k_and_top_p_cut_and_renormalise():
     }
     n = 300
     for sampling, right in kept.items():  # each row by its own, whatever those beside it want
-        both = RowSampling.of([sampling, Sampling(top_k=3)] * n, range(2 * n), CPU)
-        tokens, logprobs = draw(logits.expand(2 * n, -1), both, torch.zeros(2 * n, dtype=torch.int64))
+        both = RowSampling.of([sampling, Sampling(top_k=3)] * n, CPU)
+        tokens, logprobs = draw(logits.expand(2 * n, -1), both, noise(2 * n, 0))
         assert set(tokens[::2].tolist()) == right and set(tokens[1::2].tolist()) == {1, 2, 3}
         share = logits.exp() / logits[list(right)].exp().sum()
         torch.testing.assert_close(logprobs[::2].exp(), share[tokens[::2]])
@@ -140,10 +185,10 @@ def test_top_k_and_top_p_cut_and_renormalise():
 def test_what_was_kept_holds_every_draw_and_its_probabilities_sum_to_one():
     n, generator = 2000, torch.Generator().manual_seed(0)
     logits = torch.randn(n, 50, generator=generator) * 2
-    sampling = RowSampling.of([Sampling(0.7, 0.97, 6), Sampling(1.3, 0.95, -1), Sampling()] * n, range(n), CPU)
+    sampling = RowSampling.of([Sampling(0.7, 0.97, 6), Sampling(1.3, 0.95, -1), Sampling()] * n, CPU)
     sampling = sampling.select(torch.arange(n))
     scaled = truncated(logits, sampling)
-    tokens, logprobs = draw_from(scaled, sampling, torch.zeros(n, dtype=torch.int64))
+    tokens, logprobs = draw_from(scaled, sampling, noise(n, 0))
     found = kept_ids(scaled)
     assert [len(found), max(map(len, found[::3])), {len(ids) for ids in found[2::3]}] == [n, 6, {50}]
     for row, (ids, token) in enumerate(zip(found, tokens.tolist(), strict=True)):
@@ -158,7 +203,7 @@ def test_draws_of_what_was_kept_follow_the_renormalised_probabilities():
     logits, n = torch.tensor([0.4, 0.3, 0.2, 0.1]).log(), 40_000
     sampling = rows(n, top_p=0.65)
     scaled = truncated(logits.expand(n, -1), sampling)
-    tokens, _ = draw_from(scaled, sampling, torch.full((n,), 3))
+    tokens, _ = draw_from(scaled, sampling, noise(n, 3))
     assert kept_ids(scaled[:2])[1].tolist() == [0, 1]
     # 5 standard errors
     torch.testing.assert_close(
@@ -167,7 +212,7 @@ def test_draws_of_what_was_kept_follow_the_renormalised_probabilities():
 
 
 def test_top_p_keeps_no_more_than_reaches_it():
-    tokens, _ = draw(torch.zeros(200, 2), rows(200, top_p=0.5), torch.zeros(200, dtype=torch.int64))
+    tokens, _ = draw(torch.zeros(200, 2), rows(200, top_p=0.5), noise(200, 0))
     assert len(set(tokens.tolist())) == 1
 
 

@@ -396,7 +396,7 @@ def test_vllm_s_own_draws_have_the_trainer_s_logprobs(kind, vllm_engine, checkpo
         for ask, result in zip(asks, decoded(engine, asks), strict=True):
             whole = torch.from_numpy(np.concatenate([ask.token_ids, result.token_ids]).astype(np.int64))
             logits = model(whole[None]).logits[0, len(ask.token_ids) - 1 : -1].detach()
-            right = truncated(logits, RowSampling.of([ask.sampling] * 16, [0] * 16, logits.device)).log_softmax(-1)
+            right = truncated(logits, RowSampling.of([ask.sampling] * 16, logits.device)).log_softmax(-1)
             drawn = right.gather(-1, whole[-16:, None])[:, 0]
             np.testing.assert_allclose(result.logprobs, drawn.numpy(), atol=1e-4, rtol=0)
 

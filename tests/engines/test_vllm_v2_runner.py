@@ -39,7 +39,7 @@ def assert_drawn_from(model: Any, ask: Any, result: Any) -> None:
     with torch.no_grad():
         logits = model(torch.from_numpy(whole)[None]).logits[0, len(ask.token_ids) - 1 : -1]
     n = len(result.token_ids)
-    scaled = truncated(logits, RowSampling.of([ask.sampling] * n, [0] * n, torch.device("cpu")))
+    scaled = truncated(logits, RowSampling.of([ask.sampling] * n, torch.device("cpu")))
     right = scaled.log_softmax(-1).gather(-1, torch.from_numpy(whole[-n:])[:, None])[:, 0]
     np.testing.assert_allclose(result.logprobs, right.numpy(), atol=ROUNDING, rtol=0)
     assert (result.kept_tokens is not None) == ask.sampling.records_kept

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from marsrl.rollout.engines.local.model import LocalModel
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
-from marsrl.rollout.engines.sampler import RowSampling, kept_ids
+from marsrl.rollout.engines.sampler import RowSampling, kept_ids, low_bits, uniform
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, IntArray
@@ -79,11 +79,17 @@ class DecodeBatch:
         self.drawn = lengths  # of no meaning before the first draw
         self.experts: Tensor | None = None
         requests = [row.request for row in rows]
-        self.sampling = RowSampling.of([r.sampling for r in requests], [r.seed for r in requests], hidden.device)
+        self.sampling = RowSampling.of([r.sampling for r in requests], hidden.device)
+        self._seeds = low_bits([r.seed for r in requests])
 
     @property
     def num_going(self) -> int:
         return sum(row.finish is None for row in self.rows)
+
+    def noise(self) -> Tensor:
+        """[B] float64 in [0, 1), for the next draw."""
+        lengths = np.array([len(row.request.token_ids) + len(row.tokens) for row in self.rows])
+        return torch.from_numpy(uniform(self._seeds, lengths)).to(self.hidden.device)
 
     def keep_experts(self) -> None:
         """Into the rows' records."""
@@ -111,7 +117,7 @@ class DecodeBatch:
         self.rows = [self.rows[i] for i in going]
         self.cache.select(keep)
         self.hidden, self.lengths, self.drawn = self.hidden[keep], self.lengths[keep], self.drawn[keep]
-        self.sampling = self.sampling.select(keep)
+        self.sampling, self._seeds = self.sampling.select(keep), self._seeds[going]
 
     def joined_by(self, other: DecodeBatch) -> DecodeBatch:
         """Both batches as one; neither is used afterwards."""

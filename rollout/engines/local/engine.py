@@ -226,7 +226,7 @@ class LocalEngine:
         """Draw a token for every row and compute the next; the results of those that have ended."""
         ended = []
         scaled = truncated(self._model.logits(batch.hidden), batch.sampling)
-        drawn, drawn_logprobs = draw_from(scaled, batch.sampling, batch.lengths)
+        drawn, drawn_logprobs = draw_from(scaled, batch.sampling, batch.noise())
         batch.record_kept(scaled)
         batch.keep_experts()
         for row, token, logprob in zip(batch.rows, drawn.tolist(), drawn_logprobs.tolist(), strict=True):

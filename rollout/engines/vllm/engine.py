@@ -11,6 +11,7 @@ imported when an engine is made, never with this file.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import time
@@ -31,6 +32,7 @@ from marsrl.rollout.engines.protocol import (
     EngineLost,
     MemoryPart,
     Records,
+    Sampling,
     WeightReceipt,
     WeightUpdate,
     WrongVersion,
@@ -129,7 +131,9 @@ class VllmEngine:
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
         self._stops = StopTexts.of_model(model_dir)
         self._under_way: dict[str, DecodeRequest] = {}  # in vLLM, by the key it has there
+        self._watched: set[str] = set()  # of those, with texts of Sampling.stop
         self._keys = itertools.count()
+        self._alike: dict[Sampling, SamplingParams] = {}  # what vLLM checked once: each request gets a copy
         self._is_aborting = False
         self._num_ended = 0  # tokens of requests that have ended
         self._num_seen = 0  # tokens at the last look, those under way among them
@@ -329,17 +333,24 @@ class VllmEngine:
         return DecodeResult.without_tokens(request.uid, Finish.ERROR, self._version, reason) if reason else None
 
     def _sampling_params(self, key: str, request: DecodeRequest) -> SamplingParams:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         if self._draws == "engine":
-            drawn = asked_of_vllm(request, self._vocab_size, self._records)
+            params = self._new_params(request, **asked_of_vllm(request, self._vocab_size, self._records))
         else:
             from marsrl.rollout.engines.vllm.sampling import draw_arguments
 
-            drawn = {"temperature": 0, "extra_args": draw_arguments(key, request)}
+            if request.sampling not in self._alike:
+                self._alike[request.sampling] = self._new_params(request, temperature=0)
+            params = copy.copy(self._alike[request.sampling])
+            params.extra_args = draw_arguments(key, request)
+        params.max_tokens = min(request.max_new_tokens, self._max_model_len - len(request.token_ids))
+        return params
+
+    @staticmethod
+    def _new_params(request: DecodeRequest, **drawn: Any) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
         return SamplingParams(
-            max_tokens=min(request.max_new_tokens, self._max_model_len - len(request.token_ids)),
             stop_token_ids=list(request.sampling.stop_token_ids),
             ignore_eos=True,  # stop_token_ids alone decide
             detokenize=False,
@@ -360,6 +371,8 @@ class VllmEngine:
             prompt = {"prompt_token_ids": request.token_ids.tolist()}
             self._core.add_request(key, prompt, self._sampling_params(key, request))
             self._under_way[key] = request
+            if request.sampling.stop:
+                self._watched.add(key)
             self._shares.add(request.uid)
         return refused
 
@@ -382,6 +395,7 @@ class VllmEngine:
     def _results(self, outputs: Sequence[Any], finish: Finish | None = None) -> list[DecodeResult]:
         """What vLLM's RequestOutputs tell of requests that are under way, which they are no longer; finish: of all of them."""
         requests = [self._under_way.pop(output.request_id) for output in outputs]
+        self._watched.difference_update(output.request_id for output in outputs)
         completions = [output.outputs[0] for output in outputs]
         return [
             DecodeResult(
@@ -402,13 +416,12 @@ class VllmEngine:
 
     def _stopped(self) -> list[DecodeResult]:
         """Those whose last token completed a text of Sampling.stop; vLLM has no tokenizer here and goes on."""
-        watched = [key for key, request in self._under_way.items() if request.sampling.stop]
-        if not watched:
+        if not self._watched:
             return []
         tokens = self._tokens_under_way()
         keys = [
             key
-            for key in watched
+            for key in self._watched
             for request in [self._under_way[key]]
             if self._stops.is_ended(request.token_ids, tokens[key], request.sampling.stop)
         ]

@@ -12,17 +12,17 @@ processors: the drawn token's logit is raised above all others, and vLLM takes t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
-from vllm.v1.sample.logits_processor.interface import AddedRequest
 
-from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
-from marsrl.rollout.engines.sampler import RowSampling, draw_from, kept_ids, truncated
+from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.sampler import RowSampling, draw_from, kept_ids, truncated, uniform
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.types import FloatArray, IntArray
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _KEY = "marsrl_draw"
 _CHOSEN = 1e30  # above every logit
+_NO_SLOT = -1
+_EMPTY = (_NO_SLOT, 0, 0, 0, 0, 0)  # of _ROW
 
 
 def draw_arguments(key: str, request: DecodeRequest) -> dict[str, Any]:
@@ -45,78 +47,69 @@ def draw_arguments(key: str, request: DecodeRequest) -> dict[str, Any]:
     return {_KEY: json.dumps(drawn)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A request in the batch. output: vLLM's own list, which grows. slot: its row of the tables. kept: the ids that each
-    token was drawn from; None: not wanted."""
-
-    output: list[int]
-    slot: int
-    truncates: bool
-    kept: list[IntArray] | None
+_ROW = np.dtype(
+    [
+        ("slot", np.int64),
+        ("prompt_length", np.int64),
+        ("seed", np.uint64),
+        ("top_k", np.int64),
+        ("top_p", np.float32),
+        ("temperature", np.float32),
+    ]
+)
+"""A place in the batch: the slot of its request's log-probs (_NO_SLOT: nothing is drawn here), and what it asks for."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The rows drawn in a step, as tensors; made anew when the batch changes."""
+    """The R rows drawn in a step; made anew when the batch changes."""
 
-    outputs: list[list[int]]
+    rows: npt.NDArray[np.void]  # [R] _ROW
+    outputs: list[list[int]]  # vLLM's own lists, which grow
     index: Tensor  # [R] int64, where they stand in the batch
     slots: Tensor  # [R] int64
     sampling: RowSampling
-    prompt_lengths: Tensor  # [R] int64
     recorded: list[tuple[int, list[IntArray]]]  # rows whose kept ids are wanted, and where they go
 
 
-class _Tables:
-    """What is known of every request that is alive, a slot each, on the device; they grow with their number."""
+class _Alive:
+    """Requests that are alive, a slot each; the slots grow with their number.
+
+    logprobs [slots, completion tokens] float32, nats, on the device. kept: by slot, of requests that record it, the ids kept
+    at each place. truncating, greedy: slots.
+    """
 
     def __init__(self, longest: int, device: torch.device) -> None:
         """longest: completion, tokens."""
-        self.sampling = RowSampling.of([], [], device)  # [slots]
-        self.prompt_lengths = torch.zeros(0, dtype=torch.int64, device=device)  # [slots]
-        self.logprobs = torch.zeros(0, longest, device=device)  # [slots, completion tokens] float32, nats
-        self._device = device
+        self.logprobs = torch.zeros(0, longest, device=device)
+        self.kept: dict[int, list[IntArray]] = {}
+        self.truncating: set[int] = set()
+        self.greedy: set[int] = set()
         self._slots: dict[str, int] = {}  # by key, until its log-probs are taken
         self._free: list[int] = []
-        self.kept: dict[int, list[IntArray]] = {}  # by slot, of requests that record it, the ids kept at each place
 
     def slot(self, key: str) -> int:
         """The slot of this request, which may have one already: vLLM preempts and brings back."""
         if key not in self._slots:
             if not self._free:
                 first = len(self.logprobs)
-                self._grow(max(64, first))
-                self._free = list(range(len(self.logprobs) - 1, first - 1, -1))
+                more = max(64, first)
+                self.logprobs = torch.cat([self.logprobs, self.logprobs.new_zeros(more, self.logprobs.shape[1])])
+                self._free = list(range(first + more - 1, first - 1, -1))
             self._slots[key] = self._free.pop()
         return self._slots[key]
-
-    def put(
-        self, slots: Sequence[int], samplings: Sequence[Sampling], seeds: Sequence[int], lengths: Sequence[int]
-    ) -> None:
-        """lengths: of the prompts."""
-        at = torch.tensor(slots, device=self._device)
-        self.sampling.put(at, RowSampling.of(samplings, seeds, self._device))
-        self.prompt_lengths[at] = torch.tensor(lengths, device=self._device)
 
     def free(self, key: str) -> tuple[int, list[IntArray] | None]:
         """The slot that it had, whose contents are there until the next request comes, and what was kept at its places."""
         slot = self._slots.pop(key)
         self._free.append(slot)
+        self.truncating.discard(slot)
+        self.greedy.discard(slot)
         return slot, self.kept.pop(slot, None)
 
     def clear(self) -> None:
-        self._free += self._slots.values()
-        self._slots.clear()
-        self.kept.clear()
-
-    def _grow(self, more: int) -> None:
-        size, longest = self.logprobs.shape
-        self.logprobs = torch.cat([self.logprobs, self.logprobs.new_zeros(more, longest)])
-        self.prompt_lengths = torch.cat([self.prompt_lengths, self.prompt_lengths.new_zeros(more)])
-        sampling = RowSampling.of([Sampling()] * (size + more), [0] * (size + more), self._device)
-        sampling.put(torch.arange(size, device=self._device), self.sampling)
-        self.sampling = sampling
+        for key in list(self._slots):
+            self.free(key)
 
 
 class DrawTokens(LogitsProcessor):
@@ -124,8 +117,10 @@ class DrawTokens(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
-        self._rows: dict[int, _Row] = {}  # by place in the batch
-        self._tables = _Tables(vllm_config.model_config.max_model_len, device)
+        places = vllm_config.scheduler_config.max_num_seqs
+        self._rows = np.array([_EMPTY] * places, _ROW)
+        self._outputs: list[list[int]] = [[]] * places  # by place
+        self._alive = _Alive(vllm_config.model_config.max_model_len, device)
         self._batch: _Batch | None = None
 
     @classmethod
@@ -142,36 +137,37 @@ class DrawTokens(LogitsProcessor):
         if batch_update is None:
             return
         self._batch = None
+        rows, outputs = self._rows, self._outputs
         for place in batch_update.removed:
-            self._rows.pop(place, None)
-        self._add(batch_update.added)
+            rows[place] = _EMPTY
+        for place, params, prompt, output in batch_update.added:
+            rows[place], outputs[place] = self._row(params, len(prompt or ())), output
         for source, target, direction in batch_update.moved:
-            moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
-            if moved is not None:
-                self._rows[target] = moved
-            if replaced is not None and direction is MoveDirectionality.SWAP:
-                self._rows[source] = replaced
+            replaced = rows[target].copy() if direction is MoveDirectionality.SWAP else _EMPTY
+            rows[target], rows[source] = rows[source], replaced
+            outputs[target], outputs[source] = outputs[source], outputs[target]
 
     def apply(self, logits: Tensor) -> Tensor:
         """logits [B, V] float32; those of the drawn tokens are raised in place."""
-        if not self._rows:
-            return logits
         batch = self._batch or self._gather()
-        outputs = torch.tensor([len(output) for output in batch.outputs], device=self._device)
-        mine = logits if len(outputs) == len(logits) else logits[batch.index]
+        if not batch.outputs:
+            return logits
+        done = np.fromiter(map(len, batch.outputs), np.int64, len(batch.outputs))
+        noise = torch.from_numpy(uniform(batch.rows["seed"], batch.rows["prompt_length"] + done)).to(self._device)
+        mine = logits if len(done) == len(logits) else logits[batch.index]
         scaled = truncated(mine, batch.sampling)
-        tokens, logprobs = draw_from(scaled, batch.sampling, batch.prompt_lengths + outputs)
+        tokens, logprobs = draw_from(scaled, batch.sampling, noise)
         if batch.recorded:
             self._record(batch, scaled)
-        self._tables.logprobs[batch.slots, outputs] = logprobs
+        self._alive.logprobs[batch.slots, torch.from_numpy(done).to(self._device)] = logprobs
         logits[batch.index, tokens] = _CHOSEN
         return logits
 
     def take(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
         """Log-probs [n] float32 of the first n tokens of finished requests, nats, and what was kept at their places, where
         that was asked for; they are forgotten here."""
-        freed = [self._tables.free(key) for key in keys]
-        drawn = self._tables.logprobs[[slot for slot, _ in freed], : max(lengths, default=0)].cpu().numpy()
+        freed = [self._alive.free(key) for key in keys]
+        drawn = self._alive.logprobs[[slot for slot, _ in freed], : max(lengths, default=0)].cpu().numpy()
         return [
             (row[:length].copy(), None if kept is None else KeptTokens.of(kept[:length]))
             for row, (_, kept), length in zip(drawn, freed, lengths, strict=True)
@@ -179,7 +175,7 @@ class DrawTokens(LogitsProcessor):
 
     def forget(self) -> None:
         """Drop what aborted requests left; none of ours is running."""
-        self._tables.clear()
+        self._alive.clear()
 
     @staticmethod
     def _record(batch: _Batch, scaled: Tensor) -> None:
@@ -196,33 +192,35 @@ class DrawTokens(LogitsProcessor):
     def _asked(params: SamplingParams) -> str | None:
         return (params.extra_args or {}).get(_KEY)
 
-    def _add(self, added: Sequence[AddedRequest]) -> None:
-        samplings, seeds, lengths, slots = list[Sampling](), list[int](), list[int](), list[int]()
-        for place, params, prompt, output in added:
-            self._rows.pop(place, None)
-            asked = self._asked(params)
-            if asked is None:
-                continue
-            key, temperature, top_p, top_k, seed, records_kept = json.loads(asked)
-            samplings.append(Sampling(temperature, top_p, top_k))
-            seeds.append(seed)
-            lengths.append(len(prompt or ()))
-            slots.append(self._tables.slot(key))
-            kept = self._tables.kept.setdefault(slots[-1], []) if records_kept else None
-            self._rows[place] = _Row(output, slots[-1], samplings[-1].truncates, kept)
-        if slots:
-            self._tables.put(slots, samplings, seeds, lengths)
+    def _row(self, params: SamplingParams, prompt_length: int) -> tuple[float, ...]:
+        """A request's _ROW."""
+        asked = self._asked(params)
+        if asked is None:
+            return _EMPTY
+        key, temperature, top_p, top_k, seed, records_kept = json.loads(asked)
+        slot = self._alive.slot(key)
+        if records_kept:
+            self._alive.kept.setdefault(slot, [])
+        if top_p < 1 or top_k > 0:
+            self._alive.truncating.add(slot)
+        if temperature <= 0:
+            self._alive.greedy.add(slot)
+        return slot, prompt_length, seed % (1 << 64), top_k, top_p, temperature
 
     def _gather(self) -> _Batch:
-        places = sorted(self._rows)
-        rows = [self._rows[place] for place in places]
-        index, slots = torch.tensor([places, [row.slot for row in rows]], device=self._device)
+        places = np.flatnonzero(self._rows["slot"] != _NO_SLOT)
+        rows = self._rows[places]
+        temperature, top_p, top_k, slots, index = (
+            torch.from_numpy(column).to(self._device)
+            for column in (rows["temperature"], rows["top_p"], rows["top_k"], rows["slot"], places)
+        )
+        kept = self._alive.kept
         self._batch = _Batch(
-            [row.output for row in rows],
+            rows,
+            [self._outputs[place] for place in places.tolist()],
             index,
             slots,
-            replace(self._tables.sampling.select(slots), truncates=any(row.truncates for row in rows)),
-            self._tables.prompt_lengths[slots],
-            [(i, row.kept) for i, row in enumerate(rows) if row.kept is not None],
+            RowSampling(temperature, top_p, top_k, bool(self._alive.truncating), bool(self._alive.greedy)),
+            [(i, kept[slot]) for i, slot in enumerate(rows["slot"].tolist()) if slot in kept] if kept else [],
         )
         return self._batch

@@ -1,0 +1,84 @@
+// Draws one token a row of logits; rollout/engines/sampler.py defines it.
+//
+// Two walks: the first adds up e^(x - maximum) block by block in double, the second looks for the drawn token within the
+// one block whose sums pass the point. Rows are independent: the thread count changes nothing.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "clones.h"
+#include "softmax_row.h"
+#include "vector_exp.h"
+
+namespace {
+
+// A NaN is passed over here and found in the sum.
+MARSRL_CLONES float row_maximum(const float* x, int64_t columns) {
+  float maximum = -INFINITY;
+#pragma omp simd reduction(max : maximum)
+  for (int64_t i = 0; i < columns; i++) maximum = x[i] > maximum ? x[i] : maximum;
+  return maximum;
+}
+
+MARSRL_CLONES double sum_of_exponentials(const float* x, int64_t columns, float maximum) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < columns; i++) sum += vector_exp(x[i] - maximum);
+  return sum;
+}
+
+MARSRL_CLONES void exponentials(const float* x, int64_t columns, float maximum, float* out) {
+#pragma omp simd
+  for (int64_t i = 0; i < columns; i++) out[i] = vector_exp(x[i] - maximum);
+}
+
+int64_t end_of_block(int64_t block, int64_t columns) { return std::min((block + 1) * kBlock, columns); }
+
+// sums[b]: of all blocks up to and with b.
+void cumulative_sums(const float* x, int64_t columns, float maximum, double* sums) {
+  double total = 0;
+  for (int64_t block = 0; block < num_blocks(columns); block++) {
+    const int64_t begin = block * kBlock;
+    sums[block] = total += sum_of_exponentials(x + begin, end_of_block(block, columns) - begin, maximum);
+  }
+}
+
+// The first token whose cumulative sum passes noise times the whole; one of probability 0 never is.
+int64_t token_at(const float* x, int64_t columns, float maximum, const double* sums, double noise) {
+  const int64_t last = num_blocks(columns) - 1;
+  const double point = std::min(noise * sums[last], std::nextafter(sums[last], 0.0));  // a product may round to the sum
+  const int64_t block = std::min<int64_t>(std::upper_bound(sums, sums + last + 1, point) - sums, last);
+  const int64_t begin = block * kBlock, size = end_of_block(block, columns) - begin;
+  float e[kBlock];
+  exponentials(x + begin, size, maximum, e);
+  double total = block ? sums[block - 1] : 0;
+  int64_t token = begin;  // the last that can be drawn, where the block's terms add up to less in this order
+  for (int64_t i = 0; i < size && !(total > point); i++) {
+    total += e[i];
+    if (e[i] > 0) token = begin + i;
+  }
+  return token;
+}
+
+}  // namespace
+
+// x [rows, columns]; temperature [rows]: the most likely token is taken where it is not above 0; null: nowhere
+// noise [rows] in [0, 1); tokens, logprobs [rows] receive what was drawn and its log-prob in nats
+MARSRL_API void marsrl_draw_tokens(const float* x, const float* temperature, const double* noise, int64_t rows,
+                                   int64_t columns, int64_t* tokens, float* logprobs, int num_threads) {
+#pragma omp parallel num_threads(usable_threads(rows, columns, num_threads))
+  {
+    std::vector<double> sums(num_blocks(columns));
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+      const float* row = x + r * columns;
+      const float maximum = row_maximum(row, columns);
+      cumulative_sums(row, columns, maximum, sums.data());
+      const bool is_greedy = temperature && temperature[r] <= 0;
+      tokens[r] = is_greedy ? std::find(row, row + columns - 1, maximum) - row
+                            : token_at(row, columns, maximum, sums.data(), noise[r]);
+      logprobs[r] = static_cast<float>((row[tokens[r]] - maximum) - std::log(sums.back()));
+    }
+  }
+}
