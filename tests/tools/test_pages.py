@@ -7,6 +7,8 @@ import json
 import re
 import socket
 import ssl
+import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -467,6 +469,19 @@ def test_main_text_keeps_tables_and_leaves_comments_out() -> None:
         ARTICLE.replace("</article>", f"<table>{rows}</table></article>").encode(), "text/html", "", 10_000
     )
     assert "place 3" in found and "river 8" in found
+
+
+@pytest.mark.slow
+def test_pages_longer_than_a_bin_are_read_side_by_side(tmp_path: Path) -> None:
+    """The benchmark on few questions: a world of pages, served and searched on this machine."""
+    root, told = Path(__file__).parents[2], tmp_path / "told.json"
+    words = [sys.executable, "benchmarks/read_pages.py", "--problems", "6", "--json", str(told)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    snippets, pages = json.loads(told.read_text()).values()
+    assert snippets["pages_read"] == 0 and snippets["bins"] == snippets["searches"] and snippets["most_at_once"] == 1
+    assert pages["bins"] == pages["results"] > 2 * pages["searches"] and pages["most_at_once"] > 2
+    assert pages["pages_read"] > 6 and pages["right"] == 1 > snippets["right"]
 
 
 @pytest.mark.parametrize("end", ["</tool_response>", "</ Tool_Response >", "<tool_response>", "</information>"])
