@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import sys
 import time
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -96,11 +97,13 @@ def test_a_page_is_its_main_text_and_is_asked_for_once() -> None:
 
 def test_what_an_evaluation_reads_is_counted_apart() -> None:
     with site({"/": sends(ARTICLE)}) as (pool, _, url):
+        visit(pool, url)
         with pool.apart():
+            for address in (url, url + "/"):
+                visit(pool, address)
+            assert pool.take_counts()["tools/pages/read"] == 2
             visit(pool, url)
-            assert pool.take_counts()["tools/pages/read"] == 1
-            visit(pool, url + "/?")
-        assert pool.take_counts()["tools/pages/read"] == 0
+        assert pool.take_counts()["tools/pages/read"] == 1
 
 
 def test_a_search_shows_the_bodies_of_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +367,16 @@ def void(_: object) -> None: ...
 def test_a_hostile_page_is_an_error_that_says_why(reply: Reply, said: str) -> None:
     found = told(reply, max_kib=1024)
     assert found.startswith("error: ") and said in found and len(found) < 500
+
+
+def test_a_bomb_is_not_expanded_before_it_is_refused() -> None:
+    reply = sends(gzip_bomb(), Content_Encoding="gzip")
+    tracemalloc.start()
+    try:
+        assert "larger than tools.pages.max_kib" in told(reply, max_kib=1024)
+        assert tracemalloc.get_traced_memory()[1] < 16 * MIB  # the 64 KiB that arrive at once hold 64 MiB
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
