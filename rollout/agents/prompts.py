@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeGuard
@@ -66,12 +67,13 @@ NOTHING_SEARCHED = "Nothing has been searched for yet."
 
 def searched(query: str, found: str) -> str:
     """What a search team reads of one search."""
-    return f"<search>{query}</search>\n<information>{found}</information>"
+    return f"<search>{query}</search>\n<information>{_inside('information', found)}</information>"
 
 
 TOOLS = {
     "search": '- search: {"queries": ["...", "..."]}, pages that a search engine finds for each query',
     "scholar": '- scholar: {"queries": ["...", "..."]}, papers, with year, citations and abstract',
+    "visit": '- visit: {"urls": ["...", "..."]}, what pages say whose addresses you know',
     "python": '- python: {"code": "..."}, what a Python program prints; it has no network, and keeps nothing for the next call',
 }
 """What a team that calls tools in its own words is told of each."""
@@ -82,4 +84,9 @@ NOTHING_READ = "(Nothing could be read of what was found.)"
 
 def tool_response(text: str) -> str:
     """What a team that calls tools in its own words is sent of a call."""
-    return f"<tool_response>\n{text}\n</tool_response>"
+    return f"<tool_response>\n{_inside('tool_response', text)}\n</tool_response>"
+
+
+def _inside(tag: str, text: str) -> str:
+    """A stranger's text that is to stand between these tags: such tags of its own lose their brackets."""
+    return re.sub(rf"<(\s*/?\s*{tag}\s*)>", r"[\1]", text, flags=re.IGNORECASE)

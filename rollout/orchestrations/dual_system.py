@@ -39,8 +39,8 @@ class DualSystem(Orchestration):
 
         system2 -call-> tool -outputs-> bins -> system1, one a bin -distillates-> system2 -call-> ... -> answer
 
-    Outputs of search and scholar are packed into bins by first-fit-decreasing on their tokens. A bin holds what System 1 may
-    read, less its instructions, the question and the purpose; an output that is longer is cut, and has a bin of its own.
+    Outputs of search, scholar and visit are packed into bins by first-fit-decreasing on their tokens. A bin holds what System 1
+    may read, less its instructions, the question and the purpose; an output that is longer is cut, and has a bin of its own.
     System 1 reads all bins side by side, and what it writes of them is System 2's next message, in the bins' order, not
     sampled and counted in its length. What python prints, and every error, System 2 reads itself.
 
@@ -67,7 +67,7 @@ class DualSystem(Orchestration):
 
     name = "dual_system"
     agents = (AgentSpec("system2", Role.REASONER), AgentSpec("system1", Role.DISTILLER))
-    optional_tools = ("search", "scholar", "python")
+    optional_tools = ("search", "scholar", "visit", "python")
     options: DualSystem.Options
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -146,20 +146,25 @@ class DualSystem(Orchestration):
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
         """turns and answered; calls of each tool, pages and papers found; failed_calls, of which an error came, and
-        turns_without_call, where none could be read either; distillates."""
+        turns_without_call, where none could be read either; distillates, one a bin, and distillates_at_once, of the call that had
+        most of them: so many of System 1's calls run side by side."""
         reasoned = episode.samples(episode.ask("system2"))
         num_waits = sum(sample.turn for sample in reasoned)
         tools = [call.tool for call in episode.calls.values()]
         num_parts = Counter[str]()
         for name, output in episode.outputs.items():
             num_parts[episode.calls[name].tool] += len(output.parts)
-        found = {"pages": num_parts["search"], "papers": num_parts["scholar"]}
+        found = {"pages": num_parts["search"] + num_parts["visit"], "papers": num_parts["scholar"]}
+        # a turn has one call; Episode.ask puts its number behind the agent's name
+        turns = (ask.id.rpartition("/system1")[2] for ask in episode.asks.values() if ask.agent == "system1")
+        bins = Counter(int(turn.lstrip("#").partition(".")[0] or 0) for turn in turns)
         return {
             "turns": num_waits + len(reasoned),
             "answered": sum(sample.answer is not None for sample in reasoned),
             "turns_without_call": num_waits - len(tools),
             "failed_calls": sum(output.is_error for output in episode.outputs.values()),
-            "distillates": sum(ask.agent == "system1" for ask in episode.asks.values()),
+            "distillates": bins.total(),
+            "distillates_at_once": max(bins.values(), default=0),
             **{f"calls/{name}": tools.count(name) for name in self.tools},
             **found,
         }

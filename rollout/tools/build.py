@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -12,16 +14,19 @@ from marsrl.rollout.tools.config import (
     HttpSearch,
     IndexScholar,
     IndexSearch,
+    PagesConfig,
     PythonTool,
     SerpApiSearch,
     ToolLimits,
     ToolsConfig,
+    VisitTool,
 )
 from marsrl.rollout.tools.documents import Document, read_corpus
 from marsrl.rollout.tools.papers import read_papers
 from marsrl.rollout.tools.pool import ToolPool
-from marsrl.rollout.tools.protocol import Tool
+from marsrl.rollout.tools.protocol import ReadPages, Tool
 from marsrl.rollout.tools.search import CorpusSearch, build_index, open_index
+from marsrl.rollout.types import ToolCall, ToolOutput
 
 _LOOKED_AT = 1000  # documents of a corpus, before anything starts
 
@@ -38,16 +43,30 @@ def build_tools(
         OSError: or not at all.
     """
     given = {name: settings for name in names if (settings := getattr(config, name, None)) is not None}
+    if any(map(_reads_pages, given.values())):
+        given["pages"] = config.pages
+
+    def read_pages(urls: Sequence[str], wait_s: float) -> list[ToolOutput]:
+        calls = [pool.submit(ToolCall(f"pages#{i}", "pages", json.dumps({"url": u}))) for i, u in enumerate(urls)]
+        in_time, _ = wait(calls, wait_s)
+        late = ToolOutput("error: the page did not come in time", is_error=True)
+        return [call.result() if call in in_time and not call.cancelled() else late for call in calls]
+
     with ExitStack() as stack:
         tools: dict[str, Tool] = {}
         for name, settings in given.items():
-            tools[name] = build_tool(name, settings, papers if name == "scholar" else documents)
+            tools[name] = _build_tool(name, settings, papers if name == "scholar" else documents, read_pages)
             stack.callback(tools[name].close)
         stack.pop_all()  # they are the pool's
-    return ToolPool(tools, given)
+    pool = ToolPool(tools, given)
+    return pool
 
 
-def build_tool(name: str, settings: ToolLimits, documents: Sequence[Document]) -> Tool:
+def _reads_pages(settings: ToolLimits) -> bool:
+    return isinstance(settings, VisitTool) or (isinstance(settings, SerpApiSearch) and settings.read_pages)
+
+
+def _build_tool(name: str, settings: ToolLimits, documents: Sequence[Document], read_pages: ReadPages) -> Tool:
     """One tool from its settings; see build_tools."""
     if isinstance(settings, HttpSearch):
         from marsrl.rollout.tools.retrieval import Retrieval
@@ -56,7 +75,15 @@ def build_tool(name: str, settings: ToolLimits, documents: Sequence[Document]) -
     if isinstance(settings, SerpApiSearch):
         from marsrl.rollout.tools.serpapi import SerpApi
 
-        return SerpApi(name, settings)
+        return SerpApi(name, settings, read_pages)
+    if isinstance(settings, VisitTool):
+        from marsrl.rollout.tools.pages import Visit
+
+        return Visit(settings, read_pages)
+    if isinstance(settings, PagesConfig):
+        from marsrl.rollout.tools.pages import Pages
+
+        return Pages(settings)
     if isinstance(settings, PythonTool):
         from marsrl.rollout.tools.python.tool import PythonInterpreter
 
@@ -79,6 +106,8 @@ def check_tools(
     """
     for name in names:
         settings, key = getattr(config, name, None), f"tools.{name}"
+        if settings is not None and _reads_pages(settings):
+            _check_web(key if name == "visit" else f"{key}.read_pages")
         if isinstance(settings, PythonTool):
             from marsrl.rollout.tools.python.launcher import choose_launcher
 
@@ -106,6 +135,15 @@ def check_tools(
 
 def _reader(settings: IndexSearch) -> Callable[[str | Path], Iterator[Document]]:
     return read_papers if isinstance(settings, IndexScholar) else read_corpus
+
+
+def _check_web(setting: str) -> None:
+    missing = [package for package in ("httpx", "trafilatura", "pypdf") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ValueError(
+            f"{setting} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install {' '.join(missing)} (marsrl[web])"
+        )
 
 
 def _check_httpx(setting: str) -> None:

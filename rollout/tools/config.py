@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -89,6 +90,10 @@ class SerpApiSearch(ServerLimits):
         "SERPAPI_API_KEY", description="environment variable that holds the key; never the key itself"
     )
     top_k: int = Field(10, gt=0, le=100, description="pages that a query shows, at most")
+    read_pages: bool = Field(
+        False,
+        description="show the main text of the pages found, not their snippets alone (tools.pages; raise max_output_chars)",
+    )
 
     @field_validator("base_url")
     @classmethod
@@ -149,16 +154,78 @@ class PythonTool(ToolLimits):
         return self
 
 
+class VisitTool(ToolLimits):
+    """Pages by their addresses, as tools.pages reads them."""
+
+    timeout_s: float = Field(120.0, gt=0, le=LONGEST_S, description="a call, all its pages together")
+    max_output_chars: int = Field(
+        400_000, gt=0, le=MOST_TOKENS, description="of one output, all its pages together; the longest are cut to fit"
+    )
+
+
+class PagesConfig(ToolLimits):
+    """How pages of the web are read for tools.visit and for searches with read_pages (docs/tools.md)."""
+
+    timeout_s: float = Field(
+        30.0,
+        gt=0,
+        le=LONGEST_S,
+        description="a page, from looking up its host to its main text, however slowly it drips",
+    )
+    concurrency: int = Field(16, gt=0, le=MOST_RANKS, description="pages at once, for all tools together")
+    max_output_chars: int = Field(
+        100_000, gt=0, le=MOST_TOKENS, description="of one page's main text; a longer one is cut, with a mark"
+    )
+    cache_mib: int = Field(256, ge=0, le=MOST_MIB, description="main texts kept by their addresses, MiB; 0: none")
+    max_kib: int = Field(
+        8192, gt=0, le=MOST_MIB, description="a page that is larger, as sent or decompressed, is refused, KiB"
+    )
+    max_redirects: int = Field(5, ge=0, le=100, description="a page that redirects more often is refused")
+    workers: int = Field(
+        2, gt=0, le=MOST_RANKS, description="processes that parse pages; one that hangs or crashes is replaced"
+    )
+    memory_mib: int = Field(1024, ge=256, le=MOST_MIB, description="address space of such a process, MiB")
+    allow_hosts: list[str] = Field(
+        [],
+        description="hosts, as they stand in an address, that may have a private address: a wiki of your own; all others must be "
+        "public",
+    )
+    user_agent: str = Field(
+        "marsrl", pattern=r"^[\x21-\x7e][\x20-\x7e]*$", description="what servers are told of who asks"
+    )
+
+    @field_validator("allow_hosts")
+    @classmethod
+    def _are_hosts(cls, value: list[str]) -> list[str]:
+        for host in value:
+            if not re.fullmatch(r"[0-9A-Za-z._:-]+", host) or re.fullmatch(r"[^:]+:\d+", host):
+                raise ValueError(
+                    f"{host!r:.80} is no host; expected a name or an IP address, without scheme, port and path"
+                )
+        return [host.lower() for host in value]
+
+
+TOOL_NAMES = ("search", "scholar", "visit", "python")
+"""The tools that agents can call: keys of ToolsConfig."""
+
+
+def how_to_set(name: str) -> str:
+    """The setting that gives a run this tool."""
+    return f"tools.{name}={{}}" if name in ("visit", "python") else f"tools.{name}.kind"
+
+
 class ToolsConfig(Settings):
-    """The tools that agents can call, by name."""
+    """The tools that agents can call, by name, and how pages are read for them."""
 
     search: SearchConfig | None = Field(
         None, description="kind: index (a corpus file), http (a retrieval server) or serpapi"
     )
     scholar: ScholarConfig | None = Field(None, description="kind: index (a file of papers) or serpapi")
+    visit: VisitTool | None = Field(None, description="reads pages of the web; {} takes its defaults")
     python: PythonTool | None = Field(None, description="a sandboxed interpreter; {} takes its defaults")
+    pages: PagesConfig = PagesConfig()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The tools that are set."""
-        return tuple(name for name in type(self).model_fields if getattr(self, name) is not None)
+        return tuple(name for name in TOOL_NAMES if getattr(self, name) is not None)

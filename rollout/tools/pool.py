@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.tools.config import ToolLimits
-from marsrl.rollout.tools.protocol import Tool, ToolError
+from marsrl.rollout.tools.protocol import CountingTool, Tool, ToolError
 from marsrl.rollout.types import ToolCall, ToolOutput
 
 _log = logging.getLogger(__name__)
@@ -135,9 +135,15 @@ class ToolPool:
             self._begin(call, future)
         return future
 
+    def argument(self, name: str) -> str:
+        """The name of the one text that a tool can be called with."""
+        return self._lanes[name].tool.argument
+
     def take_counts(self) -> dict[str, float]:
         """Metrics since the last call, tools/<name>/...: of calls that ended, seconds of runs, outputs that were cut, parts."""
         with self._lock:
+            for lane in self._lanes.values():
+                _add_own_counts(lane)
             taken = {name: lane.counts for name, lane in self._lanes.items()}
             if self._unknown["calls"]:
                 taken[UNKNOWN] = self._unknown
@@ -162,6 +168,7 @@ class ToolPool:
         def swap(held: Mapping[str, tuple[_Cache, dict[str, float]]], unknown: dict[str, float]) -> None:
             with self._lock:
                 for name, (cache, counts) in held.items():
+                    _add_own_counts(self._lanes[name])
                     self._lanes[name].cache, self._lanes[name].counts = cache, counts
                 self._unknown = unknown
 
@@ -317,6 +324,12 @@ class ToolPool:
                 if lane.tool.is_deterministic and not output.is_error:
                     lane.cache.put(run.key, output)
                 self._end_run(lane, run, replace(output, seconds=seconds))
+
+
+def _add_own_counts(lane: _Lane) -> None:
+    if isinstance(lane.tool, CountingTool):
+        for key, value in lane.tool.take_counts().items():
+            lane.counts[key] = lane.counts.get(key, 0.0) + value
 
 
 def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from marsrl.rollout.types import ToolOutput
 
 MOST_QUERIES = 8
-"""How many searches one call may ask for."""
+"""How many searches, or pages, one call may ask for."""
+
+ReadPages = Callable[[Sequence[str], float], Sequence[ToolOutput]]
+"""(addresses of pages, seconds to wait) -> the main text of each, or why there is none; side by side, in their order."""
+
+WAITED = 0.9
+"""Of the time that a call of a tool has, the share in which pages must have come: what is left is for those that have."""
 
 _MOST_SHOWN = 80  # characters of an argument in a message
 
@@ -19,7 +27,7 @@ class Tool(Protocol):
     """Something agents call, from several threads at once; ToolPool bounds its time and its output.
 
     argument: the name of the one text that it can be called with. is_deterministic: the same arguments have the same answer for
-    as long as a run lasts, so that it may be kept.
+    as long as a run lasts, so that it may be kept. A tool with metrics of its own has `take_counts` too (CountingTool).
     """
 
     name: str
@@ -39,6 +47,14 @@ class Tool(Protocol):
         """Release what it holds. Calls that still run may fail then."""
 
 
+@runtime_checkable
+class CountingTool(Protocol):
+    """A tool with metrics of its own, beside those that the pool has of every tool."""
+
+    def take_counts(self) -> Mapping[str, float]:
+        """Counts by name since the last call, zeros too."""
+
+
 def text_argument(arguments: Mapping[str, object], name: str) -> str:
     """The one argument of a tool that takes one text; ToolError says what else was found."""
     if list(arguments) != [name]:
@@ -50,17 +66,21 @@ def text_argument(arguments: Mapping[str, object], name: str) -> str:
     return value
 
 
+def text_arguments(arguments: Mapping[str, object], one: str, several: str) -> list[str]:
+    """The different texts of {one: text} or {several: [texts]}; ToolError says what else was found."""
+    if list(arguments) != [several]:
+        return [text_argument(arguments, one)]
+    given = arguments[several]
+    if not isinstance(given, list) or not given or not all(isinstance(each, str) for each in given):
+        raise ToolError(f"{several!r} is {repr(given)[:_MOST_SHOWN]}, expected a list of texts")
+    if len(given) > MOST_QUERIES:
+        raise ToolError(f"{several!r} has {len(given):,} texts, expected at most {MOST_QUERIES}")
+    return list(dict.fromkeys(given))
+
+
 def query_arguments(arguments: Mapping[str, object]) -> list[str]:
     """The different queries of {"query": text} or {"queries": [texts]}; ToolError says what else was found."""
-    if list(arguments) != ["queries"]:
-        queries = [text_argument(arguments, "query")]
-    else:
-        given = arguments["queries"]
-        if not isinstance(given, list) or not given or not all(isinstance(each, str) for each in given):
-            raise ToolError(f"'queries' is {repr(given)[:_MOST_SHOWN]}, expected a list of texts")
-        if len(given) > MOST_QUERIES:
-            raise ToolError(f"'queries' has {len(given):,} texts, expected at most {MOST_QUERIES}")
-        queries = list(dict.fromkeys(given))
+    queries = text_arguments(arguments, "query", "queries")
     for query in queries:
         if not query.strip():
             raise ToolError("the query has no words" if len(queries) == 1 else "one of the queries has no words")

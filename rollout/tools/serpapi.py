@@ -14,13 +14,15 @@ from __future__ import annotations
 import html
 import random
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json, read_key
 from marsrl.rollout.tools.config import SerpApiScholar, SerpApiSearch
 from marsrl.rollout.tools.documents import Document, shown
 from marsrl.rollout.tools.papers import said_of
-from marsrl.rollout.tools.protocol import ToolError, query_arguments
+from marsrl.rollout.tools.protocol import WAITED, ReadPages, ToolError, query_arguments
 
 _NOTHING = "hasn't returned any results"  # what such a server calls an error
 _PAGE = 10  # results of a page of Google's; asked for fewer, such a server now and then says that there are none
@@ -33,13 +35,15 @@ class SerpApi:
     argument = "query"
     is_deterministic = True  # what was asked once in a run is not paid for again
 
-    def __init__(self, name: str, options: SerpApiSearch) -> None:
-        """Nothing is sent yet.
+    def __init__(self, name: str, options: SerpApiSearch, read_pages: ReadPages) -> None:
+        """Nothing is sent yet. read_pages: asked where options.read_pages says so.
 
         Raises:
             ValueError: the variable that options.api_key_env names is not set.
         """
         self.name, self._top_k, self._is_scholar = name, options.top_k, isinstance(options, SerpApiScholar)
+        self._read_pages = read_pages if options.read_pages else None
+        self._timeout_s = options.timeout_s
         self._url = f"{options.base_url}/search.json"
         self._line = HttpLine(
             self._url,
@@ -54,10 +58,13 @@ class SerpApi:
         )
 
     def run(self, arguments: Mapping[str, object]) -> str | list[str]:
+        pages_end = time.monotonic() + WAITED * self._timeout_s
         try:
             found = [result for query in query_arguments(arguments) for result in self._search(query)]
         except Refused as error:
             raise ToolError(self._line.hide(f"{self._url}: {error}")) from None
+        if self._read_pages is not None:
+            found = _with_bodies(found, self._read_pages, pages_end - time.monotonic())
         said = shown(found, "Paper" if self._is_scholar else "Doc")
         return said if isinstance(said, str) else [self._line.hide(part) for part in said]
 
@@ -95,6 +102,21 @@ class SerpApi:
         if not isinstance(fields["Citations"], int | None):
             raise Refused(f"expected `cited_by` with a number `total`, found {excerpt(result)}")
         return Document(link, title, said_of(fields))
+
+
+def _with_bodies(found: Sequence[Document], read_pages: ReadPages, wait_s: float) -> list[Document]:
+    """Each result once, with the text of its page behind its snippet, or why there is none. wait_s: for all of them."""
+    links = {document.id: document for document in reversed(found) if document.id}
+    pages = dict(zip(links, read_pages(list(links), max(0.0, wait_s)), strict=True))
+    bodies = {
+        link: f"(Its page cannot be read: {page.text.removeprefix('error: ')})" if page.is_error else page.text
+        for link, page in pages.items()
+    }
+    return [
+        replace(document, text=f"{document.text}\n{bodies[document.id]}") if document.id else document
+        for document in found
+        if links.get(document.id, document) is document
+    ]
 
 
 def _below(value: object, key: str) -> object:

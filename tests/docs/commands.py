@@ -339,6 +339,9 @@ WAYS = {
     "python benchmarks/tool_overlap.py": bench(
         "8 trajectories: tests/simulation/test_commands.py::test_a_sample_goes_on_while_others_wait_for_tools"
     ),
+    "python benchmarks/read_pages.py": bench(
+        "6 questions: tests/tools/test_pages.py::test_pages_longer_than_a_bin_are_read_side_by_side"
+    ),
     "python benchmarks/python_tool.py": bench("4 calls: tests/tools/test_python.py::test_the_benchmark_measures"),
     "python benchmarks/probe.py": PROBE,
     "python benchmarks/probe.py --honest 200": PROBE,

@@ -172,6 +172,7 @@ def test_a_run_on_gpus_passes_its_checks(
     )
     monkeypatch.setenv("WORLD_SIZE", str(nodes * ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("SERPAPI_API_KEY", "key")  # MARS searches the web
     monkeypatch.delenv("MARSRL_DEVICE", raising=False)
     assert call([*words, "--dry-run"]) == 2
     assert "run.device is cuda: PyTorch sees no GPU: " in capsys.readouterr().err

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ssl import SSLContext
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -65,11 +66,13 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def completions_server(reply: Reply) -> Iterator[Server]:
+def completions_server(reply: Reply, tls: SSLContext | None = None) -> Iterator[Server]:
     record = Server("")
     names = {"reply": staticmethod(reply), "server_record": record, "lock": threading.Lock(), "now": [0]}
     with ThreadingHTTPServer(("127.0.0.1", 0), type("Scripted", (Handler,), names)) as server:
         server.daemon_threads = True
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         record.base_url = f"http://127.0.0.1:{server.server_address[1]}/v1"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()

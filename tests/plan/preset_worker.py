@@ -114,7 +114,7 @@ def checked(preset: Path, folder: Path, says: dict[str, list[str]]) -> tuple[Any
             settings.append(f"tools.search.corpus={folder}/corpus.jsonl")
     if read_config(preset, settings)[0].sync.directory is not None:
         settings.append(f"sync.directory={folder}")
-    os.environ |= {"LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(world)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(world), "SERPAPI_API_KEY": "key"}  # MARS searches
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert train(["--dry-run", "--config", str(preset), *settings]) == 0
     assert "batch arithmetic" in said.getvalue()

@@ -107,6 +107,8 @@ def test_an_evaluation_ends_with_its_table_and_where_its_files_are(
 def test_a_tool_s_share_is_of_all_calls_those_of_no_tool_among_them() -> None:
     counted = {"tools/search/calls": 6, "tools/scholar/calls": 0, "tools/unknown/calls": 2, "tools/search/errors": 3}
     assert tool_shares(counted) == {"tools/search/share": 0.75, "tools/scholar/share": 0, "tools/unknown/share": 0.25}
+    counted |= {"tools/pages/calls": 80, "tools/pages/errors": 3}  # the search reads them
+    assert tool_shares(counted)["tools/search/share"] == 0.75 and "tools/pages/share" not in tool_shares(counted)
     assert tool_shares({"tools/search/calls": 0.0}) == tool_shares({}) == {}
 
 

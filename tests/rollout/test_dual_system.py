@@ -35,7 +35,7 @@ from marsrl.rollout.types import Finish, Problem, Sample, ToolCall, ToolOutput
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 VERSIONS = {"main": 0}
-TOOLS = ("search", "scholar", "python")
+TOOLS = ("search", "scholar", "visit", "python")
 PROBLEM = Problem("p", "what ?", "7", "math")
 
 
@@ -195,7 +195,7 @@ def test_without_system_1_everything_is_read_as_it_is_up_to_a_length(renderer: C
         ("<tool_call>[]</tool_call>", "error: the call has to be"),
         ('<tool_call>{"tool": "search"}</tool_call>', "error: the call has to be"),
         ('<tool_call>{"tool": "search", "arguments": {}, "x": 1}</tool_call>', "error: the call has to be"),
-        (call("browse", url="x"), "error: there is no tool 'browse'; there are: search, scholar, python"),
+        (call("browse", url="x"), "error: there is no tool 'browse'; there are: search, scholar, visit, python"),
         ('<tool_call>{"tool": ["search"], "arguments": {}}</tool_call>', "error: there is no tool \"['search']\""),
         ('<tool_call>{"tool": "python", "arguments": "3"}</tool_call>', 'error: "arguments" has to be an object'),
         ('<tool_call>{"tool": "python", "arguments": {}, "purpose": 3}</tool_call>', '"purpose" a text'),
@@ -267,10 +267,12 @@ def test_outcome_is_everybody_s_and_unknown_where_the_engine_failed(renderer: Ch
 
 
 def test_metrics_of_an_episode(renderer: ChatRenderer) -> None:
-    episode, _, _ = play(renderer, [SEARCH, "hm", RUN, call("python"), "<answer>7</answer>"], Looker())
+    turns = [SEARCH, "hm", RUN, call("python"), call("search", queries=["x"]), call("visit", queries=["abcdefg"])]
+    episode, _, _ = play(renderer, [*turns, "<answer>7</answer>"], Looker())
     assert system(renderer).metrics(episode) == {
-        "turns": 5, "answered": 1, "turns_without_call": 1, "failed_calls": 0, "distillates": 2,
-        "calls/search": 1, "calls/scholar": 0, "calls/python": 2, "pages": 4, "papers": 0,
+        "turns": 7, "answered": 1, "turns_without_call": 1, "failed_calls": 0, "distillates": 6,
+        "distillates_at_once": 3, "calls/search": 2, "calls/scholar": 0, "calls/visit": 1, "calls/python": 2,
+        "pages": 12, "papers": 0,
     }  # fmt: skip
 
 

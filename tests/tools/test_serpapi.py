@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -18,7 +18,7 @@ from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.tools.config import ToolsConfig
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.tools.serpapi import SerpApi
-from marsrl.rollout.types import ToolCall
+from marsrl.rollout.types import ToolCall, ToolOutput
 
 KEY = "s3cr3t+key/of=ours"
 PAGE = {"position": 1, "title": "Lima", "link": "https://lima.pe/", "snippet": "The capital of Peru."}
@@ -44,11 +44,15 @@ def ask(reply: Any, name: str = "search", arguments: Mapping[str, object] | None
     """(what the tool says where the server replies so, the server's record)."""
     with completions_server(reply) as server:
         options = getattr(settings(server.base_url.removesuffix("/v1"), **changes), name)
-        with closing(SerpApi(name, options)) as tool:
+        with closing(SerpApi(name, options, unread)) as tool:
             try:
                 return tool.run(arguments or {"query": "capital of peru?"}), server
             except ToolError as error:
                 return f"ToolError: {error}", server
+
+
+def unread(urls: Sequence[str], wait_s: float) -> Sequence[ToolOutput]:
+    raise AssertionError("pages are read where tools.search.read_pages says so")
 
 
 def sends(value: object) -> Any:
@@ -203,7 +207,7 @@ def test_the_key_is_in_no_text_error_log_repr_setting_or_checkpoint(
 
 
 def test_nobody_listens_and_the_error_has_no_key() -> None:
-    with closing(SerpApi("search", settings().search)) as tool, pytest.raises(ToolError) as error:  # type: ignore[arg-type]
+    with closing(SerpApi("search", settings().search, unread)) as tool, pytest.raises(ToolError) as error:  # type: ignore[arg-type]
         tool.run({"query": "x"})
     assert "after 3 attempts: ConnectError" in str(error.value) and "s3cr3t" not in repr(error.value)
     assert error.value.__cause__ is None

@@ -40,7 +40,7 @@ def test_a_team_that_names_a_tool_that_does_not_exist_is_told_which_do(tmp_path:
     text += 'class Team(Orchestration):\n    agents, tools = (AgentSpec("solver"),), ("%s",)\n'
     team.write_text(text % "calculator")
     with pytest.raises(
-        ConfigError, match="the tool calculator, and no tool has that name: there are search, scholar, python"
+        ConfigError, match="the tool calculator, and no tool has that name: there are search, scholar, visit, python"
     ):
         read_config(None, [f"orchestration={team}:Team"])
     other = tmp_path / "other.py"

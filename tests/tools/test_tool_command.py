@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from completions_server import Handler, completions_server
 
 from marsrl.trainer.cli import main
 
@@ -50,6 +51,21 @@ def test_a_config_is_read(capsys: pytest.CaptureFixture[str], corpus: str, tmp_p
     assert status == 0 and shown.startswith("Doc 1(Title: Lima)") and " 1 part, " in shown
 
 
+def test_a_page_is_visited(capsys: pytest.CaptureFixture[str]) -> None:
+    def reply(handler: Handler, asked: object, before: int) -> None:
+        handler.send(200, b"The capital of Peru.", Content_Type="text/plain")
+
+    with completions_server(reply) as server:
+        url = server.base_url.removesuffix("v1")
+        words = ["visit", url, "tools.visit={}"]
+        status, shown, _ = tool(capsys, *words, "tools.pages.allow_hosts=[127.0.0.1]")
+        assert status == 0 and shown.startswith(f"Page 1({url}) The capital of Peru.\n# ")
+        status, shown, _ = tool(capsys, *words)
+        assert status == 1 and "an address that is not public" in shown
+    status, shown, error = tool(capsys, "visit", url)
+    assert status == 2 and "tools.visit is not set; set its keys, tools.visit={}" in error
+
+
 @pytest.mark.parametrize("argument", ["!!", '{"q": "lima"}', '{"queries": []}'])
 def test_an_error_is_exit_status_1(capsys: pytest.CaptureFixture[str], corpus: str, argument: str) -> None:
     status, shown, _ = tool(capsys, "search", argument, corpus)
@@ -59,7 +75,8 @@ def test_an_error_is_exit_status_1(capsys: pytest.CaptureFixture[str], corpus: s
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["bing", "x"], "there is no tool 'bing'; there are: search, "),
+        (["bing", "x"], "there is no tool 'bing'; there are: search, scholar, visit, python"),
+        (["pages", "x"], "there is no tool 'pages'; there are: search, scholar, visit, python"),
         (["search", "x", "task=math"], "tools.search is not set"),
         (["search", "x", "tools.search.corpus=none.jsonl"], "tools.search.corpus: "),
         (["search", "x", "data.train=questions.jsonl"], "tools.search.corpus is null, and the task has no documents"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from marsrl.rollout.tools.config import IndexSearch, SerpApiScholar, SerpApiSearch
+from marsrl.rollout.tools.config import HttpSearch, IndexSearch, SerpApiScholar, SerpApiSearch
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import CONFIGS, DEFAULT_FOR_TASK, ConfigError, preset_names, read_config
 from marsrl.trainer.main import main
@@ -196,9 +196,13 @@ def test_who_names_another_orchestration_leaves_the_agents_below_behind(tmp_path
 
 def test_who_names_another_kind_of_a_section_leaves_the_other_kind_s_keys_below_behind(tmp_path: Path) -> None:
     words = ["policies.main.model=/m", "data.train=x.jsonl"]
-    for preset in ("mars_qwen3_8b", "mars_qwen2.5_7b"):  # their search is of kind http, and has a url
-        config, _ = read_config(preset, [*words, "tools.search.kind=serpapi", "tools.scholar.kind=serpapi"])
+    for preset in ("mars_qwen3_8b", "mars_qwen2.5_7b"):  # their search is of kind serpapi, and reads pages
+        config, _ = read_config(preset, words)
         assert isinstance(config.tools.search, SerpApiSearch) and isinstance(config.tools.scholar, SerpApiScholar)
+        assert config.tools.search.read_pages and config.tools.scholar.read_pages and config.tools.visit is None
+        server = ["tools.search.kind=http", "tools.search.url=http://h/retrieve", "tools.scholar=null"]
+        config, _ = read_config(preset, [*words, *server])
+        assert isinstance(config.tools.search, HttpSearch) and config.tools.scholar is None
         assert (config.tools.search.top_k, config.tools.search.timeout_s) == (10, 300)  # all kinds have them
     own = written(tmp_path, "tools: {search: {kind: http, url: 'http://h/retrieve', ur: 1}}")
     assert "tools.search.ur: unknown key" in refusal(own, "tools.search.kind=index")  # no kind has it

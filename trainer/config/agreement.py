@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration
 from marsrl.rollout.rewards.config import JudgeConfig
-from marsrl.rollout.tools.config import ToolsConfig
+from marsrl.rollout.tools.config import TOOL_NAMES, how_to_set
 from marsrl.trainer.config.policy import PolicyConfig
 from marsrl.trainer.config.sections import SyncConfig
 
@@ -94,15 +94,15 @@ def _check_truncation(config: RunConfig, name: str, agent: AgentConfig) -> None:
 
 def _check_tools(config: RunConfig) -> None:
     for name in find_orchestration(config.orchestration).tools:
-        if name not in ToolsConfig.model_fields:
-            known = ", ".join(ToolsConfig.model_fields)
+        if name not in TOOL_NAMES:
+            known = ", ".join(TOOL_NAMES)
             raise ValueError(
                 f"orchestration={config.orchestration} calls the tool {name}, and no tool has that name: there are {known}"
             )
         if name not in config.tools.names:
-            setting = "tools.python={}" if name == "python" else f"tools.{name}.kind"
             raise ValueError(
-                f"orchestration={config.orchestration} calls the tool {name}, which is not set: set {setting} (docs/tools.md)"
+                f"orchestration={config.orchestration} calls the tool {name}, which is not set: set {how_to_set(name)} "
+                "(docs/tools.md)"
             )
 
 

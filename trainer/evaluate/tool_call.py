@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from marsrl.rollout.tasks.protocol import documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
-from marsrl.rollout.tools.build import build_tool, check_tools
-from marsrl.rollout.tools.config import ToolsConfig
+from marsrl.rollout.tools.build import build_tools, check_tools
+from marsrl.rollout.tools.config import TOOL_NAMES, how_to_set
 from marsrl.rollout.tools.documents import Document
-from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.types import ToolCall, ToolOutput
 from marsrl.trainer.config import RunConfig
 
@@ -42,11 +41,10 @@ def call_tool(config: RunConfig, name: str, argument: str) -> Called:
         ValueError: there is no such tool, or its settings cannot be used.
         OSError: a corpus cannot be read.
     """
-    if name not in ToolsConfig.model_fields:
-        raise ValueError(f"there is no tool {name!r}; there are: {', '.join(ToolsConfig.model_fields)}")
-    settings = getattr(config.tools, name)
-    if settings is None:
-        raise ValueError(f"tools.{name} is not set; set its keys, tools.{name}.kind=... (docs/tools.md)")
+    if name not in TOOL_NAMES:
+        raise ValueError(f"there is no tool {name!r}; there are: {', '.join(TOOL_NAMES)}")
+    if name not in config.tools.names:
+        raise ValueError(f"tools.{name} is not set; set its keys, {how_to_set(name)} (docs/tools.md)")
     with ExitStack() as stack:
         documents: Sequence[Document] = ()
         papers: Sequence[Document] = ()
@@ -55,10 +53,9 @@ def call_tool(config: RunConfig, name: str, argument: str) -> Called:
             stack.callback(task.close)
             documents, papers = documents_of(task), papers_of(task)
         check_tools(config.tools, [name], documents, papers)
-        tool = build_tool(name, settings, papers if name == "scholar" else documents)
-        pool = ToolPool({name: tool}, {name: settings})
+        pool = build_tools(config.tools, [name], documents, papers)
         stack.callback(pool.close)
-        output = pool.submit(ToolCall(f"{name}#0", name, _arguments(argument, tool.argument))).result()
+        output = pool.submit(ToolCall(f"{name}#0", name, _arguments(argument, pool.argument(name)))).result()
         counts = pool.take_counts()
     return Called(output, counts[f"tools/{name}/seconds"], bool(counts[f"tools/{name}/truncated"]))
 

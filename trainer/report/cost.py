@@ -51,10 +51,15 @@ def cost_metrics(
 def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
     """tools/<name>/share of one step: of the calls of all tools; nothing where none was called (MARS, its figures of tool use).
 
+    Pages are no call of an agent's, but of a tool that reads them.
+
     Args:
         counted: the batch's metrics, with tools/<name>/calls (rollout/tools/pool.py).
     """
-    calls = {key: value for key, value in counted.items() if key.startswith("tools/") and key.endswith("/calls")}
+    keys = [
+        key for key in counted if key.startswith("tools/") and key.endswith("/calls") and key != "tools/pages/calls"
+    ]
+    calls = {key: counted[key] for key in keys}
     total = sum(calls.values())
     return {f"{key.removesuffix('calls')}share": value / total for key, value in calls.items()} if total else {}
 

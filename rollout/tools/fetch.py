@@ -1,0 +1,234 @@
+"""Fetches pages from addresses that a model or a stranger chose.
+
+    address -> scheme, no credentials -> host looked up once -> every IP address public -> connection to that very IP address
+       ^-------------------------------- redirect, max_redirects at most <---------------------------------------|-> bytes
+
+The check stands where the connection is made (httpcore's network backend), so that there is nothing between the two that could
+look the host up again (DNS rebinding), and no redirect goes around it. Cookies are not kept, and proxies of the environment are
+not used: behind one, nobody here would know which address is reached.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from email.message import Message
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from typing import Any
+
+import httpcore
+import httpx
+
+from marsrl.rollout.tools.config import PagesConfig
+from marsrl.rollout.tools.protocol import ToolError
+
+_REDIRECTS = (301, 302, 303, 307, 308)
+_TEXTS = ("application/xhtml+xml", "application/pdf")  # beside text/*
+_UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")  # what it is, its first bytes say
+_GZIP = 16 + zlib.MAX_WBITS
+_MOST_SHOWN = 60  # characters of a server's words in a message
+
+# Not reachable by everybody, or no host's own, and unknown as such to `ipaddress`.
+_NOT_PUBLIC_4 = tuple(
+    map(
+        IPv4Network,
+        (
+            "192.0.0.0/24",  # of the IETF; Oracle Cloud's metadata
+            "192.88.99.0/24",  # relays of 6to4
+            "168.63.129.16/32",  # Azure's metadata
+        ),
+    )
+)
+_GLOBAL_6 = IPv6Network("2000::/3")  # what is assigned; ::ffff:a.b.c.d and NAT64 (64:ff9b::/96) are outside
+_NOT_PUBLIC_6 = tuple(
+    map(IPv6Network, ("2001::/23", "2002::/16", "3fff::/20"))
+)  # Teredo and others, 6to4, documentation
+
+
+class Refused(ToolError):
+    """A page that our limits keep from being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A page as it came, decompressed. media_type: lower case, "" where the server did not say; charset likewise."""
+
+    body: bytes
+    media_type: str
+    charset: str
+
+
+def is_public(address: IPv4Address | IPv6Address) -> bool:
+    """Whether it is a unicast address of the public Internet that is nobody's way to another one."""
+    if isinstance(address, IPv4Address):
+        return address.is_global and not address.is_multicast and not any(address in each for each in _NOT_PUBLIC_4)
+    return address in _GLOBAL_6 and address.is_global and not any(address in each for each in _NOT_PUBLIC_6)
+
+
+class Fetcher:
+    """Fetches one page a call, from several threads at once."""
+
+    def __init__(self, limits: PagesConfig, count_bytes: Callable[[int], None]) -> None:
+        """count_bytes: told of what arrives, decrypted."""
+        self._limits, self._count_bytes = limits, count_bytes
+        self._ssl_context = httpcore.default_ssl_context()
+        self._headers = (
+            (b"User-Agent", limits.user_agent.encode("ascii")),
+            (b"Accept", b"text/html,application/xhtml+xml,application/pdf,text/*;q=0.8"),
+            (b"Accept-Encoding", b"gzip"),
+            (b"Connection", b"close"),
+        )
+
+    def fetch(self, url: str, deadline: float) -> Fetched:
+        """The page at this address. deadline: monotonic seconds, of the whole.
+
+        Raises:
+            Refused: its address, form or size is not allowed.
+            ToolError: there is none.
+        """
+        backend = _PublicNetwork(self._limits.allow_hosts, deadline, self._count_bytes)
+        address = _checked(url)
+        with httpcore.ConnectionPool(self._ssl_context, network_backend=backend) as pool:
+            for _ in range(self._limits.max_redirects + 1):
+                try:
+                    page = self._ask(pool, address)
+                except httpcore.TimeoutException:
+                    raise ToolError(
+                        f"the page did not come within tools.pages.timeout_s = {self._limits.timeout_s:g} s"
+                    ) from None
+                except (httpcore.NetworkError, httpcore.ProtocolError) as error:
+                    raise ToolError(f"{type(error).__name__}: {error}"[:200]) from None
+                if isinstance(page, Fetched):
+                    return page
+                address = page
+        raise Refused(f"it redirects more than tools.pages.max_redirects = {self._limits.max_redirects} times")
+
+    def _ask(self, pool: httpcore.ConnectionPool, address: httpx.URL) -> Fetched | httpx.URL:
+        """The page, or where it redirects to."""
+        target = httpcore.URL(
+            scheme=address.raw_scheme, host=address.raw_host, port=address.port, target=address.raw_path
+        )
+        headers = [(b"Host", address.netloc), *self._headers]
+        with pool.stream("GET", target, headers=headers) as response:
+            told = {name.lower().decode("latin-1"): value.decode("latin-1") for name, value in response.headers}
+            if response.status in _REDIRECTS and "location" in told:
+                return _checked(told["location"], address)
+            if response.status != 200:
+                raise ToolError(f"HTTP {response.status}")
+            media_type, charset = _content_type(told.get("content-type", ""))
+            if not media_type.startswith("text/") and media_type not in (*_TEXTS, *_UNKNOWN):
+                raise Refused(f"it is no text: content type {media_type[:_MOST_SHOWN]!r}")
+            body = b"".join(self._decompressed(response.iter_stream(), told.get("content-encoding", "")))
+        if media_type in _UNKNOWN and not body.startswith(b"%PDF-"):
+            raise Refused(f"it is no text: content type {media_type!r}")
+        return Fetched(body, media_type, charset)
+
+    def _decompressed(self, chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
+        """What was sent, decompressed; neither of the two is ever larger than a page may be."""
+        if encoding.strip().lower() not in ("", "identity", "gzip", "x-gzip"):
+            raise Refused(f"it is compressed by {encoding[:_MOST_SHOWN]!r}, which was not asked for")
+        gzip = zlib.decompressobj(_GZIP) if "gzip" in encoding.lower() else None
+        most = self._limits.max_kib << 10
+        sent = expanded = 0
+        for chunk in chunks:
+            sent += len(chunk)
+            if gzip is not None:
+                try:
+                    chunk = gzip.decompress(chunk, most + 1 - expanded)
+                except zlib.error as error:
+                    raise ToolError(f"its gzip is broken ({error})"[:200]) from None
+            expanded += len(chunk)
+            if max(sent, expanded) > most:
+                raise Refused(f"it is larger than tools.pages.max_kib = {self._limits.max_kib} KiB")
+            yield chunk
+
+
+def _checked(url: str, base: httpx.URL | None = None) -> httpx.URL:
+    """The address, if its form is allowed. base: the page that redirects to it."""
+    try:
+        address = httpx.URL(url.strip()) if base is None else base.join(url)
+        host = address.raw_host
+    except (httpx.InvalidURL, ValueError) as error:  # ValueError: of IDNA, and of ports
+        raise Refused(f"it is no address: {error}"[:200]) from None
+    if address.scheme not in ("http", "https") or not host:
+        raise Refused("only addresses that begin with http:// or https:// are read")
+    if address.port is not None and not 0 < address.port < 1 << 16:
+        raise Refused(f"it is no address: there is no port {address.port}")
+    if address.userinfo:
+        raise Refused("the address holds a user or a password")
+    return address
+
+
+def _content_type(header: str) -> tuple[str, str]:
+    message = Message()
+    message["content-type"] = header
+    return (message.get_content_type() if header.strip() else ""), (message.get_content_charset("") or "")
+
+
+class _PublicNetwork(httpcore.NetworkBackend):
+    """Connects to public addresses, and to any of hosts that are allowed by name; all that it opens ends at a deadline."""
+
+    def __init__(self, allowed: Iterable[str], deadline: float, count_bytes: Callable[[int], None]) -> None:
+        self._allowed, self._deadline, self._count_bytes = frozenset(allowed), deadline, count_bytes
+        self._sockets = httpcore.SyncBackend()
+
+    def connect_tcp(self, host: str, port: int, timeout: float | None = None, *args: Any, **options: Any) -> _Stream:
+        error: Exception | None = None
+        for address in self._addresses(host, port):
+            try:
+                stream = self._sockets.connect_tcp(address, port, _left(self._deadline))
+                return _Stream(stream, self._deadline, self._count_bytes)
+            except httpcore.ConnectError as failed:
+                error = failed
+        raise error or httpcore.ConnectError(f"{host} has no address")
+
+    def _addresses(self, host: str, port: int) -> list[str]:
+        """The IP addresses of a host, if all of them may be connected to."""
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise httpcore.ConnectError(f"{host[:_MOST_SHOWN]} cannot be looked up ({error})") from None
+        addresses = list(dict.fromkeys(str(where[0]) for *_, where in found))
+        if host.lower() not in self._allowed and not all(is_public(ip_address(each)) for each in addresses):
+            # which address it is stays unsaid: a page could ask for the names of a private network
+            raise Refused("its host has an address that is not public (tools.pages.allow_hosts)")
+        return addresses
+
+
+class _Stream(httpcore.NetworkStream):
+    """A connection that ends at a deadline, however often something arrives."""
+
+    def __init__(self, stream: httpcore.NetworkStream, deadline: float, count_bytes: Callable[[int], None]) -> None:
+        self._stream, self._deadline, self._count_bytes = stream, deadline, count_bytes
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        received = self._stream.read(max_bytes, _left(self._deadline))
+        self._count_bytes(len(received))
+        return received
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, _left(self._deadline))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> _Stream:
+        secured = self._stream.start_tls(ssl_context, server_hostname, _left(self._deadline))
+        return _Stream(secured, self._deadline, self._count_bytes)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+def _left(deadline: float) -> float:
+    """Seconds until then."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise httpcore.ReadTimeout("the time is over")
+    return left
