@@ -28,7 +28,12 @@ MINIATURES = {name for name in preset_names() if name.startswith("cpu_")}
 # Settings of the machine, and of what a paper leaves to its reader: in no table.
 MACHINE = ("run", "task", "task_options", "data", "trainer.max_tokens_per_micro_batch", "rollout.vllm", "orchestration")
 MACHINE += tuple(f"policies.main.{key}" for key in ("dtype", "layout", "recompute", "optimizer.offload"))
-MACHINE += tuple(f"tools.search.{key}" for key in ("kind", "url", "timeout_s", "concurrency", "max_output_chars"))
+MACHINE += tuple(
+    f"tools.{tool}.{key}"
+    for tool in ("search", "scholar")
+    for key in ("kind", "url", "timeout_s", "request_timeout_s", "concurrency", "max_output_chars")
+)
+MACHINE += ("tools.pages",)
 MACHINE += tuple(f"rollout.{key}" for key in ("engine", "placement", "engines", "ray_address", "max_unfinished"))
 MACHINE += (
     "rollout.deadline_s",
