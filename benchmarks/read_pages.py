@@ -40,9 +40,9 @@ from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.player.evaluation import EvaluationPlay, Played
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.schedule.at_once import AtOnce, Played
 from marsrl.rollout.tasks.config import QaOptions
 from marsrl.rollout.tasks.qa import QaTask
 from marsrl.rollout.team import Team, WatchedJudge
@@ -202,9 +202,9 @@ def play(task: QaTask, address: str, num_problems: int, *, read_pages: bool) -> 
         )
         problems = task.held_out(num_problems, 0)
         episodes = [Episode(f"e.{i}", f"e.{i}", each, purpose="evaluate") for i, each in enumerate(problems)]
-        player = AtOnce(team, {"main": 0}, 1 << 20, Sampling(), on_end=played.append)
-        player.play(episodes, 0)
-        player.finish()
+        playing = EvaluationPlay(team, {"main": 0}, 1 << 20, Sampling(), on_end=played.append)
+        playing.add(episodes, 0)
+        playing.finish()
         counts = tools.take_counts()
     told = [orchestration.metrics(each.episode) for each in played]
     mean = lambda name: statistics.fmean(each[name] for each in told)  # noqa: E731
