@@ -202,9 +202,9 @@ def play(task: QaTask, address: str, num_problems: int, *, read_pages: bool) -> 
         )
         problems = task.held_out(num_problems, 0)
         episodes = [Episode(f"e.{i}", f"e.{i}", each, purpose="evaluate") for i, each in enumerate(problems)]
-        player = EvaluationPlay(team, {"main": 0}, 1 << 20, Sampling(), on_end=played.append)
-        player.add(episodes, 0)
-        player.finish()
+        playing = EvaluationPlay(team, {"main": 0}, 1 << 20, Sampling(), on_end=played.append)
+        playing.add(episodes, 0)
+        playing.finish()
         counts = tools.take_counts()
     told = [orchestration.metrics(each.episode) for each in played]
     mean = lambda name: statistics.fmean(each[name] for each in told)  # noqa: E731
