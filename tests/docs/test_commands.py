@@ -122,6 +122,7 @@ def test_a_config_block_passes_its_checks(
     Path("block.yaml").write_text(text)
     desk.write_problems(text)
     written = yaml.safe_load(text)
+    monkeypatch.setenv("SERPAPI_API_KEY", "key")  # MARS searches the web
     if read_config(written.pop("preset", None))[0].run.device == "cuda":
         monkeypatch.setenv("WORLD_SIZE", "4")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
