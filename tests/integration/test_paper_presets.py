@@ -12,16 +12,18 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted_pool import ScriptedWithWeights, pools_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from completions_server import completions_server
+from completions_server import Handler, completions_server
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.kept_tokens import KeptTokens
+from marsrl.rollout.tools.config import HttpSearch
 from marsrl.trainer import build
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import CONFIGS, read_config
@@ -47,6 +49,7 @@ TRAINED = {
 }
 CALL = json.dumps({"tool": "search", "arguments": {"queries": ["seven"]}, "purpose": "to find it"})
 FOUND = {"result": [[{"document": {"id": "7", "contents": '"Seven"\nIt is 7.'}, "score": 1.0}]]}
+PAGE = f"<html><body><article><h1>Seven</h1><p>{'The number that is asked for is 7. ' * 20}</p></article></body></html>"
 
 
 def script(request: DecodeRequest) -> str:
@@ -68,6 +71,17 @@ def script(request: DecodeRequest) -> str:
     return said[agent]
 
 
+def serve(handler: Handler, body: dict[str, Any], before: int) -> None:
+    """A retrieval server, SerpApi, and the page that it finds."""
+    if handler.path.startswith("/page"):
+        handler.send(200, PAGE.encode(), Content_Type="text/html; charset=utf-8")
+    elif "q" in body:
+        link = f"http://{handler.headers['Host']}/page/{body['engine']}"
+        handler.send(200, json.dumps({"organic_results": [{"title": "Seven", "link": link, "snippet": "7"}]}).encode())
+    else:
+        handler.send(200, json.dumps(FOUND).encode())
+
+
 class Keeping(ScriptedWithWeights):
     """Its sampler leaves out no token, and says so where it is asked."""
 
@@ -87,14 +101,19 @@ def test_a_preset_reaches_version_2(preset: str, tmp_path: Path, monkeypatch: py
     encode = ChatRenderer(model).encode_trusted
     engine = functools.partial(Keeping, model, script, encode=lambda text: encode(text).tolist())
     monkeypatch.setattr(build, "make_pool", pools_of(engine))
-    with completions_server(lambda handler, body, before: handler.send(200, json.dumps(FOUND).encode())) as server:
+    monkeypatch.setenv("SERPAPI_API_KEY", "key")
+    with completions_server(serve) as server:
         paper, _ = read_config(CONFIGS / f"{preset}.yaml")
         words = [f"policies.main.model={model}", f"data.train={tmp_path}/train.jsonl"]
         words += [f"agents.{name}.max_input_tokens={TOKENS}" for name in paper.agents]
         words += [f"agents.{name}.max_response_tokens=64" for name, a in paper.agents.items() if a.max_response_tokens]
         words += ["rollout.max_response_tokens=1024", "trainer.max_tokens_per_micro_batch=16384"]
-        if paper.tools.search is not None:
-            words.append(f"tools.search.url={server.base_url.replace('/v1', '/retrieve')}")
+        address = server.base_url.removesuffix("/v1")
+        if isinstance(paper.tools.search, HttpSearch):
+            words.append(f"tools.search.url={address}/retrieve")
+        elif paper.tools.search is not None:  # MARS: the web, and its pages
+            words += [f"tools.{tool}.base_url={address}" for tool in ("search", "scholar")]
+            words.append("tools.pages={allow_hosts: [127.0.0.1], concurrency: 8, workers: 1}")
         words += ["task_options.workers=1"] if paper.task == "math" else []
         config, _ = read_config(CONFIGS / f"{preset}.yaml", [*MACHINE, *words])
         checked = preflight(config, world_size=1)
@@ -109,5 +128,8 @@ def test_a_preset_reaches_version_2(preset: str, tmp_path: Path, monkeypatch: py
     samples = [record for path in sample_files(directory).values() for record in read_samples(path)]
     assert TRAINED[preset] <= {record.agent for record in samples}
     if paper.tools.search is not None:
-        assert server.bodies and {body["topk"] for body in server.bodies} == {paper.tools.search.top_k}
+        asked = [body for body in server.bodies if body]
+        assert asked and {int(body.get("topk") or body["num"]) for body in asked} == {paper.tools.search.top_k}
+        if not isinstance(paper.tools.search, HttpSearch):
+            assert sum(row["tools/pages/read"] or 0 for row in rows) > 0
         assert sum(row["tools/search/errors"] or 0 for row in rows) == 0
