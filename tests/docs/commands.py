@@ -324,9 +324,6 @@ WAYS = {
         "2,000 rows: tests/benchmarks/test_benchmarks.py::test_planted_near_duplicates_are_found"
     ),
     "python benchmarks/view.py": bench("2,000 samples: tests/look/test_catalog.py::test_the_benchmark_measures"),
-    "python benchmarks/view.py --samples 10000000": bench(
-        "2,000 samples: tests/look/test_catalog.py::test_the_benchmark_measures"
-    ),
     "python benchmarks/scheduler.py": bench(
         "64 samples: tests/simulation/test_commands.py::test_a_waiting_sample_takes_less_than_4_kb"
     ),
