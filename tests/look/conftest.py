@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, sync_playwright
 
 sys.path += [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / room) for room in ("report", "docs"))]
 
 from hostile_run import make_hostile_run
 from made_up_run import make_run
+
+CHROMIUM = Path(__file__).parents[1] / "report" / "chromium.sh"
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +38,14 @@ def viewer(runs: list[Path]) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    found = subprocess.run([CHROMIUM, "find"], capture_output=True, text=True)
+    if found.returncode != 0:
+        pytest.skip(found.stdout.strip())
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found.stdout.strip(), args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser
+from watched import Watched
 
 from marsrl.trainer.look.palette import activity_color
 
-CHROMIUM = Path(__file__).parents[1] / "report" / "chromium.sh"
 PAGES = (
     "page=overview",
     "page=compare",
@@ -30,43 +27,6 @@ PAGES = (
     "page=warnings",
     "page=nowhere&run=99&sample=x.y&agent=%3Cscript%3E",
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = subprocess.run([CHROMIUM, "find"], capture_output=True, text=True)
-    if found.returncode != 0:
-        pytest.skip(found.stdout.strip())
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found.stdout.strip(), args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-class Watched:
-    """A page, everything that its console said, and every address that it asked."""
-
-    def __init__(self, context: BrowserContext) -> None:
-        self.complaints: list[str] = []
-        self.asked: list[str] = []
-        context.set_default_timeout(300_000)  # ms; a page takes its time on a busy machine
-        self.page: Page = context.new_page()
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-
-    def open(self, address: str) -> None:
-        """Go there, and wait until all that is on its way is shown."""
-        self.page.goto(address)
-        self.page.wait_for_selector("main")
-        self.page.wait_for_load_state("networkidle")
-
-    def wait_until(self, is_so: str, timeout_s: float = 300.0) -> None:
-        """Playwright's own wait_for_function evaluates text in the page, which the pages forbid."""
-        end = time.monotonic() + timeout_s
-        while not self.page.evaluate(is_so):
-            assert time.monotonic() < end, f"never so: {is_so}"
-            self.page.wait_for_timeout(30)
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from hostile_run import ATTACK
 from made_up_run import AGENTS, make_evaluation, make_group, make_run, make_sample, make_summary
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
+from watched import Watched
 
 from marsrl.trainer.look.chart_plans import PLANS
 from marsrl.trainer.look.export import write_report
@@ -208,27 +209,11 @@ def test_where_no_chromium_can_be_had_installing_says_why_and_fails_nothing(
     assert last == f"chromium: none, so the test that opens a report in it is skipped: {reason}"
 
 
-@pytest.fixture(scope="module")
-def browser() -> Any:
-    found = subprocess.run([CHROMIUM, "find"], capture_output=True, text=True)
-    if found.returncode != 0:
-        pytest.skip(found.stdout.strip())
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found.stdout.strip(), args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 def test_a_browser_shows_a_hostile_run_from_one_file_and_complains_of_nothing(browser: Browser, tmp_path: Path) -> None:
     """Every page, its charts, a sample, a diff and a zoom, with no server and no network."""
     file = write_report(make_run(tmp_path, text=ATTACK).path)
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.set_default_timeout(120_000)
-    complaints: list[str] = []
-    asked: list[str] = []
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
+    seen = Watched(browser.new_context(viewport={"width": 1280, "height": 900}))
+    page = seen.page
     page.goto(file.as_uri())
     page.wait_for_selector("svg.bars rect")
     page.get_by_role("link", name="samples").click()
@@ -244,6 +229,6 @@ def test_a_browser_shows_a_hostile_run_from_one_file_and_complains_of_nothing(br
     page.wait_for_selector(".chart canvas")
     page.get_by_role("link", name="warnings").click()
     page.wait_for_selector("text=metrics that were not finite")
-    assert "PWNED" not in page.title() and not complaints and asked == [file.as_uri()]
+    assert "PWNED" not in page.title() and not seen.complaints and seen.asked == [file.as_uri()]
     page.evaluate("fetch('http://example.invalid/').catch(() => 0)")  # the check itself: this is seen
-    assert "Content Security Policy" in " ".join(complaints)
+    assert "Content Security Policy" in " ".join(seen.complaints)

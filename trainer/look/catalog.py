@@ -100,11 +100,11 @@ class Page:
 
 
 class Catalog:
-    """One run. Thread-safe: one question is answered at a time. `refresh` brings it up to what the run has logged by now."""
+    """One run. Thread-safe. `refresh` brings it up to what the run has logged by now."""
 
     def __init__(self, path: Path) -> None:
         self.run = RunDirectory(path.resolve())
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self._db = duckdb.connect(
             ":memory:", config={"threads": 2, "autoinstall_known_extensions": False, "autoload_known_extensions": False}
         )
@@ -120,7 +120,7 @@ class Catalog:
     def refresh(self, budget_s: float | None = _READ_S) -> None:
         """Read what is new, the newest samples first. budget_s: seconds for samples files (None: all of them, now)."""
         began = time.monotonic()
-        with self.lock:
+        with self._lock:
             self._read_metrics()
             files = sample_files(self.run)
             for step in self._files.keys() - files.keys():
@@ -294,7 +294,7 @@ class Catalog:
         return [Row(*(*each[: -len(names)], own)) for each, own in zip(found, flags, strict=True)]
 
     def _all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
-        with self.lock:
+        with self._lock:
             return self._db.execute(sql, list(values)).fetchall()
 
     def _one(self, sql: str, values: Sequence[Any] = ()) -> Any:

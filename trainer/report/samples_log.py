@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -19,12 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from marsrl.rollout.types import Finish, Group, Sample, Segment
-from marsrl.trainer.runs.directory import RunDirectory, write_atomically
+from marsrl.trainer.runs.directory import RunDirectory, step_files, write_atomically
 
 if TYPE_CHECKING:
     import pyarrow as pa  # imported where it is used: it starts threads
 
-_FILE = re.compile(r"step_(\d+)\.parquet")
 _ROW_GROUP_CHARS = 8 << 20  # of prompts and texts: what is read to show one sample
 
 
@@ -146,10 +144,7 @@ def write_records(run: RunDirectory, step: int, records: Iterable[SampleRecord])
 
 def sample_files(run: RunDirectory) -> dict[int, Path]:
     """{step: file}, in order of steps."""
-    if not run.samples.is_dir():
-        return {}
-    found = ((_FILE.fullmatch(path.name), path) for path in run.samples.iterdir())
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    return step_files(run.samples)
 
 
 def read_samples(path: Path) -> Iterator[SampleRecord]:

@@ -11,7 +11,6 @@ found; nothing is computed twice for it. docs/view.md lists the columns.
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -25,14 +24,13 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import BoolArray, FloatArray, Group, IntArray, Sample, Segment
 from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
-from marsrl.trainer.runs.directory import RunDirectory, write_atomically
+from marsrl.trainer.runs.directory import RunDirectory, step_files, step_of, write_atomically
 
 if TYPE_CHECKING:
     import pyarrow as pa  # imported where it is used: it starts threads
 
 MOST_BYTES = 32 << 20  # of a step's columns, before they are compressed: a million tokens
 _TOKEN_BYTES, _SAMPLE_BYTES = 24, 1024  # of the columns beside the text, of the rest of a sample
-_FILE = re.compile(r"step_(\d+)\.parquet")
 _COLUMNS = {
     "ends": "int32",
     "token_ids": "int32",
@@ -205,10 +203,7 @@ def write_tokens(run: RunDirectory, step: int, records: Sequence[TokenRecord]) -
 
 def token_files(run: RunDirectory) -> dict[int, Path]:
     """{step: file}, in order of steps."""
-    if not run.tokens.is_dir():
-        return {}
-    found = ((_FILE.fullmatch(path.name), path) for path in run.tokens.iterdir())
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    return step_files(run.tokens)
 
 
 def read_tokens(path: str | Path) -> TokenLog:
@@ -234,8 +229,7 @@ def read_tokens(path: str | Path) -> TokenLog:
         sizes = {len(getattr(sample, name)) for name in _COLUMNS}
         if len(sizes) > 1 or (len(sample.ends) and int(sample.ends[-1]) != len(sample.text)):
             raise ValueError(f"{path} is no token log (sample {sample.uid!r}: columns do not fit); the file is damaged")
-    found = _FILE.fullmatch(Path(path).name)
-    return TokenLog(int(found[1]) if found else 0, samples)
+    return TokenLog(step_of(Path(path)) or 0, samples)
 
 
 def _from_row(row: dict[str, Any]) -> TokenRecord:

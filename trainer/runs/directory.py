@@ -37,6 +37,7 @@ import yaml
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,@-]*")
 _LONGEST_NAME = 200  # file systems take 255 bytes; wandb's ids and our temporary names are to fit too
 _STEP = re.compile(r"step_(\d+)")
+_STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 _COMMENT = re.compile(rb"\A#.*\n")
 
 
@@ -88,6 +89,20 @@ def sync_tree(root: Path) -> None:
     for folder, _, files in os.walk(root):
         for name in [*files, "."]:
             sync(Path(folder) / name)
+
+
+def step_of(file: Path) -> int | None:
+    """The step of a samples or tokens file, by its name; None where it is neither."""
+    found = _STEP_FILE.fullmatch(file.name)
+    return None if found is None else int(found[1])
+
+
+def step_files(folder: Path) -> dict[int, Path]:
+    """{step: file} of a folder of samples or tokens, in order of steps; none where the folder is not there."""
+    if not folder.is_dir():
+        return {}
+    found = {step: path for path in folder.iterdir() if (step := step_of(path)) is not None}
+    return dict(sorted(found.items()))
 
 
 class CheckpointError(RuntimeError):

@@ -1,0 +1,33 @@
+"""A page in a browser whose every word and request is noted."""
+
+from __future__ import annotations
+
+import time
+
+from playwright.sync_api import BrowserContext, Page
+
+
+class Watched:
+    """A page, everything that its console said, and every address that it asked."""
+
+    def __init__(self, context: BrowserContext) -> None:
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        context.set_default_timeout(300_000)  # ms; a page takes its time on a busy machine
+        self.page: Page = context.new_page()
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+
+    def open(self, address: str) -> None:
+        """Go there, and wait until all that is on its way is shown."""
+        self.page.goto(address)
+        self.page.wait_for_selector("main")
+        self.page.wait_for_load_state("networkidle")
+
+    def wait_until(self, is_so: str, timeout_s: float = 300.0) -> None:
+        """Playwright's own wait_for_function evaluates text in the page, which the pages forbid."""
+        end = time.monotonic() + timeout_s
+        while not self.page.evaluate(is_so):
+            assert time.monotonic() < end, f"never so: {is_so}"
+            self.page.wait_for_timeout(30)
