@@ -23,10 +23,10 @@ PAGE = Path(__file__).with_name("papers.md")
 DATA = Path(__file__).with_name("papers.yaml")
 HEADING = "## Numbers\n"
 BEGINNING = """\
-For each paper, the numbers that its preset shares, then those that differ, and why. `python docs/papers.py` writes these tables
-from `docs/papers.yaml` and the presets; a test holds every preset to them. *Script*: the code published with the paper, where
-its text is silent. A dash: not stated, or not known to us. An empty cell: as above. Results: [evidence.md](evidence.md)."""
-REPEATED_ROWS = 3  # as many rows of an earlier paper's table are named, and not printed again
+For each paper, the numbers that its preset has too, by where they are stated; then those that differ, and why. `python docs/papers.py`
+writes these tables from `docs/papers.yaml` and the presets; a test holds every preset to them. *Script*: the code published
+with the paper, where its text is silent. A dash: not stated, or not known to us. An empty cell: as above. Results:
+[evidence.md](evidence.md)."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def shown(value: Any, none: str = "none") -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In the first column, a cell that repeats the one above it stays empty."""
+    """Markdown; in the first column, a cell that repeats the one above it stays empty."""
     lines, above = [headings, ["---"] * len(headings)], ""
     for first, *rest in rows:
         lines.append(["" if first == above else first, *rest])
@@ -108,35 +108,29 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def numbers() -> str:
-    """The tables of every paper, from the heading on."""
+    """The numbers of every paper, from the heading on."""
     parts = [HEADING + "\n" + BEGINNING]
-    before: list[Paper] = []
     for paper in papers():
         config = paper.config(paper.preset)
         parts.append(f"### {paper.title}: {paper.preset}")
-        places = list(dict.fromkeys(row.where for row in paper.rows))
-        rows = sorted(paper.rows, key=lambda row: places.index(row.where))
-        same, other = [row for row in rows if not row.why], [row for row in rows if row.why]
-        for each in before:
-            repeated = [row for row in same if row in each.rows]
-            if len(repeated) >= REPEATED_ROWS:
-                same = [row for row in same if row not in repeated]
-                parts.append(f"As in {each.title}: {', '.join(f'`{row.key}`' for row in repeated)}. Beside them:")
-        values = ((row.where, row.quantity, f"`{row.key}`", shown(row.value)) for row in same)
-        parts.append(table(("where", "what", "key", "value"), values))
+        same: dict[str, list[str]] = {}
+        for row in paper.rows:
+            if not row.why:
+                same.setdefault(row.where, []).append(f"`{row.key}` {shown(row.value)}")
+        parts.append(table(("where", "the same"), ((where, "; ".join(found)) for where, found in same.items())))
+        others = sorted((row for row in paper.rows if row.why), key=lambda row: row.where)
         differing = (
             (row.where, row.quantity, shown(row.value, "–"), f"`{row.key}`", shown(value_of(config, row.key)), row.why)
-            for row in other
+            for row in others
         )
         parts.append(table(("where", "what", "paper", "key", "ours", "why"), differing))
         if paper.others:
             configs = [config, *(paper.config(other) for other in paper.others)]
-            others = (
+            rows = (
                 (f"`{key}`", *(shown(value_of(each, key)) for each in configs), why) for key, why in paper.whys.items()
             )
             parts.append(f"The same in {', '.join(paper.others)}, but for:")
-            parts.append(table(("key", paper.preset, *paper.others, "why"), others))
-        before.append(paper)
+            parts.append(table(("key", paper.preset, *paper.others, "why"), rows))
     return "\n\n".join(parts) + "\n"
 
 
