@@ -23,10 +23,10 @@ PAGE = Path(__file__).with_name("papers.md")
 DATA = Path(__file__).with_name("papers.yaml")
 HEADING = "## Numbers\n"
 BEGINNING = """\
-For each paper, the numbers that its preset has too, by where they are stated; then those that differ, and why. `python docs/papers.py`
-writes these tables from `docs/papers.yaml` and the presets; a test holds every preset to them. *Script*: the code published
-with the paper, where its text is silent. A dash: not stated, or not known to us. An empty cell: as above. Results:
-[evidence.md](evidence.md)."""
+For each paper, the numbers that its preset has too, by where they are stated; then those that differ, and why.
+`python docs/papers.py` writes these tables from `docs/papers.yaml` and the presets; a test holds every preset to them.
+*Script*: the code published with the paper, where its text is silent. A dash: not stated, or not known to us. An empty cell:
+as above. Results: [evidence.md](evidence.md)."""
 
 
 @dataclass(frozen=True)
