@@ -21,7 +21,6 @@ import yaml
 from commands import WAYS, run_by
 from desk import MODEL, Desk, boxing_model, published_model
 from documents import ROOT, config_blocks, python_blocks
-from forked import PYTHON
 from pyarrow import Table
 from pyarrow.parquet import write_table
 
@@ -152,7 +151,7 @@ def test_hle_is_cut_into_the_subjects_that_are_evaluated(desk: Desk) -> None:
     ]
     write_table(Table.from_pylist(rows), "hle.parquet")
     (script,) = (block.text for block in python_blocks() if "hle.parquet" in block.text)
-    done = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     listed = [file["path"] for file in yaml.safe_load(Path("mars.yaml").read_text())["data"]["eval"]]
     assert sorted(listed) == sorted(str(path) for path in Path("hle").iterdir())
@@ -315,7 +314,7 @@ def test_a_benchmark_takes_its_words() -> None:
     commands = run_by("test_a_benchmark_takes_its_words")
     wrong = "python benchmarks/run.py --no-such-option"
     done = subprocess.run(
-        [PYTHON, "-c", PARSE, str(BENCHMARKS)], input="\n".join([*commands, wrong]), cwd=ROOT,
+        [sys.executable, "-c", PARSE, str(BENCHMARKS)], input="\n".join([*commands, wrong]), cwd=ROOT,
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.stdout.splitlines() == [*["taken"] * len(commands), f"refused {wrong}"], done.stdout + done.stderr
@@ -328,7 +327,7 @@ def test_a_benchmark_takes_its_words() -> None:
 def test_a_benchmark_starts_by_itself(script: str) -> None:
     """As from a shell: with no path of these tests, and no modules mapped by anybody but itself."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([PYTHON, script, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stdout + done.stderr
 
 
@@ -344,7 +343,10 @@ MAKES = {
     "make train": ["torchrun --nproc-per-node 1 trainer/main.py"],  # torchrun's default is one process, too
     "make test": [
         "tests/report/chromium.sh install", 'tests/apt.sh bwrap bubblewrap "so sandboxes are tested by unshare alone"',
-        'tests/apt.sh ip iproute2 "so no cluster in a box"', "tests/all.sh",
+        'tests/apt.sh ip iproute2 "so no cluster in a box"',
+        "TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q",
+        'OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python -m pytest -q -n 4 --dist loadgroup -m "not gpu and not multi_gpu" '
+        "--ignore tests/kernels/interpreter --durations=20",
     ],
     "make test-triton": [
         "PYTHONPATH=build/triton-x TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q",
