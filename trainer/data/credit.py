@@ -1,4 +1,4 @@
-"""Which sample gets how much credit: advantages from groups of rewards, and what of it trains.
+"""Credit assignment: advantages from groups of rewards, and the samples that train.
 
 Credit is given once a step, over all samples of all policies: who is compared with whom does not depend on which weights
 answered, nor on who is trained. Only then is it cut, by policy (Credited.of) and into updates (mini_batches.py).
@@ -47,7 +47,7 @@ class Credited:
 
     @property
     def num_tokens(self) -> int:
-        """Those of the denominator."""
+        """Tokens of the denominator."""
         return sum(self.copies.get(uid, 1) * count for uid, count in self.counted.items())
 
     def of(self, agents: Collection[str]) -> Credited:
@@ -138,13 +138,13 @@ def _advantages(samples: Sequence[Sample], config: CreditConfig) -> list[float]:
 
 
 def _mean_reward(samples: Sequence[Sample]) -> float:
-    """Of the samples that have a reward; NaN where none has one."""
+    """Mean over samples with a reward; NaN if none has one."""
     known = [sample.reward.value for sample in samples if not sample.reward.is_missing]
     return statistics.fmean(known) if known else math.nan
 
 
 def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, is_positive: bool) -> TrainSequence:
-    """What packing is given of a sample. place: of its agent in the team."""
+    """Packing's input for a sample. place: index of its agent in the team."""
     return TrainSequence(
         uid=sample.uid,
         prompt_ids=sample.prompt_ids,
@@ -162,7 +162,7 @@ def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, 
 
 
 def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int]:
-    """How many copies of each sample, by uid, make `number` of every agent's in every rollout instance (MARS).
+    """Copies of each sample, by uid, that give every agent `number` samples in every rollout instance (MARS).
 
     Of more, so many are drawn, the others have 0; fewer are all taken equally often, and those that are drawn once more. Every
     sample of one agent and instance is as likely to be drawn, so the mean over the copies is expected to be that over them.
