@@ -122,10 +122,8 @@ def test_without_a_gradient_nothing_is_written_and_the_statistics_have_the_same_
         "normaliser": 11.0,
     }
     written = []
-    exponentials = TritonFirstGemm.exponentials
-    monkeypatch.setattr(
-        TritonFirstGemm, "exponentials", lambda *given: (written.append(given[-1]), exponentials(*given))[1]
-    )
+    multiply = TritonFirstGemm.multiply
+    monkeypatch.setattr(TritonFirstGemm, "multiply", lambda *given: (written.append(given[-1]), multiply(*given))[1])
     leaf = hidden.bfloat16().requires_grad_()
     trained = linear_policy_loss(leaf, weight, targets, **arguments)
     assert written and all(each.dtype == torch.bfloat16 for each in written)  # 2 bytes a logit
@@ -133,7 +131,7 @@ def test_without_a_gradient_nothing_is_written_and_the_statistics_have_the_same_
     with torch.no_grad():
         evaluated = linear_policy_loss(leaf, weight, targets, **arguments)
     linear_logprob(leaf, weight, targets)
-    assert written and not any(each is not None for each in written)
+    assert written and not any(each.shape[1] for each in written)
     for field in ("loss", "logprobs", "entropy", "coefficient"):
         assert torch.equal(getattr(trained, field), getattr(evaluated, field))
 
@@ -146,7 +144,7 @@ def test_exponentials_are_relative_to_a_power_of_two_and_padding_is_not_read(cap
     weight[70:] = torch.nan
     head = make_head("op", hidden, weight, targets, 0.5, None, 70)
     out = torch.full((9, 96), 7.0)
-    pieces = TritonFirstGemm().exponentials(hidden, Rows(None, 0, 9), head, out)
+    pieces = TritonFirstGemm().multiply(None, hidden, Rows(None, 0, 9), head, out).pieces
     z = 2 * (hidden.double() @ weight[:70].double().t())
     for tile, begin in enumerate(range(0, 70, TILES.n)):
         columns = slice(begin, min(begin + TILES.n, 70))
@@ -165,7 +163,7 @@ def test_no_product_of_the_library_has_logits_and_known_statistics_give_the_grad
     monkeypatch.setattr(HeadGemms, "logits", lambda *_: pytest.fail("logits of the library"))
     hidden, weight, targets = (each if each.dtype == torch.int64 else each.bfloat16() for each in head_case(6, 8))
     out = linear_logprob(hidden.requires_grad_(), weight, targets)
-    monkeypatch.setattr(TritonFirstGemm, "exponentials", lambda *_: pytest.fail("nothing but dz is wanted here"))
+    monkeypatch.setattr(TritonFirstGemm, "multiply", lambda *_: pytest.fail("nothing but dz is wanted here"))
     monkeypatch.setattr(TritonFirstGemm, "gradients", lambda *_: pytest.fail("there is nothing to turn into dz"))
     out.logprobs.sum().backward()
     assert hidden.grad.any()
@@ -197,7 +195,7 @@ def test_shards_have_the_partials_that_the_row_kernel_finds():
         head = make_head("op", hidden, shard, targets % 40, torch.rand(6) + 0.5, None, None)
         head = type(head)(**{**vars(head), "first_column": begin, "num_columns": columns})
         rows, gemm = Rows(None, 0, 6), TritonFirstGemm()
-        found = gemm.partials(gemm.exponentials(hidden, rows, head, None), rows, head)
+        found = gemm.partials(gemm.multiply(None, hidden, rows, head, hidden[:, :0]), rows, head)
         expected = rows_impl.TritonRowKernels().partials(hidden.float() @ shard.float().t(), rows, head)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
@@ -236,7 +234,7 @@ def test_it_is_taken_by_name_only():
     hidden, weight, targets = (each if each.dtype == torch.int64 else each.bfloat16() for each in head_case(4, 8))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MARSRL_KERNELS")
-        patch.setattr(TritonFirstGemm, "exponentials", lambda *_: pytest.fail("nobody asked for it"))
+        patch.setattr(TritonFirstGemm, "multiply", lambda *_: pytest.fail("nobody asked for it"))
         linear_logprob(hidden, weight, targets)
         with pytest.raises(pytest.fail.Exception, match="nobody"), forced("linear_logprob=triton_gemm"):
             linear_logprob(hidden, weight, targets)

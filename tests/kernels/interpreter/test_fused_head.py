@@ -24,7 +24,7 @@ from fused_head import (
 from marsrl.kernels import PolicyObjective, linear_logprob
 from marsrl.kernels.head import chunked_head
 from marsrl.kernels.head.gemms import HeadGemms
-from marsrl.kernels.head.rows import triton_impl, triton_launches
+from marsrl.kernels.head.rows import triton_impl
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.linear_policy_loss import _add_scaled_
 from marsrl.kernels.testing import OBJECTIVES
@@ -36,9 +36,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(triton_impl, "BLOCK_COLUMNS", 64)
     monkeypatch.setattr(triton_impl, "PIECE_COLUMNS", 128)
-    monkeypatch.setattr(triton_launches, "JOIN_ELEMENTS", 16)
-    monkeypatch.setattr(triton_launches, "JOIN_PIECES", 2)
-    monkeypatch.setattr(triton_launches, "BLOCK_TOKENS", 4)
+    monkeypatch.setattr(triton_impl, "JOIN_ELEMENTS", 16)
+    monkeypatch.setattr(triton_impl, "JOIN_PIECES", 2)
+    monkeypatch.setattr(triton_impl, "BLOCK_TOKENS", 4)
 
 
 def in_chunks(monkeypatch, rows, vocab=131, waiting=2):
