@@ -126,7 +126,8 @@ class _Kernels:
     ) -> tuple[Tensor | None, Tensor | None]:
         hidden, weight, head, _, compacts = args
         wants_hidden, wants_weight = needs
-        slopes = Slopes(Statistics(*saved), *(each.float().contiguous() for each in grads))
+        of_logprobs, of_entropy = (each.float().contiguous() for each in grads)
+        slopes = Slopes(Statistics(*saved), of_logprobs, of_entropy)
         wanted = Wanted(wants_hidden, wants_weight, weight.dtype)
         gradients = head_gradients(self._rows, head, hidden.detach(), slopes, wanted, compacts)
         of_weight = gradients.of_weight
