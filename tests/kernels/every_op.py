@@ -52,9 +52,9 @@ def that_run_here(name: str) -> list[str]:
     """Implementations that this machine does not lack, unless they are Triton's: the interpreter's tests take these."""
     found = next(each for each in explain() if each.op == _ops(name)[0])
     preferred = [tier for tier, reason in found.reasons.items() if reason.endswith(" is preferred")]
-    if "main_grad" in name:
-        preferred.remove("reference")  # it leaves the gradient of the weight to autograd
-    return [tier for tier in (found.chosen, *preferred) if tier is not None and not tier.startswith("triton")]
+    tiers = [tier for tier in (found.chosen, *preferred) if tier is not None and not tier.startswith("triton")]
+    # the reference leaves the gradient of the weight to autograd
+    return [tier for tier in tiers if not ("main_grad" in name and tier == "reference")]
 
 
 TIERS = [(name, tier) for name in CALLS for tier in that_run_here(name)]
