@@ -301,7 +301,7 @@ def policy_terms(
     entropy_coefficient,
     sums,  # [programs, num_agents, NUM_SUMS] float64
     num_agents,
-    options,  # of PolicyObjective
+    numbers,  # PolicyObjective.options; Triton has an argument of that name itself
     KIND: tl.constexpr,
     CORRECTION: tl.constexpr,
     KL: tl.constexpr,
@@ -314,7 +314,7 @@ def policy_terms(
         advantages, log_ratio, log_drift, old_logprobs, rollout_logprobs, reference_logprobs, gate, dropped, weights,
         agent_of, mask,
     ) = inputs  # fmt: skip
-    clip_low, clip_high, dual_clip, correction_low, correction_high, kl_coef, entropy_coef, mpt_probability = options
+    clip_low, clip_high, dual_clip, correction_low, correction_high, kl_coef, entropy_coef, mpt_probability = numbers
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_kept = rows < num_rows
     tokens = token_of(ids, first, tl.where(is_kept, rows, 0))
