@@ -1,6 +1,6 @@
 """Numbers that are not finite: in a row of logits, and in each input of the policy objective at each place it can stand at.
 
-Shared by test_nonfinite.py (csrc/cpu and the references) and interpreter/test_nonfinite_interpreted.py (Triton).
+Shared by test_nonfinite.py (csrc/cpu and the references) and interpreter/test_every_op.py (Triton).
 """
 
 import itertools
