@@ -16,8 +16,7 @@ from marsrl.rollout.tasks.data import read_problems, reference, right_answers
 from marsrl.rollout.tasks.linked_facts import WORDS, World, read_facts_options, write_linked_facts
 from marsrl.rollout.tasks.qa import QaTask, exact_match, f1, normalised
 from marsrl.rollout.tasks.registry import build_task
-from marsrl.rollout.tools.documents import read_corpus
-from marsrl.rollout.tools.papers import read_papers
+from marsrl.rollout.tools.documents import read_corpus, read_papers
 from marsrl.rollout.tools.search import build_index
 from marsrl.rollout.types import Problem
 

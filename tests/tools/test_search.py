@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.rollout.tools.documents import Document, read_corpus, shown
-from marsrl.rollout.tools.papers import read_papers
+from marsrl.rollout.tools.documents import Document, read_corpus, read_papers, shown
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.tools.search import CorpusSearch, SearchIndex, build_index, open_index
 

@@ -17,7 +17,7 @@ from marsrl.rollout.state import encode
 from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.tools.config import ToolsConfig
 from marsrl.rollout.tools.protocol import ToolError
-from marsrl.rollout.tools.serpapi import SerpApi
+from marsrl.rollout.tools.servers import SerpApi
 from marsrl.rollout.types import ToolCall, ToolOutput
 
 KEY = "s3cr3t+key/of=ours"
