@@ -46,10 +46,6 @@ class Crashed(Exception):
         self.status = status
 
 
-class NoneFree(Exception):
-    """All workers were busy for as long as the caller could wait."""
-
-
 class WorkerProcess:
     """One process that runs `serve`; asked by one thread at a time."""
 
@@ -70,7 +66,7 @@ class WorkerProcess:
     def wait_until_ready(self) -> None:
         """Raises NotStarted."""
         try:
-            self._within(START_TIMEOUT_S, self._line.recv_bytes)
+            self._reply(START_TIMEOUT_S)
         except Late:
             raise NotStarted(f"was not ready after {START_TIMEOUT_S:.0f} s; is the machine overloaded?") from None
         except Crashed as error:
@@ -78,35 +74,20 @@ class WorkerProcess:
 
     def ask(self, request: Mapping[str, object], body: bytes = b"", *, timeout_s: float) -> dict[str, Any]:
         """Its reply. Raises Late or Crashed; the worker has ended then."""
-
-        def exchange() -> bytes:
+        with contextlib.suppress(OSError):  # it has died; the end of its replies says so next
             self._line.send_bytes(json.dumps({**request, "timeout_s": timeout_s}).encode())
             self._line.send_bytes(body)
-            return self._line.recv_bytes()
+        return dict(json.loads(self._reply(timeout_s)))
 
-        return dict(json.loads(self._within(timeout_s, exchange)))
-
-    def _within(self, timeout_s: float, exchange: Callable[[], bytes]) -> bytes:
-        is_late = threading.Event()
-
-        def end() -> None:
-            is_late.set()
-            self.kill()
-
-        timer = threading.Timer(timeout_s, end)
-        timer.daemon = True
-        timer.start()
+    def _reply(self, timeout_s: float) -> bytes:
         try:
-            reply = exchange()
+            if self._line.poll(timeout_s):
+                return self._line.recv_bytes()
         except (EOFError, OSError):
             status = self.kill()
-            raise (Late() if is_late.is_set() or status == -signal.SIGALRM else Crashed(status)) from None
-        finally:
-            timer.cancel()
-            timer.join()
-        if is_late.is_set():
-            raise Late()
-        return reply
+            raise (Late() if status == -signal.SIGALRM else Crashed(status)) from None
+        self.kill()
+        raise Late()
 
     def kill(self) -> int:
         """End it at once with all that it has started, and wait for it; its exit code. From any thread, again and again."""
@@ -115,11 +96,6 @@ class WorkerProcess:
                 with contextlib.suppress(ProcessLookupError):  # it has ended, and has left nobody
                     os.killpg(self._process.pid, signal.SIGKILL)
             return self._process.wait()
-
-    def close(self) -> None:
-        """Kill it and release its connection; from the thread that asks it."""
-        self.kill()
-        self._line.close()
 
 
 class WorkerPool:
@@ -146,13 +122,10 @@ class WorkerPool:
         """A worker for the caller alone. One in whose time the caller fails is killed.
 
         Raises:
-            NoneFree: wait_s, None without end, went by.
+            queue.Empty: all were busy for wait_s; None waits without end.
             NotStarted: it does not come up, or the pool is closed.
         """
-        try:
-            worker = self._idle.get(timeout=wait_s)
-        except queue.Empty:
-            raise NoneFree from None
+        worker = self._idle.get(timeout=wait_s)
         try:
             if worker is None:
                 worker = self._start()
@@ -164,9 +137,6 @@ class WorkerPool:
                 worker = None
             raise
         finally:
-            if worker is not None and self.is_closed:
-                self._end(worker)
-                worker = None
             self._idle.put(worker)
 
     def close(self) -> None:
@@ -176,10 +146,6 @@ class WorkerPool:
             left = list(self._all)
         for worker in left:
             worker.kill()
-        while not self._idle.empty():
-            with contextlib.suppress(queue.Empty):
-                if (idle := self._idle.get_nowait()) is not None:
-                    self._end(idle)
 
     def _start(self) -> WorkerProcess:
         with self._lock:
@@ -190,7 +156,7 @@ class WorkerPool:
         return worker
 
     def _end(self, worker: WorkerProcess) -> None:
-        worker.close()
+        worker.kill()
         with self._lock:
             self._all.discard(worker)
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import sys
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.types import MISSING, Problem, Reward
@@ -23,8 +20,6 @@ from marsrl.rollout.worker_process import Crashed, Late, NotStarted, WorkerPool
 
 MATH_JUDGE = "marsrl.rollout.rewards.judge_process:math_judge"
 _log = logging.getLogger(__name__)
-
-_Job = tuple[Problem, str, Future[Reward]]
 
 
 class RewardPool:
@@ -48,35 +43,23 @@ class RewardPool:
         arguments: Mapping[str, object] | None = None,
         needs_reference: bool = True,
     ) -> None:
-        self._num_workers, self._timeout_s, self._judge = workers, timeout_s, judge
+        self._timeout_s, self._judge = timeout_s, judge
         self._max_answer_chars, self._needs_reference = max_answer_chars, needs_reference
         module = "marsrl.rollout.rewards.judge_process"
         self._processes = WorkerPool(workers, module, (judge, json.dumps(arguments or {})))
-        self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None ends a thread
-        self._lock = threading.Lock()  # of the rest
-        self._num_open = 0
-        self._threads: list[threading.Thread] = []
-        self._is_closed = False
+        self._threads = ThreadPoolExecutor(workers, "marsrl-rewards")
 
     def submit(self, problem: Problem, answer: str) -> Future[Reward]:
-        """Begin a judgement. The future is cancelled where the pool is closed before, and fails where no judge starts.
+        """Begin a judgement. The future is cancelled, or fails with CancelledError, where the pool is closed before; it fails
+        with RuntimeError where no judge starts.
 
         Raises:
             RuntimeError: the pool is closed.
         """
+        if self._processes.is_closed:
+            raise RuntimeError("RewardPool.submit: the pool is closed")
         reward = self._without_worker(problem, answer)
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("RewardPool.submit: the pool is closed")
-            if reward is not None:
-                return known(reward)
-            job = (problem, answer, Future[Reward]())
-            self._waiting.put(job)
-            self._num_open += 1
-            if len(self._threads) < min(self._num_workers, self._num_open):
-                self._threads.append(threading.Thread(target=self._serve, name="marsrl-rewards", daemon=True))
-                self._threads[-1].start()
-        return job[2]
+        return self._threads.submit(self._judged, problem, answer) if reward is None else known(reward)
 
     def _without_worker(self, problem: Problem, answer: str) -> Reward | None:
         if problem.answer is None and self._needs_reference:
@@ -87,13 +70,9 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill every worker and wait for it. Safe to call twice."""
-        with self._lock:
-            self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._processes.close()
-        for _ in self._threads:
-            self._waiting.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._threads.shutdown()
 
     def __enter__(self) -> RewardPool:
         return self
@@ -103,35 +82,25 @@ class RewardPool:
 
     # In threads of the pool.
 
-    def _serve(self) -> None:
-        while (job := self._waiting.get()) is not None:
-            problem, answer, future = job
-            try:
-                settle: Callable[[], None] = partial(future.set_result, self._judged(problem, answer))
-            except Exception as error:
-                settle = partial(future.set_exception, error)
-            if self._is_closed:
-                future.cancel()
-            if future.set_running_or_notify_cancel():  # else who waits for it is told
-                settle()
-            with self._lock:
-                self._num_open -= 1
-
     def _judged(self, problem: Problem, answer: str) -> Reward:
         try:
             with self._processes.worker() as worker:
                 reply = worker.ask({"problem": asdict(problem), "answer": answer}, timeout_s=self._timeout_s)
-        except NotStarted as error:
-            raise RuntimeError(
-                f"the judge process {error}: can {sys.executable} import {self._judge}? (its own message is on stderr)"
-            ) from None
-        except Late:
-            return Reward(MISSING, MISSING, note=f"the judge took over {self._timeout_s:g} s and was killed")
-        except Crashed as error:
-            if not self._is_closed:
-                _log.warning("a judge process crashed (code %d)", error.status)
-            return Reward(MISSING, MISSING, note=f"the judge process crashed (code {error.status})")
+        except (NotStarted, Late, Crashed) as error:
+            return self._lost(error)
         if "error" in reply:
             return Reward(MISSING, MISSING, note=f"the judge failed: {reply['error']}")
         value = float(reply["reward"])
         return Reward(value, value, {"answer": value})
+
+    def _lost(self, error: NotStarted | Late | Crashed) -> Reward:
+        if self._processes.is_closed:
+            raise CancelledError
+        if isinstance(error, NotStarted):
+            raise RuntimeError(
+                f"the judge process {error}: can {sys.executable} import {self._judge}? (its own message is on stderr)"
+            )
+        if isinstance(error, Late):
+            return Reward(MISSING, MISSING, note=f"the judge took over {self._timeout_s:g} s and was killed")
+        _log.warning("a judge process crashed (code %d)", error.status)
+        return Reward(MISSING, MISSING, note=f"the judge process crashed (code {error.status})")

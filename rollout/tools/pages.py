@@ -8,6 +8,7 @@ Agents do not call it by its name: visit and the searches do, through the pool, 
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from marsrl.rollout.tools.config import PagesConfig, VisitTool
 from marsrl.rollout.tools.fetch import Fetched, Fetcher, Refused
 from marsrl.rollout.tools.protocol import WAITED, ReadPages, ToolError, text_argument, text_arguments
-from marsrl.rollout.worker_process import Crashed, Late, NoneFree, NotStarted, WorkerPool
+from marsrl.rollout.worker_process import Crashed, Late, NotStarted, WorkerPool
 
 _INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG")  # by what parses pages: no keys
 
@@ -69,7 +70,7 @@ class Pages:
         try:
             with self._workers.worker(max(0.0, deadline - time.monotonic())) as worker:
                 reply = worker.ask(asked, page.body, timeout_s=max(0.001, deadline - time.monotonic()))
-        except NoneFree:
+        except queue.Empty:
             raise ToolError("no process was free to parse the page in time (tools.pages.workers)") from None
         except Late:
             raise ToolError("parsing the page took too long") from None

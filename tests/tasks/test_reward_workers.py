@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import psutil
@@ -149,15 +150,17 @@ def test_a_reference_that_is_not_there_is_missing_and_an_endless_answer_is_wrong
     assert endless.value == 0 and "11 characters" in endless.note
 
 
-def test_close_leaves_no_process_even_while_a_judge_hangs(odd_judge: str) -> None:
+def test_an_answer_that_hangs_holds_up_no_other_and_close_leaves_no_process(odd_judge: str) -> None:
     before = set(psutil.Process().children())
     pool = RewardPool(workers=2, timeout_s=600.0, judge=odd_judge)
     hangs = pool.submit(problem("1"), "hang")
-    judged(pool, [(problem("1"), "1")])
+    assert [r.value for r in judged(pool, [(problem("1"), "1")] * 3)] == [1, 1, 1] and not hangs.done()
     assert len(set(psutil.Process().children()) - before) == 2
+    waits = [pool.submit(problem("1"), "hang") for _ in range(2)][1]
     pool.close()
     pool.close()
-    assert hangs.cancelled() and set(psutil.Process().children()) <= before
+    assert waits.cancelled() and isinstance(hangs.exception(), CancelledError)
+    assert set(psutil.Process().children()) <= before
     with pytest.raises(RuntimeError, match="closed"):
         judged(pool, [(problem("1"), "1")])
 
@@ -176,15 +179,6 @@ def test_a_judge_ends_with_its_parent_even_while_it_hangs(odd_judge: str) -> Non
         parent.kill()
     with contextlib.suppress(psutil.NoSuchProcess):
         judge.wait(timeout=60)
-
-
-def test_an_answer_that_hangs_holds_up_no_other_and_close_drops_it(odd_judge: str) -> None:
-    pool = RewardPool(workers=2, timeout_s=600.0, judge=odd_judge)
-    hangs = pool.submit(problem("1"), "hang")
-    assert [pool.submit(problem("1"), "1").result(60).value for _ in range(3)] == [1, 1, 1]
-    assert not hangs.done()
-    pool.close()
-    assert hangs.cancelled()
 
 
 def test_a_judge_that_cannot_be_loaded_is_an_error_not_a_reward() -> None:
