@@ -33,7 +33,7 @@ from marsrl.trainer.runs.checkpoint import CheckpointWriter, load_checkpoint
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.stop import Stopped, StopSignals
-from marsrl.trainer.schools.registry import accuracy_before_rl
+from marsrl.trainer.schools.schools import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import WarmStart
 from marsrl.trainer.weights.channel import WeightChannel
 from marsrl.trainer.weights.standby import Standby

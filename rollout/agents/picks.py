@@ -1,4 +1,4 @@
-"""Which of the predecessor's outputs the next agent is asked about (algorithms: adaptive, balanced, paired, random)."""
+"""Picks the outputs of the predecessor that the next agent is asked about (algorithms: adaptive, balanced, paired, random)."""
 
 from __future__ import annotations
 

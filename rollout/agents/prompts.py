@@ -66,7 +66,7 @@ NOTHING_SEARCHED = "Nothing has been searched for yet."
 
 
 def searched(query: str, found: str) -> str:
-    """What a search team reads of one search."""
+    """One search and its result, as a search team reads them."""
     return f"<search>{query}</search>\n<information>{_inside('information', found)}</information>"
 
 
@@ -76,14 +76,14 @@ TOOLS = {
     "visit": '- visit: {"urls": ["...", "..."]}, what pages say whose addresses you know',
     "python": '- python: {"code": "..."}, what a Python program prints; it has no network, and keeps nothing for the next call',
 }
-"""What a team that calls tools in its own words is told of each."""
+"""Descriptions of the tools for a team that calls them in its own words."""
 
 NEXT_TURN = "There was no call of a tool and no answer. Go on."
 NOTHING_READ = "(Nothing could be read of what was found.)"
 
 
 def tool_response(text: str) -> str:
-    """What a team that calls tools in its own words is sent of a call."""
+    """The result of a call, for a team that calls tools in its own words."""
     return f"<tool_response>\n{_inside('tool_response', text)}\n</tool_response>"
 
 

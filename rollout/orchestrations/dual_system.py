@@ -209,7 +209,7 @@ class DualSystem(Orchestration):
         ]
 
     def _pack(self, question: str, purpose: str, output: ToolOutput) -> tuple[str, ...]:
-        """What a tool found, in bins; () where question and purpose leave System 1 no room to read anything."""
+        """The bins of a tool's output; () where question and purpose leave System 1 no room to read anything."""
         renderer, settings = self._reads("system1")
         empty = self._prompts["system1"].fill(Role.DISTILLER, problem=question, purpose=purpose)
         capacity = settings.max_input_tokens - len(renderer.render(empty, **settings.template_options)[0])

@@ -35,7 +35,7 @@ def find_orchestration(name: str) -> type[Orchestration]:
 
 
 def agent_names(orchestration: str) -> tuple[str, ...]:
-    """Those of the orchestration of this name, in the order of play."""
+    """Agents of the orchestration of this name, in the order of play."""
     return tuple(spec.name for spec in find_orchestration(orchestration).agents)
 
 

@@ -20,7 +20,7 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import Ask, Finish, Sample
 
 SCRIPT_DRAWS = 3
-"""How often the published script draws from a Solver whose completions are truncated."""
+"""Draws of the published script from a Solver whose completions are truncated."""
 
 
 class VerifierCorrector(Orchestration):
@@ -118,11 +118,11 @@ class VerifierCorrector(Orchestration):
         return [self._about(episode, sample, ask_of[sample.uid]) for sample in chosen]
 
     def _about(self, episode: Episode, sample: Sample, ask: Ask) -> tuple[Sample, ...]:
-        """What an ask about this sample shows: for a Corrector, the solution and the report on it."""
+        """The inputs of an ask about this sample: for a Corrector, the solution and the report on it."""
         return (episode.sample(ask.inputs[0]), sample) if self.spec(sample.agent).gives_verdicts else (sample,)
 
     def loop(self, episode: Episode) -> Loop:
-        """How the inference loop of an evaluation stands."""
+        """State of the inference loop of an evaluation."""
         loop = Loop()
         ask: Ask | None = episode.ask("solver")
         while ask is not None:

@@ -1,4 +1,4 @@
-"""What judges an answer: called with a problem and an answer, it promises a reward and does not wait for it."""
+"""Judges of answers: called with a problem and an answer, a judge returns the future of a reward at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from marsrl.rollout.types import Problem, Reward
 
 Judge = Callable[[Problem, str], Future[Reward]]
-"""What cannot be judged has a missing reward. An exception in the future is not the answer's fault: it ends the run."""
+"""An answer that cannot be judged has a missing reward. An exception in the future is not the answer's fault: it ends the run."""
 
 
 def known(reward: Reward) -> Future[Reward]:

@@ -68,7 +68,7 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Look:
-    """What too_many_missing has not looked at yet."""
+    """Judgements since too_many_missing looked last."""
 
     calls: int = 0
     missing: int = 0
@@ -343,7 +343,7 @@ class ModelJudge:
             self._queue.append(pending)
 
     def _give_up_late_ones(self) -> None:
-        """What an engine says to them later is not listened to."""
+        """An engine's later answer to them is dropped."""
         most = self.config.timeout_s
         with self._changed:
             late = {pending for pending in self._open.values() if time.monotonic() > pending.began + most}

@@ -1,4 +1,4 @@
-"""What a mediocre System 2 and System 1 would write about linked facts and calculations: the traces of the warm start.
+"""Traces of a mediocre System 2 and System 1 about linked facts and calculations, for the warm start.
 
 As in facts_tutor.py, the worlds differ from lesson to lesson, a fact is said before it is used (`home tarn <answer> tarn
 </answer>`), and the tutors slip on purpose in what is a choice. Behind a slip nothing more is written.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -20,37 +20,6 @@ class TrainFile(Settings):
     weight: float | None = Field(
         None, gt=0, le=MOST, description="chance that a draw is of this file, beside the other weights"
     )
-
-
-EXPECTED_FILES = "expected a path, or a list of {path, count}, or of {path, weight}"
-
-
-def read_train_files(value: Any) -> Any:
-    """data.train as it is checked: a path as it is, a list as its files; ValueError names the place of what is wrong."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"data.train is {value!r:.80}; {EXPECTED_FILES}")
-    files: list[TrainFile] = []
-    places: dict[str, int] = {}
-    for place, each in enumerate(value):
-        if not isinstance(each, dict | TrainFile):
-            raise ValueError(f"data.train[{place}] is {each!r:.80}; {EXPECTED_FILES}")
-        try:
-            files.append(TrainFile.model_validate(each))
-        except ValidationError as error:
-            raise ValueError(problems_of(error, f"data.train[{place}].", TrainFile.model_fields)) from error
-        if (files[-1].count is None) == (files[-1].weight is None):
-            raise ValueError(f"data.train[{place}] wants count or weight, one of them; {EXPECTED_FILES}")
-        if (files[-1].count is None) != (files[0].count is None):
-            kind, first = ("count", "weight") if files[0].count is None else ("weight", "count")
-            raise ValueError(f"data.train[{place}] has a {kind}, and data.train[0] a {first}; {EXPECTED_FILES}")
-        if (other := places.setdefault(os.path.realpath(files[-1].path), place)) != place:
-            raise ValueError(
-                f"data.train[{place}] is the file of data.train[{other}], {files[-1].path}, whose problems would come twice; "
-                "list it once, with the sum"
-            )
-    return tuple(files)
 
 
 class EvalFile(Settings):
@@ -71,24 +40,57 @@ class EvalFile(Settings):
         return self.name or re.sub(r"[^\w-]", "_", Path(self.path).stem, flags=re.ASCII)
 
 
-EXPECTED_EVAL = "expected a path, or a list of paths and of {path, name, count, repeat}"
+_EXPECTED = {
+    "data.train": "expected a path, or a list of {path, count}, or of {path, weight}",
+    "data.eval": "expected a path, or a list of paths and of {path, name, count, repeat}",
+}
 _TAKEN = ("system", "alone", "tokens", "spent")  # of what metrics eval/... are of
+_File = TypeVar("_File", TrainFile, EvalFile)
+
+
+def _listed(value: Any, key: str, kind: type[_File], *accepted: type) -> list[_File]:
+    """The files of a list; ValueError names the place of what is wrong. accepted: what an item may be."""
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"{key} is {value!r:.80}; {_EXPECTED[key]}")
+    files: list[_File] = []
+    for place, each in enumerate(value):
+        if not isinstance(each, (kind, *accepted)):
+            raise ValueError(f"{key}[{place}] is {each!r:.80}; {_EXPECTED[key]}")
+        try:
+            files.append(kind.model_validate({"path": each} if isinstance(each, str) else each))
+        except ValidationError as error:
+            raise ValueError(problems_of(error, f"{key}[{place}].", kind.model_fields)) from error
+    return files
+
+
+def read_train_files(value: Any) -> Any:
+    """data.train as it is checked: a path as it is, a list as its files; ValueError names the place of what is wrong."""
+    if value is None or isinstance(value, str):
+        return value
+    files = _listed(value, "data.train", TrainFile, dict)
+    places: dict[str, int] = {}
+    for place, file in enumerate(files):
+        if (file.count is None) == (file.weight is None):
+            raise ValueError(f"data.train[{place}] wants count or weight, one of them; {_EXPECTED['data.train']}")
+        if (file.count is None) != (files[0].count is None):
+            kind, first = ("count", "weight") if files[0].count is None else ("weight", "count")
+            raise ValueError(
+                f"data.train[{place}] has a {kind}, and data.train[0] a {first}; {_EXPECTED['data.train']}"
+            )
+        if (other := places.setdefault(os.path.realpath(file.path), place)) != place:
+            raise ValueError(
+                f"data.train[{place}] is the file of data.train[{other}], {file.path}, whose problems would come twice; "
+                "list it once, with the sum"
+            )
+    return tuple(files)
 
 
 def read_eval_files(value: Any) -> Any:
     """data.eval as it is checked: a path as it is, a list as its files; ValueError names the place of what is wrong."""
     if value is None or isinstance(value, str):
         return value
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"data.eval is {value!r:.80}; {EXPECTED_EVAL}")
     files: dict[str, EvalFile] = {}
-    for place, each in enumerate(value):
-        if not isinstance(each, str | dict | EvalFile):
-            raise ValueError(f"data.eval[{place}] is {each!r:.80}; {EXPECTED_EVAL}")
-        try:
-            file = EvalFile.model_validate({"path": each} if isinstance(each, str) else each)
-        except ValidationError as error:
-            raise ValueError(problems_of(error, f"data.eval[{place}].", EvalFile.model_fields)) from error
+    for place, file in enumerate(_listed(value, "data.eval", EvalFile, str, dict)):
         name = file.set_name
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in _TAKEN:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a mediocre search team would write about linked facts: the traces of the warm start.
+"""Traces of a mediocre search team about linked facts, for the warm start.
 
 The worlds differ from lesson to lesson, so that what can be learned is to read what was found, and not the facts. An agent that
 reads a fact says it before it uses it (`home tarn <answer> tarn </answer>`): the first word is the choice, the second a copy. The
@@ -79,5 +79,5 @@ def reading_drill(rng: random.Random, world: World, num_documents: int, num_ques
 
 
 def _found(document: Document) -> str:
-    """What the team reads after a search for a document's title."""
+    """A search for a document's title and its result, as the team reads it."""
     return searched(document.title, "\n".join(rendered([document])))

@@ -34,8 +34,7 @@ from marsrl.rollout.config import problems_of
 from marsrl.rollout.tasks.calculations import Calculation
 from marsrl.rollout.tasks.config import FactsOptions
 from marsrl.rollout.tasks.protocol import NumberedProblems
-from marsrl.rollout.tools.documents import Document
-from marsrl.rollout.tools.papers import Paper
+from marsrl.rollout.tools.documents import Document, Paper
 from marsrl.rollout.types import Problem
 
 _FIRST_NAMES = (

@@ -1,4 +1,4 @@
-"""What a user's own task is: `task: my_task.py:MyTask`.
+"""A user's own task: `task: my_task.py:MyTask`.
 
 class Additions(OwnTask):
     def problems(self):
@@ -54,11 +54,11 @@ class OwnTask:
         self.eval_data = tuple(held_out)
 
     def problems(self) -> Listed:
-        """What is trained on: (question, reference answer), or Problem. By default those of data.train."""
+        """Training problems: (question, reference answer), or Problem. By default those of data.train."""
         return self.train_data
 
     def held_out(self) -> Listed:
-        """What is evaluated on. By default those of data.eval; where that is nothing, a tenth of `problems` is taken out."""
+        """Evaluation problems. By default those of data.eval; where that is nothing, a tenth of `problems` is taken out."""
         return self.eval_data
 
     def reward(self, problem: Problem, answer: str) -> float:
@@ -102,7 +102,7 @@ def make_own_task(
 def own_problems(
     name: str, options: OptionValues, train: Sequence[Problem], held_out: Sequence[Problem]
 ) -> tuple[list[Problem], list[Problem]]:
-    """What the user's task trains on and evaluates on, given what data.train and data.eval hold.
+    """(problems to train on, problems to evaluate on) of the user's task, given those of data.train and data.eval.
 
     Raises:
         ValueError: its code fails, or what it returns is no list of problems.

@@ -1,4 +1,4 @@
-"""What a task offers: problems, held-out problems, and a judgement of answers."""
+"""The protocol of tasks: problems, held-out problems, and a judgement of answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVALUATION_SET, INPUTS_SET = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class CursorState:
-    """Where a source of problems stands: enough to go on exactly there. files: of each file of a mixture."""
+    """State of a source of problems, enough to resume it exactly. files: of each file of a mixture."""
 
     epoch: int
     position: int

@@ -12,8 +12,8 @@ from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.config import QaOptions
 from marsrl.rollout.tasks.data import draw_held_out, right_answers
 from marsrl.rollout.tasks.linked_facts import World
+from marsrl.rollout.tasks.problem_files import draw_endlessly
 from marsrl.rollout.tasks.protocol import HELD_OUT, ProblemSource
-from marsrl.rollout.tasks.train_files import draw_endlessly
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.types import MISSING, Problem, Reward
 

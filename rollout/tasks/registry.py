@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 from pydantic import ValidationError
 
@@ -11,12 +12,13 @@ from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.rewards.workers import MATH_JUDGE, RewardPool
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask
 from marsrl.rollout.tasks.config import ArithmeticOptions, JudgeOptions, MathOptions, QaOptions
+from marsrl.rollout.tasks.data import draw_held_out
 from marsrl.rollout.tasks.facts_tokenizer import CALLS_TOKENIZER, FACTS_TOKENIZER
-from marsrl.rollout.tasks.listed import ListedTask
 from marsrl.rollout.tasks.own_task import OptionValues, make_own_task
-from marsrl.rollout.tasks.protocol import Task
+from marsrl.rollout.tasks.problem_files import draw_endlessly
+from marsrl.rollout.tasks.protocol import ProblemSource, Task
 from marsrl.rollout.tasks.qa import QaTask
-from marsrl.rollout.types import Problem
+from marsrl.rollout.types import Problem, Reward
 
 TASKS: Mapping[str, type[ArithmeticOptions | MathOptions | QaOptions]] = {
     "arithmetic": ArithmeticOptions,
@@ -26,7 +28,36 @@ TASKS: Mapping[str, type[ArithmeticOptions | MathOptions | QaOptions]] = {
 """The tasks that ship, and the kind of their task_options."""
 
 TOKENIZERS = {"arithmetic": ARITHMETIC_TOKENIZER, "facts": FACTS_TOKENIZER, "calls": CALLS_TOKENIZER}
-"""What policies that a school makes read and write with, by School.tokenizer."""
+"""Tokenizers of policies that a school makes, by School.tokenizer."""
+
+
+class ListedTask:
+    """A list of problems, of files or of a user's class, and the pool that judges their answers. Close it: it owns processes.
+
+    prompts: name of the prompt set. train, held_out: problems of the two splits, which do not change.
+    """
+
+    def __init__(
+        self, name: str, prompts: str, train: Sequence[Problem], held_out: Sequence[Problem], pool: RewardPool
+    ) -> None:
+        self.name = name
+        self.prompts = prompts
+        self._train = train
+        self._held_out = tuple(held_out)
+        self._pool = pool
+
+    def problems(self, seed: int) -> ProblemSource:
+        return draw_endlessly(self._train, seed)
+
+    def held_out(self, num_problems: int | None, seed: int) -> list[Problem]:
+        """A seeded draw without replacement, all of them if there are fewer, or None is asked for; [] without evaluation data."""
+        return draw_held_out(self._held_out, num_problems, self.name, seed)
+
+    def judge(self, problem: Problem, answer: str) -> Future[Reward]:
+        return self._pool.submit(problem, answer)
+
+    def close(self) -> None:
+        self._pool.close()
 
 
 def build_task(

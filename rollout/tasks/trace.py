@@ -1,4 +1,4 @@
-"""What a tutor writes: the prompt that an agent reads, and the completion that it is to imitate."""
+"""A tutor's trace: the prompt that an agent reads, and the completion that it is to imitate."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class WordTokenizer:
-    r"""What a task's words are, in a chat of such policies.
+    r"""The words of a task, in a chat of such policies.
 
         WordTokenizer(("=", "claim"), gaps=" +", apart="\n").write(directory)
 

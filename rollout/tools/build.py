@@ -21,8 +21,7 @@ from marsrl.rollout.tools.config import (
     ToolsConfig,
     VisitTool,
 )
-from marsrl.rollout.tools.documents import Document, read_corpus
-from marsrl.rollout.tools.papers import read_papers
+from marsrl.rollout.tools.documents import Document, read_corpus, read_papers
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.tools.protocol import ReadPages, Tool
 from marsrl.rollout.tools.search import CorpusSearch, build_index, open_index
@@ -69,11 +68,11 @@ def _reads_pages(settings: ToolLimits) -> bool:
 def _build_tool(name: str, settings: ToolLimits, documents: Sequence[Document], read_pages: ReadPages) -> Tool:
     """One tool from its settings; see build_tools."""
     if isinstance(settings, HttpSearch):
-        from marsrl.rollout.tools.retrieval import Retrieval
+        from marsrl.rollout.tools.servers import Retrieval
 
         return Retrieval(settings)
     if isinstance(settings, SerpApiSearch):
-        from marsrl.rollout.tools.serpapi import SerpApi
+        from marsrl.rollout.tools.servers import SerpApi
 
         return SerpApi(name, settings, read_pages)
     if isinstance(settings, VisitTool):

@@ -63,7 +63,7 @@ class Fetched:
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether it is a unicast address of the public Internet that is nobody's way to another one."""
+    """True for a unicast address of the public Internet that no tunnel or translation leads on from."""
     if isinstance(address, IPv4Address):
         return address.is_global and not address.is_multicast and not any(address in each for each in _NOT_PUBLIC_4)
     return address in _GLOBAL_6 and address.is_global and not any(address in each for each in _NOT_PUBLIC_6)
@@ -128,7 +128,7 @@ class Fetcher:
         return Fetched(body, media_type, charset)
 
     def _decompressed(self, chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
-        """What was sent, decompressed; neither of the two is ever larger than a page may be."""
+        """The body, decompressed; neither form is ever larger than a page may be."""
         if encoding.strip().lower() not in ("", "identity", "gzip", "x-gzip"):
             raise Refused(f"it is compressed by {encoding[:_MOST_SHOWN]!r}, which was not asked for")
         gzip = zlib.decompressobj(_GZIP) if "gzip" in encoding.lower() else None

@@ -154,7 +154,7 @@ class ToolPool:
         return metrics
 
     def last_errors(self) -> dict[str, str]:
-        """What each tool's last run said that was an error, by its name; of tools that had one."""
+        """The last error of each tool that had one, by its name."""
         with self._lock:
             return {name: lane.last_error for name, lane in self._lanes.items() if lane.last_error}
 
@@ -333,7 +333,7 @@ def _add_own_counts(lane: _Lane) -> None:
 
 
 def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
-    """What the tool says, and whether it was cut; every failure of its is an output."""
+    """(the tool's output, True where it was cut); a failure of the tool is an output too."""
     name, most = lane.tool.name, lane.limits.max_output_chars
     try:
         said = lane.tool.run(run.arguments)

@@ -1,4 +1,4 @@
-"""What a tool is."""
+"""The protocol of tools."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Protocol, runtime_checkable
 from marsrl.rollout.types import ToolOutput
 
 MOST_QUERIES = 8
-"""How many searches, or pages, one call may ask for."""
+"""Most searches, or pages, of one call."""
 
 ReadPages = Callable[[Sequence[str], float], Sequence[ToolOutput]]
 """(addresses of pages, seconds to wait) -> the main text of each, or why there is none; side by side, in their order."""
 
 WAITED = 0.9
-"""Of the time that a call of a tool has, the share in which pages must have come: what is left is for those that have."""
+"""Share of a call's time in which its pages must come; the rest is for handling those that came."""
 
 _MOST_SHOWN = 80  # characters of an argument in a message
 

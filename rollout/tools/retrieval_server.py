@@ -25,7 +25,7 @@ _MOST_TOP_K = 100
 
 
 class Query(BaseModel):
-    """What is asked. Other keys are left out, as those servers do."""
+    """A request. Other keys are ignored, as by those servers."""
 
     queries: Annotated[list[str], Field(max_length=_MOST_QUERIES)] | None = None
     query: str | None = None

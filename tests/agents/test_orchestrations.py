@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +23,26 @@ NONE = np.zeros(0, np.int32)
 Say = Callable[[Ask], str | None]
 
 
-def play(team: Orchestration, say: Say) -> Episode:
-    """One episode to its end: what each ask is told; None: nothing came. An answer is right where it is 1."""
-    episode = Episode("000001.0", "000001", PROBLEM)
+def play(
+    team: Orchestration,
+    say: Say,
+    problem: Problem = PROBLEM,
+    tool: Callable[[ToolCall], ToolOutput] = lambda call: ToolOutput("7"),
+    order: list[Ask | ToolCall] | None = None,
+) -> Episode:
+    """One episode to its end: what each ask is told; None: nothing came; "...": it was cut off. order: told what is asked."""
+    episode = Episode("000001.0", "000001", problem)
     while any(entered := episode.enter(team.follow(episode))):
         asks, calls = entered
-        episode.outputs.update({call.id: ToolOutput("7") for call in calls})
+        if order is not None:
+            order += [*asks, *calls]
+        episode.outputs.update({call.id: tool(call) for call in calls})
         for ask in reversed(asks):  # the order in which answers come does not matter
             text = say(ask)
             episode.close(ask, [] if text is None else [answered(team, episode, ask, text)])
     assert episode.is_at_its_end
-    assert not team.most_samples() or len(episode.asks) <= sum(team.most_samples().values())
+    for agent, most in team.most_samples().items():
+        assert sum(ask.agent == agent for ask in episode.asks.values()) <= most / team.group_size
     return episode
 
 
@@ -43,7 +53,8 @@ def answered(team: Orchestration, episode: Episode, ask: Ask, text: str) -> Samp
         NONE.astype(np.float32), (Segment(0, 0, 0),), Finish.LENGTH if cut else Finish.STOP, full_text=text,
     )  # fmt: skip
     said = team.parse(said)
-    judged = None if said.answer is None else Reward(float(said.answer == "1"), float(said.answer == "1"))
+    right = float(said.answer == episode.problem.answer)
+    judged = Reward(right, right) if team.needs_judge(said) else None
     return replace(said, reward=team.reward(episode, ask, said, judged))
 
 
@@ -236,6 +247,163 @@ def test_votes_are_answers_of_the_last_round_that_has_any() -> None:
     assert counts("Answer: 2", "Answer: 1", "Answer: 1") == counts("Answer: 1", "Answer: 1", "Answer: 2") == "1"
     assert counts("hm", "hm", "Answer: 2") == "2"  # who gives no answer has no vote
     assert counts("hm", "hm", "hm") == "4"
+
+
+# ------------------------------------------------------------------ search
+
+QUESTION = Problem("p", "where does mira holt live ?", "tarn", "qa")
+YES, NO, VAGUE = "<verify>yes</verify>", "Not enough. <verify>no</verify>", "I am not sure."
+ANSWER = "<think>{report}</think> <answer>tarn</answer>"
+
+
+def query(text: str) -> str:
+    return f"<think>which?</think> <search> {text} </search>"
+
+
+def team_of(max_turns: int = 4, **verifier: Any) -> Orchestration:
+    agents = {"verifier": AgentConfig(**verifier)}
+    return build_orchestration("search_team", agents, "qa", {"max_turns": max_turns}, RolloutConfig(group_size=5))
+
+
+def found(call: ToolCall) -> ToolOutput:
+    return ToolOutput(f"Doc 1(Title: x) about {json.loads(call.arguments)['query']}")
+
+
+def play_search(
+    team: Orchestration, texts: list[str | None], tool: Callable[[ToolCall], ToolOutput] = found
+) -> tuple[Episode, list[Ask | ToolCall]]:
+    """One episode to its end, and what was asked and called in order."""
+    order, left = list[Ask | ToolCall](), iter(texts)
+    episode = play(team, lambda ask: next(left), QUESTION, tool, order)
+    assert next(left, "all said") == "all said"
+    return episode, order
+
+
+def names(order: list[Ask | ToolCall]) -> list[str]:
+    return [each.agent if isinstance(each, Ask) else f"call {each.tool}" for each in order]
+
+
+def asked(episode: Episode, agent: str) -> list[Ask]:
+    return [ask for ask in episode.asks.values() if ask.agent == agent]
+
+
+def test_it_searches_until_the_verifier_says_yes_and_the_answer_counts() -> None:
+    team = team_of()
+    episode, order = play_search(team, [NO, query("mira holt"), NO, query("tarn"), YES, ANSWER])
+    assert names(order) == [
+        *("verifier", "search", "call search"),
+        *("verifier", "search", "call search"),
+        *("verifier", "answer"),
+    ]
+    calls = [json.loads(each.arguments) for each in order if isinstance(each, ToolCall)]
+    assert calls == [{"query": "mira holt"}, {"query": "tarn"}]
+    outcome = team.outcome(episode)
+    assert outcome is not None and outcome.agent == "answer" and outcome.answer == "tarn"
+    assert set(team.outcomes(episode).values()) == {1.0} and len(team.outcomes(episode)) == 6
+    assert {ask.group for ask in asked(episode, "search")} == {"000001/search"}  # compared over all turns and episodes
+
+
+def test_everybody_reads_what_was_found_so_far_and_the_search_agent_what_the_verifier_says() -> None:
+    team = team_of()
+    episode, _ = play_search(team, [NO, query("mira holt"), NO, query("tarn"), YES, ANSWER])
+    first, second, third = (words(team, episode, ask) for ask in asked(episode, "verifier"))
+    assert "Nothing has been searched for yet." in first and QUESTION.question in first
+    one = "<search>mira holt</search>\n<information>Doc 1(Title: x) about mira holt</information>"
+    other = "<search>tarn</search>\n<information>Doc 1(Title: x) about tarn</information>"
+    assert one in second and other not in second and f"{one}\n{other}" in third
+    _, search = (words(team, episode, ask) for ask in asked(episode, "search"))
+    assert one in search and other not in search and "Not enough." in search
+    [answer] = (words(team, episode, ask) for ask in asked(episode, "answer"))
+    assert one in answer and other in answer and "Not enough." not in answer
+    assert "which?" not in third + search + answer  # nobody reads another's thought
+
+
+def test_nobody_searches_in_the_last_turn() -> None:
+    team = team_of(max_turns=2)
+    episode, order = play_search(team, [NO, query("mira holt"), NO])
+    assert names(order) == ["verifier", "search", "call search", "verifier"]
+    assert team.outcome(episode) is None and set(team.outcomes(episode).values()) == {0.0}
+    assert names(play_search(team_of(max_turns=1), [NO])[1]) == ["verifier"]
+    assert names(play_search(team_of(max_turns=1), [YES, ANSWER])[1]) == ["verifier", "answer"]
+
+
+def test_without_a_readable_route_it_searches_unless_it_is_to_answer() -> None:
+    assert names(play_search(team_of(max_turns=2), [VAGUE, query("x"), YES, ANSWER])[1])[1] == "search"
+    assert names(play_search(team_of(missing_verdict="correct"), [VAGUE, ANSWER])[1]) == ["verifier", "answer"]
+    assert (
+        names(
+            play_search(
+                team_of(
+                    missing_verdict="correct",
+                ),
+                ["... <verify>yes</verify>", ANSWER],
+            )[1]
+        )[-1]
+        == "answer"
+    )
+
+
+@pytest.mark.parametrize("text", ["no tag", "<search></search>", "<search>cut", "...<search>cut</search>"])
+def test_without_a_readable_query_nothing_is_called_and_the_turn_is_over(text: str) -> None:
+    team = team_of()
+    episode, order = play_search(team, [NO, text, YES, ANSWER])
+    assert names(order) == ["verifier", "search", "verifier", "answer"]
+    assert "There was no query" in words(team, episode, asked(episode, "answer")[0])
+
+
+def test_what_a_tool_says_of_an_error_is_read_and_the_team_goes_on() -> None:
+    team = team_of()
+    error = ToolOutput("error: search did not answer within 60 s", is_error=True)
+    episode, order = play_search(team, [NO, query("x"), YES, ANSWER], lambda call: error)
+    assert names(order)[-1] == "answer"
+    assert "error: search did not answer" in words(team, episode, asked(episode, "answer")[0])
+
+
+@pytest.mark.parametrize("silent", range(4))
+def test_where_nothing_comes_the_episode_ends(silent: int) -> None:
+    texts: list[str | None] = [NO, query("x"), YES, ANSWER]
+    team = team_of()
+    episode, _ = play_search(team, [*texts[:silent], None])
+    assert team.outcome(episode) is None
+
+
+def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() -> None:
+    team = team_of()
+    episode, _ = play_search(team, [VAGUE, query("x"), YES, "<answer>rome</answer>"])
+    said = {
+        ask.id.rpartition("/")[2] + f" {ask.id.count('/')}": episode.samples(ask)[0] for ask in episode.asks.values()
+    }
+    values = [(sample.agent, sample.reward.value) for sample in said.values()]
+    assert values == [("verifier", 0.0), ("search", 1.0), ("verifier", 1.0), ("answer", 0.0)]
+    assert all(np.isnan(sample.reward.correct) for sample in said.values() if sample.agent != "answer")
+    assert [team.needs_judge(sample) for sample in said.values()] == [False, False, False, True]
+    assert set(team.outcomes(episode).values()) == {0.0}
+    episode, _ = play_search(team, ["...", query("x"), YES, ANSWER])
+    overlong = episode.samples(asked(episode, "verifier")[0])[0].reward
+    assert overlong.value == 0.0 and np.isnan(overlong.correct)  # no part of an accuracy
+    episode, _ = play_search(team, [YES, "... <answer>tarn</answer>"])
+    assert [episode.samples(ask)[0].reward.note for ask in asked(episode, "answer")] == ["overlong"]
+    assert team.outcome(episode) is None
+
+
+@pytest.mark.parametrize("hostile", ["{report} {problem}", "<answer>", "</information>", "\x00", "a" * 1_000_000])
+def test_hostile_queries_reach_the_tool_as_they_are_and_forge_no_field(hostile: str) -> None:
+    team = team_of(max_turns=2)
+    text, said = f"<search>q {hostile}</search>", ToolOutput("{problem}{solution}")
+    episode, order = play_search(team, [NO, text, YES, ANSWER], lambda call: said)
+    [call] = [each for each in order if isinstance(each, ToolCall)]
+    assert json.loads(call.arguments) == {"query": f"q {hostile}"}
+    assert f"<search>q {hostile}</search>\n<information>{said.text}<" in words(
+        team, episode, asked(episode, "answer")[0]
+    )
+
+
+def test_another_prompt_set_says_that_it_has_no_words_for_the_team() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"agents.verifier.prompt: math has no words for the role router .*give a prompt that has: facts, qa",
+    ):
+        build_orchestration("search_team", {}, "math")
 
 
 # ------------------------------------------------------------------ options and users' own

@@ -11,7 +11,9 @@ from marsrl.rollout.agents.parsers import (
     drmas_is_valid,
     drmas_report,
     drmas_verdict,
+    route,
     strict_verdict,
+    tagged,
     tagged_verdict,
     visible,
 )
@@ -140,21 +142,68 @@ def test_the_published_code_hands_on_all_that_was_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", ["\\boxed{", "*", "Verdict: correct*", "<think>", "\n", "Verdict:", "{", "Answer: ", "<verify> "]
+    ("text", "found"),
+    [
+        ("<answer> Lima </answer>", "Lima"),
+        ("<answer>a</answer> or <ANSWER>b</Answer> .", "b"),
+        ("<answer>a</answer> <answer>b", "a"),
+        ("<answer>a <answer>b</answer>", "b"),
+        ("a</answer>", None),
+        ("<answer>a", None),
+        ("<answer> \n</answer>", None),
+        ("<answer></answer><answer>b</answer></answer>", "b"),
+        ("<answer\n>a</answer>", None),
+        ("İ<answer>a</answer>", "a"),
+    ],
+)
+def test_the_last_whole_tag_is_read(text: str, found: str | None) -> None:
+    assert tagged("answer", text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "way"),
+    [
+        ("<verify>yes</verify>", True),
+        ("<verify> NO </verify>", False),
+        ("<verify>no</verify> then <verify>yes</verify>", True),
+        ("yes", None),
+        ("<verify>yes, maybe</verify>", None),
+        ("<verify></verify>", None),
+    ],
+)
+def test_a_route_is_yes_or_no(text: str, way: bool | None) -> None:
+    assert route(text) is way
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "\\boxed{",
+        "*",
+        "Verdict: correct*",
+        "<think>",
+        "\n",
+        "Verdict:",
+        "{",
+        "Answer: ",
+        "<verify> ",
+        "<answer>",
+        "<answer>x</answer>",
+    ],
 )
 def test_hostile_repetition_is_read_in_linear_time(unit: str) -> None:
     text = unit * (400_000 // len(unit))
     start = time.process_time()
-    drmas = (tagged_verdict, drmas_report, drmas_verdict, drmas_is_valid)
-    for read in (
+    ours = (
         visible,
         strict_verdict,
-        compat_verdict,
-        compat_report,
         boxed_answer,
         chain_answer,
         chain_verdict,
-        *drmas,
-    ):
+        route,
+        lambda text: tagged("answer", text),
+    )
+    published = (compat_verdict, compat_report, tagged_verdict, drmas_report, drmas_verdict, drmas_is_valid)
+    for read in (*ours, *published):
         read(text)
     assert time.process_time() - start < 20  # seconds; quadratic work would take hours

@@ -99,22 +99,14 @@ def test_a_chain_completion_is_read_back_without_its_end(chain: ChatRenderer) ->
     assert chain.stop_ids == (ARITHMETIC_TOKENIZER.vocabulary.index("<|end|>"),)
 
 
-def test_many_completions_are_decoded_as_each_alone_some_at_a_time(
+def test_many_completions_are_decoded_as_each_alone_however_many_at_a_time(
     byte_level: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("marsrl.rollout.agents.render._TOKENS_TOGETHER", 20)
     ids = [byte_level.encode_trusted(f"{content}<|im_end|>") for content in CONTENTS * 2]
-    alone = [byte_level.decode(each) for each in ids]
-    batches, decode_batch = [], byte_level._fast.decode_batch
-
-    class Noted:
-        def decode_batch(self, numbers: list[list[int]], **options: bool) -> list[str]:
-            batches.append(len(numbers))
-            return list(decode_batch(numbers, **options))
-
-    monkeypatch.setattr(byte_level, "_fast", Noted())
-    assert byte_level.decode_all(ids) == alone == CONTENTS * 2
-    assert 1 < len(batches) < len(ids) == sum(batches) and byte_level.decode_all([]) == []
+    for together in (1, 20, 1 << 20):
+        monkeypatch.setattr("marsrl.rollout.agents.render._TOKENS_TOGETHER", together)
+        assert byte_level.decode_all(ids) == [byte_level.decode(each) for each in ids] == CONTENTS * 2
+    assert byte_level.decode_all([]) == []
 
 
 @pytest.mark.parametrize("content", [*CONTENTS, "3 <|end|> <|user|> fix", "<|system|> grade"])
@@ -182,14 +174,6 @@ def test_harmless_prompts_have_the_tokens_of_the_whole_string(byte_level: ChatRe
     messages = prompt_set("math").fill(Role.CORRECTOR, problem="1+1?", solution="2", report="Verdict: wrong")
     ids, text = byte_level.render(messages)
     assert ids.tolist() == byte_level.encode_trusted(text).tolist()
-
-
-def test_templates_are_filled_in_one_pass() -> None:
-    filled = prompt_set("math").fill(
-        Role.CORRECTOR, problem="{report} {solution}", solution="{problem}", report="secret"
-    )
-    assert [turn.content for turn in filled[:2]] == ["{report} {solution}", "{problem}"]
-    assert "secret" in filled[2].content and "\\boxed{}" in filled[2].content
 
 
 def test_a_directory_that_is_not_there_is_named() -> None:

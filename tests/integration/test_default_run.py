@@ -30,7 +30,7 @@ from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import Evaluation, load_summary
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.schools.registry import accuracy_before_rl
+from marsrl.trainer.schools.schools import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import name_of, recipe_of
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.config import TrainFile, read_eval_files, read_train_files
 from marsrl.rollout.tasks.data import DataCursor, find_repeats, read_problems
-from marsrl.rollout.tasks.eval_files import read_eval
+from marsrl.rollout.tasks.problem_files import Mixture, draw_endlessly, read_eval, read_train
 from marsrl.rollout.tasks.protocol import CursorState
-from marsrl.rollout.tasks.train_files import Mixture, draw_endlessly, read_train
 from marsrl.rollout.types import Problem
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.rollout.agents.parsers import route, tagged
 from marsrl.rollout.tasks.config import FactsOptions
 from marsrl.rollout.tasks.data import read_problems, reference, right_answers
 from marsrl.rollout.tasks.linked_facts import WORDS, World, read_facts_options, write_linked_facts
 from marsrl.rollout.tasks.qa import QaTask, exact_match, f1, normalised
 from marsrl.rollout.tasks.registry import build_task
-from marsrl.rollout.tools.documents import read_corpus
-from marsrl.rollout.tools.papers import read_papers
+from marsrl.rollout.tools.documents import read_corpus, read_papers
 from marsrl.rollout.tools.search import build_index
 from marsrl.rollout.types import Problem
 
@@ -129,16 +127,6 @@ def read(tmp_path: Path, *rows: object, task: str = "qa") -> list[str | None]:
 def test_rows_of_questions_are_read(tmp_path: Path, row: dict[str, object], answers: list[str]) -> None:
     [found] = read(tmp_path, row)
     assert right_answers(found or "") == answers
-
-
-def test_parquet_rows_are_read(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
-    rows = [{"question": "q", "golden_answers": ["a", "b"]}, {"question": "r", "golden_answers": ["c"]}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    read = read_problems(tmp_path / "rows.parquet", "qa").problems
-    assert [right_answers(p.answer or "") for p in read] == [["a", "b"], ["c"]]
 
 
 @pytest.mark.parametrize(
@@ -334,49 +322,6 @@ def test_the_task_draws_from_the_facts_or_from_files() -> None:
 def test_wrong_options_are_named(options: dict[str, str | int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         build_task("qa", options)
-
-
-# Tags.
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("<answer> Lima </answer>", "Lima"),
-        ("<answer>a</answer> or <ANSWER>b</Answer> .", "b"),
-        ("<answer>a</answer> <answer>b", "a"),
-        ("<answer>a <answer>b</answer>", "b"),
-        ("a</answer>", None),
-        ("<answer>a", None),
-        ("<answer> \n</answer>", None),
-        ("<answer></answer><answer>b</answer></answer>", "b"),
-        ("<answer\n>a</answer>", None),
-        ("İ<answer>a</answer>", "a"),
-    ],
-)
-def test_the_last_whole_tag_is_read(text: str, found: str | None) -> None:
-    assert tagged("answer", text) == found
-
-
-def test_a_million_tags_are_read_in_linear_time() -> None:
-    assert tagged("answer", "<answer>" * 500_000) is None
-    assert tagged("answer", "<answer>x</answer>" * 500_000) == "x"
-    assert tagged("answer", "<answer>" + "</answer>" * 500_000) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "way"),
-    [
-        ("<verify>yes</verify>", True),
-        ("<verify> NO </verify>", False),
-        ("<verify>no</verify> then <verify>yes</verify>", True),
-        ("yes", None),
-        ("<verify>yes, maybe</verify>", None),
-        ("<verify></verify>", None),
-    ],
-)
-def test_a_route_is_yes_or_no(text: str, way: bool | None) -> None:
-    assert route(text) is way
 
 
 def test_normalisation_keeps_other_scripts() -> None:

@@ -157,13 +157,13 @@ def mounted() -> Iterator[Path]:
 def test_all_processes_of_a_call_are_in_its_cgroup_and_end_with_it(mounted: Path) -> None:
     cgroups = Cgroups(mounted, {})
     launcher, _ = choose_launcher(CONFIG)
+    before = set(psutil.Process().children(recursive=True))
     interpreter = launcher.start(CONFIG, cgroups)
     try:
         interpreter.wait_until_ready(60.0)
         [path] = mounted.glob(f"marsrl-python-*-{os.getpid()}-*")
         inside = {int(pid) for pid in (path / "cgroup.procs").read_text().split()}
-        children = psutil.Process(interpreter._process.pid).children(recursive=True)
-        assert inside == {interpreter._process.pid} | {each.pid for each in children}
+        assert inside == {each.pid for each in set(psutil.Process().children(recursive=True)) - before}
     finally:
         interpreter.kill()
     assert not list(mounted.glob(f"marsrl-python-*-{os.getpid()}-*"))

@@ -13,12 +13,13 @@ import time
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from completions_server import Handler, Server, completions_server
 from pydantic import ValidationError
@@ -26,15 +27,15 @@ from pydantic import ValidationError
 from marsrl.rollout.agents.prompts import searched, tool_response
 from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.tools.config import PagesConfig, ToolsConfig
-from marsrl.rollout.tools.fetch import Fetched, is_public
+from marsrl.rollout.tools.fetch import is_public
 from marsrl.rollout.tools.main_text import main_text
-from marsrl.rollout.tools.pages import TextWorkers
 from marsrl.rollout.tools.pool import ToolPool
-from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolCall, ToolOutput
+from marsrl.rollout.worker_process import Crashed, Late, WorkerPool
 
 SOON_S = 120.0  # far more than anything here takes
 MIB = 1 << 20
+PARSER = "marsrl.rollout.tools.main_text"
 SENTENCE = "The river of Tarn is the Ebb, which is long, cold and well known to everybody who lives there."
 ARTICLE = (
     "<html><head><title>Tarn</title><script>var secret = 1</script></head><body><nav><a href=/>Home</a> <a href=/a>About</a>"
@@ -438,27 +439,35 @@ def test_a_pdf_is_read_whatever_it_is_called(kind: str | None) -> None:
 
 
 def test_what_hangs_or_floods_a_parser_ends_its_process_and_no_other() -> None:
-    with closing(TextWorkers(1, PagesConfig().memory_mib)) as workers:
+    with closing(WorkerPool(1, PARSER, ["1024"])) as workers:
 
         def text(body: bytes, kind: str = "text/html", seconds: float = SOON_S) -> str:
-            return workers.text(Fetched(body, kind, "utf-8"), 1000, time.monotonic() + seconds)
+            """What a parser says of a page, or why it said nothing."""
+            with workers.worker() as worker:
+                asked = {"media_type": kind, "charset": "utf-8", "most_chars": 1000}
+                reply = worker.ask(asked, body, timeout_s=seconds)
+            return str(reply.get("text", reply.get("error")))
 
         assert SENTENCE in text(ARTICLE.encode())
         attributes = b" ".join(b"a%d=1" % i for i in range(200_000))  # takes many minutes
-        with pytest.raises(ToolError, match="parsing the page took too long"):
+        with pytest.raises(Late):
             text(b"<html><body><a %b>x</a></body></html>" % attributes, seconds=2.0)
         bomb = pdf(zlib.compress(zlib.compress(bytes(256 * MIB), 9), 9), filters="/Filter[/FlateDecode/FlateDecode]")
-        with pytest.raises(ToolError, match="the page (cannot be parsed|has no)|parsing the page"):
-            assert not text(bomb, "application/pdf")
-            raise ToolError("the page has no text")
-        with pytest.raises(ToolError, match="the page cannot be parsed"):
-            text(pdf(b"x").replace(b"/Kids[3 0 R]", b"/Kids[2 0 R]"), "application/pdf")
-        for deep in (b"<div>" * 300_000, b"<table>" * 100_000 + b"<td>x" * 100_000):
-            try:
-                assert len(text(deep)) <= 1001
-            except ToolError as error:
-                assert "pars" in str(error)  # too deep for it, which is nobody's loss
+        loop = pdf(b"x").replace(b"/Kids[3 0 R]", b"/Kids[2 0 R]")
+        for hostile, kind in (
+            (bomb, "application/pdf"),
+            (loop, "application/pdf"),
+            (b"<div>" * 300_000, "text/html"),
+            (b"<table>" * 100_000 + b"<td>x" * 100_000, "text/html"),
+        ):
+            with suppress(Crashed, Late):
+                assert len(text(hostile, kind)) <= 1001
         assert SENTENCE in text(ARTICLE.encode())
+
+
+def test_an_agent_reads_that_a_page_takes_too_long_to_parse() -> None:
+    attributes = " ".join(f"a{i}=1" for i in range(200_000))
+    assert told(sends(f"<a {attributes}>x</a>"), timeout_s=5.0).endswith("error: parsing the page took too long")
 
 
 def test_a_long_text_is_cut_and_says_so() -> None:
@@ -466,14 +475,13 @@ def test_a_long_text_is_cut_and_says_so() -> None:
     assert len(found) < 1200 and "[cut: the first 1,000 of" in found
 
 
-def test_the_process_that_parses_has_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_that_parses_has_no_keys_and_ends_with_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERPAPI_API_KEY", "s3cr3t")
-    with closing(TextWorkers(1, 1024)) as workers:
-        workers.text(Fetched(b"x", "text/plain", ""), 10, time.monotonic() + SOON_S)
-        (process,) = workers._all
-        with open(f"/proc/{process.pid}/environ", "rb") as file:
-            assert b"s3cr3t" not in file.read()
-    assert process.poll() is not None
+    with site({"/": sends(ARTICLE)}) as (pool, _, url):
+        assert SENTENCE in visit(pool, url + "/").text
+        (parser,) = [child for child in psutil.Process().children() if PARSER in child.cmdline()]
+        assert "PATH" in parser.environ() and "SERPAPI_API_KEY" not in parser.environ()
+    assert not parser.is_running()
 
 
 def test_main_text_keeps_tables_and_leaves_comments_out() -> None:

@@ -299,35 +299,6 @@ def test_a_caller_may_give_a_call_up_and_others_are_answered() -> None:
         assert futures[1].result(SOON_S) == futures[3].result(SOON_S) == ToolOutput("True")
 
 
-class CountedConditions(threading.Condition):
-    """Counts how often anybody began to wait."""
-
-    waits = 0
-
-    def wait(self, timeout: float | None = None) -> bool:
-        CountedConditions.waits += 1
-        return super().wait(timeout)
-
-
-def test_a_call_wakes_the_threads_that_it_needs_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "Condition", CountedConditions)
-    CountedConditions.waits = 0
-    all_run = threading.Barrier(32)
-
-    def run(arguments: Mapping[str, object]) -> str:
-        return "alone" if arguments["text"] == "alone" else str(all_run.wait(SOON_S))
-
-    tool = Scripted(run, is_deterministic=False)
-    with pool_of(tool, concurrency=32) as pool:
-        answers(pool, [call(str(number), "together") for number in range(32)])  # each has its thread now
-        before = CountedConditions.waits
-        for number in range(20):
-            answers(pool, [call(str(number), "alone")])
-            while pool._lanes["echo"].num_idle < 32:
-                time.sleep(0.001)
-        assert CountedConditions.waits - before < 20 * 8  # the caller, a thread, the watch; not 32 threads a call
-
-
 def test_what_went_wrong_last_is_known() -> None:
     def run(arguments: Mapping[str, object]) -> str:
         if arguments["text"] == "a":

@@ -24,8 +24,8 @@ from marsrl.rollout import http_line
 from marsrl.rollout.tools.config import HttpSearch, IndexSearch, ToolsConfig
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.tools.protocol import ToolError
-from marsrl.rollout.tools.retrieval import Retrieval
 from marsrl.rollout.tools.search import build_index
+from marsrl.rollout.tools.servers import Retrieval
 
 FOUND = {"result": [[{"document": {"id": "7", "contents": '"Lima"\nThe capital.'}, "score": 1.5}]]}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.rollout.tools.documents import Document, read_corpus, shown
-from marsrl.rollout.tools.papers import read_papers
+from marsrl.rollout.tools.documents import Document, read_corpus, read_papers, shown
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.tools.search import CorpusSearch, SearchIndex, build_index, open_index
 
@@ -290,10 +290,10 @@ def test_a_corpus_that_breaks_off_leaves_no_index(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["corpus.jsonl"]
 
 
-def test_a_temporary_index_goes_when_it_is_closed() -> None:
+def test_a_temporary_index_goes_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     index = build_index(DOCUMENTS)
-    file = Path(index._address.removeprefix("file://").partition("?")[0])
-    assert file.exists()
+    assert len(list(tmp_path.rglob("*.sqlite"))) == 1
     index.close()
     index.close()
-    assert not file.exists()
+    assert not os.listdir(tmp_path)

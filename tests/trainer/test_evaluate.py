@@ -19,7 +19,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.arithmetic import parse_chain
-from marsrl.rollout.tasks.eval_files import HeldOut
+from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.at_k import at_k, majorities, pass_at

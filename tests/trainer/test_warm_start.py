@@ -23,9 +23,7 @@ from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.models.init_model import SHAPES
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.schools.arithmetic_school import ArithmeticSchool
-from marsrl.trainer.schools.facts_schools import SearchSchool
-from marsrl.trainer.schools.registry import SCHOOLS, school_of
+from marsrl.trainer.schools.schools import SCHOOLS, ArithmeticSchool, SearchSchool, school_of
 from marsrl.trainer.schools.warm_start import WRITERS, TraceTokens, recipe_of, teach, warm_starts
 
 SOLVER, VERIFIER, CORRECTOR, *_, DRILL = range(len(WRITERS))

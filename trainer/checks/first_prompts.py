@@ -14,7 +14,7 @@ from marsrl.rollout.tasks.registry import TOKENIZERS
 from marsrl.rollout.types import Ask
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError
-from marsrl.trainer.schools.registry import school_of
+from marsrl.trainer.schools.schools import school_of
 
 _LOOKED_AT = 64  # prompts, where all fit
 

@@ -18,7 +18,7 @@ from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.tasks.data import fingerprint
-from marsrl.rollout.tasks.eval_files import HeldOut
+from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.rollout.tasks.protocol import Task, documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.tools.build import check_tools
@@ -41,7 +41,7 @@ from marsrl.trainer.plan.refusals import (
     vllm_of,
     why_not_backend,
 )
-from marsrl.trainer.schools.registry import who_is_taught
+from marsrl.trainer.schools.schools import who_is_taught
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.tasks.data import find_repeats, one_spaced, read_problems
-from marsrl.rollout.tasks.eval_files import HeldOut, read_eval
 from marsrl.rollout.tasks.own_task import own_problems
+from marsrl.rollout.tasks.problem_files import HeldOut, Mixture, read_eval, read_train
 from marsrl.rollout.tasks.protocol import EVALUATION_SET, HELD_OUT
-from marsrl.rollout.tasks.train_files import Mixture, read_train
 from marsrl.rollout.types import Problem
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError

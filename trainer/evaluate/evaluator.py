@@ -22,7 +22,7 @@ from marsrl.rollout.episode import Episode, Purpose
 from marsrl.rollout.player.completion import Completion
 from marsrl.rollout.player.evaluation import EvaluationPlay, OnEnd, OnProgress, Played
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.tasks.eval_files import HeldOut
+from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.rollout.tasks.protocol import EVALUATION_SET, INPUTS_SET, Task
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Problem

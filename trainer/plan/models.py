@@ -7,7 +7,7 @@ from pathlib import Path
 
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.schools.registry import school_of
+from marsrl.trainer.schools.schools import school_of
 
 _MOE_30B = ModelShape(
     architecture="Qwen3MoeForCausalLM",

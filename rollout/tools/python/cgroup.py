@@ -74,7 +74,7 @@ class Cgroup:
 
 @dataclass(frozen=True, slots=True)
 class Cgroups:
-    """Where they are made. limits: the text of each file."""
+    """The cgroup in which they are made. limits: the text of each file."""
 
     parent: Path
     limits: Mapping[str, str]
@@ -99,7 +99,7 @@ class Cgroups:
 
 
 def find_cgroups(config: PythonTool) -> tuple[Cgroups | None, str]:
-    """Where interpreters can have cgroups; None where nowhere, and why."""
+    """(where interpreters can have cgroups, or None, and the reason)."""
     if not (_ROOT / "cgroup.controllers").exists():
         return None, f"{_ROOT} is no cgroup of version 2"
     [name] = [line[3:] for line in _OWN.read_text().splitlines() if line.startswith("0::")]
@@ -137,7 +137,7 @@ def _try(cgroups: Cgroups) -> None:
 
 
 def _prefix() -> str:
-    """How names begin in this pid namespace: in another one the same number is another process."""
+    """Prefix of names in this pid namespace: in another one the same number is another process."""
     return f"{_NAME}{os.stat('/proc/self/ns/pid').st_ino}-"
 
 

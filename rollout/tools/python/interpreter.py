@@ -32,7 +32,7 @@ class StartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a snippet ended.
+    """The end of a snippet.
 
     stopped: the bound that it passed, "time" or "output"; None where it ended by itself. has_died: its process ended before it
     was through. status: the exit code, of the process where that has died.

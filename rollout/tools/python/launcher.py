@@ -1,4 +1,4 @@
-"""How the interpreter of a sandbox is started, apart from everything else on the machine.
+"""Starts the interpreter of a sandbox, apart from everything else on the machine.
 
 What is wanted of it is in WANTED. Which way gives it depends on the kernel, the container and the user, and no list of versions
 says so: each way is tried, best first, with a snippet that looks around (_LOOK), and the first that lacks nothing is taken:
@@ -167,7 +167,7 @@ def choose_launcher(config: PythonTool) -> tuple[Launcher, list[str]]:
 
 
 def how_to_have_one() -> str:
-    """What to do for a whole sandbox on a machine that has none; names the kernel's settings that are in the way."""
+    """Instructions for a machine without a whole sandbox; names the kernel's settings that are in the way."""
     cures = [] if shutil.which("bwrap") else ["install bubblewrap (apt-get install bubblewrap)"]
     if False in _users():
         for (name, value), cure in _IN_THE_WAY.items():
@@ -197,7 +197,7 @@ def _users() -> tuple[bool, ...]:
 
 
 def look(launcher: Launcher, config: PythonTool) -> list[str]:
-    """What a way lacks of WANTED, in words, found by running a snippet in it.
+    """Parts of WANTED that a way lacks, in words, found by running a snippet in it.
 
     Raises:
         StartError, OSError: it cannot be started.
@@ -231,7 +231,7 @@ def _has(name: str, seen: Mapping[str, object], config: PythonTool) -> bool:
 
 
 def _closed_to_others() -> str:
-    """Where and why no other user can run this Python, as a plain process under root has to; "" where all can."""
+    """The folder that keeps other users from running this Python, as a plain process under root has to; "" where all can."""
     library = Path(os.path.realpath(sysconfig.get_path("stdlib")))
     for folder in (*reversed(library.parents), library):
         if not folder.stat().st_mode & stat.S_IXOTH:

@@ -149,7 +149,7 @@ class PythonInterpreter:
                 self._changed.wait_for(lambda: self._spent or not self._running)
 
     def _wait_for_room(self) -> int:
-        """How many to start now, 0 when the tool is closed. They give way to calls for a little while."""
+        """Number to start now, 0 when the tool is closed. They give way to calls for a little while."""
         while not self._closed.is_set():
             with self._changed:
                 self._changed.wait_for(lambda: self._closed.is_set() or self._spent or self._room())

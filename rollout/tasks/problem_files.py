@@ -1,17 +1,32 @@
-"""Problems to train on, of one file or of several, with counts or with weights, and the order in which they are drawn."""
+"""Problems of one file or of several, to train on and to evaluate on, and the order in which they are drawn.
+
+To train on, several files have counts or weights (data.train); to evaluate on, each is a set with a name of its own (data.eval).
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.tasks.config import TrainFile
-from marsrl.rollout.tasks.data import DataCursor, ReadResult, read_problems
+from marsrl.rollout.tasks.config import EvalFile, TrainFile
+from marsrl.rollout.tasks.data import DataCursor, ReadResult, draw_held_out, read_problems
 from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
 from marsrl.rollout.types import Problem
+
+_File = TypeVar("_File", TrainFile, EvalFile)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Problems that are evaluated, each so many times. name: of their numbers; "" of the only ones. num_given: of the file."""
+
+    name: str
+    problems: Sequence[Problem]
+    repeat: int
+    num_given: int = 0
 
 
 class Mixture(tuple[Problem, ...]):
@@ -58,18 +73,9 @@ def read_train(
     files: list[list[Problem]] = []
     num_bad = 0
     notes: list[str] = []
-    for place, file in enumerate(train):
-        try:
-            read = read_problems(file.path, task, question_key, answer_key, on_bad_line)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"data.train[{place}]: {str(error).removeprefix('data: ')}") from error
+    for place, (file, read) in enumerate(_each("data.train", train, task, question_key, answer_key, on_bad_line)):
         problems: Sequence[Problem] = read.problems
         if file.count is not None:
-            if len(problems) < file.count:
-                raise ValueError(
-                    f"data.train[{place}]: {file.path} has {len(problems):,} problems, fewer than count = {file.count:,}; "
-                    "lower it"
-                )
             drawn = random.Random(f"data/{seed}/count/{place}").sample(range(len(problems)), file.count)
             problems = [problems[i] for i in sorted(drawn)]
         files.append([replace(problem, id=f"{place}/{problem.id}") for problem in problems])
@@ -78,6 +84,57 @@ def read_train(
     weights = [file.weight for file in train if file.weight is not None]
     listed = Mixture(files, weights) if weights else tuple(problem for file in files for problem in file)
     return ReadResult(listed, num_bad, tuple(notes))
+
+
+def read_eval(
+    files: Sequence[EvalFile],
+    task: str,
+    seed: int,
+    num_problems: int | None,
+    repeat: int,
+    question_key: str | None = None,
+    answer_key: str | None = None,
+    on_bad_line: Literal["error", "skip"] = "error",
+) -> tuple[tuple[HeldOut, ...], int]:
+    """(a set a file, number of lines that were skipped). Ids begin with the set's name, `aime25/aime25.jsonl:7`.
+
+    Args:
+        seed: of the draw of so many problems of a file, which does not depend on the other files.
+        num_problems, repeat: of files without a count or a repeat of their own; a file may have fewer than num_problems; None:
+            all of it.
+
+    Raises:
+        ValueError: as read_problems; the text names the place.
+    """
+    sets, num_bad = [], 0
+    for file, read in _each("data.eval", files, task, question_key, answer_key, on_bad_line):
+        drawn = draw_held_out(read.problems, file.count or num_problems, task, seed)
+        problems = [replace(problem, id=f"{file.set_name}/{problem.id}") for problem in drawn]
+        sets.append(HeldOut(file.set_name, problems, file.repeat or repeat, len(read.problems)))
+        num_bad += read.num_bad
+    return tuple(sets), num_bad
+
+
+def _each(
+    key: str,
+    files: Sequence[_File],
+    task: str,
+    question_key: str | None,
+    answer_key: str | None,
+    on_bad_line: Literal["error", "skip"],
+) -> Iterator[tuple[_File, ReadResult]]:
+    """Each file with its problems; ValueError names the one that cannot be read, or has fewer than its count."""
+    for place, file in enumerate(files):
+        try:
+            read = read_problems(file.path, task, question_key, answer_key, on_bad_line)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{key}[{place}]: {str(error).removeprefix('data: ')}") from error
+        if file.count is not None and len(read.problems) < file.count:
+            raise ValueError(
+                f"{key}[{place}]: {file.path} has {len(read.problems):,} problems, fewer than count = {file.count:,}; "
+                "lower it"
+            )
+        yield file, read
 
 
 class MixtureCursor:
