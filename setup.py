@@ -43,7 +43,7 @@ REQUIREMENTS = [
     "einops",
     "math-verify",
     "jinja2",
-    "shtab",  # marsrl completion
+    "typer>=0.20",  # marsrl
     "google-re2",  # expressions of prompt files
 ]
 EXTRAS = {

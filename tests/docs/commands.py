@@ -254,7 +254,7 @@ WAYS = {
     "marsrl view runs/cpu_default-20260101-120000": VIEWED,
     "marsrl export runs/NAME /models/trained": ON_A_RUN,
     "marsrl export runs/cpu_default-20260101-120000 /models/trained": ON_A_RUN,
-    "python -m marsrl.trainer.plan.head": Way(f"{HERE}::test_the_tables_of_the_head_are_printed", AS_IT_IS),
+    "python benchmarks/head_by_formula.py": Way(f"{HERE}::test_the_tables_of_the_head_are_printed", AS_IT_IS),
     "marsrl plan --config configs/qwen3_30b_a3b.yaml --gpus 64 --gpu h100-80g": PRINTS,
     "marsrl plan --config configs/qwen3_30b_a3b_8xh100.yaml --gpus 8 --gpu h100-80g": PRINTS,
     "marsrl plan --config configs/qwen3_8b.yaml --gpus 8 --gpu h100-80g": PRINTS,

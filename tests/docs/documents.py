@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -175,7 +176,8 @@ def _help(program: str) -> str:
     from marsrl.trainer import cli, main
 
     shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+    wide = mock.patch.dict("os.environ", COLUMNS="300")  # an example is on one line
+    with wide, contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         if program == "trainer/main.py":
             main.main(["--help"])
         else:

@@ -19,7 +19,7 @@ from marsrl.trainer.plan.engines import Demand, EngineSetup, engine_memory, kv_b
 from marsrl.trainer.plan.memory import Training, batch_bytes, most_loaded_rank, rank_memory, remade_bytes
 from marsrl.trainer.plan.models import KNOWN
 from marsrl.trainer.plan.placement import with_backend
-from marsrl.trainer.plan.plan import PolicyPlan, make_plan
+from marsrl.trainer.plan.plan import Plan, make_plan
 from marsrl.trainer.plan.speed import Work, step_time
 from marsrl.trainer.plan.splits import step_seconds
 from marsrl.trainer.plan.sync import sync_time
@@ -44,6 +44,10 @@ PLANNED_ON = {
     "cpu_dual_system": 2,
 }
 NEEDS_A_MODEL = {"math_default", "qa_default"}
+
+
+def planned(preset: str, num_gpus: int, *words: str, gpu: str = "h100-80g") -> Plan:
+    return make_plan(read_config(preset, words)[0], num_gpus, gpu)
 
 
 @pytest.mark.parametrize("preset", sorted(PLANNED_ON))
@@ -88,7 +92,7 @@ def test_no_preset_is_left_out() -> None:
     assert {p.stem for p in CONFIGS.glob("*.yaml")} == set(PLANNED_ON) | NEEDS_A_MODEL
     for preset in NEEDS_A_MODEL:
         with pytest.raises(ValueError, match=r"policies.main.model is not set; give a directory, or the name"):
-            make_plan(read_config(CONFIGS / f"{preset}.yaml")[0], 8, "h100-80g")
+            planned(preset, 8)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +201,7 @@ def test_context_ranks_exchange_keys_and_share_the_rest() -> None:
 
 
 def test_context_parallelism_is_ranked_where_a_sequence_may_be_cut() -> None:
-    config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml")
-    (policy,) = make_plan(config, 64, "h100-80g").policies
+    (policy,) = planned("qwen3_30b_a3b", 64).policies
     contexts = {o.layout.context for o in policy.options}
     assert contexts == {1, 2, 3, 4, 6, 8, 12, 24}
     assert len({(o.layout, o.recompute) for o in policy.options}) == len(policy.options)
@@ -206,37 +209,32 @@ def test_context_parallelism_is_ranked_where_a_sequence_may_be_cut() -> None:
     for layout, each in one.items():
         if layout.context == 1 and (half := one.get(replace(layout, context=2))):
             assert half.memory.activations < 0.75 * each.memory.activations, layout
-    config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml", ["loss.ratio=sequence"])
-    (policy,) = make_plan(config, 64, "h100-80g").policies
+    (policy,) = planned("qwen3_30b_a3b", 64, "loss.ratio=sequence").policies
     assert {o.layout.context for o in policy.options} == {1}  # the learner refuses to cut a sequence then
 
 
 def test_a_kl_term_costs_the_references_weights_and_a_forward_pass() -> None:
     words = ["loss.kl=k3", "loss.kl_coef=0.01", "policies.main.reference=start"]
-    plain = make_plan(read_config(CONFIGS / "qwen3_30b_a3b.yaml")[0], 64, "h100-80g").policies[0].configured
-    plan = make_plan(read_config(CONFIGS / "qwen3_30b_a3b.yaml", words)[0], 64, "h100-80g")
+    plain = planned("qwen3_30b_a3b", 64).policies[0].configured
+    plan = planned("qwen3_30b_a3b", 64, *words)
     mine = plan.policies[0].configured
     assert plain is not None and mine is not None and plain.memory.reference == plain.time.scoring == 0
     assert mine.memory.reference == mine.memory.weights == plain.memory.weights
     assert mine.memory.peak == plain.memory.peak + mine.memory.reference
     # forward, of forward, again, backward
     assert 0.15 < mine.time.scoring / (mine.time.total - mine.time.scoring) < 0.35
-    other = read_config(CONFIGS / "qwen3_8b.yaml", [*words[:2], "policies.main.reference=Qwen3-4B"])[0]
-    small = make_plan(other, 8, "h100-80g").policies[0].configured
+    small = planned("qwen3_8b", 8, *words[:2], "policies.main.reference=Qwen3-4B").policies[0].configured
     assert small is not None and 0 < small.memory.reference < 0.6 * small.memory.weights
-    twice = make_plan(
-        read_config(CONFIGS / "qwen3_30b_a3b.yaml", [*words, "loss.old_policy=recompute"])[0], 64, "h100-80g"
-    )
+    twice = planned("qwen3_30b_a3b", 64, *words, "loss.old_policy=recompute")
     again = twice.policies[0].configured
     assert again is not None and again.time.scoring == pytest.approx(2 * mine.time.scoring)
 
 
 def test_replayed_experts_take_the_ranks_memory_and_those_of_decoding_the_first_hosts_too() -> None:
-    def planned(replay: str) -> PolicyPlan:
-        config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml", [f"trainer.router_replay={replay}"])
-        return make_plan(config, 64, "h100-80g").policies[0]
-
-    none, again, decoded = planned("none"), planned("recompute"), planned("rollout")
+    none, again, decoded = (
+        planned("qwen3_30b_a3b", 64, f"trainer.router_replay={replay}").policies[0]
+        for replay in ("none", "recompute", "rollout")
+    )
     assert none.configured is not None and again.configured is not None and decoded.configured is not None
     record = decoded.work.tokens * 48 * 8  # a byte for each of 8 experts in 48 layers
     of_rank = record / (24 / 4)  # data-parallel ranks
@@ -316,15 +314,10 @@ def test_a_cache_of_a_size_of_its_own_is_taken_whatever_the_share_is() -> None:
     assert memory.taken == memory.weights + memory.workspace + 4096 * 2**20 and not memory.fits  # below one sequence
     assert engine_memory(replace(own, cache_bytes=2.0**34), H100).fits
     assert not engine_memory(replace(own, cache_bytes=2.0**36), H100).fits  # more than the GPU has beside the weights
-    plan = make_plan(
-        read_config(CONFIGS / "qwen3_30b_a3b.yaml", ["rollout.vllm.kv_cache_mib=90000"])[0], 64, "h100-80g"
-    )
+    plan = planned("qwen3_30b_a3b", 64, "rollout.vllm.kv_cache_mib=90000")
     assert any("kv_cache_mib take 105.1 GiB a GPU of 79.1; lower kv_cache_mib" in note for note in plan.notes)
     words = ["rollout.placement=colocated", "rollout.overlap=0", "rollout.vllm.kv_cache_mib=8192"]
-    colocated = [
-        make_plan(read_config(CONFIGS / "single_gpu.yaml", more)[0], 1, "h100-80g").policies[0]
-        for more in (words[:2], words)
-    ]
+    colocated = [planned("single_gpu", 1, *more).policies[0] for more in (words[:2], words)]
     shared, sized = (each.configured for each in colocated)
     assert shared is not None and sized is not None
     assert sized.needed - sized.memory.peak * 1.05 < shared.needed - shared.memory.peak * 1.05
@@ -343,7 +336,7 @@ def test_experts_that_lie_whole_are_as_many_bytes_and_the_busiest_gpu_has_more_o
     touched = 1 - (1 - 8 / 128) ** 8
     assert min(1.0, 1.3 * touched) < 1  # so that more is read; what all touch is not read twice
     words = ["rollout.vllm.expert_parallel=true"]
-    plan = make_plan(read_config(CONFIGS / "qwen3_30b_a3b.yaml", words)[0], 64, "h100-80g")
+    plan = planned("qwen3_30b_a3b", 64, *words)
     console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
     show(plan, console)
     assert "whole (expert_parallel), 32 of 128 on a GPU; the busiest of 4 reads and" in console.export_text()
@@ -426,21 +419,17 @@ def test_overlap_takes_the_longer_of_decoding_and_training() -> None:
     assert step_seconds([10.0, 30.0], [20.0, 5.0], [1.0, 2.0], overlap=0) == 58.0
     assert step_seconds([10.0, 30.0], [20.0, 5.0], [1.0, 2.0], overlap=1) == 33.0
     assert step_seconds([10.0], [20.0], [1.0], overlap=2) == 21.0
-    words = ["rollout.overlap=0"]
-    (turns, beside) = (
-        make_plan(read_config(CONFIGS / "qwen3_8b.yaml", more)[0], 8, "h100-80g") for more in (words, [])
-    )
+    turns, beside = planned("qwen3_8b", 8, "rollout.overlap=0"), planned("qwen3_8b", 8)
     (policy,) = beside.policies
     assert turns.step_s is not None and beside.step_s is not None and policy.chosen is not None
     assert beside.step_s == max(policy.rollout.seconds, policy.chosen.time.total) + policy.sync.total
     assert beside.step_s < turns.step_s - 0.9 * min(policy.rollout.seconds, policy.chosen.time.total)
     assert any("at most 3 versions after its first token" in note and "tis" in note for note in beside.notes)
-    stale = read_config(CONFIGS / "qwen3_8b.yaml", ["loss.correction=none"])[0]
-    assert any("set loss.correction=tis" in note for note in make_plan(stale, 8, "h100-80g").notes)
+    assert any("set loss.correction=tis" in note for note in planned("qwen3_8b", 8, "loss.correction=none").notes)
 
 
 def test_the_flagship_s_step_is_below_75_minutes_with_sharded_engines_and_a_cache_in_fp8() -> None:
-    plan = make_plan(read_config(CONFIGS / "qwen3_30b_a3b.yaml")[0], 64, "h100-80g")
+    plan = planned("qwen3_30b_a3b", 64)
     (policy,) = plan.policies
     best = policy.splits[0]
     assert plan.step_s is not None and plan.step_s == best.step_s  # the preset is the fastest
@@ -453,20 +442,17 @@ def test_the_flagship_s_step_is_below_75_minutes_with_sharded_engines_and_a_cach
 
 
 def test_what_does_not_fit_says_why() -> None:
-    config, _ = read_config(CONFIGS / "qwen3_30b_a3b_8xh100.yaml", ["policies.main.optimizer.offload=false"])
-    plan = make_plan(config, 8, "h100-80g")
+    plan = planned("qwen3_30b_a3b_8xh100", 8, "policies.main.optimizer.offload=false")
     assert not plan.fits and plan.step_s is None
     assert any("no layout fits on 4 trainer GPUs" in n and "optimizer state" in n for n in plan.notes), plan.notes
     words = ["policies.main.layout.tensor=8", "rollout.vllm.tensor_parallel=1"]
-    config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml", words)
-    notes = " ".join(make_plan(config, 64, "a100-40g").notes)
+    notes = " ".join(planned("qwen3_30b_a3b", 64, *words, gpu="a100-40g").notes)
     assert "does not divide the 4 key/value heads" in notes and "this would be valid: " in notes
     assert "an engine of policy main does not fit: its weights take 56.9 GiB a GPU" in notes
-    config, _ = read_config(CONFIGS / "qwen3_8b.yaml", ["rollout.max_response_tokens=32768"])
     with pytest.raises(
         ConfigError, match="max_response_tokens is 32768, but trainer.max_tokens_per_micro_batch is 24576"
     ):
-        make_plan(config, 8, "h100-80g")
+        planned("qwen3_8b", 8, "rollout.max_response_tokens=32768")
 
 
 def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -530,10 +516,10 @@ def test_the_engines_of_two_policies_share_gpus_by_their_load() -> None:
         "agents.solver.policy=solver",
         "agents.verifier.policy=verifier",
     ]
-    near = make_plan(read_config(CONFIGS / "drmas_math.yaml", words)[0], 16, "h100-80g")
+    near = planned("drmas_math", 16, *words)
     assert any("share 8 GPUs, solver 5, verifier 3" in note and "no other split" in note for note in near.notes)
     words[0] = words[0].replace("engines: 5", "engines: 1").replace("engines: 3", "engines: 7")
-    far = make_plan(read_config(CONFIGS / "drmas_math.yaml", words)[0], 16, "h100-80g")
+    far = planned("drmas_math", 16, *words)
     (note,) = (note for note in far.notes if "share 8 GPUs, solver 1, verifier 7" in note)
     found = re.search(r"in (\d+) s; solver (\d), verifier (\d) would take (\d+) s", note)
     assert found is not None
@@ -541,5 +527,5 @@ def test_the_engines_of_two_policies_share_gpus_by_their_load() -> None:
     assert solver + verifier == 8 and solver > verifier and after < before / 2
     alone = max(policy.rollout.seconds for policy in near.policies)
     assert after <= round(alone)  # no worse than by hand
-    one = make_plan(read_config(CONFIGS / "drmas_math.yaml")[0], 8, "h100-80g")
+    one = planned("drmas_math", 8)
     assert not any("share" in note and "engines" in note for note in one.notes)

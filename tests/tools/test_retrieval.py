@@ -314,8 +314,8 @@ def test_the_command_serves_the_client_until_it_is_stopped(tmp_path: Path) -> No
     [
         (["--corpus", "none.jsonl"], "none.jsonl"),
         (["--corpus", "bad.jsonl"], "bad.jsonl:1: not JSON"),
-        (["--corpus", "good.jsonl", "--port", "70000"], "--port is 70000"),
-        (["--corpus", "good.jsonl", "--top-k", "0"], "--top-k is 0"),
+        (["--corpus", "good.jsonl", "--port", "70000"], "Invalid value for '--port'"),
+        (["--corpus", "good.jsonl", "--top-k", "0"], "Invalid value for '--top-k'"),
         (["--corpus", "good.jsonl", "--host", "256.1.1.1", "--port", "0"], "serve-retrieval: "),
     ],
 )

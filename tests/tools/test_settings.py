@@ -96,7 +96,7 @@ def test_preflight_refuses_what_check_tools_refuses(tmp_path: Path) -> None:
     words = ["task=qa", f"policies.main.model={model}", "policies.main.dtype=float32", "rollout.engine=local"]
     with pytest.raises(ValueError, match=r"tools.search.corpus is null"):
         preflight(read_config(None, [*words, f"data.train={questions}"])[0], world_size=1)
-    assert preflight(read_config(None, words)[0], world_size=1).plan.lines()
+    assert preflight(read_config(None, words)[0], world_size=1).plan
     with pytest.raises(ValueError, match=r"math has no words for the role router"):
         preflight(read_config(None, [*words, "agents.verifier.prompt=math"])[0], world_size=1)
 

@@ -112,8 +112,10 @@ def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_coun
     judged = evaluator(tmp_path, scripted_team, always_wrong)
     judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
-    assert result.agents["verifier1"].mean == 0.5
-    assert result.agents["corrector1"].mean == 0.0
+    verifier = result.agents["verifier1"]
+    assert verifier.mean == 0.5 and result.agents["corrector1"].mean == 0.0
+    assert verifier.detection_recall is not None and verifier.detection_recall.mean == 1.0
+    assert verifier.detection_precision is not None and 0.2 < (verifier.detection_precision.mean or 0) < 0.8
     breaks = result.agents["corrector1"].breaks
     assert breaks is not None and breaks.mean == 1.0
     assert result.system.mean == result.agents["solver"].mean  # nothing is accepted; the earliest of equals counts
@@ -168,11 +170,10 @@ def test_repeats_are_counted(tmp_path: Path, scripted_team: Any) -> None:
     assert judged.evaluate(VERSIONS).agents["solver"].n == 15
 
 
-@pytest.mark.parametrize("limit", [2])
-def test_a_prompt_that_does_not_fit_counts_as_wrong(tmp_path: Path, scripted_team: Any, limit: int) -> None:
+def test_a_prompt_that_does_not_fit_counts_as_wrong(tmp_path: Path, scripted_team: Any) -> None:
     judged = evaluator(tmp_path, scripted_team, perfect_critics)
     agents = judged.team.agents
-    agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": limit})  # type: ignore[index]
+    agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 2})  # type: ignore[index]
     result = judged.evaluate(VERSIONS)
     assert result.agents["solver"].mean == 0.0
     assert result.system.mean == 0.0
@@ -326,10 +327,8 @@ def test_draws_of_other_weights_or_settings_are_not_taken(tmp_path: Path, script
 
 
 def test_the_solver_alone_and_the_whole_team_are_of_the_same_rollouts(tmp_path: Path, scripted_team: Any) -> None:
-    judged = evaluator(tmp_path, scripted_team, perfect_critics, SMALL)
     asked: list[str] = []
-    judged = evaluator(tmp_path / "b", scripted_team, counting(asked), SMALL)
-    found = judged.evaluate(VERSIONS)
+    found = evaluator(tmp_path, scripted_team, counting(asked), SMALL).evaluate(VERSIONS)
     assert sum(uid.endswith("/solver:0") for uid in asked) == 16 and found.alone is not None
     assert found.alone.mean == found.agents["solver"].mean and found.system.mean == 1.0
     assert list(found.alone_at.pass_at) == [1, 2] and found.alone_at.pass_at[1].mean == pytest.approx(found.alone.mean)
@@ -341,14 +340,6 @@ def test_the_solver_alone_and_the_whole_team_are_of_the_same_rollouts(tmp_path: 
     metrics = eval_metrics(found)
     assert metrics["eval/system"] == 1.0 and metrics["eval/system/low"] < 1 and "eval/alone/pass_at_2" in metrics
     assert metrics["eval/verifier1/detection_recall"] == 1.0 and metrics["eval/tokens"] > 0
-
-
-def test_a_verifier_that_flags_everything_finds_all_and_is_precise_by_chance(
-    tmp_path: Path, scripted_team: Any
-) -> None:
-    found = evaluator(tmp_path, scripted_team, always_wrong).evaluate(VERSIONS).agents["verifier1"]
-    assert found.detection_recall is not None and found.detection_recall.mean == 1.0
-    assert found.detection_precision is not None and 0.2 < (found.detection_precision.mean or 0) < 0.8
 
 
 def test_sets_have_their_own_numbers_and_counts_and_are_one_together(tmp_path: Path, scripted_team: Any) -> None:

@@ -29,7 +29,7 @@ from marsrl.trainer.checks.problems import RunProblems, problems_of, sources
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
-from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence, shorten_prompts
+from marsrl.trainer.plan.batch_plan import batch_plan, longest_sequence, shorten_prompts
 from marsrl.trainer.plan.models import taught_shape
 from marsrl.trainer.plan.needs import shortages_here
 from marsrl.trainer.plan.placement import placement_lines, with_backend
@@ -52,7 +52,7 @@ class Checked:
     """
 
     config: RunConfig
-    plan: BatchPlan
+    plan: tuple[str, ...]  # the arithmetic of a step, in words
     task: Task
     num_skipped_lines: int  # of the data files, with data.on_bad_line=skip
     num_held_out: int  # taken from data.train for evaluation, because nothing is given for it
@@ -69,7 +69,7 @@ class Checked:
 
     def text(self, *, with_config: bool) -> str:
         """The batch arithmetic, after the resolved config if wanted."""
-        plan = "\n".join(f"  {line}" for line in self.plan.lines())
+        plan = "\n".join(f"  {line}" for line in self.plan)
         whole = self.config.model_copy(update={"policies": {**self.config.policies, **self.curators}})
         config = yaml.safe_dump(whole.model_dump(mode="json"), sort_keys=False) if with_config else ""
         notes = ""

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from marsrl.rollout.config import MOST_TOKENS, Settings
-from marsrl.trainer.config.sections import OFF
+from marsrl.rollout.config import Settings
+from marsrl.trainer.config.sections import OFF, Tokens
 
 ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and value != "all" else value)
 """`credit.train_agents=solver` means [solver]."""
@@ -113,10 +113,8 @@ class LossConfig(Settings):
         description="trained agents with top_p below 1 or a top_k; renormalise: every log-prob is of the softmax over the tokens "
         "that the sampler kept at that place, which the engine records",
     )
-    max_support: int = Field(
+    max_support: Tokens = Field(
         1024,
-        gt=0,
-        le=MOST_TOKENS,
         description="renormalise: top_p of a trained agent keeps so many tokens at a place at most, the likeliest",
     )
 

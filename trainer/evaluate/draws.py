@@ -10,9 +10,9 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -82,22 +82,16 @@ class FixedAnswer(Schema):
     call: Call
 
 
-class Kept:
-    """What is on disk of an evaluation, and what comes: draws, answers to fixed inputs, and the episodes that those are of."""
+class Kept(ExitStack):
+    """Draws, answers to fixed inputs and the episodes that those are of, on disk; left, it closes their files."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.draws: Answers[Draw] = Answers(folder / DRAWS, _reader(Draw))
         self.fixed: Answers[FixedAnswer] = Answers(folder / "fixed_answers.jsonl", _reader(FixedAnswer))
         self.episodes: Answers[Episode] = Answers(folder / "input_episodes.jsonl", _episode)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
         for each in (self.draws, self.fixed, self.episodes):
-            each.close()
+            self.callback(each.close)
 
 
 def read_draws(folder: Path) -> list[Draw]:

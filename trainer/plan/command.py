@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -21,19 +22,25 @@ _ROWS = 8  # layouts in the table
 _UNFIT = 4  # of those that do not fit
 
 
+_OF_A_POLICY = (
+    "name", "model", "parameters", "active_parameters", "longest_sequence", "micro_batch_tokens", "work", "configured",
+    "why_not_configured", "options", "engines", "engine", "rollout", "sync", "fits", "host_bytes", "splits",
+)  # fmt: skip
+
+
 def as_json(plan: Plan) -> str:
     """Everything that is printed and every option; bytes and seconds as plain numbers."""
-    content: dict[str, Any] = dataclasses.asdict(plan)
-    content["fits"], content["step_s"] = plan.fits, plan.step_s
-    for policy, planned in zip(content["policies"], plan.policies, strict=True):
-        for written, found in zip(policy["options"], planned.options, strict=True):
-            written |= {
-                "seconds": found.time.total,
-                "peak_bytes": found.memory.peak,
-                "layout_words": found.layout.words,
-            }
-        policy["sync"]["total"] = planned.sync.total
-    return json.dumps(content, indent=1, allow_nan=False)
+    content: dict[str, Any] = {**vars(plan), "policies": [], "fits": plan.fits, "step_s": plan.step_s}
+    for policy in plan.policies:
+        written = {name: getattr(policy, name) for name in _OF_A_POLICY}
+        written["options"] = [
+            dataclasses.asdict(each)
+            | {"seconds": each.time.total, "peak_bytes": each.memory.peak, "layout_words": each.layout.words}
+            for each in policy.options
+        ]
+        written["sync"] = dataclasses.asdict(policy.sync) | {"total": policy.sync.total}
+        content["policies"].append(written)
+    return json.dumps(content, indent=1, allow_nan=False, default=dataclasses.asdict)
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -105,41 +112,49 @@ def _cells(option: Option, is_mine: bool, has_reference: bool) -> list[Text]:
     sizes = (*held, memory.activations + memory.replay, memory.working, option.needed)
     last = _duration(option.time.total) if option.fits else f"no: {option.why_not.split(':')[0]}"
     words = option.layout.words + (" (config)" if is_mine else "")
-    return [Text(cell) for cell in (words, option.recompute, *(f"{size / 2**30:.1f}" for size in sizes), last)]
+    return [Text(cell) for cell in (words, option.recompute, *map(_gib, sizes), last)]
 
 
 def _recompute_modes(policy: PolicyPlan, chosen: Option) -> Table:
     """What is kept for the backward, the head and the fullest moment, for each mode of one layout."""
-    table = Table(title=f"{chosen.layout.words}: activations by recompute mode, GiB", title_justify="left")
-    for heading in ("recompute", "kept", "head (logits chunk, gradients)", "fullest moment", "needs", "update"):
-        table.add_column(heading, justify="left" if heading == "recompute" else "right")
+    right = ("kept", "head (logits chunk, gradients)", "fullest moment", "needs", "update")
+    table = _table(f"{chosen.layout.words}: activations by recompute mode, GiB", "recompute", right=right)
     for each in policy.options:
         if each.layout == chosen.layout:
             memory = each.memory
-            moment = f"{memory.moment}: {memory.working / 2**30:.1f}"
+            moment = f"{memory.moment}: {_gib(memory.working)}"
             update = _duration(each.time.total) if each.fits else "does not fit"
-            sizes = (f"{size / 2**30:.1f}" for size in (memory.activations, memory.head))
-            table.add_row(each.recompute, *sizes, moment, f"{each.needed / 2**30:.1f}", update)
+            table.add_row(
+                each.recompute, _gib(memory.activations), _gib(memory.head), moment, _gib(each.needed), update
+            )
     return table
 
 
 def _where_time_goes(option: Option) -> Table:
     title = f"an update with {option.layout.words}, recompute {option.recompute}"
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+    table = _table(title, "", right=("",), show_header=False)
     for name, seconds in vars(option.time).items():
         if seconds > 0:
             table.add_row(name.replace("_", " "), _duration(seconds))
     return table
 
 
+def _table(title: str, *left: str, right: Sequence[str] = (), **looks: Any) -> Table:
+    """A table with these columns to the left and right."""
+    table = Table(title=title, title_justify="left", **looks)
+    for heading in left:
+        table.add_column(heading)
+    for heading in right:
+        table.add_column(heading, justify="right")
+    return table
+
+
 def _engines(policy: PolicyPlan) -> Table:
     engine, rollout, sync = policy.engine, policy.rollout, policy.sync
-    table = Table(title="engines and weight sync", title_justify="left", show_header=False)
+    table = _table("engines and weight sync", show_header=False)
     for name, value in (
         *_where_experts_lie(policy.engines),
-        ("an engine GPU", f"weights {engine.weights / 2**30:.1f} GiB, KV cache {engine.kv_cache / 2**30:.1f} GiB"),
+        ("an engine GPU", f"weights {_gib(engine.weights)} GiB, KV cache {_gib(engine.kv_cache)} GiB"),
         (
             "KV cache",
             f"{engine.kv_bytes_per_token / 1024:.0f} KiB a token, {engine.kv_tokens:,} tokens an engine: "
@@ -199,12 +214,14 @@ def _splits(policy: PolicyPlan) -> Table:
 
 
 def _constants(plan: Plan) -> Table:
-    table = Table(title="what this rests on", title_justify="left")
-    for heading in ("constant", "value", "source"):
-        table.add_column(heading)
+    table = _table("what this rests on", "constant", "value", "source")
     for each in plan.constants:
         table.add_row(Text(each.name), Text(f"{each.value:.4g} {each.unit}".strip()), Text(each.source))
     return table
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f}"
 
 
 def _duration(seconds: float) -> str:

@@ -63,23 +63,23 @@ class Constant:
 _MEASURED = "measured on one H100: 798 of 989 TFLOP/s, 3.0 of 3.35 TB/s"
 _ASSUMED = "assumption, not measured"
 
-HEAD_SHARE = Constant(
-    "share of the peak, output head", 0.81 * 0.85, "", f"85 % (our target) of a bare GEMM; {_MEASURED}"
-)
 GEMM_SHARE = Constant(
     "share of the peak, linear layers", 0.65, "", f"{_ASSUMED}; a large bare GEMM: 0.81 ({_MEASURED})"
 )
 EXPERT_SHARE = Constant("share of the peak, experts", 0.45, "", f"{_ASSUMED}: grouped GEMMs of a few hundred rows")
+HEAD_SHARE = Constant(
+    "share of the peak, output head", 0.81 * 0.85, "", f"85 % (our target) of a bare GEMM; {_MEASURED}"
+)
 MEMORY_SHARE = Constant("share of the memory bandwidth", 0.9, "", _MEASURED)
 DECODE_SHARE = Constant(
     "share of the memory bandwidth, decoding", 0.7, "", f"{_ASSUMED}: many small reads; a large copy: 0.9 ({_MEASURED})"
 )
+LINK_SHARE = Constant("share of NVLink, network and PCIe", 0.8, "", f"{_ASSUMED}: large messages")
 ALL_REDUCE_S = Constant("sum of a token's layer over an engine's GPUs", 15e-6, "s", f"{_ASSUMED}: start of two rounds")
 BLOCKS = Constant("blocks of a deterministic attention backward", 132, "", "multiprocessors of an H100; A100: 108")
 PINNED = Constant(
     "pinned memory over what is asked for, at most", 2.0, "", "PyTorch's host allocator takes the next power of 2"
 )
-LINK_SHARE = Constant("share of NVLink, network and PCIe", 0.8, "", f"{_ASSUMED}: large messages")
 IMBALANCE = Constant("busiest rank's experts over the mean", 1.3, "", f"{_ASSUMED}: router without a balancing loss")
 HEAD_ROWS = Constant(
     "rows of logits held at once",
@@ -119,42 +119,11 @@ TAIL = Constant(
     "waiting for the longest completions, 1 / 2 / 4 segments", TAILS[1], "x (1.29, 1.0)", "UloRL, arXiv 2507.19766"
 )
 
-ASSUMPTIONS = (
-    GEMM_SHARE,
-    EXPERT_SHARE,
-    HEAD_SHARE,
-    MEMORY_SHARE,
-    DECODE_SHARE,
-    LINK_SHARE,
-    ALL_REDUCE_S,
-    BLOCKS,
-    PINNED,
-    IMBALANCE,
-    HEAD_ROWS,
-    PROCESS_BYTES,
-    FRAGMENTATION,
-    ENGINE_WORKSPACE,
-    ITERATION_S,
-    HOST_BANDWIDTH,
-    CHECKSUM,
-    CHECKSUM_MOVES,
-    PIECE_S,
-    HOST_ADAM,
-    GPUS_PER_NODE,
-    POSITIVE_SHARE,
-    MEAN_RESPONSE,
-    LENGTH_SPREAD,
-    MEAN_PROMPT,
-    TAIL,
-)
+ASSUMPTIONS = tuple(each for each in list(globals().values()) if isinstance(each, Constant))
 
 
 def find_gpu(name: str) -> Gpu:
-    """A preset.
-
-    Raises:
-        ValueError: with the names there are.
-    """
+    """A preset; ValueError with the names where there is none."""
     if name not in GPUS:
         raise ValueError(f"--gpu {name} is not known; presets: {', '.join(GPUS)}")
     return GPUS[name]

@@ -79,19 +79,17 @@ def placement(config: RunConfig, host: TrainerHost, world_size: int) -> list[Hos
     hosts = hosts or [Host("this host", ())]
     rollout = config.rollout
     of = {name: config.rollout_of(name) for name, policy in config.policies.items() if policy.openai is None}
-    if not host.num_gpus:
-        in_slots = (
-            rollout.ray_address is not None and is_started_here(rollout.ray_address) and rollout.placement != "local"
-        )
-        if in_slots:
-            waiting = [
-                Tenant(f"{name} engine", i, 1, 1, None) for name, each in of.items() for i in range(each.engines)
-            ]
-            return hosts + [Host("engine host", (tenant,)) for tenant in waiting]
-        tenants = [Tenant(f"{name} engine", 0, each.engines, 1, None) for name, each in of.items()]
-        return [replace(hosts[0], tenants=(*hosts[0].tenants, *tenants)), *hosts[1:]]
-    if rollout.placement == "local":
-        tenants = [Tenant(f"{name} engine", 0, each.engines, each.vllm.tensor_parallel, 0) for name, each in of.items()]
+    is_local, has_gpus = rollout.placement == "local", host.num_gpus > 0
+    if not is_local and not has_gpus and rollout.ray_address is not None and is_started_here(rollout.ray_address):
+        slots = [Tenant(f"{name} engine", i, 1, 1, None) for name, each in of.items() for i in range(each.engines)]
+        return hosts + [Host("engine host", (tenant,)) for tenant in slots]
+    if is_local or not has_gpus:
+        tenants = [
+            Tenant(
+                f"{name} engine", 0, each.engines, each.vllm.tensor_parallel if has_gpus else 1, 0 if has_gpus else None
+            )
+            for name, each in of.items()
+        ]
         return [replace(hosts[0], tenants=(*hosts[0].tenants, *tenants)), *hosts[1:]]
     if rollout.placement == "colocated":
         rooms = [list(range(each.tenants[0].num if each.tenants else host.num_gpus)) for each in hosts]

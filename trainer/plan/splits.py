@@ -49,7 +49,7 @@ def splits(job: Job, load: Load, backend: SyncBackend, overlap: int, num_gpus: i
     """
     of_node = int(hw.GPUS_PER_NODE.value)
     unit = of_node if num_gpus > of_node else 1
-    updates = {count: _fastest(replace(job, world_size=count), gpu) for count in range(unit, num_gpus, unit)}
+    updates = {count: _fastest(job, count, gpu) for count in range(unit, num_gpus, unit)}
     best: dict[tuple[object, ...], Split] = {}
     for setup in _setups(load.setup):
         memory = engine_memory(setup, gpu)
@@ -77,6 +77,6 @@ def _setups(now: EngineSetup) -> Iterator[EngineSetup]:
             yield replace(now, tensor_parallel=tensor, max_num_seqs=most, kv_cache=cache, spreads_experts=spreads)
 
 
-def _fastest(job: Job, gpu: hw.Gpu) -> Option | None:
-    found = options(job, gpu)
+def _fastest(job: Job, num_trainers: int, gpu: hw.Gpu) -> Option | None:
+    found = options(replace(job, training=replace(job.training, world_size=num_trainers)), gpu)
     return found[0] if found and found[0].fits else None

@@ -20,13 +20,13 @@ class SyncTime:
     """
 
     backend: SyncBackend
-    gather: float
-    write: float
-    load: float
-    send: float
-    copy: float
-    checksum: float
-    links_alone: float
+    gather: float = 0.0
+    write: float = 0.0
+    load: float = 0.0
+    send: float = 0.0
+    copy: float = 0.0
+    checksum: float = 0.0
+    links_alone: float = 0.0
 
     @property
     def total(self) -> float:
@@ -59,8 +59,6 @@ def sync_time(
             gather=model / link + model / pcie,
             write=2 * model / hw.HOST_BANDWIDTH.value,
             load=shard / hw.HOST_BANDWIDTH.value + shard / pcie,
-            send=0.0,
-            copy=0.0,
             checksum=model / hw.CHECKSUM.value + shard * summed,
             links_alone=shard / link,
         )
@@ -71,9 +69,6 @@ def sync_time(
         over_links = passed * (num_trainers - 1) / num_trainers
     return SyncTime(
         backend,
-        gather=0.0,
-        write=0.0,
-        load=0.0,
         send=over_links / link,
         copy=passed * (2 / bandwidth + hw.PIECE_S.value * num_tensors(setup.shape) / shard),
         checksum=(model / num_trainers + shard) * summed,

@@ -1,6 +1,6 @@
 """The output head by formula: FLOPs, bytes and seconds of the fused loss as it is, and of the design that is taken by name.
 
-python -m marsrl.trainer.plan.head        # the table of docs/kernels.md, and expected milliseconds
+python benchmarks/head_by_formula.py        # the table of docs/kernels.md, and expected milliseconds
 
 T tokens, H hidden, V columns of a rank (the vocabulary over its tensor-parallel ranks); m: share of the tokens that are
 trained, a: share that has a gradient. Nothing here was timed on a GPU.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from marsrl.trainer.plan import hardware as hw
+from marsrl.trainer.plan.speed import head_flops
 
 PRODUCT_SHARE = (
     0.81  # of the peak, cuBLAS, a large bf16 product: measured on one H100 (hardware.py); taken for the others too
@@ -65,11 +66,6 @@ class HeadDesign:
 PRESENT = HeadDesign("(a) as it is", 4, 4, 6, 4, 768, 4224)
 EXPONENTIALS = HeadDesign("(d) exponentials", 2, 0, 4, 4, 1536, 4224, TRITON_SHARE)
 DESIGNS = (PRESENT, EXPONENTIALS)
-
-
-def head_flops(trained_rows: float, active_rows: float, hidden: int, columns: int) -> float:
-    """(2 m + 4 a) T H V: logits of the trained rows, dX and dW of the active ones."""
-    return (2 * trained_rows + 4 * active_rows) * hidden * columns
 
 
 @dataclass(frozen=True, slots=True)
