@@ -10,9 +10,10 @@ from torch import Tensor
 
 from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from marsrl.kernels.head.gemms import HeadGemms
-from marsrl.kernels.head.rows.protocol import RowKernels, Slopes, Statistics
+from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS
 from marsrl.kernels.head.rows.subset import Rows
+from marsrl.kernels.head.rows.terms import Slopes, Statistics
 from marsrl.kernels.head.vocabulary import make_head
 
 if TYPE_CHECKING:

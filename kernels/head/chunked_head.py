@@ -25,8 +25,9 @@ from torch import Tensor
 
 from marsrl.kernels.head.gradients import NOTHING, HeadGradients, Wanted
 from marsrl.kernels.head.host_memory import HostBudget, host_buffer, host_chunks
-from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes, Statistics
+from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.head.rows.subset import LateCount, Rows
+from marsrl.kernels.head.rows.terms import PolicyTerms, Slopes, Statistics
 from marsrl.kernels.head.shards import ShardStatistics
 from marsrl.kernels.head.tiles import gradients_by_tiles, policy_gradients_by_tiles, tiles_for
 from marsrl.kernels.head.vocabulary import Head

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from marsrl.kernels.head.gradients import HeadGradients
 from marsrl.kernels.head.host_memory import HostBudget, host_buffer, host_chunks
-from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes
+from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.head.rows.subset import Rows
+from marsrl.kernels.head.rows.terms import PolicyTerms, Slopes
 from marsrl.kernels.head.shards import ShardStatistics, combined, put_statistics
 from marsrl.kernels.head.vocabulary import Head
 

@@ -12,9 +12,10 @@ from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.head.bad_values import check_values
 from marsrl.kernels.head.chunked_head import head_gradients, head_statistics
 from marsrl.kernels.head.gradients import Wanted
-from marsrl.kernels.head.rows.protocol import RowKernels, Slopes, Statistics
+from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
 from marsrl.kernels.head.rows.subset import Rows
+from marsrl.kernels.head.rows.terms import Slopes, Statistics
 from marsrl.kernels.head.support import Support
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference

@@ -9,8 +9,9 @@ from torch import Tensor
 from marsrl.kernels.head.chunked_head import head_gradients, head_statistics, policy_gradients
 from marsrl.kernels.head.gradients import HeadGradients, Wanted
 from marsrl.kernels.head.objective import PolicyTokens
-from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes, Statistics
+from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.head.rows.subset import Rows
+from marsrl.kernels.head.rows.terms import PolicyTerms, Slopes, Statistics
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.policy_loss.terms import needs_whole_sequences, policy_terms
 

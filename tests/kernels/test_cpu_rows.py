@@ -10,8 +10,8 @@ from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective
 from marsrl.kernels.head.rows.cpu import CpuPolicyTerms, CpuRowKernels, CpuTileKernels
-from marsrl.kernels.head.rows.protocol import Slopes, Statistics
 from marsrl.kernels.head.rows.subset import Rows
+from marsrl.kernels.head.rows.terms import Slopes, Statistics
 from marsrl.kernels.head.shards import combined, put_statistics
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.policy_loss.arguments import policy_tokens

@@ -6,8 +6,8 @@ import triton
 from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 
 from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
-from marsrl.kernels.head.rows.protocol import Slopes, Statistics
 from marsrl.kernels.head.rows.subset import Rows
+from marsrl.kernels.head.rows.terms import Slopes, Statistics
 from marsrl.kernels.head.vocabulary import Head
 
 TOKENS, WIDTH = 65537, 151936

@@ -9,8 +9,8 @@ from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head.gradients import Wanted
 from marsrl.kernels.head.objective import PolicyTokens
-from marsrl.kernels.head.rows.protocol import Slopes, Statistics
 from marsrl.kernels.head.rows.subset import Rows
+from marsrl.kernels.head.rows.terms import Slopes, Statistics
 from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.linear_policy_loss.fused import fused_loss

@@ -15,8 +15,8 @@ from marsrl.kernels.head.first_gemm.triton_kernels import (
     first_product_by_copies,
 )
 from marsrl.kernels.head.gemms import HeadGemms
-from marsrl.kernels.head.rows.protocol import Slopes
 from marsrl.kernels.head.rows.subset import LateCount, Rows
+from marsrl.kernels.head.rows.terms import Slopes
 from marsrl.kernels.head.rows.triton_impl import (
     BLOCK_COLUMNS,
     NUM_WARPS,

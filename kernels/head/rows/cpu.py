@@ -8,8 +8,8 @@ from torch import Tensor
 
 from marsrl.kernels import library
 from marsrl.kernels.head.objective import METRICS, PolicyObjective, PolicyTokens
-from marsrl.kernels.head.rows.protocol import PolicyTerms, Slopes, Statistics, multiply
 from marsrl.kernels.head.rows.subset import LateCount, Rows
+from marsrl.kernels.head.rows.terms import PolicyTerms, Slopes, Statistics, multiply
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
 

@@ -1,6 +1,6 @@
 """The row kernels in Triton: how triton_kernels.py is launched."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -8,13 +8,10 @@ from torch import Tensor
 
 from marsrl.kernels.head.objective import METRICS, PolicyTokens
 from marsrl.kernels.head.rows import triton_kernels
-from marsrl.kernels.head.rows.protocol import PolicyTerms, Slopes, Statistics, multiply
 from marsrl.kernels.head.rows.subset import LateCount, Rows
+from marsrl.kernels.head.rows.terms import PolicyTerms, Slopes, Statistics, multiply
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import on_device_of
-
-if TYPE_CHECKING:
-    from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
 
 # Columns that one program reads. 151936 columns are 5 pieces: 15 rows still fill 75 multiprocessors, and a piece is
 # long enough (128 KiB) to run at the speed of memory. Not measured yet.
@@ -34,7 +31,7 @@ class TritonRowKernels:
     multiply = staticmethod(multiply)
 
     @property
-    def first_gemm(self) -> "TritonFirstGemm | None":
+    def first_gemm(self) -> Any:
         return None
 
     def statistics(self, product: Any, rows: Rows, head: Head, out: Statistics) -> None:

@@ -11,8 +11,8 @@ from marsrl.kernels.attention_varlen import triton_impl as attention
 from marsrl.kernels.grouped_linear import triton_impl as grouped
 from marsrl.kernels.head.first_gemm import triton_impl as first
 from marsrl.kernels.head.rows import triton_impl as rows
-from marsrl.kernels.head.rows.protocol import Slopes, Statistics
 from marsrl.kernels.head.rows.subset import Rows
+from marsrl.kernels.head.rows.terms import Slopes, Statistics
 from marsrl.kernels.head.vocabulary import make_head
 
 BF16 = torch.bfloat16
