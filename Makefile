@@ -51,7 +51,7 @@ test: install $(OTHER_TRITON)  ## all tests that need no GPU (as root on Debian 
 	tests/apt.sh bwrap bubblewrap "so sandboxes are tested by unshare alone"
 	tests/apt.sh ip iproute2 "so no cluster in a box"
 	$(INTERPRETED)
-	$(PYTEST) -n 4 --dist loadgroup -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter --durations=20
+	$(PYTEST) -n 4 --dist loadscope --no-loadscope-reorder -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter --durations=20
 
 $(OTHER_TRITON):
 	python -m pip install -q --no-deps --target $@ triton==$(TRITON)

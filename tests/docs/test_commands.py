@@ -347,8 +347,8 @@ MAKES = {
         "tests/report/chromium.sh install", 'tests/apt.sh bwrap bubblewrap "so sandboxes are tested by unshare alone"',
         'tests/apt.sh ip iproute2 "so no cluster in a box"',
         "TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q",
-        'OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python -m pytest -q -n 4 --dist loadgroup -m "not gpu and not multi_gpu" '
-        "--ignore tests/kernels/interpreter --durations=20",
+        'OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python -m pytest -q -n 4 --dist loadscope --no-loadscope-reorder '
+        '-m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter --durations=20',
     ],
     "make test-triton": [
         "PYTHONPATH=build/triton-x TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q",
