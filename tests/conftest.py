@@ -54,8 +54,8 @@ def together(file: str) -> str:
 
 
 class InGroups(LoadScopeScheduling):
-    """pytest-xdist's loadscope, whose scopes are those of `together`. Its own loadgroup does not group with pytest 9.2: it changes
-    a private attribute of items that their ids do not come from any more."""
+    """pytest-xdist's loadscope, whose scopes are those of `together`. Its own loadgroup does not group with pytest 9.2: it
+    changes a private attribute of items that their ids do not come from any more."""
 
     def _split_scope(self, nodeid: str) -> str:
         return together(nodeid.partition("::")[0])
