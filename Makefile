@@ -15,6 +15,8 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export VLLM_NO_USAGE_STATS ?= 1
 # Triton kernels on the CPU: Triton reads the variable at its import, so they have a process of their own.
 INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q
+# Four processes on two cores: a test waits now and then, for processes that start, that were killed or that are silent.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python -m pytest -q
 
 # The Triton that the CUDA set's PyTorch brings. Our kernels are tested with it too, beside the Triton of the CPU set.
 TRITON ?= $(shell sed -n 's/^triton==\([0-9.]*\).*/\1/p' constraints/cuda.txt)
@@ -48,7 +50,8 @@ test: install $(OTHER_TRITON)  ## all tests that need no GPU (as root on Debian 
 	tests/report/chromium.sh install
 	tests/apt.sh bwrap bubblewrap "so sandboxes are tested by unshare alone"
 	tests/apt.sh ip iproute2 "so no cluster in a box"
-	tests/all.sh
+	$(INTERPRETED)
+	$(PYTEST) -n 4 --dist loadgroup -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter --durations=20
 
 $(OTHER_TRITON):
 	python -m pip install -q --no-deps --target $@ triton==$(TRITON)

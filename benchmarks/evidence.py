@@ -5,9 +5,9 @@
     python benchmarks/evidence.py --smoke               every arm in two tiny steps, into a temporary directory; no page
 
 Every arm and seed has a file in results/<device>/evidence/, written when its training has ended: killed, the command goes on with
-the rest. A result counts as missing when its settings are others, when its commit was not clean, or when the code that trains has
-changed since. --run wants a clean tree, and a machine with nothing beside it: times are told. Runs and warm starts stay in
-runs/evidence, apart for each state of that code: foreign Solvers are evaluated beside the team of `whole`.
+the rest. A result is missing when its settings are others or its commit was not clean; the page names the commit of all. To make
+a study anew, delete its files. --run wants a clean tree, and a machine with nothing beside it: times are told. Runs and warm
+starts stay in runs/evidence, apart for each state of the code that trains: foreign Solvers are evaluated beside `whole`'s team.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ def state_of_the_code() -> str:
 
 
 @cache
-def trains_as_today(commit: str) -> bool:
-    """Is the commit in the repository, was its tree clean, and is the code that trains the one of HEAD?"""
-    return not commit.endswith("+") and git("diff", "--quiet", commit, "HEAD", "--", *TRAINS).returncode == 0
+def is_clean(commit: str) -> bool:
+    """The commit is in the repository, and its tree was clean."""
+    return not commit.endswith("+") and git("cat-file", "-e", f"{commit}^{{commit}}").returncode == 0
 
 
 def is_current(job: Job, result: Result | None) -> bool:
-    return result is not None and result.settings == job.settings and trains_as_today(result.commit)
+    return result is not None and result.settings == job.settings and is_clean(result.commit)
 
 
 @dataclass

@@ -105,9 +105,9 @@ FOREIGN_MINUTES = 0.5  # an evaluation
 FOREIGN = ("own team", "untrained", "trained", "untrained, another kind", "trained, another kind")
 """Whom the Solver of a team comes from: itself; another seed's warm start; one of another shape, tutors and mistakes. Verifier
 and Corrector are this seed's, before its training (untrained) or after it."""
-OTHER_KIND = (  # 107,456 parameters for 568,416; slips at + and - alone, where this team's tutors mostly slip at *
+OTHER_KIND = (  # 107,456 parameters for 568,416; slips mostly at + and -, where this team's tutors mostly slip at *
     "policies.main.shape=tiny",
-    "task_options={slip_add: 1.0, slip_subtract: 1.0, slip_multiply: 0.0}",
+    "task_options={slip_add: 1.0, slip_subtract: 1.0, slip_multiply: 0.1}",
     "warm_start.slip_solver=0.15",
 )
 

@@ -23,9 +23,10 @@ PAGE = Path(__file__).with_name("papers.md")
 DATA = Path(__file__).with_name("papers.yaml")
 HEADING = "## Numbers\n"
 BEGINNING = """\
-What each paper sets, and what its preset does: `python docs/papers.py` writes these tables from `docs/papers.yaml` and the
-presets, and a test holds every preset to them. *Published script* is the code published with the paper, where the text is
-silent; a dash: not stated. Results are not settings; [evidence.md](evidence.md) has ours."""
+For each paper, the numbers that its preset has too, by where they are stated; then those that differ, and why.
+`python docs/papers.py` writes these tables from `docs/papers.yaml` and the presets; a test holds every preset to them.
+*Script*: the code published with the paper, where its text is silent. A dash: not stated, or not known to us. An empty cell:
+as above. Results: [evidence.md](evidence.md)."""
 
 
 @dataclass(frozen=True)
@@ -98,28 +99,38 @@ def shown(value: Any, none: str = "none") -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    """Markdown; in the first column, a cell that repeats the one above it stays empty."""
+    lines, above = [headings, ["---"] * len(headings)], ""
+    for first, *rest in rows:
+        lines.append(["" if first == above else first, *rest])
+        above = first
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def numbers() -> str:
-    """The tables of every paper, from the heading on."""
+    """The numbers of every paper, from the heading on."""
     parts = [HEADING + "\n" + BEGINNING]
     for paper in papers():
         config = paper.config(paper.preset)
-        rows = (
-            (row.where, row.quantity, shown(row.value, "–"), f"`{row.key}`", shown(value_of(config, row.key)), row.why)
-            for row in paper.rows
-        )
         parts.append(f"### {paper.title}: {paper.preset}")
-        parts.append(table(("where", "what", "paper", "key", "ours", "why another"), rows))
+        same: dict[str, list[str]] = {}
+        for row in paper.rows:
+            if not row.why:
+                same.setdefault(row.where, []).append(f"`{row.key}` {shown(row.value)}")
+        parts.append(table(("where", "the same"), ((where, "; ".join(found)) for where, found in same.items())))
+        others = sorted((row for row in paper.rows if row.why), key=lambda row: row.where)
+        differing = (
+            (row.where, row.quantity, shown(row.value, "–"), f"`{row.key}`", shown(value_of(config, row.key)), row.why)
+            for row in others
+        )
+        parts.append(table(("where", "what", "paper", "key", "ours", "why"), differing))
         if paper.others:
             configs = [config, *(paper.config(other) for other in paper.others)]
-            others = (
+            rows = (
                 (f"`{key}`", *(shown(value_of(each, key)) for each in configs), why) for key, why in paper.whys.items()
             )
-            parts.append("All other numbers of the table are the same in " + " and ".join(paper.others) + ".")
-            parts.append(table(("key", paper.preset, *paper.others, "why another"), others))
+            parts.append(f"The same in {', '.join(paper.others)}, but for:")
+            parts.append(table(("key", paper.preset, *paper.others, "why"), rows))
     return "\n\n".join(parts) + "\n"
 
 

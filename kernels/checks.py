@@ -74,3 +74,15 @@ def _short(values: list[int]) -> str:
 def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """[T] int64: the sequence each packed token belongs to."""
     return torch.repeat_interleave(cu_seqlens.diff().long(), output_size=num_tokens)
+
+
+def kept_first(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """([] int64 number of tokens in the mask, [T] int64 all tokens, those of the mask first); no wait for the device.
+
+    The others follow so that a chunk longer than the mask can be gathered before its true length is known.
+    """
+    before = mask.long().cumsum(0)
+    number = mask.sum()
+    index = torch.arange(mask.numel(), device=mask.device)
+    place = torch.where(mask, before - 1, number + index - before)
+    return number, torch.empty_like(index).scatter_(0, place, index)

@@ -8,6 +8,8 @@ one for every op: it is used or the call is refused with the reason, never repla
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -43,6 +45,22 @@ def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
 def why_not_host(name: str, tensor: torch.Tensor) -> str | None:
     """None where an implementation for the CPU can read the tensor, else the reason; name: of the argument."""
     return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, this one reads host memory"
+
+
+def of_first(why_not: Callable[[str, torch.Tensor], str | None], name: str) -> Callable[..., str | None]:
+    """Implementation.why_not where the first argument, of that name, decides alone."""
+    return lambda first, *_: why_not(name, first)
+
+
+def late_function(module: str, name: str) -> Callable[..., Any]:
+    """The function of marsrl.kernels.<module>, imported when it first runs, and Triton with it."""
+    find = cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name))
+    return lambda *args: find()(*args)
+
+
+def late_object(module: str, name: str, wrap: Callable[[Any], Any] = lambda made: made) -> Callable[[], Any]:
+    """Makes wrap(an object of that class of marsrl.kernels.<module>) when it is first asked for; always the same one."""
+    return cache(lambda: wrap(getattr(import_module(f"marsrl.kernels.{module}"), name)()))
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from marsrl.kernels.dispatch import why_not_host
+from marsrl.kernels.head.objective import NUM_OPTIONS
 
 ABI_VERSION = 16  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
-_pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+
+class _pointer:
+    """An argument that C reads as an address: a tensor, for that of its data, or what ctypes takes for a void pointer."""
+
+    @staticmethod
+    def from_param(value: Any) -> Any:
+        return ctypes.c_void_p.from_param(value.data_ptr() if isinstance(value, Tensor) else value)
+
+
+_int64, _float, _int = ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
 # name -> (result, arguments), in the order of the C declarations
 Declarations = Mapping[str, tuple[Any, Sequence[Any]]]
@@ -80,17 +91,10 @@ _CPU_FUNCTIONS: Declarations = {
 
 
 class Objective(ctypes.Structure):
-    """struct Objective of csrc/include/policy_objective.h."""
+    """struct Objective of csrc/include/policy_objective.h; options: PolicyObjective.options, in its order."""
 
     _fields_ = [
-        ("clip_low", _float),
-        ("clip_high", _float),
-        ("dual_clip", _float),
-        ("correction_low", _float),
-        ("correction_high", _float),
-        ("kl_coef", _float),
-        ("entropy_coef", _float),
-        ("mpt_probability", _float),
+        ("options", _float * NUM_OPTIONS),
         ("inverse_normaliser", _float),
         ("kind", ctypes.c_int32),
         ("correction", ctypes.c_int32),
@@ -98,29 +102,16 @@ class Objective(ctypes.Structure):
     ]
 
 
+_OF_TOKENS = (
+    *("advantage", "log_ratio", "log_drift", "old_logprobs", "rollout_logprobs", "reference_logprobs", "gate"),
+    *("dropped", "weight", "agent", "logprobs", "entropy", "coefficient", "entropy_coefficient", "sums"),
+)
+
+
 class Tokens(ctypes.Structure):
     """struct Tokens of csrc/include/policy_objective.h: addresses of packed arrays."""
 
-    _fields_ = [
-        (name, _pointer)
-        for name in (
-            "advantage",
-            "log_ratio",
-            "log_drift",
-            "old_logprobs",
-            "rollout_logprobs",
-            "reference_logprobs",
-            "gate",
-            "dropped",
-            "weight",
-            "agent",
-            "logprobs",
-            "entropy",
-            "coefficient",
-            "entropy_coefficient",
-            "sums",
-        )
-    ]
+    _fields_ = [(name, ctypes.c_void_p) for name in _OF_TOKENS]
 
 
 def open_library(path: Path, functions: Declarations) -> ctypes.CDLL | str:
@@ -159,13 +150,13 @@ def why_no_cpu_library() -> str | None:
     return library if isinstance(library, str) else None
 
 
-def why_not_float_or_bfloat16(name: str, tensor: torch.Tensor) -> str | None:
+def why_not_float_or_bfloat16(name: str, tensor: Tensor) -> str | None:
     """None where a function of the CPU library that knows these two dtypes can read the tensor, else the reason."""
     if (reason := why_not_host(name, tensor)) is not None or tensor.dtype in (torch.float32, torch.bfloat16):
         return reason
     return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, csrc/cpu reads float32 and bfloat16"
 
 
-def address(tensor: "torch.Tensor | None") -> int | None:
+def address(tensor: Tensor | None) -> int | None:
     """Where a tensor's data lies; None stays the null pointer."""
     return None if tensor is None else tensor.data_ptr()

@@ -32,11 +32,18 @@ def machine_lacks_triton() -> str | None:
     return None
 
 
-def why_not_triton(name: str, tensor: Tensor) -> str | None:
-    """None where Triton kernels can read this tensor, else the reason."""
+def why_not_triton(name: str, tensor: Tensor, widest: torch.dtype = torch.float64) -> str | None:
+    """None where Triton kernels can read this tensor, else the reason. widest: float32 where they compute in that."""
+    if widest == torch.float32 and tensor.dtype == torch.float64:
+        return f"{name} is float64, the kernels compute in float32"
     if tensor.device.type == "cuda" or (tensor.device.type == "cpu" and is_interpreted()):
         return None
     return f"{name} is on {tensor.device}, Triton kernels read CUDA memory"
+
+
+def why_not_triton_float32(name: str, tensor: Tensor) -> str | None:
+    """The same for kernels that compute in float32."""
+    return why_not_triton(name, tensor, torch.float32)
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:

@@ -197,7 +197,7 @@ def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team
 
 
 def make_evaluator(checked: Checked, team: Team) -> Evaluator:
-    """What evaluates the team, on the task's held-out problems."""
+    """Evaluator of the team on the task's held-out problems."""
     config = checked.config
     return Evaluator(
         team,

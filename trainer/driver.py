@@ -82,7 +82,7 @@ class Driver:
         write_json(before_file, self.before.model_dump(mode="json"))
 
     def evaluate(self, versions: Mapping[str, int], step: int, name: str) -> Evaluation:
-        """How good the team is with the weights after `step`; draws that its folder has are not made again."""
+        """Evaluate the team with the weights after `step`; draws already in its folder are not repeated."""
         folder = self.directory.evaluation(step)
         with self.rollout.resting(), Kept(folder) as kept:
             num_kept, num_draws = self.evaluator.num_kept(versions, kept)
@@ -100,7 +100,7 @@ class Driver:
     def summary(
         self, config: RunConfig, started: Mapping[str, WarmStart], steps: int, seconds: Mapping[str, float]
     ) -> Summary:
-        """What a run has reached that ends now, and on what it ran.
+        """Results and hardware of a run that ends now.
 
         Args:
             started: of the policies that had no model.

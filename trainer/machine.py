@@ -1,4 +1,4 @@
-"""Where a rank computes, and which hardware and revision a number comes from.
+"""Device of a rank, and the hardware and revision behind a measured number.
 
 Needs torch only: benchmarks use it where nothing is installed.
 """
@@ -27,11 +27,11 @@ LIBRARIES = {
     "safetensors": "weights",
     "tensorboard": "metrics",
 }
-"""What marsrl is made of, by the name of its distribution: what each is for."""
+"""Libraries by distribution name, and the purpose of each."""
 
 
 def training_device() -> torch.device:
-    """Where this rank gives credit, packs and learns: its GPU, or the CPU where there is none."""
+    """Device on which this rank packs and learns: its GPU, or the CPU without one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""What the loop (loop.py) calls, on every rank: an update is everybody's; rank 0 plays and evaluates (driver.py) and logs
+"""The operations of the loop (loop.py), on every rank: all update; rank 0 plays and evaluates (driver.py) and logs
 (report/step_log.py).
 """
 
@@ -210,7 +210,7 @@ class Run:
 
     @property
     def average(self) -> Average:
-        """How token losses become one."""
+        """Reduction of the token losses."""
         config = self.config
         return Average(config.loss.aggregation, config.credit.denominator, config.rollout.max_response_tokens)
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from marsrl.kernels.head.gemms import HeadGemms
-from marsrl.kernels.head.rows.protocol import RowKernels
+from marsrl.kernels.head.rows.protocol import RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS
-from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import make_head
 
@@ -76,12 +75,12 @@ def _of_logits(hidden: Tensor, weight: Tensor) -> tuple[list[Variant], list[Miss
         kernels.statistics(logits, rows, head, statistics)
         return results
 
-    def at_once(gemm: TritonFirstGemm, out: Tensor | None) -> Results:
-        gemm.statistics(gemm.exponentials(hidden, rows, head, out), rows, head, statistics)
+    def at_once(gemm: TritonFirstGemm, out: Tensor) -> Results:
+        gemm.statistics(gemm.multiply(None, hidden, rows, head, out), rows, head, statistics)
         return {}
 
     def gradients(gemm: TritonFirstGemm, out: Tensor) -> Results:
-        gemm.gradients_at_once(hidden, rows, head, statistics, coefficient, coefficient, out)
+        gemm.gradients_at_once(hidden, rows, head, Slopes(statistics, coefficient, coefficient), out)
         return {}
 
     variants, missing = [Variant("ours", product)], list[Missing]()
@@ -99,7 +98,7 @@ def _of_logits(hidden: Tensor, weight: Tensor) -> tuple[list[Variant], list[Miss
         out = torch.empty_like(logits, dtype=gemms.gradient_dtype)
         variants += [
             Variant(f"{name}, with statistics", partial(at_once, gemm, out), "exponentials in place of logits"),
-            Variant(f"{name}, statistics alone", partial(at_once, gemm, None), "no logits"),
+            Variant(f"{name}, statistics alone", partial(at_once, gemm, out[:, :0]), "no logits"),
             Variant(
                 f"{name}, dz", partial(gradients, gemm, out), "the gradient of known statistics in place of logits"
             ),

@@ -1,7 +1,7 @@
 """attention_varlen: attention within the sequences of a packed batch, never across them."""
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -12,10 +12,10 @@ from marsrl.kernels.attention_varlen import flash, torch_impl
 from marsrl.kernels.attention_varlen.cpu import attention_varlen_cpu
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.checks import FLOATS, check, check_cu_seqlens
-from marsrl.kernels.differentiable import Gradient, Kernels
-from marsrl.kernels.dispatch import Explanation, Implementation, Op, why_not_host
+from marsrl.kernels.differentiable import Gradient
+from marsrl.kernels.dispatch import Explanation, Implementation, Op, late_object, of_first, why_not_host
 from marsrl.kernels.traced_op import register
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
 
 
 def attention_varlen(
@@ -135,24 +135,12 @@ def _check_keys_suffice(bounds_q: list[int], bounds_k: list[int]) -> None:
             )
 
 
-def _why_not_cpu(q: Tensor, *_: object) -> str | None:
-    return why_not_host("q", q)
-
-
-def _why_not_triton(q: Tensor, *_: object) -> str | None:
+def why_not_triton_heads(q: Tensor, *_: object) -> str | None:
+    """None where Triton kernels can read queries [..., D], else the reason."""
     head_size = q.shape[2]
-    if q.dtype == torch.float64:
-        return "float64 input, the kernels add in float32"
     if head_size & (head_size - 1) or not 16 <= head_size <= 256:
         return f"head size {head_size}, the kernels take 16, 32, 64, 128 and 256"
-    return why_not_triton("q", q)
-
-
-@cache
-def _triton() -> Kernels:
-    from marsrl.kernels.attention_varlen.triton_impl import TritonAttention  # Triton is imported when it first runs
-
-    return TritonAttention()
+    return why_not_triton_float32("q", q)
 
 
 _GRADIENT = Gradient("attention_varlen", num_tensors=5, saves_outputs=True)
@@ -174,8 +162,13 @@ _OP = Op(
             torch_impl.why_not_varlen_attn,
             torch_impl.machine_lacks_varlen_attn,
         ),
-        _GRADIENT.implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
-        Implementation("cpu", attention_varlen_cpu, _why_not_cpu),
+        _GRADIENT.implementation(
+            "triton",
+            late_object("attention_varlen.triton_impl", "TritonAttention"),
+            why_not_triton_heads,
+            machine_lacks_triton,
+        ),
+        Implementation("cpu", attention_varlen_cpu, of_first(why_not_host, "q")),
         _GRADIENT.reference(attention_varlen_reference),
     ),
 )

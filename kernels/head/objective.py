@@ -17,6 +17,7 @@ METRICS = (
 # Nats. Log-ratios are clamped to +-20 before they are exponentiated, so that an infinite ratio times an advantage of 0 makes no
 # NaN; as verl does for the ratio, k3 and the rollout correction (compute_policy_loss, kl_penalty, SAFETY_BOUND). e^20 = 4.9e8.
 LOG_RATIO_BOUND = 20.0
+NUM_OPTIONS = 8  # of PolicyObjective.options
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,15 @@ class PolicyObjective:
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     mpt_probability: float | None = 0.99
+
+    @property
+    def options(self) -> tuple[float, ...]:
+        """The numbers that kernels read, in the order of struct Objective (csrc/include/policy_objective.h)."""
+        return (
+            *(self.clip_low, self.clip_high, self.dual_clip or 0.0),
+            *(self.correction_low, self.correction_high, self.kl_coef, self.entropy_coef),
+            2.0 if self.mpt_probability is None else self.mpt_probability,
+        )
 
     def __post_init__(self) -> None:
         choices = {

@@ -24,14 +24,13 @@ from torch import Tensor
 
 from marsrl.kernels.head.gradients import HeadGradients
 from marsrl.kernels.head.host_memory import HostBudget, host_buffer, host_chunks
-from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels
-from marsrl.kernels.head.rows.statistics import Statistics
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.shards import ShardStatistics, combined, put_statistics
 from marsrl.kernels.head.vocabulary import Head
 
 if TYPE_CHECKING:
-    from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
+    from marsrl.kernels.head.rows.cpu import CpuTileKernels
 
 # Of the exponentials: 256 rows at once up to V = 151936, 74 MiB there, which with a tile are below a quarter of what plain
 # PyTorch holds. dW is then formed by one product.
@@ -49,11 +48,11 @@ def policy_gradients_by_tiles(
     tiles: "CpuTileKernels",
     head: Head,
     rows: Rows,
-    statistics: Statistics,
     terms: PolicyTerms,
+    slopes: Slopes,
     gradients: HeadGradients,
 ) -> None:
-    """Statistics, terms.evaluate and gradients of these rows of gradients.hidden; the logits are computed once."""
+    """slopes.statistics, terms.evaluate and gradients of these rows of gradients.hidden; the logits are computed once."""
     width = head.width
     sizes = host_chunks(rows.count, EXPONENTIALS.rows(width, itemsize=2))
     gemms = gradients.gemms
@@ -64,11 +63,11 @@ def policy_gradients_by_tiles(
         parts = _exponentials(tiles, head, chunk, gradients, exponentials, pieces)
         whole = combined(parts, head.inverse_temperature_at(chunk))
         if head.is_sharded:
-            ShardStatistics(whole, head, chunk, is_host=True).put(statistics)
+            ShardStatistics(whole, head, chunk, is_host=True).put(slopes.statistics)
         else:
-            put_statistics(whole, head, chunk, True, statistics)
+            put_statistics(whole, head, chunk, True, slopes.statistics)
         terms.evaluate(chunk)
-        c, e = chunk.take(terms.coefficient), chunk.take(terms.entropy_coefficient)
+        c, e = chunk.take(slopes.coefficient), chunk.take(slopes.entropy_coefficient)
         kept = ((c != 0) | (e != 0)).nonzero()[:, 0]
         if kept.numel() == 0:
             continue
@@ -76,17 +75,8 @@ def policy_gradients_by_tiles(
 
         def dz_of(tile: slice, parts: Tensor = parts, kept: Tensor = kept, tokens: Tensor = tokens) -> Tensor:
             dz = _block(pieces, kept.numel(), tile)
-            tiles.gradients(
-                exponentials[: parts.shape[-1], tile],
-                parts[tile.start // columns, 0],
-                kept,
-                tokens,
-                head.tile(tile),
-                statistics,
-                terms.coefficient,
-                terms.entropy_coefficient,
-                dz,
-            )
+            values, maxima = exponentials[: parts.shape[-1], tile], parts[tile.start // columns, 0]
+            tiles.gradients(values, maxima, kept, tokens, head.tile(tile), slopes, dz)
             return dz
 
         gradients.add_pieces(dz_of, tokens, number == len(sizes) - 1, exponentials if gemms.collects_dz else None)
@@ -109,15 +99,7 @@ def _exponentials(
     return parts
 
 
-def gradients_by_tiles(
-    kernels: RowKernels,
-    head: Head,
-    rows: Rows,
-    statistics: Statistics,
-    coefficient: Tensor,
-    entropy_coefficient: Tensor,
-    gradients: HeadGradients,
-) -> None:
+def gradients_by_tiles(kernels: RowKernels, head: Head, rows: Rows, slopes: Slopes, gradients: HeadGradients) -> None:
     """Gradients of these rows of gradients.hidden, each of which has one, from statistics that are known."""
     gemms = gradients.gemms
     sizes = host_chunks(rows.count, EXPONENTIALS.rows(head.width, itemsize=2) if gemms.collects_dz else ROWS_AGAIN)
@@ -131,9 +113,7 @@ def gradients_by_tiles(
             dz = _block(pieces, chunk.count, tile)
             gemms.tile_logits(hidden, tile, dz)
             head.tile(tile).restrict_(dz, chunk)
-            found = kernels.gradients(
-                dz, chunk, head.tile(tile), statistics, coefficient, entropy_coefficient, dz, tokens
-            )
+            found = kernels.gradients(dz, chunk, head.tile(tile), slopes, dz, tokens)
             assert found.wait() == chunk.count, "a row without a gradient among those that have one"
             return dz
 

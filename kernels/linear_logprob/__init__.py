@@ -12,9 +12,8 @@ from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.head.bad_values import check_values
 from marsrl.kernels.head.chunked_head import head_gradients, head_statistics
 from marsrl.kernels.head.gradients import Wanted
-from marsrl.kernels.head.rows.protocol import RowKernels
+from marsrl.kernels.head.rows.protocol import RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
-from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.support import Support
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
@@ -128,16 +127,9 @@ class _Kernels:
         hidden, weight, head, _, compacts = args
         wants_hidden, wants_weight = needs
         of_logprobs, of_entropy = (each.float().contiguous() for each in grads)
-        gradients = head_gradients(
-            self._rows,
-            head,
-            hidden.detach(),
-            Statistics(*saved),
-            of_logprobs,
-            of_entropy,
-            Wanted(wants_hidden, wants_weight, weight.dtype),
-            compacts,
-        )
+        slopes = Slopes(Statistics(*saved), of_logprobs, of_entropy)
+        wanted = Wanted(wants_hidden, wants_weight, weight.dtype)
+        gradients = head_gradients(self._rows, head, hidden.detach(), slopes, wanted, compacts)
         of_weight = gradients.of_weight
         if wants_weight:
             of_weight = torch.zeros_like(weight) if of_weight is None else of_weight.to(weight.dtype)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels.checks import check
+from marsrl.kernels.differentiable import first_derivative_only
 from marsrl.kernels.dispatch import Implementation, Op
-from marsrl.kernels.first_derivative import first_derivative_only
 from marsrl.kernels.head.bad_values import check_values
 from marsrl.kernels.head.gradients import HeadGradients, Wanted
 from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyTokens
@@ -74,13 +74,18 @@ def linear_policy_loss(
             raise ValueError("linear_policy_loss: main_grad is expanded, expected memory of its own for each element")
     tokens = policy_tokens("linear_policy_loss", hidden.shape[0], hidden.device, inputs)
     temperature = check_values(head, temperature, inputs.mask)
-    return _OP(hidden, weight, head, temperature, tokens, _Call(main_grad, compacts))
+    return _OP(_Call(hidden, weight, head, temperature, tokens, main_grad, compacts))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of the same names."""
+    """The arguments, checked."""
 
+    hidden: Tensor
+    weight: Tensor
+    head: Head
+    temperature: float | Tensor
+    tokens: PolicyTokens
     main_grad: Tensor | None
     compacts: bool
 
@@ -158,73 +163,43 @@ def _placeholder_gradient(weight: Tensor) -> Tensor | None:
 
 
 def _on_rows(provider: RowProvider) -> Implementation:
-    def run(
-        hidden: Tensor,
-        weight: Tensor,
-        head: Head,
-        temperature: float | Tensor,
-        tokens: PolicyTokens,
-        call: _Call,
-    ) -> PolicyLoss:
+    def run(call: _Call) -> PolicyLoss:
+        hidden, weight, mask = call.hidden, call.weight, call.tokens.mask
         # In evaluation and in the first forward of activation recomputation grad mode is off: no gradient is formed.
         is_differentiable = torch.is_grad_enabled()
-        fused = fused_loss(
-            provider.load(),
-            head,
-            hidden.detach(),
-            tokens,
-            Wanted(
-                hidden=is_differentiable and hidden.requires_grad,
-                weight=is_differentiable and weight.requires_grad,
-                weight_dtype=weight.dtype if call.main_grad is None else call.main_grad.dtype,
-            ),
-            call.compacts,
+        wanted = Wanted(
+            hidden=is_differentiable and hidden.requires_grad,
+            weight=is_differentiable and weight.requires_grad,
+            weight_dtype=weight.dtype if call.main_grad is None else call.main_grad.dtype,
         )
+        fused = fused_loss(provider.load(), call.head, hidden.detach(), call.tokens, wanted, call.compacts)
         sums = fused.terms.sums()
         loss = _FusedLoss.apply(hidden, weight, fused.gradients, total_loss(sums), call.main_grad)
         logprobs, entropy = fused.statistics.logprobs, fused.statistics.entropy
-        if tokens.mask is not None and not call.compacts:
-            logprobs, entropy = (torch.where(tokens.mask, each, 0.0) for each in (logprobs, entropy))
+        if mask is not None and not call.compacts:
+            logprobs, entropy = (torch.where(mask, each, 0.0) for each in (logprobs, entropy))
         return PolicyLoss(loss, logprobs, entropy, fused.terms.coefficient, agent_sums(sums))
 
-    def why_not(
-        hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, tokens: PolicyTokens, call: _Call
-    ) -> str | None:
-        return provider.why_not_head(hidden, weight, head)
+    def why_not(call: _Call) -> str | None:
+        return provider.why_not_head(call.hidden, call.weight, call.head)
 
     return Implementation(provider.name, run, why_not, provider.machine_lacks)
 
 
-def _reference(
-    hidden: Tensor,
-    weight: Tensor,
-    head: Head,
-    temperature: float | Tensor,
-    tokens: PolicyTokens,
-    call: _Call,
-) -> PolicyLoss:
+def _reference(call: _Call) -> PolicyLoss:
+    head = call.head
     return linear_policy_loss_reference(
-        hidden, weight, head.targets, temperature, head.num_columns, tokens, head.support
+        call.hidden, call.weight, head.targets, call.temperature, head.num_columns, call.tokens, head.support
     )
 
 
-def _why_not_reference(
-    hidden: Tensor,
-    weight: Tensor,
-    head: Head,
-    temperature: float | Tensor,
-    tokens: PolicyTokens,
-    call: _Call,
-) -> str | None:
+def _why_not_reference(call: _Call) -> str | None:
     if call.main_grad is not None:
         return "main_grad is given, the reference leaves the gradient of the weight to autograd"
-    return why_not_reference_head(head)
+    return why_not_reference_head(call.head)
 
 
 _OP = Op(
     "linear_policy_loss",
-    (
-        *map(_on_rows, HEAD_PROVIDERS),
-        Implementation("reference", _reference, _why_not_reference),
-    ),
+    (*map(_on_rows, HEAD_PROVIDERS), Implementation("reference", _reference, _why_not_reference)),
 )

@@ -6,13 +6,11 @@ from functools import cache
 
 from torch import Tensor
 
-from marsrl.kernels.head.chunked_head import ChunkedHead, head_gradients, head_statistics
+from marsrl.kernels.head.chunked_head import head_gradients, head_statistics, policy_gradients
 from marsrl.kernels.head.gradients import HeadGradients, Wanted
 from marsrl.kernels.head.objective import PolicyTokens
-from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels
-from marsrl.kernels.head.rows.statistics import Statistics
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.subset import Rows
-from marsrl.kernels.head.tiles import policy_gradients_by_tiles, tiles_for
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.policy_loss.terms import needs_whole_sequences, policy_terms
 
@@ -42,48 +40,20 @@ def fused_loss(
     """
     compacts = compacts or kernels.is_host
     rows = Rows.of(tokens.mask if compacts else None, hidden.shape[0], is_late=not kernels.is_host)
+    has_entropy = tokens.objective.entropy_coef != 0
     if not needs_whole_sequences(tokens):
-        return _single_pass(kernels, head, hidden, tokens, rows, wanted, compacts)
+        statistics = Statistics.zeros(hidden.shape[0], hidden.device)
+        terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
+        gradients = policy_gradients(kernels, head, hidden, rows, statistics, terms, wanted, compacts, has_entropy)
+        return FusedLoss(statistics, terms, gradients)
     _say_recompute(tokens.objective.ratio, tokens.objective.correction)
     statistics = head_statistics(kernels, head, hidden, rows)
     terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
     terms.evaluate(rows.settled())
     if not wanted.any:
         return FusedLoss(statistics, terms, None)
-    gradients = head_gradients(
-        kernels,
-        head,
-        hidden,
-        statistics,
-        terms.coefficient,
-        terms.entropy_coefficient,
-        wanted,
-        compacts,
-    )
-    return FusedLoss(statistics, terms, gradients)
-
-
-def _single_pass(
-    kernels: RowKernels,
-    head: Head,
-    hidden: Tensor,
-    tokens: PolicyTokens,
-    rows: Rows,
-    wanted: Wanted,
-    compacts: bool,
-) -> FusedLoss:
-    statistics = Statistics.zeros(hidden.shape[0], hidden.device)
-    terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
-    tiles = tiles_for(kernels, head, hidden)
-    if tiles is not None and wanted.any:
-        gradients = HeadGradients(head, hidden, wanted, in_pieces=True)
-        policy_gradients_by_tiles(tiles, head, rows, statistics, terms, gradients)
-        return FusedLoss(statistics, terms, gradients)
-    has_entropy = tokens.objective.entropy_coef != 0
-    chunks = ChunkedHead(kernels, head, hidden, rows, wanted, compacts=compacts, has_entropy=has_entropy)
-    for chunk, product in chunks:
-        chunks.policy_rows(product, chunk, statistics, terms)
-    return FusedLoss(statistics, terms, chunks.finish())
+    slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient, has_entropy)
+    return FusedLoss(statistics, terms, head_gradients(kernels, head, hidden, slopes, wanted, compacts))
 
 
 @cache

@@ -7,13 +7,12 @@ row      0  1          4  5                 kept_rows(mask)
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels.checks import INTEGERS, check, check_cu_seqlens
-from marsrl.kernels.dispatch import Implementation, Op, why_not_host
+from marsrl.kernels.dispatch import Implementation, Op, late_function, of_first, why_not_host
 from marsrl.kernels.packing.reference import kept_rows_reference, pack_reference
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
@@ -86,40 +85,27 @@ def kept_rows(mask: Tensor, *, num_kept: int | None = None) -> Tensor:
     return _KEPT_ROWS(mask, num_kept)
 
 
-def _why_not_cpu(tensor: Tensor, *_: object) -> str | None:
-    return why_not_host("the first tensor", tensor)
-
-
-def _why_not_triton(tensor: Tensor, *_: object) -> str | None:
-    return why_not_triton("the first tensor", tensor)
-
-
-def _pack_triton(*args: Any) -> tuple[Tensor | None, ...]:
-    from marsrl.kernels.packing import triton_impl  # Triton is imported when a kernel of it first runs
-
-    return triton_impl.pack_triton(*args)
-
-
-def _kept_rows_triton(mask: Tensor, num_kept: int) -> Tensor:
-    from marsrl.kernels.packing import triton_impl
-
-    return triton_impl.kept_rows_triton(mask, num_kept)
-
-
+_FIRST = "the first tensor"
 # On a CPU whole-array operations of PyTorch are as fast as a loop of our own: the reference serves there.
 _PACK = Op(
     "pack",
     (
-        Implementation("cpu", pack_reference, _why_not_cpu),
-        Implementation("triton", _pack_triton, _why_not_triton, machine_lacks_triton),
+        Implementation("cpu", pack_reference, of_first(why_not_host, _FIRST)),
+        Implementation(
+            "triton",
+            late_function("packing.triton_impl", "pack_triton"),
+            of_first(why_not_triton, _FIRST),
+            machine_lacks_triton,
+        ),
         Implementation("reference", pack_reference),
     ),
 )
+# Nor has a device anything to wait for in it.
 _KEPT_ROWS = Op(
     "kept_rows",
     (
-        Implementation("cpu", kept_rows_reference, _why_not_cpu),
-        Implementation("triton", _kept_rows_triton, _why_not_triton, machine_lacks_triton),
+        Implementation("cpu", kept_rows_reference, of_first(why_not_host, _FIRST)),
+        Implementation("triton", kept_rows_reference, of_first(why_not_triton, _FIRST), machine_lacks_triton),
         Implementation("reference", kept_rows_reference),
     ),
 )

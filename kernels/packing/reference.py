@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from marsrl.kernels.checks import sequence_of_tokens
+from marsrl.kernels.checks import kept_first, sequence_of_tokens
 
 
 def pack_reference(
@@ -36,5 +36,6 @@ def pack_reference(
 
 def kept_rows_reference(mask: Tensor, num_kept: int) -> Tensor:
     """[num_kept] int64: where mask [T] is set, ascending, then -1."""
-    rows = mask.nonzero()[:num_kept, 0]
-    return pad(rows, (0, num_kept - rows.numel()), value=-1)
+    number, tokens = kept_first(mask)
+    rows = pad(tokens[:num_kept], (0, max(0, num_kept - tokens.numel())), value=-1)
+    return torch.where(torch.arange(num_kept, device=mask.device) < number, rows, -1)

@@ -15,15 +15,7 @@ class CpuRmsNorm:
         scales = torch.empty(num_rows, dtype=torch.float32, device="cpu")
         factors = _as_read(weight, offset)
         cpu_library().marsrl_rms_norm(
-            rows.data_ptr(),
-            rows.dtype == torch.bfloat16,
-            rows.stride(0),
-            factors.data_ptr(),
-            num_rows,
-            width,
-            eps,
-            out.data_ptr(),
-            scales.data_ptr(),
+            *(rows, rows.dtype == torch.bfloat16, rows.stride(0), factors, num_rows, width, eps, out, scales),
             torch.get_num_threads(),
         )
         return out, scales
@@ -36,17 +28,8 @@ class CpuRmsNorm:
         of_weight = torch.empty(width, dtype=torch.float32, device="cpu")
         factors = _as_read(weight, offset)
         cpu_library().marsrl_rms_norm_gradients(
-            rows.data_ptr(),
-            rows.dtype == torch.bfloat16,
-            rows.stride(0),
-            factors.data_ptr(),
-            scales.data_ptr(),
-            grad.data_ptr(),
-            num_rows,
-            width,
-            of_rows.data_ptr(),
-            of_weight.data_ptr(),
-            torch.get_num_threads(),
+            *(rows, rows.dtype == torch.bfloat16, rows.stride(0), factors, scales, grad, num_rows, width),
+            *(of_rows, of_weight, torch.get_num_threads()),
         )
         return of_rows, of_weight
 

@@ -1,7 +1,6 @@
 """swiglu: the activation between the two projections of an MLP or of an expert, in one walk over memory each way."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -9,12 +8,11 @@ from torch import Tensor
 
 from marsrl.kernels.checks import FLOATS, check
 from marsrl.kernels.differentiable import Gradient
-from marsrl.kernels.dispatch import Op
+from marsrl.kernels.dispatch import Op, late_object
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
-from marsrl.kernels.swiglu.cpu import CpuSwiglu
 from marsrl.kernels.swiglu.reference import swiglu_reference
 from marsrl.kernels.traced_op import register
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
 
 
 def swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -78,18 +76,6 @@ def _as_read(weights: Tensor | None) -> Tensor | None:
     return None if weights is None else weights.float().contiguous()
 
 
-@cache
-def _cpu() -> _Kernels:
-    return _Kernels(CpuSwiglu())
-
-
-@cache
-def _triton() -> _Kernels:
-    from marsrl.kernels.swiglu.triton_impl import TritonSwiglu  # Triton is imported when it first runs
-
-    return _Kernels(TritonSwiglu())
-
-
 def _results(products: Tensor, weights: Tensor | None) -> tuple[Tensor]:
     return (products.new_empty(products.shape[0], products.shape[1] // 2),)
 
@@ -99,9 +85,7 @@ def _why_not_cpu(products: Tensor, weights: Tensor | None) -> str | None:
 
 
 def _why_not_triton(products: Tensor, weights: Tensor | None) -> str | None:
-    if products.dtype == torch.float64:
-        return "products is float64, the kernels compute in float32"
-    return why_not_triton("products", products) or _why_not_wide(weights)
+    return why_not_triton_float32("products", products) or _why_not_wide(weights)
 
 
 def _why_not_wide(weights: Tensor | None) -> str | None:
@@ -113,8 +97,12 @@ _GRADIENT = Gradient("swiglu", num_tensors=2)
 _OP = Op(
     "swiglu",
     (
-        _GRADIENT.implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
-        _GRADIENT.implementation("cpu", _cpu, _why_not_cpu, why_no_cpu_library),
+        _GRADIENT.implementation(
+            "triton", late_object("swiglu.triton_impl", "TritonSwiglu", _Kernels), _why_not_triton, machine_lacks_triton
+        ),
+        _GRADIENT.implementation(
+            "cpu", late_object("swiglu.cpu", "CpuSwiglu", _Kernels), _why_not_cpu, why_no_cpu_library
+        ),
         _GRADIENT.reference(swiglu_reference),
     ),
 )

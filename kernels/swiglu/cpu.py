@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from marsrl.kernels.library import address, cpu_library
+from marsrl.kernels.library import cpu_library
 
 
 class CpuSwiglu:
@@ -12,10 +12,8 @@ class CpuSwiglu:
     def forward(self, products: Tensor, weights: Tensor | None) -> Tensor:
         num_rows, width = products.shape[0], products.shape[1] // 2
         out = torch.empty(num_rows, width, dtype=products.dtype, device="cpu")
-        is_bfloat16 = products.dtype == torch.bfloat16
-        threads = torch.get_num_threads()
         cpu_library().marsrl_swiglu(
-            products.data_ptr(), is_bfloat16, address(weights), num_rows, width, out.data_ptr(), threads
+            products, products.dtype == torch.bfloat16, weights, num_rows, width, out, torch.get_num_threads()
         )
         return out
 
@@ -24,14 +22,7 @@ class CpuSwiglu:
         of_products = torch.empty_like(products)
         of_weights = None if weights is None else torch.empty_like(weights)
         cpu_library().marsrl_swiglu_gradients(
-            products.data_ptr(),
-            products.dtype == torch.bfloat16,
-            address(weights),
-            grad.data_ptr(),
-            num_rows,
-            width,
-            of_products.data_ptr(),
-            address(of_weights),
-            torch.get_num_threads(),
+            *(products, products.dtype == torch.bfloat16, weights, grad, num_rows, width),
+            *(of_products, of_weights, torch.get_num_threads()),
         )
         return of_products, of_weights

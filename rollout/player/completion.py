@@ -16,7 +16,7 @@ from marsrl.rollout.types import Ask, BoolArray, Finish, FloatArray, IntArray, S
 
 
 class State(StrEnum):
-    """Where a completion is.
+    """State of a completion.
 
     due -> decoding -> judging -> over
      ^        |  '---> waiting ---^
@@ -101,7 +101,7 @@ class Completion:
         self.turn += 1
 
     def _keep(self, kept_tokens: KeptTokens | None, num_tokens: int) -> None:
-        """What was kept at the next places, which are not in token_ids yet; None: nothing was left out there."""
+        """Kept tokens of the next positions, not yet in token_ids; None: none was left out there."""
         if self.kept_tokens is None and kept_tokens is None:
             return
         before = self.kept_tokens or KeptTokens.nothing_left_out(len(self.token_ids))

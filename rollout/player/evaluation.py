@@ -178,7 +178,7 @@ class EvaluationPlay:
             self._on_said(completion)
 
     def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
-        """What it was asked for has been noted."""
+        """Nothing to do: completions were recorded as they ended."""
 
     def is_followed(self, episode: Episode) -> bool:
         return self._plays[id(episode)].is_followed or bool(episode.waiting)

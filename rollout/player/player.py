@@ -31,7 +31,7 @@ _TOO_LONG = Prompt(np.zeros(0, np.int32), "(the prompt is longer than max_input_
 
 
 class Game(Protocol):
-    """What is played, how it is decoded, and what becomes of it.
+    """Source, decoding and sink of the episodes that are played.
 
     has_segments: a completion may be decoded in several requests. answers_too_long: an ask whose prompt is too long gets empty
     completions that count as overlong; else it is over without any.
@@ -41,7 +41,7 @@ class Game(Protocol):
     answers_too_long: bool
 
     def most_tokens(self, agent: str) -> int:
-        """How long a completion of the agent may be."""
+        """Token limit of the agent's completion."""
 
     def request(self, completion: Completion) -> DecodeRequest:
         """The next segment of a completion, which is submitted now."""
@@ -59,7 +59,7 @@ class Game(Protocol):
         """Is the team to say what comes next?"""
 
     def followed(self, episode: Episode, asks: Sequence[Ask]) -> None:
-        """What the team asks next: for Player.ask, now or later."""
+        """The team's next requests: for Player.ask, now or later."""
 
     def ended(self, episode: Episode) -> None:
         """Nothing of the episode is open any more."""
@@ -297,7 +297,7 @@ class Player:
         self._judging.update(zip(unjudged, self.team.begin_judging(unjudged), strict=True))
 
     def _go_on(self) -> bool:
-        """Whether something has followed, from which more may."""
+        """Take in results once; True if requests followed, so that more may."""
         self._take_judged()
         self._take_outputs()
         if self._in_step and self.is_working:

@@ -1,4 +1,4 @@
-"""What the trainer's loop calls: batches of groups, decoded in its own thread, or beside it with rollout.overlap > 0.
+"""Batches of groups for the training loop, decoded in its own thread, or concurrently with rollout.overlap > 0.
 
     trainer's thread                         "marsrl-rollout"
     next_batch: want, wait for a batch  <--  submit what is due -> collect (unlocked) -> absorb, round and round

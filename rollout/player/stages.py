@@ -48,7 +48,7 @@ _KNOWN_LENGTHS = 512  # finished completions of an agent that guesses are made f
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one step trains on, and what the stage (or stages) that made it did.
+    """Training input of one step, with the metrics of the stage (or stages) that made it.
 
     StepBatch((group, another), {"rollout/stages": 1.0, "rollout/unfinished": 12.0, ...})
     """
@@ -88,7 +88,7 @@ class StagesState:
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """What a checkpoint keeps of the rollout: the stages, and where the problem source stands."""
+    """The rollout's part of a checkpoint: the stages and the position of the problem source."""
 
     stages: StagesState
     source: CursorState
@@ -204,7 +204,7 @@ class Stages:
         self._begin_if_due()
 
     def snapshot(self) -> RolloutState:
-        """What a checkpoint keeps: of a segment under way nothing, it is decoded again."""
+        """State for a checkpoint. A segment under way is not part of it and is decoded again."""
         return RolloutState(self.state.copy(), self.source.state())
 
     def restore(self, state: RolloutState) -> None:
@@ -401,7 +401,7 @@ class Stages:
             self.player.settle()
 
     def _note_faults(self) -> None:
-        """What the pools have mended since the last batch, and what tools and a judge have counted, into the metrics."""
+        """Add to the metrics the pools' repairs since the last batch and the counts of tools and judge."""
         counts = self.player.counts
         for pool in self.team.pools.values():
             faults = pool.take_faults()

@@ -34,12 +34,18 @@ class TutorRates:
     slip_hard: float = 0.4
 
 
+_MOST_TRIES = 1000  # of a solution that the Verifier flags
+
+
 def solver_trace(rng: random.Random, chain: Chain, slip: float, options: ArithmeticOptions) -> Trace:
     return Trace(Role.SOLVER, _prompt(Role.SOLVER, chain), _solution(rng, chain, slip, options))
 
 
 def team_traces(rng: random.Random, chain: Chain, rates: TutorRates, options: ArithmeticOptions) -> list[Trace]:
-    """Solver, Verifier and Corrector on one chain; the Corrector's input is always a flagged solution."""
+    """Solver, Verifier and Corrector on one chain; the Corrector's input is always a flagged solution.
+
+    Without a Corrector where tutors that hardly slip flag none in _MOST_TRIES, as at a chain of * with slip_multiply 0.
+    """
     solution = _solution(rng, chain, rates.slip_solver, options)
     is_hard = rng.random() < rates.hard_claims
     judged = _solution(rng, chain, rates.slip_hard, options) if is_hard else solution
@@ -49,9 +55,13 @@ def team_traces(rng: random.Random, chain: Chain, rates: TutorRates, options: Ar
         Trace(Role.VERIFIER, _prompt(Role.VERIFIER, chain, judged), report),
     ]
     report = _report(rng, chain, solution, rates, options)
-    while not report.endswith("wrong"):
+    for _ in range(_MOST_TRIES):
+        if report.endswith("wrong"):
+            break
         solution = _solution(rng, chain, rates.slip_solver, options)
         report = _report(rng, chain, solution, rates, options)
+    if not report.endswith("wrong"):
+        return traces
     correction = _correction(rng, chain, solution, rates, options)
     return [*traces, Trace(Role.CORRECTOR, _prompt(Role.CORRECTOR, chain, solution, report), correction)]
 

@@ -4,10 +4,10 @@ import ctypes
 import importlib.util
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from forked import PYTHON
 from scripts import BENCHMARKS, call, script
 
 
@@ -227,7 +227,7 @@ outcome = gpu_suite.dataclasses.asdict(gpu_suite.Outcome(part.name, "ok", 1.0))
 suite = {"device": "cpu", "commit": None, "before": "", "after": "", "parts": [outcome]}
 gpu_suite.pack(out, out, suite)
 """
-    done = call(str(BENCHMARKS), str(tmp_path), PYTHON, code=code)
+    done = call(str(BENCHMARKS), str(tmp_path), sys.executable, code=code)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "train_step.json").read_text())["results"]["DMMPT off"]["rows"]
     assert {name: row["ranks"] for name, row in rows.items()} == {

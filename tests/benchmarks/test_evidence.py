@@ -121,7 +121,7 @@ def test_words_stand_under_the_table_that_they_are_of_alone() -> None:
     assert "so it is." not in evidence_page.section(said, results)
 
 
-def test_a_number_is_kept_until_settings_or_the_code_that_trains_are_others() -> None:
+def test_a_number_of_a_clean_commit_is_kept_until_its_settings_are_others() -> None:
     job, (_, found) = Job("marsrl", "gate off", 0), result("gate off", 0, 0.5)
     head = evidence.git("rev-parse", "HEAD").stdout.strip()
     assert evidence.is_current(job, replace(found, commit=head))

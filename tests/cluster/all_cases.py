@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "forks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 
 from books import Loss

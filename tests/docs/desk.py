@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import yaml
 from documents import ROOT, config_blocks, other_blocks, python_blocks
-from forked import PYTHON
 from safetensors.torch import load_file, save_file
 from small_run import SEED
 
@@ -38,11 +37,10 @@ MORE = [
 
 
 class Desk:
-    """folder: of its own; what commands write with a relative path lands there. cache: of its warm starts. python: beside it are
-    torchrun and marsrl."""
+    """folder: of its own; what commands write with a relative path lands there. cache: of its warm starts."""
 
-    def __init__(self, folder: Path, python: str = PYTHON) -> None:
-        self.folder, self.cache, self.python = folder, folder / "cache", python
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.cache = folder, folder / "cache"
         for name in ("trainer", "configs", "benchmarks", "examples", "Makefile"):
             (folder / name).symlink_to(ROOT / name)
         lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(12)]
@@ -54,6 +52,8 @@ class Desk:
             (own,) = (block for block in python_blocks() if block.where.startswith(page))
             (folder / f"my_{name}.py").write_text(own.text)
             (folder / f"own_{name}.yaml").write_text(next(b.text for b in config_blocks() if b.where.startswith(page)))
+        (team,) = (block for block in python_blocks() if block.where.startswith("README.md:"))
+        (folder / "team.py").write_text(team.text)
         levels = ("school", "graduate")
         raw = [{**line, "level": levels[i % 2]} for i, line in enumerate([*lines[:1], *MORE])]
         (folder / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in raw))
@@ -95,7 +95,7 @@ class Desk:
     def start(self, words: list[str]) -> subprocess.Popen[bytes]:
         """In this folder, from the environment that the tests run in, with a cache of its own; `console` is what it prints."""
         environment = {**os.environ, "MARSRL_CACHE": str(self.cache)}
-        environment["PATH"] = f"{Path(self.python).parent}:{Path(sys.executable).parent}:{environment['PATH']}"
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         with open(self.folder / "console", "wb") as console:
             return subprocess.Popen(
                 words,

@@ -20,10 +20,9 @@ TEST = re.compile(r"(tests/[\w/]+\.py)(?:::(\w+))?")
 PICTURES = {
     "docs/own_task.md": "Peru, Lima\n",
     "docs/kernels.md": "4,096 rows, 32 x 8 = 256 tiles",
-    "README.md": "kernels/            fast tensor",
+    "README.md": "kernels/     fused tensor",
     "docs/prompts.md": "answer: boxed\nverdict:",
     "docs/dual_system.md": "<think>Who is the teacher",
-    "docs/weight_sync.md": "who holds which box",
 }
 
 

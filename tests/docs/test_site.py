@@ -12,6 +12,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     pages = {path.stem for path in (tmp_path / "site").glob("*.html")} - {"404"}
-    assert pages == {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert pages == {path.stem for path in (ROOT / "docs").glob("*.md")} | {"config"}
+    assert "rollout.segments" in (tmp_path / "site" / "config.html").read_text("utf-8")
     shown = (tmp_path / "site" / "quickstart.html").read_text("utf-8")
     assert "marsrl config" in shown and 'src="http' not in shown  # nothing is loaded from elsewhere

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_cases import GivenLearner
 
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.imports import imports_for_good
 from marsrl.trainer.learner.other_roundings import other_roundings
 from marsrl.trainer.weights.comparison import TrainerScores, comparison_sequences
-
-sys.path.insert(0, str(Path(__file__).parent))
-from engine_cases import GivenLearner
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 160,

@@ -14,7 +14,7 @@ import pytest
 import ray
 import torch
 from engine_cases import ROUNDING, after, generate, outlive, perturbed, prompt, request, tensors_of
-from forked import actors
+from processes import actors
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
 from marsrl.rollout.config import LocalOptions, RolloutConfig

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from engine_cases import ROUNDING, after, decoded, generate, outlive, perturbed, prompt, request, tensors_of
-from forked import actors, descendants
+from processes import actors, descendants
 
 from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
 from marsrl.rollout.engines.protocol import WrongVersion

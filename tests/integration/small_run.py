@@ -32,11 +32,8 @@ TEAM = "agents={verifier1: {pick: adaptive}, verifier2: {pick: adaptive}}"
 
 def run_here(words: list[str]) -> None:
     """A run of trainer/main.py in this process, whose answer to SIGTERM is the test's again afterwards."""
-    from forked import let_ray_fork
-
     from marsrl.trainer.main import main
 
-    let_ray_fork()
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         assert main([*words, *SEED]) == 0

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked import PYTHON
 from safetensors.torch import load_file, save_file
 
 from marsrl.trainer import cli
@@ -26,11 +25,9 @@ from marsrl.trainer.runs.lock import RunLock
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 
 
-def start(
-    *words: str, under_torchrun: bool = False, cwd: Path | None = None, python: str = PYTHON
-) -> subprocess.CompletedProcess[str]:
+def start(*words: str, under_torchrun: bool = False, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if under_torchrun else []
-    command = [python, *launcher, str(MAIN), *words]
+    command = [sys.executable, *launcher, str(MAIN), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd)
 
 
@@ -58,7 +55,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
 
 
 def test_a_refused_run_exits_with_2_and_without_a_traceback() -> None:
-    done = start("run.steps=many", python=sys.executable)
+    done = start("run.steps=many")
     assert done.returncode == 2
     assert done.stderr.startswith("marsrl: run.steps: ")
     assert "Traceback" not in done.stderr

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 from books import Loss, check_books
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # commands
 from commands import run_by
 from documents import ROOT
 from runner import Runner

@@ -7,7 +7,6 @@ import itertools
 import json
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,14 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # commands, desk
 from commands import run_by
 from desk import Desk
 from documents import is_on_the_page
-from forked import PYTHON
 from runner import Runner
+from safetensors.torch import load_file
 from small_run import SEED
 
 from marsrl.rollout.types import Finish
@@ -196,7 +192,7 @@ def test_commands_on_a_run_are_as_they_are_written(
 def test_the_default_run_starts_as_it_is_written(command: str, first_run: Path, runner: Runner, tmp_path: Path) -> None:
     """What `make train` starts, and with a team of one's own. It finds its policy in the cache: the one that the first run has
     taught, less well."""
-    desk = Desk(tmp_path, PYTHON if "--config" in command else sys.executable)
+    desk = Desk(tmp_path)
     words = desk.words(command, Path)
     file = tmp_path / words[-1] if "--config" in words else None
     taught = warm_started(runner.cache, first_run / "config.yaml")

@@ -5,14 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))  # completions_server
 from completions_server import Handler, completions_server
 from scripted_pool import pools_of
 

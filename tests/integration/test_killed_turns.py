@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import pytest
 from books import check_books
-from forked import PYTHON
 from killed_turns_worker import NUM_CALLS, READS, says
 
 from marsrl.rollout.episode import Episode
@@ -149,7 +149,7 @@ def test_a_turn_killed_in_any_phase_repeats_no_call_that_was_kept_and_loses_no_s
 def end_of(run: RunDirectory, words: list[str], life: int, phase: str) -> str:
     """A life up to its SIGKILL in the phase, which the checkpoint of step `life` then has; the last one to its end."""
     process = subprocess.Popen(
-        [PYTHON, "-W", "ignore", str(WORKER), *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        [sys.executable, "-W", "ignore", str(WORKER), *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, errors="replace", env={**os.environ, "HF_HUB_OFFLINE": "1"},
         start_new_session=True,
     )  # fmt: skip

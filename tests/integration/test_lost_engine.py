@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import descendants
+from processes import descendants
 
 from marsrl.rollout.weights.connections import GroupConnection, SharedBuffer
 from marsrl.rollout.weights.files import parent_of

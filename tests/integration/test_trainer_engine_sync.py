@@ -5,7 +5,6 @@ Engines of one process and of two: these hold halves, and must end with the proc
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +16,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from engine_cases import after, decoded, generate, prompt, request
-from forked import actors, descendants
+from processes import actors, descendants
 from random_model import write_model
 
 from marsrl.kernels import PolicyObjective

@@ -1,7 +1,6 @@
 """Shared by the tests of the fused head on every implementation: the cases, and how a result is judged.
 
-The same bodies run csrc/cpu (test_linear_*.py), Triton in the interpreter (interpreter/test_fused_head.py) and whatever
-runs on a GPU (test_fused_head_on_gpu.py).
+head_tests.py has the tests that run on all of them: csrc/cpu, Triton in the interpreter, and on a GPU.
 """
 
 from collections.abc import Iterator

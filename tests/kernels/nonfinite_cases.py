@@ -1,6 +1,6 @@
 """Numbers that are not finite: in a row of logits, and in each input of the policy objective at each place it can stand at.
 
-Shared by test_nonfinite.py (csrc/cpu and the references) and interpreter/test_nonfinite_interpreted.py (Triton).
+Shared by test_nonfinite.py (csrc/cpu and the references) and interpreter/test_every_op.py (Triton).
 """
 
 import itertools
@@ -144,14 +144,8 @@ WHEN: dict[str, Callable[[Setting], bool]] = {
     "with a KL term": lambda setting: setting.kl != "none",
     "with an entropy bonus": lambda setting: setting.has_bonus,
 }
-PLACES = {  # name -> how the documentation calls it
-    "trained": "of a trained token",
-    "mask off": "outside the mask",
-    "dropped": "of a dropped token",
-    "gated": "masked by the gate",
-    "removed": "masked by a correction",
-}
-READ = {  # input -> when it is read at each place: then loss and coefficient are not finite
+PLACES = ("trained", "mask off", "dropped", "gated", "removed")  # removed: masked by a correction
+READ = {  # input -> when it is read at each of PLACES: then loss and coefficient are not finite
     "log-prob": ("always", "never", "never", "always", "without an old log-prob"),
     "entropy": ("with an entropy bonus", "never", "never", "never", "never"),
     "advantage": ("always", "never", "never", "never", "never"),
@@ -161,19 +155,6 @@ READ = {  # input -> when it is read at each place: then loss and coefficient ar
     "reference log-prob": ("with a KL term", "never", "never", "never", "never"),
 }
 VALUES = (torch.nan, torch.inf, -torch.inf)
-OF_LOGPROBS = ("cpu", "triton", "reference")
-OF_HEAD = ("cpu", "cpu bfloat16", "triton", "triton without compaction", "triton_gemm", "reference")
-
-
-def documented() -> list[str]:
-    """The table of docs/numerics.md."""
-    lines = ["| not finite | " + " | ".join(PLACES.values()) + " | tried on |", "|---" * (len(PLACES) + 2) + "|"]
-    for name, cells in READ.items():
-        tiers = "1" if name == "entropy" else "1, 2"
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {tiers} |")
-    for number, op, tiers in ((1, "policy_loss", OF_LOGPROBS), (2, "linear_policy_loss", OF_HEAD)):
-        lines.append(f"{number}. `{op}`: {', '.join(tiers)}")
-    return lines
 
 
 @dataclass(frozen=True)
@@ -186,7 +167,7 @@ class Spot:
     has_sibling: bool
 
     def is_read(self, setting: Setting) -> bool:
-        return WHEN[READ[self.name][list(PLACES).index(self.place)]](setting)
+        return WHEN[READ[self.name][PLACES.index(self.place)]](setting)
 
     def is_read_by_sibling(self, setting: Setting) -> bool:
         """A weight is of the sequence; so are a mean of log-ratios and one of log-drifts, of all its tokens in the mask."""

@@ -9,9 +9,8 @@ from row_cases import exact_statistics, hard_rows, head_for
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective
-from marsrl.kernels.head.rows.cpu import CpuPolicyTerms, CpuRowKernels
-from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
-from marsrl.kernels.head.rows.statistics import Statistics
+from marsrl.kernels.head.rows.cpu import CpuPolicyTerms, CpuRowKernels, CpuTileKernels
+from marsrl.kernels.head.rows.protocol import Slopes, Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.shards import combined, put_statistics
 from marsrl.kernels.head.vocabulary import Head
@@ -65,8 +64,8 @@ def three_calls(z: Tensor, head: Head, bonus: float) -> tuple[Statistics, CpuPol
     kernels.statistics(logits, Rows.of(None, 6), head, statistics)
     terms = terms_for(statistics, bonus)
     terms.evaluate(Rows.of(None, 6))
-    coefficients = terms.coefficient, terms.entropy_coefficient
-    count = kernels.gradients(logits, Rows.of(None, 6), head, statistics, *coefficients, logits, active).wait()
+    slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient)
+    count = kernels.gradients(logits, Rows.of(None, 6), head, slopes, logits, active).wait()
     return statistics, terms, logits[:count], active[:count]
 
 
@@ -122,11 +121,11 @@ def by_tiles(z: Tensor, head: Head, bonus: float, width: int) -> tuple[Statistic
     put_statistics(combined(parts, inverse), head, rows, True, statistics)
     terms = terms_for(statistics, bonus)
     terms.evaluate(rows)
-    coefficients = terms.coefficient, terms.entropy_coefficient
-    active = ((coefficients[0] != 0) | (coefficients[1] != 0)).nonzero()[:, 0]
+    slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient)
+    active = ((slopes.coefficient != 0) | (slopes.entropy_coefficient != 0)).nonzero()[:, 0]
     dz = [torch.full((active.numel(), tile.stop - tile.start), torch.nan) for tile in tiles]
     for tile, part, exponentials, out in zip(tiles, parts, kept, dz, strict=True):
-        kernels.gradients(exponentials, part[0], active, active, head.tile(tile), statistics, *coefficients, out)
+        kernels.gradients(exponentials, part[0], active, active, head.tile(tile), slopes, out)
     return statistics, terms, torch.cat(dz, 1), active
 
 

@@ -6,7 +6,7 @@ import triton
 from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 
 from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
-from marsrl.kernels.head.rows.statistics import Statistics
+from marsrl.kernels.head.rows.protocol import Slopes, Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import Head
 
@@ -55,11 +55,11 @@ def test_a_chunk_to_exponentials_and_these_to_gradients(target, num_rows, dtype)
     statistics, out = Statistics(*(floats(TOKENS) for _ in range(4))), floats(num_rows, WIDTH, dtype=dtype)
     dz, active = floats(num_rows, WIDTH, dtype=torch.bfloat16), torch.empty(num_rows, dtype=torch.int64, device=META)
     with compiled_launches(target) as reports:
-        pieces = gemm.exponentials(floats(num_rows, 2048, dtype=torch.bfloat16), rows, head, out)
-        gemm.statistics(pieces, rows, head, statistics)
-        gemm.partials(pieces, rows, head)
+        product = gemm.multiply(None, floats(num_rows, 2048, dtype=torch.bfloat16), rows, head, out)
+        gemm.statistics(product, rows, head, statistics)
+        gemm.partials(product, rows, head)
         has_bonus = dtype == torch.float32
-        gemm.gradients(out, pieces, rows, head, statistics, floats(TOKENS), floats(TOKENS), dz, active, has_bonus)
+        gemm.gradients(product, rows, head, Slopes(statistics, floats(TOKENS), floats(TOKENS), has_bonus), dz, active)
     product, *others, gradients = reports
     names = ["finish_rows", "join_pieces", "list_active"]
     assert [report.kernel for report in others] == names and gradients.kernel == "exponential_gradients"
@@ -79,9 +79,8 @@ def test_gradients_at_once(target):
     statistics, rows = Statistics(*(floats(TOKENS) for _ in range(4))), Rows(None, 768, 4224)
     hidden, dz = floats(4224, 2048, dtype=torch.bfloat16), floats(4224, WIDTH, dtype=torch.bfloat16)
     with compiled_launches(target) as (reports):
-        TritonFirstGemm().gradients_at_once(
-            hidden, rows, head_of(2048, torch.bfloat16), statistics, floats(TOKENS), floats(TOKENS), dz
-        )
+        slopes = Slopes(statistics, floats(TOKENS), floats(TOKENS))
+        TritonFirstGemm().gradients_at_once(hidden, rows, head_of(2048, torch.bfloat16), slopes, dz)
     (product,) = reports
     assert_product_compiled_well(product, target >= 90)
     assert product.num_tile_stores or product.num_wide_stores, product
@@ -94,5 +93,6 @@ def test_gradients_at_once(target):
 def test_statistics_alone(target, num_rows, size):
     head, rows = head_of(size, torch.float16, has_temperature=False), Rows(None, 0, num_rows)
     with compiled_launches(target) as reports:
-        TritonFirstGemm().exponentials(floats(num_rows, size, dtype=torch.float16), rows, head, None)
+        hidden = floats(num_rows, size, dtype=torch.float16)
+        TritonFirstGemm().multiply(None, hidden, rows, head, hidden[:, :0])
     assert_product_compiled_well(reports[0], target >= 90 and size % 8 == 0)

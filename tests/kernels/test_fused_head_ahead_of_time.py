@@ -9,7 +9,7 @@ from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head.gradients import Wanted
 from marsrl.kernels.head.objective import PolicyTokens
-from marsrl.kernels.head.rows.statistics import Statistics
+from marsrl.kernels.head.rows.protocol import Slopes, Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
 from marsrl.kernels.head.vocabulary import Head
@@ -57,9 +57,8 @@ def test_statistics_and_gradients_of_a_chunk(target, width, columns, is_listed, 
     with compiled_launches(target) as reports:
         kernels.statistics(logits, rows, head, statistics)
         kernels.partials(logits, rows, head)
-        kernels.gradients(
-            logits, rows, head, statistics, floats(TOKENS), floats(TOKENS), floats(ROWS, width, dtype=dtype), ids(ROWS)
-        )
+        slopes = Slopes(statistics, floats(TOKENS), floats(TOKENS))
+        kernels.gradients(logits, rows, head, slopes, floats(ROWS, width, dtype=dtype), ids(ROWS))
     names = [report.kernel for report in reports]
     assert names == ["row_partials", "finish_rows", "row_partials", "join_pieces", "list_active", "row_gradients"]
     for report in reports:
@@ -77,7 +76,9 @@ def test_rows_of_an_odd_vocabulary_are_read_and_written_in_128_bits(target):
     statistics = Statistics(*(floats(TOKENS) for _ in range(4)))
     with compiled_launches(target) as reports:
         TritonRowKernels().statistics(logits, rows, head, statistics)
-        TritonRowKernels().gradients(logits, rows, head, statistics, floats(TOKENS), floats(TOKENS), dz, ids(ROWS))
+        TritonRowKernels().gradients(
+            logits, rows, head, Slopes(statistics, floats(TOKENS), floats(TOKENS)), dz, ids(ROWS)
+        )
     of = {report.kernel: report for report in reports}
     assert of["row_partials"].num_wide_loads and of["row_gradients"].num_wide_loads, of
     assert of["row_gradients"].num_wide_stores, of

@@ -12,6 +12,7 @@ from every_op import (
     check_the_defaults_are_not_used,
     force,
     same,
+    that_run_here,
 )
 
 from marsrl.kernels import (
@@ -95,7 +96,10 @@ def inputs():
 
 # The reference of policy_loss has no product: PyTorch differentiates it, as often as it is asked to.
 DIFFERENTIABLE_TIERS = [
-    (name, tier) for name, tier in TIERS if name in DIFFERENTIABLE and (name, tier) != ("policy_loss", "reference")
+    (name, tier)
+    for name in DIFFERENTIABLE
+    for tier in that_run_here(name)
+    if (name, tier) != ("policy_loss", "reference")
 ]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from made_up_run import make_evaluation, make_run
 from rich.console import Console
-from test_export import ATTACK, answers_in
+from test_exported_pages import ATTACK, answers_in
 
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig

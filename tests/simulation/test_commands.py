@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from forked import PYTHON
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,7 +28,7 @@ def test_weights_are_synced_by_every_backend(tmp_path: Path) -> None:
     words = ["--mib", "8", "--repeats", "1", "--bucket-mib", "1", "--json", str(tmp_path / "out.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [PYTHON, "benchmarks/weight_sync.py", *words], capture_output=True, text=True, env=environment, cwd=ROOT
+        [sys.executable, "benchmarks/weight_sync.py", *words], capture_output=True, text=True, env=environment, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())

@@ -6,11 +6,11 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import PYTHON
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, Any]]:
     done = subprocess.run(
-        [PYTHON, "-c", COUNTED],
+        [sys.executable, "-c", COUNTED],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -72,7 +72,7 @@ def test_texts_that_come_within_a_tenth_of_a_second_are_decoded_together(measure
 
 
 def test_two_ranks_share_a_batch_with_experts() -> None:
-    words = [PYTHON, "benchmarks/scale.py", "--experts", "2"]
+    words = [sys.executable, "benchmarks/scale.py", "--experts", "2"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     shares = re.findall(r"  rank ([01]): .*; share ([0-9.]+) GiB; beside it at most [0-9]+ MiB", done.stdout)

@@ -2,9 +2,11 @@ import random
 
 import pytest
 
+from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic import (
     ARITHMETIC_TOKENIZER,
     ArithmeticTask,
+    Chain,
     apply,
     draw_chain,
     is_held_out,
@@ -75,6 +77,13 @@ def test_tutors_without_slips_are_right_and_corrector_inputs_are_always_flagged(
         is_right = solver.completion.endswith(chain.answer)
         assert verifier.completion.endswith("correct" if is_right else "wrong")
         assert corrector.completion.endswith(f"Answer: {chain.answer}")
+
+
+def test_tutors_that_never_slip_give_a_lesson_without_a_corrector() -> None:
+    """With no slips at *, nothing is ever wrong in a chain of multiplications."""
+    chain, options = Chain(3, ("*7", "*3")), ArithmeticOptions(slip_multiply=0.0)
+    traces = team_traces(random.Random(0), chain, TutorRates(anchor=0), options)
+    assert [trace.role for trace in traces] == [Role.SOLVER, Role.VERIFIER]
 
 
 def test_slips_come_at_the_documented_rate() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 
 from marsrl.trainer.cli import GROUPS, build_parser, main
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config.explain import as_markdown, help_line, page_of
+from marsrl.trainer.config.explain import help_line, page_of
 from marsrl.trainer.config.keys import every_key, key_names
 from marsrl.trainer.config.read import read_config
 
@@ -88,13 +89,33 @@ def test_a_wrong_key_is_answered_with_the_nearest(capsys) -> None:
     assert "rollout.segmnts: unknown key; did you mean rollout.segments?" in capsys.readouterr().err
 
 
-def test_the_page_of_the_settings_is_that_of_the_models() -> None:
-    """`marsrl config --markdown > docs/config.md` makes it again."""
-    assert (ROOT / "docs/config.md").read_text("utf-8") == as_markdown()
+def test_the_page_of_the_settings_has_each_key_once_with_its_meaning(capsys) -> None:
+    page = shown(capsys, "config", "--markdown")
+    rows = [line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    assert all(len(row) == 4 and row[1] and row[3] for row in rows)
+    referred = [
+        name for line in page.splitlines() if line.startswith("As in ") for name in line.split(": ", 1)[1].split(", ")
+    ]
+    names = sorted(name.strip("`.") for name in [*(row[0] for row in rows), *referred])
+    assert names == sorted(key.name for key in every_key() if key.kind != "section")
 
 
-def test_every_key_has_a_page_that_exists() -> None:
-    assert {page for name in key_names() if not (ROOT / (page := page_of(name))).is_file()} == set()
+def test_a_section_that_repeats_another_refers_to_it(capsys) -> None:
+    page = shown(capsys, "config", "--markdown")
+    sections = {text.partition("\n")[0].strip("`"): text for text in page.split("\n## ")[1:]}
+    for later, earlier in {"rollout.vllm": "policies.<name>.vllm", "curate.clarity": "curate.academic"}.items():
+        assert f"As in [`{earlier}`](#" in sections[later] and "| key |" not in sections[later]
+    assert "| `tools.scholar.corpus` |" in sections["tools.scholar"]
+    anchors = {
+        re.sub(r"[^\w-]", "", name).lower() for name in sections
+    }  # tests/docs/test_site.py: as mkdocs makes them
+    assert set(re.findall(r"\]\(#(.*?)\)", page)) <= anchors
+
+
+def test_every_key_has_a_page_that_exists(capsys) -> None:
+    pages = {page_of(name) for name in key_names()}
+    pages |= set(re.findall(r"docs/\w+\.md", shown(capsys, "config", "--markdown")))
+    assert not [page for page in pages if not (ROOT / page).is_file()]
 
 
 def test_an_error_of_a_setting_ends_with_what_to_read(capsys) -> None:

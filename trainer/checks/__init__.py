@@ -1,1 +1,1 @@
-"""What can be wrong with a run and is cheap to see before anything starts; `marsrl doctor` says it of a host."""
+"""Cheap checks of a run before anything starts; `marsrl doctor` runs those of a host."""

@@ -116,7 +116,7 @@ def _engines(installed: dict[str, str]) -> list[Finding]:
 
 
 def sandbox_findings(settings: RunConfig) -> list[Finding]:
-    """How code of a model would run here, by tools.python's settings, or their defaults."""
+    """Sandbox for a model's code on this host, by tools.python's settings or their defaults."""
     from marsrl.rollout.tools.config import PythonTool
     from marsrl.rollout.tools.python.cgroup import find_cgroups
     from marsrl.rollout.tools.python.launcher import choose_launcher, how_to_have_one

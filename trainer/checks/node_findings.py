@@ -1,4 +1,4 @@
-"""What `marsrl doctor` finds out about this host as a node of a cluster, and about a config on it; starts no engine."""
+"""Findings of `marsrl doctor` about this host as a cluster node, and about a config on it; starts no engine."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def ray_findings(config: RunConfig) -> list[Finding]:
 
 
 def config_findings(config: RunConfig, ranks: Ranks) -> list[Finding]:
-    """What would become of a run with these settings on hosts like this one: where everything is, or what is refused."""
+    """Outcome of a run with these settings on hosts like this one: its placement, or the refusal."""
     started = f"torchrun --nnodes {ranks.num_nodes} --nproc-per-node {ranks.per_node}"
     world_size = ranks.num_nodes * ranks.per_node
     with environment(LOCAL_WORLD_SIZE=str(ranks.per_node), WORLD_SIZE=str(world_size)):
@@ -155,7 +155,7 @@ def config_findings(config: RunConfig, ranks: Ranks) -> list[Finding]:
 
 
 def _backends(config: RunConfig) -> list[Finding]:
-    """What decodes experts in the engines; the trainer's kernels have findings of their own."""
+    """Expert kernels of the engines; the trainer's kernels have findings of their own."""
     if config.rollout.engine != "vllm":
         return [
             Finding("config", "engines", True, f"rollout.engine={config.rollout.engine}: kernels of ours, as above")

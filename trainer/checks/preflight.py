@@ -64,7 +64,7 @@ class Checked:
     problems: Mapping[str, Sequence[Problem]] = field(default_factory=dict)  # by their setting
 
     def fingerprints(self) -> dict[str, dict[str, int | str]]:
-        """Of the problems, by their setting."""
+        """Fingerprints of the problems, by setting."""
         return {key: fingerprint(found) for key, found in self.problems.items()}
 
     def text(self, *, with_config: bool) -> str:
@@ -86,7 +86,7 @@ class Checked:
         return f"{config}batch arithmetic:\n{plan}\nplacement:\n{where}{notes}"
 
     def _engines(self) -> dict[str, str]:
-        """Who draws the tokens of each policy that vLLM serves."""
+        """Sampler of each policy that vLLM serves."""
         return {name: who_draws(vllm, engines_device(self.host)) for name, vllm in vllm_of(self.config).items()}
 
 

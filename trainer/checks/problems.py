@@ -34,12 +34,12 @@ class RunProblems:
 
 
 def sources(task: str) -> tuple[str, str]:
-    """Where problems to train on and to evaluate on come from, as the user calls it."""
+    """Source of training and evaluation problems, as the user named it."""
     return ("problems", "held_out") if is_own(task) else ("data.train", "data.eval")
 
 
 def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | None) -> RunProblems:
-    """Those of the files or of a user's own task, some of them held out where none are given to evaluate on.
+    """Problems of the files or of a user's own task, with some held out if none are given for evaluation.
 
     given: to evaluate on, in place of the files' (see preflight). Where nobody trains, problems to evaluate on are enough.
 
@@ -100,7 +100,7 @@ def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train
 
 
 def read_data(config: RunConfig) -> RunProblems:
-    """Those of the files, nothing where there is no file; or what a user's own task makes of them."""
+    """Problems of the files, none without a file; or as a user's own task reads them."""
     data = config.data
     how = (data.question_key, data.answer_key, data.on_bad_line)
     train: Sequence[Problem] = ()

@@ -103,7 +103,7 @@ def _config(add: AddParser) -> None:
     takes_settings(parser)
     parser.add_argument("--origin", action="store_true", help="with where each value was given, file and line")
     parser.add_argument("--explain", metavar="KEY", help="type, default and meaning of a key or section, and its value")
-    parser.add_argument("--markdown", action="store_true", help="docs/config.md: every key there is")
+    parser.add_argument("--markdown", action="store_true", help="every key, as a page")
 
     def run(words: argparse.Namespace) -> int:
         from marsrl.trainer.config.explain import as_markdown, as_yaml, explained

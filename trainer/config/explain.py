@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import yaml
@@ -20,14 +21,17 @@ _PAGES = {
     "credit": "credit",
     "curate": "curate",
     "data": "data",
+    "evaluate": "evaluate",
     "judge": "judge",
     "loss": "credit",
     "mpt": "credit",
     "orchestration": "own_team",
+    "orchestration_options": "own_team",
     "policies": "concepts",
     "policies.<name>.frozen": "frozen_policies",
     "policies.<name>.layout": "parallelism",
     "policies.<name>.model": "quickstart",
+    "preset": "quickstart",
     "rollout": "concepts",
     "rollout.engines": "clusters",
     "rollout.join_s": "clusters",
@@ -38,6 +42,7 @@ _PAGES = {
     "run.resume": "faults",
     "sync": "weight_sync",
     "task": "own_task",
+    "task_options": "own_task",
     "tools": "tools",
     "tools.python": "python",
     "trainer": "troubleshooting",
@@ -46,19 +51,19 @@ _PAGES = {
 }
 HEAD = """# Settings
 
-Every key, from the models that check it (`marsrl config --markdown` prints this page). A setting is a line of a YAML file
-given with `--config`, or a word `key.sub=value`; later words win. `<name>` is a name of yours: of a policy, of an agent, of
-a judge. `marsrl config` prints what results from a file and words, `marsrl config --origin` with where each value was given,
-and `marsrl config --explain rollout.segments` what one key means.
+Every key. A setting is a line of a YAML file given with `--config`, or a word `key.sub=value`; later words win. `<name>` is a
+name of yours: of a policy, an agent or a judge. `marsrl config` prints the settings that result from a file and words,
+`marsrl config --origin` also where each value was given, `marsrl config --explain rollout.segments` what one key means, and
+`marsrl config --markdown` this page.
 """
+_SHARED_KEYS = 3  # as many keys alike are printed once; the later section refers to them
 
 
 def page_of(name: str) -> str:
-    """The page of docs/ that helps with a key (agents.<name>.top_p), or else the list of all keys."""
+    """The page of docs/ that helps with a key (agents.<name>.top_p)."""
     parts = name.split(".")
-    ends = range(len(parts), 0, -1)
-    page = next((_PAGES[k] for end in ends if (k := ".".join(parts[:end])) in _PAGES), "config")
-    return f"docs/{page}.md"
+    above = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return f"docs/{next(_PAGES[key] for key in above if key in _PAGES)}.md"
 
 
 def help_line(message: str) -> str:
@@ -145,24 +150,48 @@ def _value(settings: Any, where: list[str]) -> Any:
 
 
 def as_markdown() -> str:
-    """docs/config.md: a table a section."""
-    tables: dict[str, list[Key]] = {}
+    """All keys as a page: a table a section, which refers to an earlier one for the keys that both have."""
+    sections: dict[str, list[Key]] = {}
     about: dict[str, str] = {}
     for key in every_key():
         if key.below:
             about[f"{key.name}.<name>" if key.free else key.name] = key.meaning
         if key.kind != "section":
-            tables.setdefault(key.name.rpartition(".")[0], []).append(key)
+            sections.setdefault(key.name.rpartition(".")[0], []).append(key)
     lines = [HEAD]
-    for section, keys in tables.items():
+    for section, keys in sections.items():
         lines += [f"## {f'`{section}`' if section else 'At the top'}\n"]
         lines += [f"{_cell(about[section])}.\n"] if about.get(section) else []
-        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for key in keys:
-            cells = (f"`{key.name}`", _cell(key.kind), _cell(key.default), _cell(key.meaning))
-            lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
+        rows = {key.name: _row(key) for key in keys}
+        earlier, shared = _nearest_section(section, sections)
+        if len(shared) < _SHARED_KEYS:
+            shared = []
+        if own := [f"| `{name}` | {row} |" for name, row in rows.items() if name not in shared]:
+            lines += ["| key | type | default | meaning |", "|---|---|---|---|", *own, ""]
+        if shared:
+            names = ", ".join(f"`{name}`" for name in shared)
+            lines += [f"As in [`{earlier}`](#{_anchor(earlier)}): {names}.\n"]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _row(key: Key) -> str:
+    return " | ".join(map(_cell, (key.kind, key.default, key.meaning)))
+
+
+def _nearest_section(section: str, sections: dict[str, list[Key]]) -> tuple[str, list[str]]:
+    """The earlier section with the most keys of the same name and row, and this section's names of these keys."""
+    best: tuple[str, list[str]] = ("", [])
+    for other in takewhile(lambda each: each != section, sections):
+        rows = {(key.name.rpartition(".")[2], _row(key)) for key in sections[other]}
+        alike = [key.name for key in sections[section] if (key.name.rpartition(".")[2], _row(key)) in rows]
+        if len(alike) > len(best[1]):
+            best = (other, alike)
+    return best
+
+
+def _anchor(section: str) -> str:
+    """Of its heading, as GitHub and mkdocs make it."""
+    return re.sub(r"[^\w-]", "", section).lower()
 
 
 def _cell(text: str) -> str:

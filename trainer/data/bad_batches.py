@@ -58,7 +58,7 @@ def save_bad_batch(run: RunDirectory, batch: BadBatch, *, keep: int) -> Path:
 
 
 def read_bad_batch(path: str | Path) -> BadBatch:
-    """What save_bad_batch wrote."""
+    """Read what save_bad_batch wrote."""
     return decode(BadBatch, Path(path).read_bytes())
 
 

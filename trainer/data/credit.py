@@ -1,4 +1,4 @@
-"""Which sample gets how much credit: advantages from groups of rewards, and what of it trains.
+"""Credit assignment: advantages from groups of rewards, and the samples that train.
 
 Credit is given once a step, over all samples of all policies: who is compared with whom does not depend on which weights
 answered, nor on who is trained. Only then is it cut, by policy (Credited.of) and into updates (mini_batches.py).
@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from marsrl.kernels import group_advantage
@@ -47,7 +49,7 @@ class Credited:
 
     @property
     def num_tokens(self) -> int:
-        """Those of the denominator."""
+        """Tokens of the denominator."""
         return sum(self.copies.get(uid, 1) * count for uid, count in self.counted.items())
 
     def of(self, agents: Collection[str]) -> Credited:
@@ -94,7 +96,7 @@ def credit(
     if not samples:
         return Credited(tuple(groups))
     advantage = _advantages(samples, config)
-    trained = [(s, a) for s, a in zip(samples, advantage) if not s.reward.is_missing and config.trains(s.agent)]
+    trained = [(s, float(a)) for s, a in zip(samples, advantage) if not s.reward.is_missing and config.trains(s.agent)]
     copies = balanced([sample for sample, _ in trained], group_size, seed) if config.balance == "uniform" else {}
     sequences = []
     counted: dict[str, int] = {}
@@ -113,8 +115,8 @@ def credit(
     return Credited(tuple(groups), tuple(sequences), counted, several, advantages)
 
 
-def _advantages(samples: Sequence[Sample], config: CreditConfig) -> list[float]:
-    """The advantage of each sample; without meaning where the sample has no reward.
+def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[np.float64]:
+    """[samples] the advantage of each; without meaning where the sample has no reward.
 
     credit.normalise=trajectory: a trajectory, whose reward is the mean over its calls, is compared with the others of the
     problem, and all its calls have its advantage (the GRPO baseline published with Dr. MAS, arXiv:2602.08847).
@@ -123,28 +125,34 @@ def _advantages(samples: Sequence[Sample], config: CreditConfig) -> list[float]:
     compared: dict[str, list[Sample]] = {}
     for sample in samples:
         compared.setdefault(sample.episode_id if whole else sample.uid, []).append(sample)
-    device, first = training_device(), [calls[0] for calls in compared.values()]
+    first = [calls[0] for calls in compared.values()]
+    rewards = np.array([_mean_reward(calls) for calls in compared.values()], dtype=np.float32)
     advantages = group_advantage(
-        torch.tensor([_mean_reward(calls) for calls in compared.values()], dtype=torch.float32, device=device),
-        torch.tensor(_indices(s.rollout_id if whole else s.group_id for s in first), device=device),
-        torch.tensor(_indices(s.agent for s in first), device=device),
-        torch.tensor(_indices(s.rollout_id for s in first), device=device),
+        *(
+            torch.from_numpy(each).to(training_device())
+            for each in (
+                rewards,
+                _indices(s.rollout_id if whole else s.group_id for s in first),
+                _indices(s.agent for s in first),
+                _indices(s.rollout_id for s in first),
+            )
+        ),
         normalise="group" if whole else config.normalise,
         std=config.std,
         singleton=config.singleton,
-    ).tolist()
-    found = dict(zip(compared, advantages, strict=True))
-    return [found[sample.episode_id if whole else sample.uid] for sample in samples]
+    )
+    of_sample = _indices(sample.episode_id if whole else sample.uid for sample in samples)  # `compared` in its order
+    return advantages.double().cpu().numpy()[of_sample]
 
 
 def _mean_reward(samples: Sequence[Sample]) -> float:
-    """Of the samples that have a reward; NaN where none has one."""
+    """Mean over samples with a reward; NaN if none has one."""
     known = [sample.reward.value for sample in samples if not sample.reward.is_missing]
     return statistics.fmean(known) if known else math.nan
 
 
 def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, is_positive: bool) -> TrainSequence:
-    """What packing is given of a sample. place: of its agent in the team."""
+    """Packing's input for a sample. place: index of its agent in the team."""
     return TrainSequence(
         uid=sample.uid,
         prompt_ids=sample.prompt_ids,
@@ -162,7 +170,7 @@ def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, 
 
 
 def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int]:
-    """How many copies of each sample, by uid, make `number` of every agent's in every rollout instance (MARS).
+    """Copies of each sample, by uid, that give every agent `number` samples in every rollout instance (MARS).
 
     Of more, so many are drawn, the others have 0; fewer are all taken equally often, and those that are drawn once more. Every
     sample of one agent and instance is as likely to be drawn, so the mean over the copies is expected to be that over them.
@@ -192,10 +200,10 @@ def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
     return [replace(group, samples=tuple(outcome(sample) for sample in group.samples)) for group in groups]
 
 
-def _indices(names: Iterable[str]) -> list[int]:
+def _indices(names: Iterable[str]) -> npt.NDArray[np.int64]:
     """Each name as the index of its first appearance."""
     seen: dict[str, int] = {}
-    return [seen.setdefault(name, len(seen)) for name in names]
+    return np.array([seen.setdefault(name, len(seen)) for name in names], dtype=np.int64)
 
 
 def drmas_metrics(groups: Iterable[Group]) -> dict[str, float]:

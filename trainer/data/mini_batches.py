@@ -20,7 +20,7 @@ from marsrl.trainer.data.scatter import MiniBatch
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """How token losses become one number: loss.aggregation over what credit.denominator names.
+    """Reduction of token losses to one number: loss.aggregation over the denominator of credit.denominator.
 
     A token of sample i of agent k adds its term l times
 
@@ -37,7 +37,7 @@ class Average:
     max_tokens: int = 1
 
     def size(self, num_tokens: int) -> int:
-        """What a sample of so many tokens adds to its denominator."""
+        """Contribution of a sample of so many tokens to its denominator."""
         return {"token": num_tokens, "sequence": 1, "sequence_sum_constant": self.max_tokens}[self.aggregation]
 
 

@@ -1,4 +1,4 @@
-"""How credited samples become packed micro-batches: cut over ranks, first-fit-decreasing into bins, laid end to end.
+"""Packing of credited samples into micro-batches: split over ranks, first-fit-decreasing into bins, laid end to end.
 
 The target shift is made once, by kernels.pack: position t predicts token t+1 of its own sequence, and `mask[t]` says
 whether that token was sampled by the policy (not prompt, not tool text, not padding). Everything downstream is elementwise
@@ -25,7 +25,7 @@ from marsrl.rollout.types import BoolArray, FloatArray, IntArray
 from marsrl.trainer.machine import training_device
 
 Clip = tuple[float | None, float | None]
-"""How far a ratio may be below and above 1 (agents.<name>.clip_low, clip_high); None: as the loss has it."""
+"""Clip range of the ratio below and above 1 (agents.<name>.clip_low, clip_high); None: the loss's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def rows_of(
 def plan_micro_batches(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, clips: Sequence[Clip] | None = None
 ) -> list[list[list[int]]]:
-    """Which sequence goes into which micro-batch of which rank: plan[rank][micro_batch] = indices.
+    """Assignment of sequences to micro-batches: plan[rank][micro_batch] = indices.
 
     First-fit-decreasing by tokens into bins of max_tokens; the number of bins is a multiple of num_ranks (every rank
     runs the same number of forward passes, as its collectives need), and bins are dealt out so that the ranks' costs
@@ -266,7 +266,7 @@ def _routed_experts(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.i
 
 
 def _support(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], total: int) -> Support | None:
-    """What each of the T positions predicts from; None where nothing was left out anywhere."""
+    """Tokens among which each of the T positions was drawn; None if none was left out anywhere."""
     counts = np.zeros(total, np.int64)
     ids = []
     for start, s in zip(starts, sequences):

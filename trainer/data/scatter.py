@@ -24,7 +24,7 @@ from marsrl.trainer.runs.collective import (
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """What one optimizer update trains on: MiniBatch((sequence, another), normaliser=5120.0).
+    """Training input of one optimizer update: MiniBatch((sequence, another), normaliser=5120.0).
 
     normaliser: the loss's denominator beside the sequences' weights, over all ranks.
     """
@@ -43,7 +43,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class BatchShard:
-    """Which part of a batch this rank packs (ranks of one data_rank get the same), and the packing rules.
+    """Share of a batch that this rank packs (the same for ranks of one data_rank), and the packing rules.
 
     align: T of every micro-batch is a multiple of it.
     routes: how it gets here from rank 0; None where every rank holds the sequences, or there is one rank.
@@ -58,7 +58,7 @@ class BatchShard:
 
 @dataclass(frozen=True, slots=True)
 class _Outline:
-    """What every rank knows of an update before its micro-batches arrive."""
+    """Header of an update, on every rank before its micro-batches arrive."""
 
     num_micro_batches: int
     normaliser: float
@@ -115,7 +115,7 @@ def micro_batches(sequences: Sequence[TrainSequence], shard: BatchShard) -> list
 
 
 def _plan(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[list[list[TrainSequence]]]:
-    """Of each data rank, its micro-batches' sequences."""
+    """Sequences of each data rank's micro-batches."""
     lengths, clips = [s.num_tokens for s in sequences], [s.clip for s in sequences]
     plan = plan_micro_batches(lengths, shard.data_size, shard.max_tokens, clips)
     return [[[sequences[i] for i in members] for members in share] for share in plan]

@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU 
 
 @dataclass(frozen=True, slots=True)
 class OldPolicy:
-    """What the weights that a step starts with say of a micro-batch, this rank's part: the same for all its updates.
+    """Outputs of a step's initial weights for a micro-batch, this rank's part: shared by all updates of the step.
 
     logprobs: [T] float32, nats, 0 outside the mask; None: pseudo on-policy. reference_logprobs: the same of the frozen
         reference; None: no KL term. On pipeline stages before the last nobody reads them.
@@ -135,7 +135,7 @@ class Learner:
 
     @property
     def align(self) -> int:
-        """What the length of a packed micro-batch must be a multiple of (pack's `align`)."""
+        """Alignment of a packed micro-batch's length, tokens (pack's `align`)."""
         return self._layout.tensor
 
     @property
@@ -226,7 +226,7 @@ class Learner:
         )
 
     def old_policy(self, batches: Sequence[PackedBatch], *, is_first: bool) -> list[OldPolicy]:
-        """What several updates of one step take as given, under the present weights: once, before the first of them.
+        """Inputs shared by the updates of one step, under the present weights: computed once, before the first update.
 
         is_first: of the micro-batches of the first update, for which the old policy is the present one anyway (pois).
         """
@@ -258,7 +258,7 @@ class Learner:
         return self._converter.export()
 
     def held(self) -> Converter:
-        """What knows this rank's part of the present weights, and everybody's boxes; nothing is copied."""
+        """Exporter of this rank's part of the present weights and of every rank's boxes; nothing is copied."""
         self._optimizer.gather_weights()
         return self._converter
 

@@ -1,4 +1,4 @@
-"""What an optimizer step tells: sums over micro-batches and ranks, and the statistics made of them."""
+"""Statistics of an optimizer step, from sums over micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an update's own forward pass says of single tokens, for the token log. Nothing is computed twice for it.
+"""Per-token values of an update's own forward pass, for the token log. Nothing is computed twice for it.
 
 Without torch where nobody trains: `marsrl view` reads the log.
 """
@@ -53,7 +53,7 @@ def marks_of(result: HeadResult) -> Tensor:
 def tokens_of(
     batch: PackedBatch, uids: Collection[str], logprobs: Tensor, entropy: Tensor, marks: Tensor
 ) -> Iterator[TrainedTokens]:
-    """Those of the samples with these uids; logprobs, entropy, marks: [T] on the CPU, in the frame of the whole batch."""
+    """Values of the samples with these uids; logprobs, entropy, marks: [T] on the CPU, indexed by the whole batch."""
     bounds, mask = batch.cu_seqlens.tolist(), batch.mask.cpu()
     for uid, start, end in zip(batch.uids, bounds[:-1], bounds[1:], strict=True):
         if uid in uids:

@@ -1,4 +1,4 @@
-"""What the pages ask, and what they are told: /api/<method of Answers> of the server, and the content of an exported page.
+"""The viewer's API: /api/<method of Answers> on the server, and the content of an exported page.
 
 Every text in an answer went through `visible`: nothing in it can hide or turn the direction of what stands around it. A text
 that is to be found again (an agent's name, a problem) is sent twice where that changed it.
@@ -163,7 +163,7 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _named(names: Iterable[str]) -> list[dict[str, str]]:
-    """What is to be asked for again, and what of it can be seen."""
+    """Each name as the key to ask for it by, and as it is shown."""
     return [{"key": name, "shown": visible(name)} for name in names]
 
 

@@ -1,4 +1,4 @@
-"""What a run has logged, kept up with the run: its samples in an in-memory DuckDB, its metrics, trace and warnings as lists.
+"""A run's logs, followed as it writes them: samples in an in-memory DuckDB, metrics, trace and warnings as lists.
 
 Texts stay in their files; a search for words reads them newest step first. Nothing is written, into the run or elsewhere.
 """
@@ -54,7 +54,7 @@ _INSERT = f"""INSERT INTO samples SELECT step, line, agent, problem_id, rollout_
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """What samples are looked for by; None, "" and () do not restrict. low, high: of the reward; words: all of them occur, whole,
+    """Filter of samples; None, "" and () do not restrict. low, high: of the reward; words: all of them occur, whole,
     in what the sample wrote or, for the first sample of a group, read."""
 
     agent: str | None = None
@@ -115,7 +115,7 @@ class Catalog:
         self._metrics_read = (0, 0)  # inode, bytes
         self._kept: dict[str, tuple[object, Any]] = {}  # of files that are read whole
         self.refused: dict[str, str] = {}
-        """What cannot be read, by the name of the file: why."""
+        """Reasons why files cannot be read, by file name."""
 
     def refresh(self, budget_s: float | None = _READ_S) -> None:
         """Read what is new, the newest samples first. budget_s: seconds for samples files (None: all of them, now)."""
@@ -164,7 +164,7 @@ class Catalog:
         self._metrics_read = found.st_ino, read + len(whole)
 
     def _whole(self, path: Path, read: Callable[[Path], list[T]]) -> list[T]:
-        """What a file holds, read again when it has changed."""
+        """Contents of a file, read again when it has changed."""
         state = _state(path)
         known, found = self._kept.get(path.name, (None, []))
         if state != known:

@@ -23,7 +23,7 @@ class ChartPlan:
     middle: str = ".*"
 
     def label(self, name: str) -> str | None:
-        """What the metric is called on the chart; None where it is not on it."""
+        """Label of the metric on the chart; None if it is not plotted."""
         policy, _, rest = (
             name.partition("/") if self.of_policies and not name.startswith(self.prefix) else ("", "", name)
         )

@@ -1,4 +1,4 @@
-"""What runs and evaluations on disk have reached, and how they differ on the problems that they share."""
+"""Results of runs and evaluations on disk, and their differences on shared problems."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AXES = ("step", "tokens", "hours")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How far a run was: steps, tokens that it had trained on, hours of its steps without those of evaluations."""
+    """Progress of a run: steps, trained tokens, hours of its steps without evaluations."""
 
     step: int = 0
     tokens: float = 0.0
@@ -82,7 +82,7 @@ class Cell:
 
 
 def rows_of(evaluation: Evaluation) -> dict[str, Estimate]:
-    """What is shown of it: by name, the first agent alone and the system at the end."""
+    """Rows to show: by name, with the first agent alone and the system last."""
     rows = evaluation.rows
     system = rows.pop("system")
     return {**rows, **({"alone": evaluation.alone} if evaluation.alone is not None else {}), "system": system}
@@ -139,7 +139,7 @@ def final_table(runs: Sequence[Compared]) -> dict[str, list[Cell]]:
 
 
 def side_by_side(paths: Sequence[Path], names: Sequence[str]) -> dict[str, Any]:
-    """What `marsrl compare` shows, as JSON.
+    """Content of `marsrl compare`, as JSON.
 
     rows: of the last evaluations, a cell a run. charts: by title, for each of AXES, a curve a run: {x, mean, low, high} (low and
     high None: no interval).
@@ -216,14 +216,14 @@ def _name(run: Path, runs: Sequence[Path]) -> str:
 
 
 def settings_that_differ(runs: Sequence[Compared]) -> dict[str, list[str]]:
-    """What each run has of every setting that is not the same in all of them."""
+    """Settings that differ between runs, with each run's value."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in OF_THE_START)
     told = {key: [run.settings.get(key, "not set") for run in runs] for key in keys}
     return {key: values for key, values in told.items() if len(set(values)) > 1}
 
 
 def difference(one: Compared, other: Compared, row: str) -> Difference | None:
-    """What `other` has more than `one`, in a row that both play every problem for (system, alone, <set>/system, <set>/alone): a
+    """Gain of `other` over `one`, in a row that both play every problem for (system, alone, <set>/system, <set>/alone): a
     paired bootstrap over the problems that both have judged answers to. None where they share none.
 
     A problem is the same where question and answer are, whatever file it came from.

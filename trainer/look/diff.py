@@ -1,4 +1,4 @@
-"""How a text differs from the one it was made of: lines first, then words within what changed."""
+"""Difference between a text and its origin: by lines, then by words within changed lines."""
 
 from __future__ import annotations
 

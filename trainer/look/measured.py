@@ -1,4 +1,4 @@
-"""What the run measured of itself: charts, timeline, the life of a problem, speed beside the plan, warnings."""
+"""The run's measurements: charts, timeline, the life of a problem, speed against the plan, warnings."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _chosen(policy: dict[str, Any]) -> dict[str, Any]:
 
 
 def warnings(catalog: Catalog) -> list[dict[str, Any]]:
-    """What the run warned of, what in its metrics is out of the ordinary, and files that cannot be read; newest first."""
+    """The run's warnings, unusual metrics, and unreadable files; newest first."""
     found = [{"step": step, "kind": kind, "text": text} for step, kind, text in catalog.warnings]
     for name in catalog.metric_names:
         for prefix, suffix, limit, meaning in _WATCHED:

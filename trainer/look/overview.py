@@ -1,4 +1,4 @@
-"""What a run reached and on what it ran: the first page, from summary.json, config.yaml and the metrics."""
+"""The first page: results and hardware of a run, from summary.json, config.yaml and the metrics."""
 
 from __future__ import annotations
 

@@ -61,6 +61,6 @@ def activity_color(name: str) -> str:
 
 
 def engine_name(engine: EngineRecord) -> str:
-    """What decoded, in plain words: vLLM 0.32."""
+    """Engine in plain words: vLLM 0.32."""
     library = f"{_LIBRARIES.get(engine.library, engine.library)} {engine.version.removesuffix('.0')}"
     return f"marsrl's own engine, {library}" if engine.kind == "local" else library

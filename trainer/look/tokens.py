@@ -1,4 +1,4 @@
-"""What the token log knows of a sample, for the page that colours its tokens."""
+"""A sample's token log, for the page that colours its tokens."""
 
 from __future__ import annotations
 

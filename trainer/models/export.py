@@ -29,7 +29,7 @@ _LAYERS = "decoder.layers."
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written where, and from which checkpoint."""
+    """Exported files and the checkpoint they come from."""
 
     source: Path
     folder: Path
@@ -169,7 +169,7 @@ class _Stored:
 
 
 class _Into(LoadPlanner):
-    """Where torch's reader puts what it reads: one tensor."""
+    """Destination of torch's reader: one tensor."""
 
     def __init__(self, target: Tensor) -> None:
         self._target = target

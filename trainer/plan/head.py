@@ -1,6 +1,6 @@
 """The output head by formula: FLOPs, bytes and seconds of the fused loss as it is, and of the design that is taken by name.
 
-python -m marsrl.trainer.plan.head        # the tables of docs/kernels.md
+python -m marsrl.trainer.plan.head        # the table of docs/kernels.md, and expected milliseconds
 
 T tokens, H hidden, V columns of a rank (the vocabulary over its tensor-parallel ranks); m: share of the tokens that are
 trained, a: share that has a gradient. Nothing here was timed on a GPU.

@@ -1,1 +1,1 @@
-"""What a run says: metrics, samples, trace, summary, console and report."""
+"""Output of a run: metrics, samples, trace, summary, console and report."""

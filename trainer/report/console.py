@@ -1,4 +1,4 @@
-"""What a run prints: progress bars, messages and the table at the end. The one place that draws on the terminal."""
+"""Terminal output of a run: progress bars, messages and the final table. Nothing else draws on the terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Bar:
         self._show()
 
     def played(self, num_over: int, total: int, num_tokens: int) -> None:
-        """How much of an evaluation is over (EvaluationPlay)."""
+        """Progress of an evaluation (EvaluationPlay)."""
         self.total = total
         self.update(num_over, f"{num_tokens:,} tokens")
 
@@ -57,7 +57,7 @@ class Bar:
         return f"{rate:,.0f} {self.unit}/s" if rate >= 9.95 else f"{rate:.1f} {self.unit}/s"
 
     def left(self) -> str:
-        """How long what is left would take at this rate; nothing where that is not known."""
+        """Remaining time at the present rate; empty if unknown."""
         if self.total is None or not 0 < self.completed < self.total:
             return ""
         left_s = (time.monotonic() - self._start) * (self.total - self.completed) / self.completed

@@ -1,4 +1,4 @@
-"""What agents, policies and the judge used and what that cost, by a price table, and how long episodes took: as metrics of a
+"""Usage, cost and latency of agents, policies and the judge, by a price table: as metrics of a
 step, and of an evaluation as rows of a table, the same in `marsrl evaluate` and `marsrl compare`."""
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def usage(
     agents: Mapping[str, AgentConfig],
     policies: Mapping[str, PolicyConfig],
 ) -> dict[str, Usage]:
-    """What each agent used; used: {agent: (input tokens, decoded tokens, seconds of an engine) of each of its calls}, whose
+    """Usage of each agent; used: {agent: (input tokens, decoded tokens, seconds of an engine) of each of its calls}, whose
     prompts are all new to the engine, and what they waited for too."""
     found = {}
     for agent, settings in agents.items():

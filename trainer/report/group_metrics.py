@@ -1,4 +1,4 @@
-"""What the groups of a step say about the agents: rewards, advantages, lengths, verdicts, as named numbers.
+"""Metrics of each agent from a step's groups: rewards, advantages, lengths and verdicts.
 
 Pure functions. A name whose value nothing defines (the mean of no reward) is left out; it is never NaN and never 0.
 """

@@ -17,7 +17,7 @@ from marsrl.trainer.runs.directory import RunDirectory, names_file, write_atomic
 logger = logging.getLogger(__name__)
 
 NON_FINITE = "metrics/non_finite"
-"""How many values of a line were NaN or infinite and were written as null. Only on lines that have some."""
+"""Number of NaN or infinite values in the line, written as null. Present only if there are any."""
 
 
 @dataclass(frozen=True, slots=True)

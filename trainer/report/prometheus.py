@@ -28,7 +28,7 @@ COUNTED = (
     "judge/calls",
     "judge/missing",
 )
-"""What counts events of one step: a scrape that comes less often than steps must not miss them."""
+"""Metrics that count events of one step; summed, so that a scrape slower than steps misses none."""
 
 _LABEL_OF_ROOT = {"policy_cost": "policy", "tools": "tool", "timing_s": "part"}
 
@@ -57,7 +57,7 @@ def sample_of(name: str, agents: Collection[str], policies: Collection[str]) -> 
 
 
 class MetricsPort:
-    """What the port says. A collector of prometheus_client: asked in threads of the server, told by the run's.
+    """Contents of the metrics port. A prometheus_client collector: read by server threads, written by the run's.
 
     num_steps: run.steps. engines: {policy: engines that serve}; silences_s: {rank: seconds without a word}; both are asked at a
     scrape.

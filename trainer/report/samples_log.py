@@ -84,7 +84,7 @@ class SampleRecord:
 
 
 def record(sample: Sample, advantage: float | None) -> SampleRecord:
-    """What is kept of a sample. A NaN (a missing reward) becomes None."""
+    """Logged row of a sample. A NaN (a missing reward) becomes None."""
     return SampleRecord(
         uid=sample.uid,
         parent_uid=sample.parent_uid,

@@ -1,4 +1,4 @@
-"""What rank 0 writes down of a step: its row of metrics, its samples, and the tokens of some of them.
+"""Rank 0's record of a step: its metrics, its samples, and the tokens of some samples.
 
 log.note({"actor/loss": 0.1})               # as the step goes on; a name that is noted again is replaced
 log.write(step, batch, seconds, ...)        # metrics.jsonl, Prometheus, samples/, one line on the console
@@ -116,7 +116,7 @@ class StepLog:
         self._console.message("  ".join([f"step {step}/{config.run.steps}", *said, f"{sum(seconds.values()):.1f} s"]))
 
     def _costs(self, batch: StepBatch) -> dict[str, float]:
-        """What the step's samples cost: tokens and money, tools, latencies, the judge."""
+        """Cost of the step's samples: tokens and money, tools, latencies, the judge."""
         config = self._config
         found = cost_metrics(batch.metrics, config.agents, config.policies) | tool_shares(batch.metrics)
         found |= self.episode_clock.metrics() | team_metrics(batch.metrics)

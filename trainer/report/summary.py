@@ -63,7 +63,7 @@ def estimate(successes: float, n: int) -> Estimate:
 
 
 class Confusion(Schema):
-    """How often a Verifier said what of solutions that were right or wrong. none: no verdict could be read."""
+    """Confusion matrix of a Verifier. none: no verdict could be read."""
 
     right_correct: int = Field(0, ge=0)
     right_wrong: int = Field(0, ge=0)
@@ -81,7 +81,7 @@ class Length(Schema):
 
 
 class AgentEstimate(Estimate):
-    """How often an agent is right: on fixed inputs where the team has it tried apart, else in the evaluation's episodes.
+    """Accuracy of an agent: on fixed inputs if the team tests it separately, else in the evaluation's episodes.
 
     Of an agent that gives verdicts the fixed inputs are as many right solutions as wrong ones, and the mean is the balanced
     accuracy; confusion counts its verdicts there, loop_confusion those in the episodes, of which detection_recall is the share
@@ -98,7 +98,7 @@ class AgentEstimate(Estimate):
 
 
 class AtK(Schema):
-    """What k draws of a problem are worth, by k; n of each estimate: problems that have so many.
+    """pass@k and its kin by k; n of each estimate: problems with at least k draws.
 
     pass_at: the chance that one of k is right (Chen et al., arXiv:2107.03374, eq. 1, unbiased). majority_at: that the answer
     given most often is. short_majority_at: the same of the shorter half of the k alone, rounded up (short-m@k, Hassid et al.,
@@ -111,7 +111,7 @@ class AtK(Schema):
 
 
 class Usage(Schema):
-    """What an agent used in an evaluation. spent: by policies.<name>.price; null without one. seconds: of its policy's engines
+    """Usage of an agent in an evaluation. spent: by policies.<name>.price; null without one. seconds: of its policy's engines
     (docs/own_team.md); null where it was not measured."""
 
     policy: str
@@ -123,7 +123,7 @@ class Usage(Schema):
 
 
 class ToolUsage(Schema):
-    """What a tool did in an evaluation. seconds: of its runs; a call that was answered from memory has none."""
+    """Usage of a tool in an evaluation. seconds: of its runs; a call answered from the cache has none."""
 
     calls: int = Field(0, ge=0)
     seconds: float = Field(0.0, ge=0)
@@ -133,7 +133,7 @@ class ToolUsage(Schema):
 
 
 class JudgeUsage(Usage):
-    """What a model that judged the answers used. yes_share: of those that it judged; agreement: with the task's own
+    """Usage of the judge model. yes_share: of the answers that it judged; agreement: with the task's own
     judgement, where that is known; null where there are none. missing: answers that it left unjudged."""
 
     missing: int = Field(ge=0)
@@ -207,7 +207,7 @@ def of_other_inputs(before: Estimate | None, after: Estimate | None) -> bool:
 
 
 class EngineRecord(Schema):
-    """What decoded: the class and version of the real library; sampler: who drew its tokens."""
+    """Engine that decoded: class and version of the library; sampler: which sampler drew its tokens."""
 
     engine_class: str = Field(alias="class")
     library: str
@@ -219,7 +219,7 @@ class EngineRecord(Schema):
 
 
 class WarmStartRecord(Schema):
-    """How the untrained policy became a mediocre team. as_wanted: that team's accuracy is within
+    """Warm start of the untrained policy. as_wanted: that team's accuracy is within
     the bounds of `warm_start`; measured: the means that have such bounds, by row."""
 
     cached: bool

@@ -42,7 +42,7 @@ _COLUMNS = {
     "is_gated": "bool",
     "is_masked": "bool",
 }
-"""Of a sample, an element a token: numpy's and Arrow's name of the dtype."""
+"""Per-token columns of a sample: name of the dtype in NumPy and Arrow."""
 
 
 @cache
@@ -100,7 +100,7 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True)
 class TokenLog:
-    """What a file holds."""
+    """Contents of a file."""
 
     step: int
     samples: tuple[TokenRecord, ...]
@@ -138,7 +138,7 @@ def _size(sample: Sample) -> int:
 
 
 def token_record(sample: Sample, line: int, policy: str, renderer: ChatRenderer) -> TokenRecord:
-    """What rank 0 knows of a sample's tokens before any update; renderer: of its policy."""
+    """A sample's tokens as rank 0 knows them before any update; renderer: of its policy."""
     pieces = renderer.pieces(sample.token_ids)
     text = "".join(pieces).encode("utf-8", "replace").decode()  # a lone surrogate, from a tokenizer in Python, is "?"
     own, num = sample.is_sampled, len(sample.token_ids)
@@ -207,7 +207,7 @@ def token_files(run: RunDirectory) -> dict[int, Path]:
 
 
 def read_tokens(path: str | Path) -> TokenLog:
-    """What write_tokens wrote.
+    """Read what write_tokens wrote.
 
     Raises:
         ValueError: the file is damaged; says which.

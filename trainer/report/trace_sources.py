@@ -1,4 +1,4 @@
-"""Who tells trace.json what: engines, judges, the scheduler's stages, and the ranks beside rank 0."""
+"""Sources of trace.json: engines, judges, the scheduler's stages, and ranks other than 0."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def watch_judge(team: Team, trace: TraceLog) -> None:
 
 
 def gather_rank_spans(trace: TraceLog) -> None:
-    """What the other ranks did since the last call, into rank 0's trace. Collective."""
+    """Add the other ranks' spans since the last call to rank 0's trace. Collective."""
     if world_size() == 1:
         return
     told = gather_bytes(encode(_Spans(tuple(trace.take()) if rank() else ())))

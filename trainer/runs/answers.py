@@ -1,4 +1,4 @@
-"""What models have said, appended to a file as it comes: no question is asked twice.
+"""Answers of models, appended to a file as they arrive, so that no question is asked twice.
 
 An answer is found by a key, a hash of all that it depends on, so it holds whatever else is changed and in whatever order rows
 come.
@@ -68,7 +68,7 @@ class Answers(Generic[Answer]):
 
     @classmethod
     def read(cls, path: Path, read: Callable[[Any], Answer | None]) -> list[Answer]:
-        """What a file holds, which another process may be writing: nothing of it is changed."""
+        """Read a file that another process may be writing, without changing it."""
         held = cls.__new__(cls)
         held._read, held._held = read, {}
         with path.open("rb") as file:

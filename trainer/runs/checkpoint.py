@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Where a run goes on: step = the last one the checkpoint contains."""
+    """State to resume from; step is the last one that the checkpoint contains."""
 
     step: int
     versions: dict[str, int]
@@ -171,7 +171,7 @@ class CheckpointWriter:
             raise
 
     def _clear(self, step: int) -> None:
-        """What was written of a checkpoint that will not be one may fill the disk: it goes, as far as it can."""
+        """Remove a partial checkpoint as far as possible: it may be what fills the disk."""
         if rank() == 0:
             shutil.rmtree(self._part(step), ignore_errors=True)
 
@@ -237,7 +237,7 @@ def load_checkpoint(
 
 
 def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
-    """What rank 0 sees, on all ranks: (the step that `latest` names, what is wrong with `latest`). Collective."""
+    """(Step that `latest` names, what is wrong with `latest`) as rank 0 sees it, on all ranks. Collective."""
     seen: list[int | str | None] = [None, None]
     if rank() == 0:
         try:

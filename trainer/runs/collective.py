@@ -58,7 +58,7 @@ def barrier() -> None:
 
 @dataclass(slots=True)
 class _Meeting:
-    """Where ranks meet, on a connection of their own (one is blocked by whoever waits in it). number: of meetings so far."""
+    """Meeting point of the ranks, on its own connection (a waiting rank blocks its connection). number: meetings so far."""
 
     store: dist.Store
     number: int = 0
@@ -179,7 +179,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 
 def all_true(claim: bool) -> bool:
-    """Whether the claim holds on every rank. Collective."""
+    """True if the claim holds on every rank. Collective."""
     if world_size() == 1:
         return claim
     barrier()

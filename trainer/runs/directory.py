@@ -1,4 +1,4 @@
-"""Where a run leaves what it did, and how a directory is never overwritten.
+"""Layout of a run's directory, which is never overwritten.
 
 runs/<name>/
     lock                      held by the run that writes here, names its process (lock.py)
@@ -163,7 +163,7 @@ class RunDirectory:
     def find(
         cls, directory: str | Path, name: str | None, resume: Literal["off", "auto", "previous"] = "off"
     ) -> RunDirectory | None:
-        """What `create` would make or find, nothing made yet (`existed` says which); None where it would choose a name.
+        """Directory that `create` would make or find (`existed` tells which), made by neither; None if it would pick a name.
 
         Raises:
             ValueError: as `create` does.
@@ -267,7 +267,7 @@ class RunDirectory:
         return self.path / "report.html"
 
     def evaluation(self, step: int) -> Path:
-        """Where the evaluation of the weights after `step` goes."""
+        """Directory of the evaluation of the weights after `step`."""
         return self.evaluations / f"step_{step}"
 
     def forget_after(self, step: int) -> None:
@@ -287,7 +287,7 @@ class RunDirectory:
                 path.unlink()
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint taken after `step` goes."""
+        """Directory of the checkpoint taken after `step`."""
         return self.checkpoints / f"step_{step}"
 
     @property

@@ -1,4 +1,4 @@
-"""What a start does with the run of its name: begin, go on, or be refused; and which settings may differ when it goes on."""
+"""Start, resume or refuse a run whose name is taken, and the settings that may differ on resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # say which run 
 
 
 def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
-    """What a start with these settings would do, in sentences. Writes nothing.
+    """Describe, in sentences, what starting with these settings would do. Writes nothing.
 
     Raises:
         ValueError: it would be refused; as the start says it.
@@ -135,7 +135,7 @@ def _both(key: str, before: object, now: object) -> str:
 
 
 def _other_shape(before: PolicyConfig, now: PolicyConfig) -> str:
-    """How the models differ in shape; empty where they do not, or where the first is not there any more."""
+    """Differences between the models' shapes; empty if there are none, or if the first model is gone."""
     if before.model == now.model:
         first, other = (each.shape or "cpu_default" for each in (before, now))
         return "" if first == other else f"it has the shape {first}, given is {other}"

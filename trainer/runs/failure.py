@@ -1,4 +1,4 @@
-"""What a run that failed says last: the error in a line, what can be done about a full disk, and where to go on from."""
+"""Last words of a failed run: the error in one line, advice for a full disk, and how to resume."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _no_room(error: OSError, run: RunDirectory, weights: Path) -> str:
-    """Which file system is full, and the settings that need less of it or another one."""
+    """Names the full file system and the settings that need less of it or move elsewhere."""
     advice = {run.path: "run.keep_checkpoints, another run.dir", weights: "another sync.directory"}
     named = Path(error.filename) if error.filename else None
     if named is None:  # the fullest of those that a run writes to

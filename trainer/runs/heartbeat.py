@@ -150,7 +150,7 @@ class Heartbeat:
 
     @property
     def _patience_s(self) -> float:
-        """How long a silence is borne: a beat comes late by one, and is looked at late by one."""
+        """Longest tolerated silence: a beat may arrive one interval late and be read another interval late."""
         return self._silence_s - 2 * self._beat_s
 
     def _store_is_gone(self, how: str) -> tuple[str, list[str]]:

@@ -56,7 +56,7 @@ class RunLock:
 
 
 def why_held(run: RunDirectory) -> str:
-    """What RunLock would be refused with now; empty where it would not be. Writes nothing."""
+    """The reason for which RunLock would be refused now, or an empty text. Writes nothing."""
     try:
         file = open(run.lock, encoding="utf-8")  # noqa: SIM115 - the line below closes it
     except OSError:

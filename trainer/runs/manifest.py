@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: size and CRC-32 of every file, in manifest.json, which checks itself too.
+"""Contents of a checkpoint: size and CRC-32 of every file in manifest.json, which has a checksum of itself.
 
 CRC-32 finds every error of up to 32 bits in a row and all but one in 2^32 of the others; it is no protection against an
 attacker. zlib's runs at 1.5 GB/s on one core and releases the interpreter lock.
@@ -70,7 +70,7 @@ def read_manifest(folder: Path) -> dict[str, FileSum]:
 
 
 def damage(folder: Path, part: int = 0, num_parts: int = 1) -> list[str]:
-    """What is wrong with the files under `folder`, one line each with found and expected; [] if all is as it was written.
+    """Damaged files under `folder`, a line each with found and expected; [] if all are as written.
 
     Ranks share the reading: rank `part` of `num_parts` reads its part of the files; part 0 looks for strangers too.
     """

@@ -14,15 +14,15 @@ from marsrl.kernels.head.first_gemm.triton_kernels import (
     first_product,
     first_product_by_copies,
 )
-from marsrl.kernels.head.rows.statistics import Statistics
+from marsrl.kernels.head.gemms import HeadGemms
+from marsrl.kernels.head.rows.protocol import Slopes
 from marsrl.kernels.head.rows.subset import LateCount, Rows
-from marsrl.kernels.head.rows.triton_launches import (
+from marsrl.kernels.head.rows.triton_impl import (
     BLOCK_COLUMNS,
     NUM_WARPS,
     PIECE_COLUMNS,
+    TritonRowKernels,
     list_active,
-    put_statistics,
-    shard_partials,
     token_arguments,
     with_padding,
 )
@@ -72,44 +72,53 @@ def capability() -> int:
     return int(target.arch)
 
 
-class TritonFirstGemm:
-    """The first product of a chunk with what its epilogue makes of it, on the current stream.
+@dataclass(frozen=True)
+class Exponentials:
+    """A product whose logits are gone. pieces: [4, n, R] float32: maximum, sum e^d, sum d e^d relative to it, and target
+    logit, of n tiles of the columns. values: [R, V] e^(z / tau) / 2^k with one k of each row and tile, 0 at the target and
+    in the tiles' padding; without columns where nobody wants gradients."""
 
-        pieces = gemm.exponentials(hidden, rows, head, out)           # None: statistics alone
-        gemm.statistics(pieces, rows, head, statistics)               # or partials, to a shard's part
-        gemm.gradients(out, pieces, rows, head, statistics, ..., dz, active)
+    pieces: Tensor
+    values: Tensor
+
+    def __getitem__(self, rows: slice) -> "Exponentials":
+        """The first rows; pieces may have more."""
+        return Exponentials(self.pieces, self.values[rows])
+
+
+class TritonFirstGemm(TritonRowKernels):
+    """Row kernels whose logits never leave the first product, on the current stream.
+
+        product = gemm.multiply(gemms, hidden, rows, head, out)       # out without columns: statistics alone
+        gemm.statistics(product, rows, head, statistics)              # or partials, to a shard's part
+        gemm.gradients(product, rows, head, slopes, dz, active)
 
     and gemm.gradients_at_once where statistics and coefficients are known beforehand. Hidden states and weight of one
-    16-bit dtype. pieces: [4, n, R] float32: maximum, sum e^d, sum d e^d relative to it, and target logit, of n tiles of
-    the columns.
+    16-bit dtype.
     """
 
-    def exponentials(self, hidden: Tensor, rows: Rows, head: Head, out: Tensor | None) -> Tensor:
-        """pieces of hidden [R, H] @ head.weight.T; to out [R, V], if it is given, e^(z / tau) / 2^k with one k of each row
-        and tile, 0 at the target and in the tiles' padding."""
+    @property
+    def first_gemm(self) -> "TritonFirstGemm":
+        return self
+
+    def multiply(  # type: ignore[override]
+        self, gemms: HeadGemms | None, hidden: Tensor, rows: Rows, head: Head, out: Tensor
+    ) -> Exponentials:
+        """The product of hidden [R, H] @ head.weight.T, in the memory of out [R, V], or [R, 0] for its pieces alone."""
         tiles = plan_tiles(rows.count, False)
         num_pieces = triton.cdiv(head.num_columns, tiles.n)
         pieces = torch.empty(4, num_pieces, rows.count, dtype=torch.float32, device=hidden.device)
         if pieces.numel():
-            self._launch(hidden, rows, head, out, pieces, None)
-        return pieces
+            self._launch(hidden, rows, head, out if out.shape[1] else None, pieces, None)
+        return Exponentials(pieces, out)
 
-    def gradients_at_once(
-        self,
-        hidden: Tensor,
-        rows: Rows,
-        head: Head,
-        statistics: Statistics,
-        coefficient: Tensor,
-        entropy_coefficient: Tensor,
-        out: Tensor,
-    ) -> None:
+    def gradients_at_once(self, hidden: Tensor, rows: Rows, head: Head, slopes: Slopes, out: Tensor) -> None:
         """out [R, V] = dz as RowKernels.gradients has it, each row in its place, from statistics and coefficients [T] that
         are known: nothing else of the logits is written."""
         if head.num_columns == 0 or rows.count == 0:
             out.zero_()
             return
-        self._launch(hidden, rows, head, out, None, _known(statistics, coefficient, entropy_coefficient))
+        self._launch(hidden, rows, head, out, None, slopes.arrays)
 
     def _launch(
         self,
@@ -158,50 +167,27 @@ class TritonFirstGemm:
                 **_constants(tiles),
             )
 
-    def statistics(self, pieces: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
-        """As RowKernels.statistics; rows: those that were multiplied or, once their count is known, the first of them."""
-        put_statistics(pieces, rows, head, out)
-
-    def partials(self, pieces: Tensor, rows: Rows, head: Head) -> Tensor:
-        """As RowKernels.partials."""
-        return shard_partials(pieces, rows, head)
+    def _pieces(self, product: Exponentials, rows: Rows, head: Head) -> Tensor:
+        return product.pieces
 
     def gradients(
-        self,
-        exponentials: Tensor,
-        pieces: Tensor,
-        rows: Rows,
-        head: Head,
-        statistics: Statistics,
-        coefficient: Tensor,
-        entropy_coefficient: Tensor,
-        out: Tensor,
-        active: Tensor | None,
-        has_entropy: bool,
+        self, product: Exponentials, rows: Rows, head: Head, slopes: Slopes, out: Tensor, active: Tensor | None
     ) -> LateCount:
-        """As RowKernels.gradients, from exponentials [R, V] and their pieces. has_entropy: entropy_coefficient is not 0; it costs
-        a logarithm an element, two thirds of all instructions."""
+        """As RowKernels.gradients. slopes.has_entropy costs a logarithm an element, two thirds of all instructions."""
         tile = plan_tiles(rows.count, False).n
         step = max(1, BLOCK_COLUMNS // tile)
         piece = max(step, PIECE_COLUMNS // tile)
-        known = _known(statistics, coefficient, entropy_coefficient)
+        exponentials = product.values
         with on_device_of(exponentials):
-            place_of, late = list_active(rows, coefficient, entropy_coefficient, active)
+            place_of, late = list_active(rows, slopes, active)
             exponential_gradients[(rows.count, triton.cdiv(out.stride(0), piece * tile))](
-                with_padding(exponentials),
-                exponentials.stride(0),
-                head.num_columns,
+                *(with_padding(exponentials), exponentials.stride(0), head.num_columns),
                 *token_arguments(rows, head),
-                pieces,
-                pieces.shape[2],
-                *known,
-                place_of,
-                with_padding(out),
-                out.stride(0),
+                *(product.pieces, product.pieces.shape[2], slopes.arrays, place_of, with_padding(out), out.stride(0)),
                 TILE=tile,
                 TILES=min(step, triton.next_power_of_2(triton.cdiv(out.stride(0), tile))),
                 PIECE=piece,
-                HAS_ENTROPY=has_entropy,
+                HAS_ENTROPY=slopes.has_entropy,
                 num_warps=NUM_WARPS,
             )
         return late
@@ -209,11 +195,6 @@ class TritonFirstGemm:
     def row_bytes(self, width: int) -> int:
         """Bytes of one row's pieces over so many columns; ranks with a shard of this width cut the same chunks by it."""
         return 16 * max(1, triton.cdiv(width, plan_tiles(1, False).n))
-
-
-def _known(statistics: Statistics, coefficient: Tensor, entropy_coefficient: Tensor) -> tuple[Tensor, ...]:
-    of = statistics
-    return of.logprobs, of.entropy, of.maximum, of.log_sum, coefficient, entropy_coefficient
 
 
 def _can_be_copied(matrix: Tensor) -> bool:

@@ -14,8 +14,9 @@ from marsrl.kernels.head.rows.triton_kernels import (
     NOTHING,
     VARYING,
     gradient_of,
-    gradient_of_target,
+    slopes_at,
     token_of,
+    with_target,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -113,8 +114,7 @@ def put_gradients(
         logp = (x - maximum[:, None]) * inverse[:, None] - log_sum[:, None]
         logp = tl.where(logp < NOTHING, NOTHING, logp)  # a logit of -inf: p = 0, not 0 times infinity
         dz = gradient_of(tl.exp(logp), logp, entropy[:, None], c[:, None], e[:, None], inverse[:, None])
-        dz = tl.where(column[None, :] == target[:, None], at_target[:, None], dz)
-        dz = tl.where((column < columns)[None, :], dz, 0.0)
+        dz = with_target(dz, at_target[:, None], column[None, :], target[:, None], columns)
         put_part(out, stride, begin_row, begin_column, num_rows, dz)
 
 
@@ -149,12 +149,7 @@ def finish_tile(
     target = tl.load(targets + tokens) - first_column
     target = tl.where((target >= 0) & (target < columns), target, -1).to(tl.int32)
     if known is not None:
-        logprobs, entropies, maxima, log_sums, coefficient, entropy_coefficient = known
-        c = tl.load(coefficient + tokens)
-        e = tl.load(entropy_coefficient + tokens)
-        entropy = tl.load(entropies + tokens)
-        at_target = gradient_of_target(tl.load(logprobs + tokens), entropy, c, e, inverse)
-        of_row = (tl.load(maxima + tokens), tl.load(log_sums + tokens), entropy, c, e, at_target)
+        of_row = slopes_at(known, tokens, inverse)
         put_gradients(x, begin_row, begin_column, num_rows, columns, target, inverse, of_row, out, stride, PARTS)
     else:
         is_real = begin_column + tl.arange(0, x.shape[1]) < columns
@@ -193,7 +188,7 @@ def first_product(
     out,  # [num_rows, stride], exponentials or, where something is known, dz; None: not wanted
     stride,
     pieces,  # [4, column tiles, num_rows] float32; None where something is known
-    known,  # log-probs, entropies, maxima, logs of sums, c, e [T], or None
+    known,  # [T] arrays of Slopes, or None
     column_tiles,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -285,12 +280,7 @@ def exponential_gradients(
     inverse_of_all,
     maxima,  # [tiles, num_pieces]: the first plane of the pieces
     num_pieces,
-    logprobs,
-    entropies,
-    maximum_of,
-    log_sum_of,
-    coefficient,
-    entropy_coefficient,
+    slopes,  # [T] arrays of Slopes
     place_of,  # None: every row has its own place
     out,  # [.., out_stride] of the GEMM's dtype; 0 behind the real columns
     out_stride,
@@ -309,15 +299,8 @@ def exponential_gradients(
         inverse = inverse_of_all
         if inverse_temperature is not None:
             inverse = tl.load(inverse_temperature + token)
-        c = tl.load(coefficient + token)
-        e = 0.0
-        if HAS_ENTROPY:
-            e = tl.load(entropy_coefficient + token)
-        maximum = tl.load(maximum_of + token)
-        log_sum = tl.load(log_sum_of + token)
-        entropy = tl.load(entropies + token)
+        maximum, log_sum, entropy, c, e, at_target = slopes_at(slopes, token, inverse)
         target = tl.load(targets + token) - first_column
-        at_target = gradient_of_target(tl.load(logprobs + token), entropy, c, e, inverse)
         own = maximum.to(tl.float64) * inverse + log_sum
         begin = tl.program_id(1) * PIECE
         for tile in range(begin, tl.minimum(begin + PIECE, tl.cdiv(out_stride, TILE)), TILES):
@@ -333,6 +316,5 @@ def exponential_gradients(
                 dz = gradient_of(p, logp, entropy, c, e, inverse)
             else:
                 dz = -p * c * inverse
-            dz = tl.where(column == target, at_target, dz)
-            dz = tl.where(column < columns, dz, 0.0)
+            dz = with_target(dz, at_target, column, target, columns)
             tl.store(out + place * out_stride + column, dz.to(out.dtype.element_ty), mask=column < out_stride)

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels import library
-from marsrl.kernels.dispatch import why_not_host
+from marsrl.kernels.dispatch import late_object, why_not_host
 from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
@@ -47,28 +46,6 @@ class RowProvider:
         return self.why_not(hidden=hidden, weight=weight)
 
 
-@cache
-def _load_cpu() -> RowKernels:
-    from marsrl.kernels.head.rows.cpu import CpuRowKernels
-
-    return CpuRowKernels()
-
-
-@cache
-def _load_triton() -> RowKernels:
-    from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
-
-    return TritonRowKernels()
-
-
-@cache
-def _load_triton_gemm() -> RowKernels:
-    from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
-    from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
-
-    return TritonRowKernels(TritonFirstGemm())
-
-
 def _why_not_first_gemm(tensors: dict[str, Tensor]) -> str | None:
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -82,8 +59,10 @@ def _why_not_first_gemm(tensors: dict[str, Tensor]) -> str | None:
 
 
 ROW_PROVIDERS = (
-    RowProvider("triton", _load_triton, machine_lacks_triton, why_not_triton),
-    RowProvider("cpu", _load_cpu, library.why_no_cpu_library, why_not_host),
+    RowProvider(
+        "triton", late_object("head.rows.triton_impl", "TritonRowKernels"), machine_lacks_triton, why_not_triton
+    ),
+    RowProvider("cpu", late_object("head.rows.cpu", "CpuRowKernels"), library.why_no_cpu_library, why_not_host),
 )
 
 # Those of the heads. The last one has a first GEMM of its own and is taken by name only, as in
@@ -93,7 +72,7 @@ HEAD_PROVIDERS = (
     *ROW_PROVIDERS,
     RowProvider(
         "triton_gemm",
-        _load_triton_gemm,
+        late_object("head.first_gemm.triton_impl", "TritonFirstGemm"),
         machine_lacks_triton,
         why_not_triton,
         _why_not_first_gemm,

@@ -56,6 +56,24 @@ def gradient_of_target(logp, entropy, c, e, inverse):
     return (-c * exact_expm1(logp) - e * exact_exp(logp) * (bounded + entropy)) * inverse
 
 
+@triton.jit
+def slopes_at(slopes, token, inverse):
+    """(maximum, log_sum, entropy, c, e, dz of the target) of tokens, from the arrays of Slopes."""
+    logprobs, entropies, maxima, log_sums, coefficient, entropy_coefficient = slopes
+    c = tl.load(coefficient + token)
+    e = tl.load(entropy_coefficient + token)
+    entropy = tl.load(entropies + token)
+    at_target = gradient_of_target(tl.load(logprobs + token), entropy, c, e, inverse)
+    return tl.load(maxima + token), tl.load(log_sums + token), entropy, c, e, at_target
+
+
+@triton.jit
+def with_target(dz, at_target, column, target, columns):
+    """dz of these columns with the target's own in its place, and 0 in padding."""
+    dz = tl.where(column == target, at_target, dz)
+    return tl.where(column < columns, dz, 0.0)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def row_partials(
     logits,  # [num_rows, stride] float32
@@ -159,10 +177,7 @@ def finish_rows(
     targets,
     inverse_temperature,
     inverse_of_all,
-    logprobs,
-    entropy,
-    maximum_of,
-    log_sum_of,
+    statistics,  # [T] arrays of Statistics
     BLOCK: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
 ):
@@ -177,6 +192,7 @@ def finish_rows(
     target = tl.load(targets + tokens, mask=is_row, other=0)
     logp = (logit.to(tl.float64) - maximum) * inverse - log_sum
     logp = tl.where((target >= 0) & (target < columns), logp, float("nan"))
+    logprobs, entropy, maximum_of, log_sum_of = statistics
     tl.store(logprobs + tokens, logp.to(tl.float32), mask=is_row)
     tl.store(entropy + tokens, (log_sum - weighted / total).to(tl.float32), mask=is_row)
     tl.store(maximum_of + tokens, maximum, mask=is_row)
@@ -277,18 +293,7 @@ def policy_terms(
     num_rows,
     ids,
     first,
-    # packed arrays [T], None where not given
-    advantages,
-    log_ratio,
-    log_drift,
-    old_logprobs,
-    rollout_logprobs,
-    reference_logprobs,
-    gate,
-    dropped,
-    mask,
-    agent_of,
-    weights,
+    inputs,  # packed arrays [T], None where not given
     logprobs,
     entropy,
     inverse_normaliser,  # [1] float32
@@ -296,14 +301,7 @@ def policy_terms(
     entropy_coefficient,
     sums,  # [programs, num_agents, NUM_SUMS] float64
     num_agents,
-    clip_low,
-    clip_high,
-    dual_clip,
-    correction_low,
-    correction_high,
-    kl_coef,
-    entropy_coef,
-    mpt_probability,
+    numbers,  # PolicyObjective.options; Triton has an argument of that name itself
     KIND: tl.constexpr,
     CORRECTION: tl.constexpr,
     KL: tl.constexpr,
@@ -312,6 +310,11 @@ def policy_terms(
     BLOCK: tl.constexpr,
 ):
     """Grid (blocks of rows): policy_term of csrc/include/policy_objective.h, for a block of tokens at a time."""
+    (
+        advantages, log_ratio, log_drift, old_logprobs, rollout_logprobs, reference_logprobs, gate, dropped, weights,
+        agent_of, mask,
+    ) = inputs  # fmt: skip
+    clip_low, clip_high, dual_clip, correction_low, correction_high, kl_coef, entropy_coef, mpt_probability = numbers
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_kept = rows < num_rows
     tokens = token_of(ids, first, tl.where(is_kept, rows, 0))
@@ -426,12 +429,7 @@ def row_gradients(
     first_column,
     inverse_temperature,
     inverse_of_all,
-    logprobs,
-    entropy,
-    maximum_of,
-    log_sum_of,
-    coefficient,
-    entropy_coefficient,
+    slopes,  # [T] arrays of Slopes
     place_of,  # None: every row has its own place
     out,  # [.., out_stride] of the GEMM's dtype; 0 behind the real columns
     out_stride,
@@ -448,13 +446,8 @@ def row_gradients(
         inverse = inverse_of_all
         if inverse_temperature is not None:
             inverse = tl.load(inverse_temperature + token)
-        c = tl.load(coefficient + token)
-        e = tl.load(entropy_coefficient + token)
-        maximum = tl.load(maximum_of + token)
-        log_sum = tl.load(log_sum_of + token)
-        ent = tl.load(entropy + token)
+        maximum, log_sum, ent, c, e, at_target = slopes_at(slopes, token, inverse)
         target = tl.load(targets + token) - first_column
-        at_target = gradient_of_target(tl.load(logprobs + token), ent, c, e, inverse)
         begin = tl.program_id(1) * PIECE
         stop = tl.minimum(begin + PIECE, stride)
         out_stop = tl.minimum(begin + PIECE, out_stride)
@@ -465,6 +458,5 @@ def row_gradients(
             logp = (x - maximum) * inverse - log_sum
             logp = tl.where(logp < NOTHING, NOTHING, logp)  # a logit of -inf: p = 0, not 0 times infinity
             dz = gradient_of(tl.exp(logp), logp, ent, c, e, inverse)
-            dz = tl.where(column == target, at_target, dz)
-            dz = tl.where(column < columns, dz, 0.0)
+            dz = with_target(dz, at_target, column, target, columns)
             tl.store(out + place * out_stride + column, dz.to(out.dtype.element_ty), mask=column < out_stop)

@@ -4,7 +4,7 @@ import pytest
 
 from marsrl.kernels.head import chunked_head
 from marsrl.kernels.head.first_gemm import triton_impl as first
-from marsrl.kernels.head.rows import triton_launches
+from marsrl.kernels.head.rows import triton_impl
 
 TILES = first.Tiles(8, 64, 16, parts=2, num_warps=4, num_stages=1, max_registers=None)
 
@@ -15,9 +15,9 @@ def use_small_tiles(patch: pytest.MonkeyPatch, tiles: first.Tiles = TILES) -> No
     patch.setattr(first, "GROUP", 2)
     patch.setattr(first, "BLOCK_COLUMNS", 2 * tiles.n)
     patch.setattr(first, "PIECE_COLUMNS", 2 * tiles.n)
-    patch.setattr(triton_launches, "JOIN_ELEMENTS", tiles.m)
-    patch.setattr(triton_launches, "JOIN_PIECES", 2)
-    patch.setattr(triton_launches, "BLOCK_TOKENS", tiles.m // 2)
+    patch.setattr(triton_impl, "JOIN_ELEMENTS", tiles.m)
+    patch.setattr(triton_impl, "JOIN_PIECES", 2)
+    patch.setattr(triton_impl, "BLOCK_TOKENS", tiles.m // 2)
 
 
 def in_chunks(patch: pytest.MonkeyPatch, num_rows: int, vocab: int = 131) -> None:

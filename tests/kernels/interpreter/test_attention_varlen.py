@@ -68,7 +68,7 @@ def test_no_tokens():
 @pytest.mark.parametrize(
     "x, reason",
     [
-        (torch.randn(5, 2, 16).double(), "float64 input"),
+        (torch.randn(5, 2, 16).double(), "q is float64"),
         (torch.randn(5, 2, 24), "head size 24, the kernels take 16, 32, 64, 128 and 256"),
     ],
 )

@@ -11,7 +11,7 @@ from marsrl.kernels.attention_varlen import triton_impl as attention
 from marsrl.kernels.grouped_linear import triton_impl as grouped
 from marsrl.kernels.head.first_gemm import triton_impl as first
 from marsrl.kernels.head.rows import triton_impl as rows
-from marsrl.kernels.head.rows.protocol import Statistics
+from marsrl.kernels.head.rows.protocol import Slopes, Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import make_head
 
@@ -52,8 +52,8 @@ def test_rows_of_logits_and_of_their_gradients():
     ):
         statistics, active = Statistics.zeros(3, logits.device), torch.empty(3, dtype=torch.int64)
         kernels.statistics(of, taken, head, statistics)
-        coefficients = torch.tensor([1.0, -2.0, 0.5]), torch.full((3,), 0.1)
-        kernels.gradients(of, taken, head, statistics, *coefficients, dz, active)
+        slopes = Slopes(statistics, torch.tensor([1.0, -2.0, 0.5]), torch.full((3,), 0.1))
+        kernels.gradients(of, taken, head, slopes, dz, active)
         found.append([statistics.logprobs, statistics.entropy, kernels.partials(of, taken, head), dz])
     for one, other in zip(*found, strict=True):
         assert one.any(1 if one.dim() > 1 else 0).all() and torch.equal(one, other)
@@ -72,11 +72,11 @@ def test_rows_of_exponentials(capability, has_entropy, monkeypatch):
     found = []
     for out in (torch.zeros(3, 128, dtype=BF16), far_apart(torch.zeros(3, 128, dtype=BF16))):
         statistics = Statistics.zeros(3, hidden.device)
-        pieces = gemm.exponentials(hidden, taken, head, out)
-        gemm.statistics(pieces, taken, head, statistics)
+        product = gemm.multiply(None, hidden, taken, head, out)
+        gemm.statistics(product, taken, head, statistics)
         dz, active = torch.empty(3, 128), torch.empty(3, dtype=torch.int64)
-        coefficients = torch.tensor([1.0, -2.0, 0.5]), torch.zeros(3)
-        gemm.gradients(out, pieces, taken, head, statistics, *coefficients, dz, active, has_entropy)
+        slopes = Slopes(statistics, torch.tensor([1.0, -2.0, 0.5]), torch.zeros(3), has_entropy)
+        gemm.gradients(product, taken, head, slopes, dz, active)
         found.append([out.clone(), dz])
     for one, other in zip(*found, strict=True):
         assert one.any(1).all() and torch.equal(one, other)

@@ -5,19 +5,16 @@ import torch
 import torch.distributed as dist
 from fused_head import (
     arguments_for,
-    compare_logprob,
-    compare_policy_loss,
     forced,
     head_case,
     linear_policy_loss,
     run_policy_loss,
-    with_exact_logits,
 )
 from small_tiles import TILES, in_chunks, use_small_tiles
 
 from marsrl.kernels import PolicyObjective, linear_logprob
 from marsrl.kernels.head.first_gemm import triton_impl
-from marsrl.kernels.head.first_gemm.triton_impl import Tiles, TritonFirstGemm
+from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
 from marsrl.kernels.head.gemms import HeadGemms
 from marsrl.kernels.head.rows import triton_impl as rows_impl
 from marsrl.kernels.head.rows.subset import Rows
@@ -32,84 +29,6 @@ def _small_and_by_name(monkeypatch):
     use_small_tiles(monkeypatch)
 
 
-# gradient in the forward; masked and inactive rows; statistics first, then the gradients from the product
-@pytest.mark.parametrize(
-    "capability, name",  # 80: by addresses; 90: by the copy engine
-    [(80, "clip"), (80, "sequence ratio"), (90, "pseudo on-policy"), (90, "clip"), (90, "k3, entropy bonus, tis"),
-     (90, "sequence ratio")],
-)  # fmt: skip
-def test_an_objective_equals_its_definition(name, capability, monkeypatch):
-    monkeypatch.setattr(triton_impl, "capability", lambda: capability)
-    in_chunks(monkeypatch, 9)  # a tile of rows and a row of the next
-    case = head_case(14, 24)
-    compare_policy_loss(case, arguments_for(case, name), torch.bfloat16)
-
-
-@pytest.mark.parametrize("name", ["k3, entropy bonus, strong gate", "sequence ratio"])
-def test_without_compaction_the_results_are_the_same(name, monkeypatch):
-    in_chunks(monkeypatch, 3)
-    case = head_case(8, 8)
-    compare_policy_loss(case, arguments_for(case, name, compacts=False), torch.bfloat16)
-    compare_logprob(case, dtype=torch.bfloat16, compacts=False)
-
-
-# one tile with columns to spare; H that no step divides; tiles on each side of a multiple; the largest that is interpreted
-@pytest.mark.parametrize(
-    "shape, dtype",
-    [
-        ((2, 8, 5), torch.bfloat16),
-        ((1, 19, 333), torch.float16),
-        ((8, 16, 64), torch.bfloat16),
-        ((9, 32, 65), torch.float16),
-        ((3, 8, 4096), torch.bfloat16),
-    ],
-)
-def test_shapes_and_dtypes(shape, dtype, monkeypatch):
-    if shape[2] > 1000:
-        monkeypatch.setattr(triton_impl, "plan_tiles", lambda *_: Tiles(16, 256, 16, 4, 4, 1, None))
-    case = head_case(*shape)
-    arguments = arguments_for(case, "k3, entropy bonus, tis")
-    arguments["mask"][0] = True
-    compare_policy_loss(case, arguments, dtype)
-    compare_logprob(case, dtype=dtype)
-
-
-def test_temperature_per_token_and_padded_vocabulary():
-    hidden, weight, targets = head_case(8, 8, 128)
-    weight[100:] = 50.0
-    case = hidden, weight, targets % 100
-    temperature = torch.rand(8) + 0.5
-    arguments = arguments_for(case, "entropy bonus", temperature=temperature, real_vocab_size=100)
-    compare_policy_loss(case, arguments, torch.bfloat16)
-    found = compare_logprob(case, temperature, real=100, dtype=torch.bfloat16)
-    assert (found[3][100:] == 0).all()
-
-
-@pytest.mark.parametrize("scale, temperature", [(30.0, 1.0), (1000.0, 1.3)])  # |z| about 120, 4000
-def test_large_logits(scale, temperature):
-    hidden, weight, targets = head_case(6, 16, 200)
-    compare_logprob((torch.randn_like(hidden) * scale, weight, targets), temperature, dtype=torch.bfloat16)
-
-
-def test_peaked_rows_and_the_last_column_and_probability_one():
-    hidden, weight = torch.randn(12, 16), torch.randn(99, 16)
-    weight[98] = 3 * hidden[0]
-    hidden[1:6] = hidden[0] * torch.linspace(0.2, 4, 5)[:, None]
-    found = compare_logprob((hidden, weight, torch.full((12,), 98)), dtype=torch.bfloat16)
-    assert found[0][5] == 0 and found[1][5] < 1e-6  # p = 1
-
-
-def test_a_logit_of_minus_infinity_has_no_probability_and_a_nan_stays_a_nan():
-    hidden, weight, targets = torch.ones(2, 1).bfloat16(), torch.randn(70, 1).bfloat16(), torch.tensor([3, 4])
-    weight[30:] = -torch.inf  # the rest of a tile, and all of the last one
-    hidden[1] = torch.nan
-    out = linear_logprob(hidden, weight, targets)
-    expected = torch.log_softmax(weight[:30, 0].float(), 0)
-    torch.testing.assert_close(out.logprobs[0], expected[3])
-    torch.testing.assert_close(out.entropy[0], -(expected.exp() * expected).sum())
-    assert out.logprobs[1].isnan() and out.entropy[1].isnan()
-
-
 def test_without_a_gradient_nothing_is_written_and_the_statistics_have_the_same_bits(monkeypatch):
     in_chunks(monkeypatch, 5)
     hidden, weight, targets = head_case(12, 8)
@@ -122,10 +41,8 @@ def test_without_a_gradient_nothing_is_written_and_the_statistics_have_the_same_
         "normaliser": 11.0,
     }
     written = []
-    exponentials = TritonFirstGemm.exponentials
-    monkeypatch.setattr(
-        TritonFirstGemm, "exponentials", lambda *given: (written.append(given[-1]), exponentials(*given))[1]
-    )
+    multiply = TritonFirstGemm.multiply
+    monkeypatch.setattr(TritonFirstGemm, "multiply", lambda *given: (written.append(given[-1]), multiply(*given))[1])
     leaf = hidden.bfloat16().requires_grad_()
     trained = linear_policy_loss(leaf, weight, targets, **arguments)
     assert written and all(each.dtype == torch.bfloat16 for each in written)  # 2 bytes a logit
@@ -133,7 +50,7 @@ def test_without_a_gradient_nothing_is_written_and_the_statistics_have_the_same_
     with torch.no_grad():
         evaluated = linear_policy_loss(leaf, weight, targets, **arguments)
     linear_logprob(leaf, weight, targets)
-    assert written and not any(each is not None for each in written)
+    assert written and not any(each.shape[1] for each in written)
     for field in ("loss", "logprobs", "entropy", "coefficient"):
         assert torch.equal(getattr(trained, field), getattr(evaluated, field))
 
@@ -146,7 +63,7 @@ def test_exponentials_are_relative_to_a_power_of_two_and_padding_is_not_read(cap
     weight[70:] = torch.nan
     head = make_head("op", hidden, weight, targets, 0.5, None, 70)
     out = torch.full((9, 96), 7.0)
-    pieces = TritonFirstGemm().exponentials(hidden, Rows(None, 0, 9), head, out)
+    pieces = TritonFirstGemm().multiply(None, hidden, Rows(None, 0, 9), head, out).pieces
     z = 2 * (hidden.double() @ weight[:70].double().t())
     for tile, begin in enumerate(range(0, 70, TILES.n)):
         columns = slice(begin, min(begin + TILES.n, 70))
@@ -165,28 +82,10 @@ def test_no_product_of_the_library_has_logits_and_known_statistics_give_the_grad
     monkeypatch.setattr(HeadGemms, "logits", lambda *_: pytest.fail("logits of the library"))
     hidden, weight, targets = (each if each.dtype == torch.int64 else each.bfloat16() for each in head_case(6, 8))
     out = linear_logprob(hidden.requires_grad_(), weight, targets)
-    monkeypatch.setattr(TritonFirstGemm, "exponentials", lambda *_: pytest.fail("nothing but dz is wanted here"))
+    monkeypatch.setattr(TritonFirstGemm, "multiply", lambda *_: pytest.fail("nothing but dz is wanted here"))
     monkeypatch.setattr(TritonFirstGemm, "gradients", lambda *_: pytest.fail("there is nothing to turn into dz"))
     out.logprobs.sum().backward()
     assert hidden.grad.any()
-
-
-def test_two_runs_give_the_same_bits_whatever_the_chunks(monkeypatch):
-    case = with_exact_logits(head_case(12, 8))  # the interpreter multiplies by a library, which promises no order
-    arguments = arguments_for(case, "k3, entropy bonus, tis")
-    first, dx, dw = run_policy_loss(case, arguments, torch.bfloat16)
-    again, dx_again, dw_again = run_policy_loss(case, arguments, torch.bfloat16)
-    assert torch.equal(first.loss, again.loss) and torch.equal(dx, dx_again) and torch.equal(dw, dw_again)
-    in_chunks(monkeypatch, 5)
-    other, *_ = run_policy_loss(case, arguments, torch.bfloat16)
-    assert torch.equal(first.logprobs, other.logprobs) and torch.equal(first.entropy, other.entropy)
-
-
-def test_non_contiguous_inputs_give_the_same():
-    hidden, weight, targets = (each if each.dtype == torch.int64 else each.bfloat16() for each in head_case(7, 8))
-    expected = linear_logprob(hidden, weight, targets)
-    strided = linear_logprob(hidden.t().contiguous().t(), weight.t().contiguous().t(), targets)
-    torch.testing.assert_close(strided.logprobs, expected.logprobs)
 
 
 def test_shards_have_the_partials_that_the_row_kernel_finds():
@@ -197,7 +96,7 @@ def test_shards_have_the_partials_that_the_row_kernel_finds():
         head = make_head("op", hidden, shard, targets % 40, torch.rand(6) + 0.5, None, None)
         head = type(head)(**{**vars(head), "first_column": begin, "num_columns": columns})
         rows, gemm = Rows(None, 0, 6), TritonFirstGemm()
-        found = gemm.partials(gemm.exponentials(hidden, rows, head, None), rows, head)
+        found = gemm.partials(gemm.multiply(None, hidden, rows, head, hidden[:, :0]), rows, head)
         expected = rows_impl.TritonRowKernels().partials(hidden.float() @ shard.float().t(), rows, head)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
@@ -236,7 +135,7 @@ def test_it_is_taken_by_name_only():
     hidden, weight, targets = (each if each.dtype == torch.int64 else each.bfloat16() for each in head_case(4, 8))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MARSRL_KERNELS")
-        patch.setattr(TritonFirstGemm, "exponentials", lambda *_: pytest.fail("nobody asked for it"))
+        patch.setattr(TritonFirstGemm, "multiply", lambda *_: pytest.fail("nobody asked for it"))
         linear_logprob(hidden, weight, targets)
         with pytest.raises(pytest.fail.Exception, match="nobody"), forced("linear_logprob=triton_gemm"):
             linear_logprob(hidden, weight, targets)

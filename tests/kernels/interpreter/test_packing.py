@@ -1,7 +1,6 @@
 """pack, kept_rows in Triton."""
 
 import packing_cases as cases
-import torch
 from hypothesis import given, settings
 
 SETTINGS = settings(max_examples=12, deadline=None)
@@ -23,11 +22,3 @@ def test_views_are_read_as_they_are():
 
 def test_sequences_of_any_length():
     cases.check_long_ones()
-
-
-def test_a_wrong_count_on_a_device_stays_in_bounds():
-    from marsrl.kernels.packing.triton_impl import kept_rows_triton
-
-    mask = torch.tensor([True, False, True, True])
-    assert kept_rows_triton(mask, 2).tolist() == [0, 2]
-    assert kept_rows_triton(mask, 5).tolist() == [0, 2, 3, -1, -1]

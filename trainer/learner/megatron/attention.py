@@ -17,7 +17,7 @@ from marsrl.trainer.learner.megatron.context import Keys
 
 @dataclass
 class Segments(PackedSeqParams):
-    """Where the sequences of a micro-batch lie, carried to every layer.
+    """Sequence boundaries of a micro-batch, carried to every layer.
 
     The format is not "thd": megatron's packed path would rotate q and k sequence by sequence. Here the angles are
     gathered by position once a micro-batch (head.py), and only the attention looks at the bounds.

@@ -59,7 +59,7 @@ def render_index(metadata: Metadata, written: Iterable[StoredChunk]) -> bytes:
 
 
 def read_index(folder: Path) -> Metadata:
-    """What torch's reader wants to know of the checkpoint in `folder`.
+    """Metadata of the checkpoint in `folder`, as torch's reader expects it.
 
     Raises:
         ValueError: index.json is not there or no index.

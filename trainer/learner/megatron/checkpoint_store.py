@@ -51,7 +51,7 @@ COMMON = "common.json"
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What one rank wrote: its file (none where it holds no shard of its own) and the parts in it."""
+    """One rank's output: its file (none if it holds no shard of its own) and the parts in it."""
 
     file: str
     num_bytes: int
@@ -177,7 +177,7 @@ def _drop_extra_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Held:
-    """What torch's save planner hands to a storage writer: the tensors of this rank, held until they are written."""
+    """Storage writer for torch's save planner: holds this rank's tensors until they are written."""
 
     can_run_decentralized_global_plan = True  # every rank knows its own file name
 
@@ -243,7 +243,7 @@ class _LoadTensors(formats.TorchDistLoadShardedStrategy):
 
 
 class _LoadCommon(LoadCommonStrategy):
-    """What is not a tensor, known already."""
+    """Non-tensor values, known already."""
 
     def __init__(self, common: dict[str, Any]) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def _optimizers(common: Any) -> Iterator[dict[str, Any]]:
 
 
 def _updates(optimizer: dict[str, Any]) -> list[float]:
-    """How often its parameters were updated: in the groups of a distributed optimizer, beside the state of another."""
+    """Number of updates of its parameters: in the groups of a distributed optimizer, beside the state of another."""
     common = [optimizer["state"]["common_step"]] if "common_step" in optimizer.get("state", {}) else []
     return [float(count) for count in [*common, *(g["step"] for g in optimizer["param_groups"] if "step" in g)]]
 

@@ -108,7 +108,7 @@ def _padding(name: str, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Keys:
-    """Which keys this rank's queries see: 2S segments, the two chunks of each sequence.
+    """Keys visible to this rank's queries: 2S segments, the two chunks of each sequence.
 
     cu_seqlens: [2S+1] int32, of the queries; cu_seqlens_k: [2S+1] int32, of the keys; their last ones stand together.
     places: [(2C+1) T'/2] int64, each key's place among the keys gathered from all ranks, [C T'].

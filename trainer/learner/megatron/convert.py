@@ -20,7 +20,7 @@ from marsrl.trainer.learner.megatron.mapping import Unit, held_boxes, held_matri
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank stands in every group of the converter."""
+    """A rank's position in every group of the converter."""
 
     stage: int
     tensor: int

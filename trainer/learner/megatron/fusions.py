@@ -1,4 +1,4 @@
-"""Which of Megatron's fused operations a policy trains with, and why not the others. Imports no megatron.
+"""Choice of Megatron's fused operations for a policy, with reasons against the others. Imports no megatron.
 
     gradient accumulation   a linear layer's weight gradient goes from its GEMM straight into DDP's float32 buffer, as that of
                             our head always does; experts (kernels.grouped_linear) hand theirs to DDP, which adds it
@@ -49,7 +49,7 @@ class Fusions:
 def choose_fusions(
     layers: LayerChoice, *, has_experts: bool, why_not: Callable[[str, str], str | None] | None = None
 ) -> Fusions:
-    """What can be used here beside these layers; why_not(module, name): None where it can be imported on a GPU."""
+    """Fusions usable here with these layers; why_not(module, name): None if it can be imported on a GPU."""
     why_not = why_not or why_not_on_gpu
     te = "transformer_engine.pytorch"
     ours = None if layers.layers == "transformer_engine" else "TransformerEngine's, and the layers are ours"

@@ -153,7 +153,7 @@ class PolicyModel(GPTModel):
     def _gate(
         self, batch: PackedBatch, mpt: MptConfig, hidden: Tensor, weight: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Whose mastered tokens are masked [S], and with mpt.temperature=1 which tokens these are [T]; None: nobody's,
+        """Sequences whose mastered tokens are masked [S], and with mpt.temperature=1 these tokens [T]; None: nobody's,
         and those that the loss finds by itself, at the sampling temperature.
 
         One pass over the same hidden states, before the loss is formed.

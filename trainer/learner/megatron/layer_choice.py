@@ -1,4 +1,4 @@
-"""Whose norms and linear layers a policy is built of, and why. Imports neither megatron nor, without a GPU, more than torch."""
+"""Choice of norms and linear layers for a policy, and why. Imports neither megatron nor, without a GPU, more than torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a policy is cut over ranks: the sizes, which of them fit a model and a number of ranks, and which would.
+"""Parallel layout of a policy: its sizes, whether they fit a model and a number of ranks, and which would.
 
 The one place with these rules: preflight, the learner and `marsrl plan` ask it. Imports no torch.
 """

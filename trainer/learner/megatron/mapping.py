@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors make up which Megatron parameter, and how it is cut over ranks. Imports no megatron.
+"""Mapping from Hugging Face tensors to Megatron parameters and their shards. Imports no megatron.
 
 | Megatron                          | Hugging Face                               | cut over ranks       |
 |-----------------------------------|--------------------------------------------|----------------------|
@@ -31,7 +31,7 @@ from marsrl.rollout.weights.layout import Box
 
 @dataclass(frozen=True)
 class Unit:
-    """What converts together: one Megatron parameter (of one expert), and its Hugging Face tensors.
+    """Unit of conversion: one Megatron parameter (of one expert) and its Hugging Face tensors.
 
     name: the parameter with its layer counted over all stages. stage: pipeline stage, expert: None outside experts.
     kind: how the Hugging Face tensors form the whole Megatron tensor. cut: its dimension that is cut, None: none.

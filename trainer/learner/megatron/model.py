@@ -149,7 +149,7 @@ def bare_model(shape: ModelShape, layout: Layout, config: TransformerConfig) -> 
 
 
 def _leave_sorted_rows(dispatcher: MoEAlltoAllTokenDispatcher) -> None:
-    """Where no other rank sends rows, megatron sorted them by expert as it permuted them. It would still copy them, twice each
+    """If no other rank sends rows, megatron sorted them by expert as it permuted them. It would still copy them, twice each
     way, into the order that they have, of every rank with more than one expert; its dispatcher counts them for nothing else."""
     if dispatcher.ep_size * dispatcher.tp_size == 1:
         dispatcher.num_local_experts = 1

@@ -150,7 +150,7 @@ class Optimizer:
 
 
 def _where_parameters_are(buffers: Sequence[Any], gathered: Callable[..., Any], *words: Any, **options: Any) -> Any:
-    """What megatron gathers to save the optimizer, with the padding between buckets put back.
+    """Optimizer state as megatron gathers it for saving, with the padding between buckets restored.
 
     megatron-core 0.16.1 leaves it out and then reads at offsets that count it: behind a padded bucket (tied embeddings
     under pipeline parallelism, or many buckets) wrong states were saved, without an error.

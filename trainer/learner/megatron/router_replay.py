@@ -114,7 +114,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """How the forced choices compare with the trainer's own; complete when the body of replay_experts is left."""
+    """Agreement of the forced choices with the trainer's own; complete when the body of replay_experts is left."""
 
     replayers: dict[int, _Replayer]
 

@@ -128,7 +128,7 @@ def _after_import() -> None:
 
 
 def _mend_without_transformer_engine() -> None:
-    """What megatron-core 0.16.1 leaves undefined without TransformerEngine, on GPUs too."""
+    """Definitions that megatron-core 0.16.1 lacks without TransformerEngine, on GPUs too."""
     import megatron.core.optimizer.optimizer_config as optimizer_config
     import megatron.core.tensor_parallel as tensor_parallel
     import megatron.core.tensor_parallel.random as random
