@@ -11,6 +11,7 @@ from marsrl.rollout.engines.build import EngineSpec, build_engine
 from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Records
 from marsrl.rollout.engines.refusals import TrainerHost, this_host
 from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.ray_token import show_token
 from marsrl.rollout.pool.replicas import LocalReplicas
 
 
@@ -106,6 +107,8 @@ def _ray_pool(
     own_host: str | None,
 ) -> EnginePool:
     """Actors of the cluster; colocated ones of all policies share each GPU."""
+    if config.ray_address is not None and not is_started_here(config.ray_address):
+        show_token()
     from marsrl.rollout.pool.ray_actors import RayReplicas
     from marsrl.rollout.pool.ray_connection import RayCluster
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,6 @@ from ray.exceptions import RayError
 from marsrl.rollout.engines.build import EngineSpec, build_engine, import_library
 from marsrl.rollout.engines.protocol import DecodeRequest, Engine, MemoryPart, WeightUpdate
 from marsrl.rollout.imports import imports_for_good
-from marsrl.rollout.pool.batches import RequestBatch, ResultBatch
 from marsrl.rollout.pool.engine_thread import EngineThread
 from marsrl.rollout.pool.ray_connection import GPU, RayCluster
 from marsrl.rollout.pool.ray_faults import check_head, check_ray, lost_or_raise
@@ -28,6 +28,7 @@ _HEARD_S = 1.0  # how long an engine is waited for to say how far it is
 _GRACE_S = 30.0  # that an engine gets to say itself that it has passed the deadline
 _SLOWER_START = 3.0  # a restarted engine may take so many times as long to start as the slowest has taken
 _LONGEST_START = 10  # times that, where its process answers all the while
+_PICKLE = 5  # of lists with an array or two for each request: Ray's own would keep each array as a buffer
 _CALLS_AT_ONCE = 5  # collect, one in the engine's thread, num_decoded, is_there, and submit or abort
 
 
@@ -58,12 +59,12 @@ class EngineActor:
     def num_decoded(self) -> int:
         return self._engine.num_decoded() if hasattr(self, "_engine") else 0  # it is being made
 
-    def submit(self, requests: RequestBatch, version: int) -> None:
-        self._thread.submit(requests.unpack(), version)
+    def submit(self, requests: bytes, version: int) -> None:
+        self._thread.submit(pickle.loads(requests), version)
 
     def collect(self, timeout_s: float, is_urgent: bool) -> Timed:
         gathered = self._thread.collect(timeout_s, is_urgent=is_urgent)
-        return replace(gathered, value=ResultBatch.pack(gathered.value))
+        return replace(gathered, value=pickle.dumps(gathered.value, _PICKLE))
 
     def abort(self) -> None:
         self._thread.abort()
@@ -172,7 +173,7 @@ class RayReplicas:
         return answer if isinstance(answer, Lost) else None
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        self._submitting[self._actors[replica].submit.remote(RequestBatch.pack(requests), version)] = replica
+        self._submitting[self._actors[replica].submit.remote(pickle.dumps(requests, _PICKLE), version)] = replica
 
     def collect(
         self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
@@ -303,13 +304,9 @@ class RayReplicas:
 
 
 def _answer(call: Any, method: str) -> Any:
-    """What a call that is done returned (batches unpacked), or that its engine is lost; raises as `lost_or_raise` does."""
+    """What a call that is done returned (results unpickled), or that its engine is lost; raises as `lost_or_raise` does."""
     try:
         answer = ray.get(call)
     except RayError as error:
         return lost_or_raise(error, method)
-    return _unpacked(answer) if method == "collect" else answer
-
-
-def _unpacked(answer: Timed) -> Timed:
-    return Timed(answer.value.unpack(), answer.start, answer.end)
+    return replace(answer, value=pickle.loads(answer.value)) if method == "collect" else answer

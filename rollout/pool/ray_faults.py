@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from typing import Any
-
+import psutil
 import ray
 from ray.exceptions import (
     ObjectLostError,
@@ -77,21 +75,27 @@ def check_ray(error: BaseException | None = None) -> None:
         ) from error
 
 
+_processes: list[psutil.Process] = []  # of Ray, started by this process, without which nothing goes on
+
+
+def note_processes() -> None:
+    """Ray was started by this process: check_head is to watch it."""
+    _processes[:] = [child for child in psutil.Process().children() if child.name() in _NEEDED]
+
+
+def forget_processes() -> None:
+    """Ray is shut down next."""
+    _processes.clear()
+
+
 def check_head() -> None:
     """Raise RuntimeError where a process of Ray that this process has started has ended; costs nothing.
 
     Ray itself says nothing for a minute when its head is gone, and then aborts this process.
     """
-    node: Any = ray._private.worker._global_node
-    if node is None:
-        return
-    for kind, process in node.dead_processes():
-        if kind in _NEEDED:
+    for process in _processes:
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
             raise RuntimeError(
-                f"Ray is gone: its {kind} (process {process.pid}) has ended with {_status(process.returncode)}; its logs are "
-                f"in {node.get_logs_dir_path()}; {_GO_ON}"
+                f"Ray is gone: its {process.name()} (process {process.pid}) has ended; its logs are in "
+                f"/tmp/ray/session_latest/logs; {_GO_ON}"
             )
-
-
-def _status(code: int) -> str:
-    return f"exit status {code}" if code >= 0 else signal.Signals(-code).name

@@ -676,12 +676,6 @@ def test_listeners_hear_of_stages_and_of_the_beginning_and_end_of_episodes() -> 
     assert told == ["stage", ("000001", False), ("000001", True), "stage", ("000002", False)]
 
 
-def test_a_run_begins_with_nothing() -> None:
-    state = StagesState()
-    assert [state.num_instances, state.num_stages, state.num_batches, state.num_taken] == [0, 0, 0, 0]
-    assert not (state.pending or state.open or state.instances or state.closed or state.ready)
-
-
 def test_a_copy_of_the_state_is_equal_in_everything_and_stays_so() -> None:
     stages = stages_of()
     first, second = begun(stages)
