@@ -26,8 +26,7 @@ _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # for which results that nothing follows from are gathered: what a lost engine takes with it
 _HEARD_S = 1.0  # how long an engine is waited for to say how far it is
 _GRACE_S = 30.0  # that an engine gets to say itself that it has passed the deadline
-_SLOWER_START = 3.0  # a restarted engine may take so many times as long to start as the slowest has taken
-_LONGEST_START = 10  # times that, where its process answers all the while
+_LONGEST_START = 10  # times the deadline, where its process answers all the while
 _PICKLE = 5  # of lists with an array or two for each request: Ray's own would keep each array as a buffer
 _CALLS_AT_ONCE = 5  # collect, one in the engine's thread, num_decoded, is_there, and submit or abort
 
@@ -122,7 +121,6 @@ class RayReplicas:
         self._lost: dict[int, Lost] = {}  # found on the way; told by the next collect
         self._decoded_before = [0] * len(specs)  # by engines that were lost
         self._decoded = [0] * len(specs)  # when last heard
-        self._slowest_start_s = 0.0
         self._actors.update((replica, self._start(spec)) for replica, spec in enumerate(specs))
 
     def __len__(self) -> int:
@@ -247,8 +245,6 @@ class RayReplicas:
         engines have the same one and say so themselves)."""
         if within_s is None:
             within_s = self._deadline_s + min(self._deadline_s, _GRACE_S)
-            if method == "start":
-                within_s = max(within_s, _SLOWER_START * self._slowest_start_s)
         answers: dict[int, Timed | Lost] = {}
         pending, began = list(calls), time.monotonic()
         while pending:
@@ -256,9 +252,6 @@ class RayReplicas:
             timeout_s = _PROGRESS_S if left <= 0 else min(left, _PROGRESS_S)
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
             came = {calls[call]: _answer(call, method) for call in done}
-            if method == "start":
-                seconds = [each.end - each.start for each in came.values() if isinstance(each, Timed)]
-                self._slowest_start_s = max([self._slowest_start_s, *seconds])
             check_head()
             self._pulse.listen(self._actors)
             for call in list(pending):

@@ -75,12 +75,13 @@ def check_ray(error: BaseException | None = None) -> None:
         ) from error
 
 
-_processes: list[psutil.Process] = []  # of Ray, started by this process, without which nothing goes on
+_processes: dict[str, psutil.Process] = {}  # of Ray, started by this process, without which nothing goes on
 
 
 def note_processes() -> None:
     """Ray was started by this process: check_head is to watch it."""
-    _processes[:] = [child for child in psutil.Process().children() if child.name() in _NEEDED]
+    children = {child.name(): child for child in psutil.Process().children()}
+    _processes.update({name: children[name] for name in _NEEDED if name in children})
 
 
 def forget_processes() -> None:
@@ -89,13 +90,20 @@ def forget_processes() -> None:
 
 
 def check_head() -> None:
-    """Raise RuntimeError where a process of Ray that this process has started has ended; costs nothing.
+    """Raise RuntimeError where a process of Ray that this process has started has ended; costs little.
 
     Ray itself says nothing for a minute when its head is gone, and then aborts this process.
     """
-    for process in _processes:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+    for name, process in _processes.items():
+        if _has_ended(process):
             raise RuntimeError(
-                f"Ray is gone: its {process.name()} (process {process.pid}) has ended; its logs are in "
-                f"/tmp/ray/session_latest/logs; {_GO_ON}"
+                f"Ray is gone: its {name} (process {process.pid}) has ended; its logs are in /tmp/ray/session_latest/logs; "
+                f"{_GO_ON}"
             )
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -319,16 +319,6 @@ def test_sampling_is_cut_as_asked(kind, vllm_engine):
     np.testing.assert_allclose(top_1.logprobs, 0.0, atol=1e-6)  # of the distribution that was drawn from
 
 
-@pytest.mark.parametrize("kind", ["qwen3"])
-def test_info_names_the_real_library(kind, vllm_engine):
-    import vllm
-
-    info = vllm_engine(kind).info()
-    assert (
-        info.engine_class.startswith("vllm.") and info.library_version == vllm.__version__ and info.dtype == "float32"
-    )
-
-
 @pytest.mark.parametrize("kind", [OWN])
 def test_vllm_s_own_draws_have_the_trainer_s_logprobs(kind, vllm_engine, checkpoint, judge):
     """At the sampling temperature, among the tokens that top_k and top_p keep as our sampler would; and after a sync."""
