@@ -1,4 +1,4 @@
-"""Which engines a policy gets: reads RolloutConfig, makes them here or in Ray actors, never another kind than asked for."""
+"""Makes the engines of a policy as RolloutConfig asks for them, in this process or in Ray actors."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _ray_pool(
 
 
 def _resources(config: RolloutConfig, device: str, num_policies: int) -> dict[str, float]:
-    """What Ray sets aside for an engine on one host. On CPUs nothing, but a slot where hosts join that offer some."""
+    """Resources that Ray reserves on one host for an engine. On CPUs none, or a slot where joining hosts offer them."""
     from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, GPU
 
     if device == "cuda":

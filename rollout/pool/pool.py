@@ -123,7 +123,7 @@ class EnginePool:
 
     @property
     def num_engines(self) -> int:
-        """Those that serve."""
+        """Replicas that serve."""
         return len(self.engines)
 
     @property
@@ -143,7 +143,7 @@ class EnginePool:
 
     @property
     def takes(self) -> Mapping[str, float] | None:
-        """What each replica takes of one host, by Ray's names; None where replicas can be neither given up nor made."""
+        """Resources of one host that each replica takes, by Ray's names; None where replicas cannot be stopped or made."""
         return self._replicas.takes if self._replicas.can_restart else None
 
     def give_engine(self) -> None:
@@ -206,7 +206,7 @@ class EnginePool:
         return answers
 
     def note_weights(self, version: int, checksums: Sequence[Mapping[str, int]]) -> None:
-        """What the trainer's ranks have sent to all is what a new replica gets, too. checksums: of each shard of an engine."""
+        """Note what the trainer's ranks sent to all: a new replica gets the same. checksums: of each shard of an engine."""
         self._dispatch.forget_homes()  # engines have dropped their prefix caches
         self._recovery.note_weights(WeightUpdate("", version), checksums)
 
@@ -304,12 +304,12 @@ class EnginePool:
         return results
 
     def take_faults(self) -> Faults:
-        """What went wrong and was mended since the last call."""
+        """Faults that were mended since the last call."""
         faults, self._faults = self._faults, Faults()
         return faults
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
-        """What each replica makes of the same sequences: scores[i][sequence] of the i-th of engines, log-probs [N-1], nats.
+        """Log-probs of the same sequences from each replica: scores[i][sequence] of the i-th of engines, [N-1], nats.
 
         One that was lost and has no weights yet is left out: it proves them when it gets them.
         """
@@ -377,7 +377,7 @@ class EnginePool:
         by_replica: Mapping[int, tuple[Any, ...]] | None = None,
         loads: bool = True,
     ) -> list[Any]:
-        """What each replica that serves answers; one that is lost is replaced, and asked again. loads: see Recovery.restart.
+        """Answers of the replicas that serve; a lost one is replaced, and asked again. loads: see Recovery.restart.
 
         arguments: of all of them; by_replica: of each.
         """

@@ -265,7 +265,7 @@ class RayReplicas:
         return answers
 
     def _overdue(self, replica: int, method: str, elapsed_s: float, within_s: float) -> Lost | None:
-        """Whether an engine that has been asked elapsed_s ago is given up. A start may take longer while it is heard."""
+        """Lost where an engine that was asked elapsed_s ago is given up. A start may take longer while its process answers."""
         if method == "start":
             is_heard = self._pulse.silent_for_s(replica) < min(self._pulse.silence_s, within_s)
             is_over = elapsed_s >= within_s * (_LONGEST_START if is_heard else 1)
@@ -297,7 +297,7 @@ class RayReplicas:
 
 
 def _answer(call: Any, method: str) -> Any:
-    """What a call that is done returned (results unpickled), or that its engine is lost; raises as `lost_or_raise` does."""
+    """The result of a call that is done (unpickled), or Lost; raises as `lost_or_raise` does."""
     try:
         answer = ray.get(call)
     except RayError as error:

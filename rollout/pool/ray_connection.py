@@ -89,7 +89,7 @@ class RayCluster:
 
     @property
     def joins_by(self) -> str:
-        """What other hosts run to be part of a cluster that was started `here`."""
+        """The command that other hosts run to join a cluster that was started `here`."""
         return f"marsrl join {self.host}:{self._port}"
 
     def check_owners(self, hosts: Sequence[RankHost], *, is_shared: bool) -> None:
@@ -183,7 +183,7 @@ class RayCluster:
                 )
 
     def has_place(self, each: Mapping[str, float], within_s: float, num: int = 1) -> bool:
-        """Whether there are places for so many engines, or are within_s from now; each: what one takes of one host."""
+        """True if there is room for `num` engines, at the latest in within_s; each: resources that one takes of one host."""
         if not each:
             return True
         end = time.monotonic() + max(within_s, _PLACED_S)
@@ -212,7 +212,7 @@ class RayCluster:
 
 
 def cluster_view(address: str, timeout_s: float) -> str:
-    """What the cluster at an address has: each host's GPUs and slots, and what of them is free.
+    """Resources of the cluster at an address: each host's GPUs and slots, and how many are free.
 
     Raises:
         RuntimeError: it cannot be joined within timeout_s.

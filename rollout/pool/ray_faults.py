@@ -1,4 +1,4 @@
-"""What an error of Ray means: an engine is lost (it can be replaced), or Ray itself is of no use any more (the run ends)."""
+"""Sorts Ray's errors: an engine is lost (it can be replaced), or Ray itself has failed (the run ends)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GO_ON = "go on from the last checkpoint with run.resume=auto"
 
 
 def lost_or_raise(error: RayError, method: str) -> Lost:
-    """What an engine's call that failed with `error` means for the engine.
+    """Lost, where an engine's call that failed with `error` says that the engine is.
 
     Raises:
         RuntimeError: Ray is gone, or its object store is full.
@@ -53,7 +53,7 @@ def lost_or_raise(error: RayError, method: str) -> Lost:
 
 
 def how_it_died(error: BaseException) -> str:
-    """What ended an engine's process, in words that say what to do where that is known."""
+    """The cause of an engine process's death, with what to do where that is known."""
     low = next((line.strip() for line in str(error).splitlines() if _LOW_ON_MEMORY in line), None)
     if low is not None or isinstance(error, OutOfMemoryError):
         return (

@@ -18,7 +18,7 @@ def show_token() -> str:
 
 
 def token_here() -> tuple[bool, str]:
-    """Whether this host has a token that can be shown, and a sentence about it."""
+    """(True if this host has a token that can be shown, a sentence about it)."""
     mode = os.environ.get("RAY_AUTH_MODE")
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     copy = (

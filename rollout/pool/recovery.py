@@ -27,7 +27,7 @@ SETTLE_S = 10.0  # until what an engine has left, or a host has brought, is a pl
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What went wrong and was mended. resubmitted: requests decoded again; failed: given up."""
+    """Counts of faults that were mended. resubmitted: requests decoded again; failed: given up."""
 
     engine_restarts: int = 0
     resubmitted: int = 0
