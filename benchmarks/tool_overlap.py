@@ -1,7 +1,6 @@
 """How much of an engine's time tools leave idle: 256 trajectories of System 1 and System 2 at once, tools that take up to 5 s.
 
     python benchmarks/tool_overlap.py [--json FILE] [--trajectories 256] [--slowest 5] [--shorten 1]
-    python benchmarks/tool_overlap.py --ray [...]        # the engine is a Ray actor, as in a run; seconds alone
 
 The engine is a script: each of its steps takes 20 ms and decodes 16 tokens of every sample that is under way, however many.
 Player, team, tools' pool and bins are the project's own. System 2 takes six turns of 40 to 160 tokens, with a search or a
@@ -13,14 +12,13 @@ program in five of them. A search takes 0 to --slowest seconds, and System 1 rea
 
 busy: share of the time from the first request to the last result in which the engine was at a step. could have been: share in
 which it was idle, though some tool had ended already, so that its sample could have gone on. `ratio:` is the share of busy time,
-event by event over stage by stage; with --ray, seconds stage by stage over event by event. bins: CPU time to pack 10,000 outputs
+event by event over stage by stage. bins: CPU time to pack 10,000 outputs
 of 1 to 3,000 tokens for System 1's 23,552.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import random
 import sys
@@ -32,23 +30,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from namespace import map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
-
 import numpy as np
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.config import AgentConfig, LocalOptions, RolloutConfig
+from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.fitting import first_fit_decreasing
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.rollout import Rollout
-from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import LocalReplicas, Timed
+from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.data import DataCursor
@@ -64,12 +56,12 @@ _LENGTH = 200  # characters, a token each, of a page
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Shares of the time from the first request to the last result; None where the engine is not in this process."""
+    """busy, could_have_been: shares of the time from the first request to the last result."""
 
     scheduler: str
     wall_s: float
-    busy: float | None
-    could_have_been: float | None
+    busy: float
+    could_have_been: float
     samples: int
     calls: int
 
@@ -160,26 +152,7 @@ def says(request: DecodeRequest, renderer: ChatRenderer) -> list[int]:
     return ids[num_known:]
 
 
-def ray_pool(folder: str, trajectories: int, step_s: float) -> EnginePool:
-    """One such engine in an actor."""
-    from marsrl.rollout.pool import ray_actors
-
-    class StepsActor(ray_actors.EngineActor):
-        def start(self) -> Timed:
-            renderer = ChatRenderer(folder)
-            script = functools.partial(says, renderer=renderer)
-            # where EngineActor looks for it; of the module or, pickled with this class, of its copy
-            super().start.__globals__["build_engine"] = lambda spec: Steps(
-                Clock(), step_s, script, tokens_per_step=TOKENS_A_STEP
-            )
-            return super().start()
-
-    ray_actors.EngineActor = StepsActor  # type: ignore[misc]
-    config = RolloutConfig(engine="local", threads=1, deadline_s=600, local=LocalOptions(max_num_seqs=trajectories * 2))
-    return make_pool("main", folder, config, dtype="float32", max_model_len=1 << 20)
-
-
-def play(folder: str, trajectories: int, slowest_s: float, step_s: float, overlap: int, *, over_ray: bool) -> Played:
+def play(folder: str, trajectories: int, slowest_s: float, step_s: float, overlap: int) -> Played:
     """All of them, once."""
     renderer, clock = ChatRenderer(folder), Clock()
     config = RolloutConfig(
@@ -195,28 +168,22 @@ def play(folder: str, trajectories: int, slowest_s: float, step_s: float, overla
         {"search": Slow("search", slowest_s, clock), "python": Slow("python", slowest_s / 10, clock)},
         dict.fromkeys(("search", "python"), ToolLimits(concurrency=trajectories)),
     )
-    if over_ray:
-        pool = ray_pool(folder, trajectories, step_s)
-    else:
-        engine = Steps(clock, step_s, lambda request: says(request, renderer), tokens_per_step=TOKENS_A_STEP)
-        pool = EnginePool(LocalReplicas([engine]), slots=trajectories * 2, deadline_s=600)
+    engine = Steps(clock, step_s, lambda request: says(request, renderer), tokens_per_step=TOKENS_A_STEP)
+    pool = EnginePool(LocalReplicas([engine]), slots=trajectories * 2, deadline_s=600)
     judge = WatchedJudge(lambda problem, answer: known(Reward(1.0, 1.0)))
     source = DataCursor([Problem(f"p{i}", f"question {i}", "7", "qa") for i in range(trajectories)], 0)
     players = Team(agents, team, {"main": renderer}, {"main": pool}, judge, tools=tools)
     rollout = Rollout(config, players, source, seed=0, trains_whole=True)
-    start = time.perf_counter()
     batch = rollout.next_batch({"main": 0})
-    played_s = time.perf_counter() - start
     wasted_s, busy_s = clock.wasted_s(), clock.busy_s  # of this batch: the next problems' follow
-    wall_s = played_s if over_ray else clock.last - clock.first
+    wall_s = clock.last - clock.first
     rollout.close()
     tools.close()
     pool.close()
     samples = [sample for group in batch.groups for sample in group.samples]
     calls = sum(sample.turn for sample in samples)  # each of System 2's turns but the last
     name = "event by event" if overlap else "stage by stage"
-    busy, could_have_been = (None, None) if over_ray else (busy_s / wall_s, wasted_s / wall_s)
-    return Played(name, wall_s, busy, could_have_been, len(samples), calls)
+    return Played(name, wall_s, busy_s / wall_s, wasted_s / wall_s, len(samples), calls)
 
 
 def packed() -> tuple[int, float]:
@@ -233,7 +200,6 @@ def main() -> int:
     parser.add_argument("--trajectories", type=int, default=256, help="at once; a multiple of 8")
     parser.add_argument("--slowest", type=float, default=5.0, help="seconds of the slowest search")
     parser.add_argument("--shorten", type=float, default=1.0, help="of all times")
-    parser.add_argument("--ray", action="store_true", help="the engine is a Ray actor")
     words = parser.parse_args()
     if words.trajectories % GROUP_SIZE or words.trajectories < GROUP_SIZE:
         parser.error(f"--trajectories {words.trajectories} is not a multiple of {GROUP_SIZE}")
@@ -244,16 +210,15 @@ def main() -> int:
         write_byte_tokenizer(folder)
         for overlap in (0, 1):
             step_s, slowest_s = STEP_S / words.shorten, words.slowest / words.shorten
-            row = play(folder, words.trajectories, slowest_s, step_s, overlap, over_ray=words.ray)
+            row = play(folder, words.trajectories, slowest_s, step_s, overlap)
             rows.append(row)
-            shares = "" if words.ray else f"busy {row.busy:.1%}, could have been {row.could_have_been:.1%}; "
-            print(f"{row.scheduler}: {row.wall_s:.1f} s, {shares}{row.samples} samples, {row.calls} calls", flush=True)
+            shares = f"busy {row.busy:.1%}, could have been {row.could_have_been:.1%}"
+            print(
+                f"{row.scheduler}: {row.wall_s:.1f} s, {shares}; {row.samples} samples, {row.calls} calls", flush=True
+            )
     print("bins: 10,000 outputs in {} bins, {:.0f} ms of CPU".format(*packed()))
     by_stage, by_event = rows
-    if by_stage.busy is None or by_event.busy is None:
-        print(f"ratio: {by_stage.wall_s / by_event.wall_s:.2f}")
-    else:
-        print(f"ratio: {by_event.busy / by_stage.busy:.2f}")
+    print(f"ratio: {by_event.busy / by_stage.busy:.2f}")
     if words.json:
         Path(words.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return 0

@@ -27,11 +27,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from namespace import map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
-
 from fastapi.testclient import TestClient
 
 from marsrl.rollout.types import Finish, Segment

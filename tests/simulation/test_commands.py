@@ -13,19 +13,6 @@ from forked import PYTHON
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_waiting_sample_takes_less_than_4_kb(tmp_path: Path) -> None:
-    words = ["--samples", "64", "--shorten", "1024", "--json", str(tmp_path / "out.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "benchmarks/scheduler.py", *words], capture_output=True, text=True, env=environment, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert 200 < found["bytes_a_waiting_sample"] <= 4096
-    assert [share["scheduler"] for share in found["shares"]["real time"]] == ["stage by stage", "event by event"]
-    assert done.stdout.splitlines()[-1].startswith("ratio: ")
-
-
 def test_weights_are_synced_by_every_backend(tmp_path: Path) -> None:
     words = ["--mib", "8", "--repeats", "1", "--bucket-mib", "1", "--json", str(tmp_path / "out.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
