@@ -1,6 +1,6 @@
 """The device and its state, the versions and the commit that stand beside every number.
 
-python -m marsrl.benchmarks.record [--device cuda|cpu] [--json FILE]
+python benchmarks/record.py [--device cuda|cpu] [--json FILE]
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_state import gpu_state
 
-from marsrl.benchmarks.gpu_state import gpu_state
 from marsrl.trainer.machine import commit, device_name, library_versions
 
 LIBRARIES = (

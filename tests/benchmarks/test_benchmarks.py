@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from forked import PYTHON
 from scripts import BENCHMARKS, call, script
 
 
@@ -15,11 +14,8 @@ def test_no_number_is_printed_for_a_wrong_kernel(tmp_path: Path) -> None:
     code = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from namespace import map_marsrl
-map_marsrl()
-sys.path.insert(0, sys.argv[1])
 import run, torch
-from marsrl.benchmarks.case import Bench, Case, Judgement, Shape, Variant
+from case import Bench, Case, Judgement, Shape, Variant
 right = torch.ones(3)
 def build(shape):
     judge = lambda: Judgement({"out": right.double()}, {"out": right})
@@ -37,10 +33,8 @@ def test_a_short_call_is_repeated_until_there_is_something_to_measure() -> None:
     code = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from namespace import map_marsrl
-map_marsrl()
-from marsrl.benchmarks.case import Variant
-from marsrl.benchmarks.timing import SHORT_S, Clock
+from case import Variant
+from timing import SHORT_S, Clock
 calls, prepared = [], []
 def busy(seconds):
     calls.append(seconds)
@@ -62,11 +56,8 @@ def test_the_headline_is_measured_first_and_alone_unless_all_are_asked_for() -> 
     code = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from namespace import map_marsrl
-map_marsrl()
-sys.path.insert(0, sys.argv[1])
 import run
-from marsrl.benchmarks.cases import load
+from cases import load
 def dtypes(case, device, texts, has_all):
     found = run.chosen(load(case), load(case).shapes(device, False), texts, has_all)
     return " ".join(f"{shape.dtype}/{shape.vocab}/{shape.mask_share:g}" for shape in found)
@@ -116,9 +107,7 @@ def compare_with(repository: Path, revision: str) -> subprocess.CompletedProcess
     code = """
 import pathlib, sys
 sys.path.insert(0, sys.argv[1])
-from namespace import map_marsrl
-map_marsrl()
-from marsrl.benchmarks import base_revision
+import base_revision
 base_revision.ROOT = pathlib.Path(sys.argv[2])
 base_revision.compare(sys.argv[3], ["made_up"], "cpu", False)
 """
@@ -155,46 +144,6 @@ def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None
         assert rows["ours"]["is_right"] and rows["ours"]["extra_bytes"] is not None
     assert {"torch.compile", "Liger fused linear GRPO"} <= {row["name"] for row in tables[0]["rows"]}
     assert "QuACK chunked CE, mean" in tables[0]["skipped"]
-
-
-@pytest.mark.slow
-def test_varlen_attn_of_torch_is_told_to_be_causal_in_the_words_of_its_release() -> None:
-    """Stand-ins with the signatures of both releases, on a CPU; a third has neither word and is missing with a reason."""
-    code = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from namespace import map_marsrl
-map_marsrl()
-import torch
-from torch.nn.attention import varlen
-from torch.nn.functional import scaled_dot_product_attention
-from marsrl.benchmarks.case import Shape
-from marsrl.benchmarks.cases import attention_varlen as case
-
-def attend(q, k, v, bounds, is_causal):
-    spans = [slice(a, b) for a, b in zip(bounds.tolist(), bounds.tolist()[1:])]
-    of_heads = ([each[span].transpose(0, 1) for each in (q, k, v)] for span in spans)
-    return torch.cat([scaled_dot_product_attention(*parts, is_causal=is_causal).transpose(0, 1) for parts in of_heads])
-
-def newer(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-    return attend(query, key, value, cu_seq_q, window_size == (-1, 0))
-
-def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-    return attend(query, key, value, cu_seq_q, is_causal)
-
-def neither(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k):
-    raise AssertionError("it would be timed without a mask")
-
-q, k, v = (torch.randn(9, heads, 8) for heads in (4, 2, 2))
-for varlen.varlen_attn in (newer, older):
-    found = case._torch_varlen(Shape("cuda"))(q, k, v, torch.tensor([0, 4, 9]), 5)
-    torch.testing.assert_close(found, case._segments(q, k, v, [0, 4, 9]))
-varlen.varlen_attn = neither
-print(case._torch_varlen(Shape("cuda")))
-"""
-    done = call(str(BENCHMARKS), code=code)
-    assert done.returncode == 0, done.stderr
-    assert "has neither window_size nor is_causal" in done.stdout
 
 
 @pytest.mark.slow

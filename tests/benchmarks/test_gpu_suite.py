@@ -97,12 +97,9 @@ def test_every_case_is_smoked_where_a_dtype_or_an_implementation_can_be_wrong(tm
     code = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from namespace import map_marsrl
-map_marsrl()
-sys.path.insert(0, sys.argv[1])
-from marsrl.benchmarks import smoke
-from marsrl.benchmarks.cases import ORDER, load
-from marsrl.benchmarks.cases import group_advantage as case
+import smoke
+from cases import ORDER, load
+from cases import group_advantage as case
 names = [trial.name for trial in smoke.trials(ORDER, "cuda")]
 assert len(names) == len(set(names)) and {name.partition(",")[0] for name in names} == set(ORDER)
 heads = [name for name in names if name.startswith("linear_policy_loss")]
@@ -211,10 +208,8 @@ def test_a_cache_is_filled_past_a_launch_that_fails(suite: ModuleType) -> None:
     code = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from namespace import map_marsrl
-map_marsrl()
-from marsrl.benchmarks import fill_cache
-from marsrl.benchmarks.cases import load
+import fill_cache
+from cases import load
 todo = list(fill_cache.launches(["group_advantage"], "cpu", True, ""))
 shapes = load("group_advantage").shapes("cpu", True)
 assert [name for name, _ in todo][-len(shapes):] == [f"group_advantage, {shape.title()}" for shape in shapes]

@@ -327,9 +327,6 @@ WAYS = {
     "python benchmarks/scale.py": bench(
         "4 problems: tests/simulation/test_scale.py::test_twice_the_samples_take_twice_the_work_and_bytes"
     ),
-    "python benchmarks/tool_overlap.py": bench(
-        "8 trajectories: tests/simulation/test_commands.py::test_a_sample_goes_on_while_others_wait_for_tools"
-    ),
     "python benchmarks/read_pages.py": bench(
         "6 questions: tests/tools/test_pages.py::test_pages_longer_than_a_bin_are_read_side_by_side"
     ),
