@@ -56,7 +56,7 @@ def _medians(root: Path, cases: list[str], device: str, quick: bool, file: Path)
     command += ["--json", str(file), *(["--quick"] if quick else [])]
     command += ["--all"] if '"--all"' in script.read_text() else []  # an older revision measures every shape anyway
     # in front of the marsrl that is installed
-    environment = {**os.environ, "PYTHONPATH": str(folder_with_marsrl(file.with_suffix(""), root))}
+    environment = {**os.environ, "PYTHONPATH": str(folder_with_marsrl(file.parent / f"path of {root.name}", root))}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     tables = json.loads(file.read_text())["tables"]
     return {
