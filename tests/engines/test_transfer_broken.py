@@ -23,7 +23,6 @@ from marsrl.rollout.weights.connections import (
     GroupConnection,
     Rendezvous,
     SharedBuffer,
-    StoreClients,
     TransferBroken,
     TransferStore,
 )
@@ -137,23 +136,6 @@ def test_a_broken_way_is_everybody_s_news(rendezvous: Rendezvous) -> None:
         shard.receive(0, 4)
     with pytest.raises(TransferBroken, match=r"^\w+: "):
         TransferStore(rendezvous).check()
-
-
-def test_a_rank_has_two_connections_to_the_store_for_any_number_of_engines(
-    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, client = [], Rendezvous.client
-    monkeypatch.setattr(Rendezvous, "client", lambda self: made.append(threading.current_thread().name) or client(self))
-    engines = [replace(rendezvous, session=f"session/{engine}") for engine in range(3)]
-    shards = [threading.Thread(target=GroupConnection, args=(each, 1, CPU), name="engine") for each in engines]
-    for shard in shards:
-        shard.start()
-    clients = StoreClients(rendezvous)
-    for each in engines:
-        GroupConnection(each, 0, CPU, clients)
-    for shard in shards:
-        shard.join()
-    assert made.count("engine") == 2 * len(engines) and len(made) - made.count("engine") == 2
 
 
 def test_an_engine_whose_weights_did_not_arrive_is_lost_and_decodes_nothing(
