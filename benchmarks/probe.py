@@ -40,7 +40,7 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.engines.protocol import WeightUpdate
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.weights.fused_layout import fused_checksums
+from marsrl.rollout.weights.checksum import fused_checksums
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.weights.comparison import (

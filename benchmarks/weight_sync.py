@@ -60,8 +60,8 @@ def write_model(folder: Path, mib: int, is_moe: bool) -> int:
     import torch
 
     from marsrl.rollout.model_shape import ModelShape
+    from marsrl.rollout.weights.files import write_shards
     from marsrl.trainer.learner.megatron.mapping import hf_shapes, units
-    from marsrl.trainer.weights.files import write_shards
 
     vocab_size, hidden, heads, experts = 4096, 512, 8, 32 if is_moe else 0
     ffn = 256 if is_moe else 1536
@@ -114,7 +114,7 @@ class Whole:
     def __init__(self, tensors: dict[str, Any]) -> None:
         import torch
 
-        from marsrl.rollout.weights.bucket_plan import whole_box
+        from marsrl.rollout.weights.layout import whole_box
 
         self._tensors, self.device = tensors, torch.device("cpu")
         self.hf_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -140,11 +140,9 @@ def measure(mib: int, repeats: int, is_moe: bool, bucket_mib: int) -> list[Row]:
 
     from marsrl.benchmarks.engine_process import EngineProcess
     from marsrl.rollout.pool.pool import EnginePool
-    from marsrl.rollout.weights.fused_layout import WeightFiles
-    from marsrl.trainer.weights.channel import WeightChannel
-    from marsrl.trainer.weights.checked_engines import CheckedEngines
-    from marsrl.trainer.weights.direct_channel import IpcChannel, NcclChannel
-    from marsrl.trainer.weights.file_channel import FileChannel
+    from marsrl.rollout.weights.files import WeightFiles
+    from marsrl.trainer.weights.comparison import CheckedEngines
+    from marsrl.trainer.weights.sync import DirectSync, FileSync, WeightSync
 
     rows = []
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
@@ -154,14 +152,16 @@ def measure(mib: int, repeats: int, is_moe: bool, bucket_mib: int) -> list[Row]:
         weights = {name: files[name].clone() for name in files}
         pool = EnginePool(EngineProcess(str(model), "bfloat16"))  # type: ignore[arg-type]
         engines, learner = CheckedEngines(pool, vocab_size=vocab_size), Whole(weights)
-        channels: dict[str, WeightChannel] = {
-            "shm": FileChannel(engines, torch.bfloat16, verify_every=repeats + 2),
-            "ipc": IpcChannel(engines, torch.bfloat16, verify_every=repeats + 2, bucket_bytes=bucket_mib << 20),
-            "nccl": NcclChannel(engines, torch.bfloat16, verify_every=repeats + 2, bucket_bytes=bucket_mib << 20),
+        syncs: dict[str, WeightSync] = {
+            "shm": FileSync(engines, torch.bfloat16, verify_every=repeats + 2),
+            "ipc": DirectSync(engines, torch.bfloat16, "ipc", verify_every=repeats + 2, bucket_bytes=bucket_mib << 20),
+            "nccl": DirectSync(
+                engines, torch.bfloat16, "nccl", verify_every=repeats + 2, bucket_bytes=bucket_mib << 20
+            ),
         }
-        for kind, channel in channels.items():  # an engine has one connection at a time
+        for kind, sync in syncs.items():  # an engine has one connection at a time
             for version in range(1, repeats + 2):
-                report = channel.publish(learner, version)  # type: ignore[arg-type]
+                report = sync.publish(learner, version)  # type: ignore[arg-type]
                 assert report is not None and report.comparison is None
                 speed = report.num_bytes / report.seconds / 1e9
                 row = Row(
@@ -169,7 +169,7 @@ def measure(mib: int, repeats: int, is_moe: bool, bucket_mib: int) -> list[Row]:
                     copy_gb_per_s(),
                 )  # fmt: skip
                 rows += [row] if version > 1 else []
-            channel.close()
+            sync.close()
         pool.close()
     return rows
 

@@ -57,7 +57,7 @@ ROOMS = {
     "rollout/tasks": {"rollout/agents", "rollout/rewards", "rollout/tools"},
     "rollout/tools": set(),
     "rollout/weights": set(),
-    "trainer/checks": {"trainer/learner", "trainer/plan", "trainer/schools", "trainer/weights"},
+    "trainer/checks": {"trainer/learner", "trainer/plan", "trainer/schools"},
     "trainer/cli": {
         "trainer/checks",
         "trainer/curate",

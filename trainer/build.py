@@ -52,10 +52,8 @@ from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import heartbeat
 from marsrl.trainer.runs.stop import handlers_restored
 from marsrl.trainer.schools.warm_start import WarmStart, warm_starts
-from marsrl.trainer.weights.channel import WeightChannel
-from marsrl.trainer.weights.checked_engines import CheckedEngines
-from marsrl.trainer.weights.direct_channel import IpcChannel, NcclChannel
-from marsrl.trainer.weights.file_channel import FileChannel
+from marsrl.trainer.weights.comparison import CheckedEngines
+from marsrl.trainer.weights.sync import DirectSync, FileSync, WeightSync
 
 _CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -92,10 +90,10 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         references = {name: _reference(config.policies[name].reference, models[name]) for name in trained}
         learners = {name: _learner(config, name, models[name], references[name]) for name in trained}
         team = stack.enter_context(open_team(checked, models)) if rank() == 0 else None
-        channels: dict[str, WeightChannel] = {}
+        syncs: dict[str, WeightSync] = {}
         for name in trained:
-            channels[name] = _channel(config, name, models[name], team.pools[name] if team is not None else None)
-            stack.callback(channels[name].close)
+            syncs[name] = _sync(config, name, models[name], team.pools[name] if team is not None else None)
+            stack.callback(syncs[name].close)
         driver = stack.enter_context(_driver(checked, directory, console, team)) if team is not None else None
         if driver is not None and config.run.prometheus_port:
             driver.log.port = MetricsPort(
@@ -109,7 +107,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             stack.enter_context(served(config.run.prometheus_port, driver.log.port))
         if beat is not None:
             stack.push(beat)  # and left before it closes them, which may take its time too
-        yield Run(config, directory, console, learners, channels, driver, started)
+        yield Run(config, directory, console, learners, syncs, driver, started)
 
 
 def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:
@@ -118,7 +116,7 @@ def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:
     return tuple(RankHost(name, int(num_gpus), num) for (name, num_gpus), num in Counter(told).items())
 
 
-def _channel(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | None) -> WeightChannel:
+def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | None) -> WeightSync:
     """This rank's end of the way from a policy's learner to its engines, which rank 0 has."""
     shape, sync = read_shape(model_dir), config.sync
     engines = CheckedEngines(pool, vocab_size=shape.vocab_size, settings=shape.settings()) if pool is not None else None
@@ -128,7 +126,7 @@ def _channel(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | 
     )
     if sync.backend == "shm":
         num_elements = elements(shape).total
-        return FileChannel(
+        return FileSync(
             engines,
             dtype,
             verify_every=sync.verify_every,
@@ -136,10 +134,11 @@ def _channel(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | 
             directory=sync.directory,
             num_elements=num_elements,
         )
-    kind = NcclChannel if sync.backend == "nccl" else IpcChannel
-    return kind(
+    assert sync.backend != "auto", "resolved by preflight"
+    return DirectSync(
         engines,
         dtype,
+        sync.backend,
         verify_every=sync.verify_every,
         cache_dtype=cache_dtype,
         bucket_bytes=sync.bucket_mib << 20,

@@ -127,8 +127,8 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     with imports_for_good():
         from marsrl.trainer.build import open_run
         from marsrl.trainer.loop import train
+    from marsrl.rollout.weights.files import parent_of
     from marsrl.trainer.runs.failure import failure_message, where_to_go_on
-    from marsrl.trainer.weights.files import parent_of
 
     try:
         with open_run(checked, directory) as opened:

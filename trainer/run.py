@@ -35,8 +35,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.stop import Stopped, StopSignals
 from marsrl.trainer.schools.schools import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import WarmStart
-from marsrl.trainer.weights.channel import WeightChannel
-from marsrl.trainer.weights.standby import Standby
+from marsrl.trainer.weights.sync import Standby, WeightSync
 
 _FEWEST_JUDGED = 20  # answers, of one step or more: among fewer, one or two unanswered ones are more than a small share
 _LANES = {"credit": "credit/main"}  # parts of a step that have a lane of their own beside rank 0's
@@ -51,7 +50,7 @@ class Run:
         directory: RunDirectory,
         console: RunConsole,
         learners: Mapping[str, Learner],
-        channels: Mapping[str, WeightChannel],
+        syncs: Mapping[str, WeightSync],
         driver: Driver | None,
         started: Mapping[str, WarmStart],
     ) -> None:
@@ -59,12 +58,12 @@ class Run:
         self.directory = directory
         self.console = console
         self.learners = learners
-        self.channels = channels  # from each learner to its policy's engines
+        self.syncs = syncs  # from each learner to its policy's engines
         self.driver = driver
         self.started = started  # of the policies that had no model
         self.agents = config.agents
         self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
-        self.standby = Standby(channels, learners, self.versions, driver.team.pools if driver is not None else None)
+        self.standby = Standby(syncs, learners, self.versions, driver.team.pools if driver is not None else None)
         self.step = 0
         self.consumed_version = 0  # of the policy that consumes this step's batch: staleness is measured against it
         self.trace = TraceLog(directory.trace if driver is not None else None)
@@ -322,9 +321,7 @@ class Run:
     def _sync(self, policy: str) -> None:
         """The policy's engines hold its present weights, and have proven it; rank 0 notes what that took. Collective."""
         at_rest = nullcontext() if self.driver is None else self.driver.rollout.resting(self.versions)
-        report = self.channels[policy].publish(
-            self.learners[policy], self.versions[policy], at_rest, self.standby.during
-        )
+        report = self.syncs[policy].publish(self.learners[policy], self.versions[policy], at_rest, self.standby.during)
         if self.driver is None or report is None:
             return
         end = time.monotonic()

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
-from marsrl.rollout.weights.engine_shard import EngineShard
-
-if TYPE_CHECKING:
-    from marsrl.rollout.weights.receiver import ReceivePlan
+from marsrl.rollout.weights.layout import EngineShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +152,15 @@ class EngineInfo:
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """New weights of one policy: safetensors with HF names, in a place every engine of this host can read; or, with
-    `receive_plans` (then path is empty), what comes to each shard of this one engine straight from the trainer's ranks.
+    `receive_plans` (then path is empty), what comes to each shard of this one engine straight from the trainer's ranks: an
+    encoded ReceivePlan each.
 
     WeightUpdate("/dev/shm/marsrl/main/v5", version=5)
     """
 
     path: str
     version: int
-    receive_plans: tuple[ReceivePlan, ...] = ()
+    receive_plans: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +170,15 @@ class WeightReceipt:
         WeightReceipt(version=5, checksums=[{"model.norm.weight": 0x5EED, ...}], seconds=0.8)
 
     seconds: of the whole update; checksum_seconds: of the checksums in it.
+    broken: why weights from the trainer's ranks did not arrive whole (then the version is TORN, and nothing is said of what is
+        held); empty: they did.
     """
 
     version: int
     checksums: Sequence[Mapping[str, int]]
     seconds: float
     checksum_seconds: float = 0.0
+    broken: str = ""
 
 
 TORN = -1
@@ -223,8 +224,7 @@ class Engine(Protocol):
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats: the probe that checks a weight sync."""
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Load, drop every cached prefix, and report checksums of what is now held; EngineLost where they come from the
-        trainer's ranks and did not arrive."""
+        """Load, drop every cached prefix, and report checksums of what is now held, or why the weights did not arrive."""
 
     def forget_prefixes(self) -> None:
         """Drop every cached prefix. Nothing is under way."""

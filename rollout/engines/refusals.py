@@ -14,7 +14,7 @@ from pathlib import Path
 from marsrl.rollout.config import RolloutConfig, VllmOptions, is_started_here
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.weights.engine_shard import VOCAB_MULTIPLE
+from marsrl.rollout.weights.layout import VOCAB_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,8 @@ class ScriptedEngine:
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         import torch  # scripts without weights do not pay for it
 
-        from marsrl.rollout.weights.fused_layout import WeightFiles, fused_checksums
+        from marsrl.rollout.weights.checksum import fused_checksums
+        from marsrl.rollout.weights.files import WeightFiles
 
         self._need("weights")
         start = time.perf_counter()

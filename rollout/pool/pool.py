@@ -208,10 +208,9 @@ class EnginePool:
         self._recovery.note_weights(WeightUpdate("", version), checksums)
 
     def replace(self, lost: Mapping[int, str]) -> None:
-        """Make others of the replicas that were lost while weights came to all, which they get, too; the reason of each."""
+        """Make others of the replicas that were lost while weights came to all; they are sent to all again. lost: reasons."""
         for replica, reason in lost.items():
-            self._restart(replica, reason)
-        self._wake("kv_cache")  # the probe needs it
+            self._restart(replica, reason, loads=False)
 
     def stand_by(self) -> None:
         """Every replica is there and takes weights next; one that was lost is replaced, and gets none but those."""

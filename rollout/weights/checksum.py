@@ -15,12 +15,13 @@ not built and on GPUs, give the same number.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels import library
+from marsrl.rollout.weights.layout import EMBEDDING, HEAD, fusion_plan
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
@@ -70,6 +71,19 @@ def checksum_of_parts(parts: Iterable[Tensor], shape: Sequence[int]) -> int:
     return checksum_of_sum(total, dtype, shape)
 
 
+def fused_checksums(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
+    """{name of the fused tensor: checksum}, as an engine that computes in dtype must hold them; nothing is fused for it."""
+    found = {}
+    for name, fusion in fusion_plan(tensors, ties_head=False).items():
+        shapes = [tensors[part].shape for part in fusion.parts[0]]
+        shape = [sum(part[0] for part in shapes), *shapes[0][1:]] if len(shapes) > 1 else list(shapes[0])
+        parts = (tensors[part].to(dtype) for expert in fusion.parts for part in expert)
+        found[name] = checksum_of_parts(parts, [len(fusion.parts), *shape] if fusion.is_stacked else shape)
+    if EMBEDDING in found:
+        found.setdefault(HEAD, found[EMBEDDING])
+    return found
+
+
 def checksum_of_sum(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int:
     """The checksum of a tensor whose blocks' sums (block_sum) add up to total."""
     kind = hashlib.blake2b(f"{dtype} {list(shape)}".encode(), digest_size=8).digest()
@@ -104,19 +118,6 @@ def block_sum(block: Tensor, row: int, col: int, matrix: tuple[int, int]) -> int
     )
 
 
-def _strided_sum(words: Tensor, first_word: int, stride: int) -> int:
-    """Sum of the mixed words [R, W] of a block whose rows are `stride` words apart."""
-    step = max(1, (_WORDS_CUDA if words.is_cuda else _WORDS) // words.shape[1])
-    column = torch.arange(1, words.shape[1] + 1, device=words.device, dtype=torch.int64) * _signed(_GOLDEN)
-    row = torch.arange(min(step, len(words)), device=words.device, dtype=torch.int64) * _signed(stride * _GOLDEN)
-    key = row[:, None] + column
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, len(words), step):
-        part = words[start : start + step]
-        total += _mix(part ^ (key[: len(part)] + _signed((first_word + start * stride) * _GOLDEN))).sum()
-    return int(total.item())
-
-
 def _word_sum(data: Tensor, first_word: int) -> int:
     """Sum of the mixed words of data [8 n] uint8, which begins at word first_word of its tensor."""
     if data.device.type == "cpu" and library.why_no_cpu_library() is None:
@@ -128,12 +129,23 @@ def _word_sum_torch(data: Tensor, first_word: int) -> int:
     if data.storage_offset() % 8 or data.data_ptr() % 8:
         data = data.clone()  # PyTorch reads words at multiples of 8 bytes only
     words = data.view(torch.int64)
-    step = _WORDS_CUDA if data.is_cuda else _WORDS
-    key = torch.arange(1, min(step, len(words)) + 1, device=data.device, dtype=torch.int64) * _signed(_GOLDEN)
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    step = min(_WORDS_CUDA if data.is_cuda else _WORDS, max(1, len(words)))
+    whole = len(words) // step * step
+    total = _strided_sum(words[:whole].view(-1, step), first_word, step)
+    return total + _strided_sum(words[whole:].view(1, -1), first_word + whole, step)
+
+
+def _strided_sum(words: Tensor, first_word: int, stride: int) -> int:
+    """Sum of the mixed words [R, W] of a block whose rows are `stride` words apart."""
+    num_words = max(1, words.shape[1])
+    step = max(1, (_WORDS_CUDA if words.is_cuda else _WORDS) // num_words)
+    column = torch.arange(1, words.shape[1] + 1, device=words.device, dtype=torch.int64) * _signed(_GOLDEN)
+    row = torch.arange(min(step, len(words)), device=words.device, dtype=torch.int64) * _signed(stride * _GOLDEN)
+    key = row[:, None] + column
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, len(words), step):
-        block = words[start : start + step]
-        total += _mix(block ^ (key[: len(block)] + _signed((first_word + start) * _GOLDEN))).sum()
+        part = words[start : start + step]
+        total += _mix(part ^ (key[: len(part)] + _signed((first_word + start * stride) * _GOLDEN))).sum()
     return int(total.item())
 
 

@@ -16,7 +16,8 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine,
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.weights.fused_layout import WeightFiles
+from marsrl.rollout.weights.files import WeightFiles
+from marsrl.rollout.weights.layout import Box, whole_box
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.weights.comparison import TrainerScores
 
@@ -36,8 +37,24 @@ def perturbed(
     return {n: t + scale * torch.randn(t.shape, generator=generator) if part in n else t for n, t in tensors.items()}
 
 
+class WholeModel:
+    """HeldWeights of the only rank."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.hf_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def boxes_of_ranks(self) -> list[dict[str, Box]]:
+        return [{name: whole_box(shape) for name, shape in self.hf_shapes.items()}]
+
+    def matrix(self, name: str) -> torch.Tensor:
+        return self._tensors[name].view(len(self._tensors[name]), -1)
+
+
 class GivenLearner:
-    """A learner as far as FileChannel needs one: tensors to export, and the scores that a model of them has."""
+    """A learner as far as a sync needs one: tensors to export or to send, and the scores that a model of them has."""
 
     vocab_size, align = 160, 1
 
@@ -46,6 +63,9 @@ class GivenLearner:
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._tensors)
+
+    def held(self) -> WholeModel:
+        return WholeModel(dict(self._tensors))
 
     def score(
         self,

@@ -11,13 +11,14 @@ MARK = 7.0
 
 
 def meeting(port: int, max_elements: int) -> Rendezvous:
-    return Rendezvous("session", "127.0.0.1", port, "ipc", 1, 1, "bfloat16", max_elements, timeout_s=60.0)
+    return Rendezvous("session", "127.0.0.1", port, "ipc", 1, 1, "bfloat16", max_elements, timeout_s=600.0)
 
 
 def receive(port: int, device: torch.device, sizes: list[int]) -> None:
     """Tells at the store the checksum of each bucket, and marks the buffer's last number before it hands it back."""
     rendezvous = meeting(port, max(sizes))
-    store, buffer = TransferStore(rendezvous), SharedBuffer(rendezvous, 0, device, is_relay=False)
+    store = TransferStore(rendezvous)
+    buffer = SharedBuffer(store, 0, device, is_relay=False)
     for number, size in enumerate(sizes):
         flat = buffer.receive(0, size)
         store.set(f"checksum{number}", f"{flat.device.type} {checksum(flat)}")

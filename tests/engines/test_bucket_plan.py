@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,19 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marsrl.rollout.engines.protocol import WeightUpdate
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.weights.bucket_plan import Box, plan_buckets, plan_pieces, whole_box
 from marsrl.rollout.weights.checksum import block_sum, checksum, checksum_of_sum
 from marsrl.rollout.weights.connections import Rendezvous, Site, relay_ranks
-from marsrl.rollout.weights.engine_shard import EngineShard
-from marsrl.rollout.weights.fused_layout import fuse
-from marsrl.rollout.weights.receiver import ReceivePlan, WeightReceiver, receive_plan
-from marsrl.rollout.weights.shard_layout import Place, ShardTensors, shard_layout
+from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
+from marsrl.rollout.weights.layout import (
+    Box,
+    EngineShard,
+    ShardTensors,
+    fuse,
+    plan_buckets,
+    plan_pieces,
+    shard_layout,
+    whole_box,
+)
 from marsrl.trainer.learner.megatron.mapping import held_boxes, hf_shapes, units
 
-CPU = torch.device("cpu")
+RENDEZVOUS = Rendezvous("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
 
 
 def model_shape(*, experts: int, bias: bool, tied: bool) -> ModelShape:
@@ -99,35 +102,28 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
         assert max(sent) - min(sent) <= max(t.numel() for t in tensors.values())
     for number, one in enumerate(layouts):
         taken = taken_by(number, one, buckets, tensors)
-        assert all(not t.isnan().any() for t in taken.values())
         right = dict(fuse(ShardTensors(tensors, shards[number])))
         assert taken.keys() == right.keys() and all(torch.equal(taken[name], right[name]) for name in right)
 
 
 def taken_by(shard, layout, buckets, tensors):  # type: ignore[no-untyped-def]
-    """The fused tensors of a shard after it has received its buckets; what was not written is NaN, twice written fails."""
-    queue = deque(b for b in buckets if b.target == shard)
-    plan = receive_plan(SimpleNamespace(session="s"), shard, layout, queue)  # type: ignore[arg-type]
-
-    class Connection:
-        def receive(self, source, num_elements):  # type: ignore[no-untyped-def]
-            bucket = queue.popleft()
-            assert (bucket.source, bucket.num_elements) == (source, num_elements)
-            parts = []
-            for piece in bucket.pieces:
-                b, whole = piece.box, tensors[piece.name]
-                parts.append(whole.reshape(len(whole), -1)[b.row : b.row_end, b.col : b.col_end].reshape(-1))
-            return torch.cat(parts)
-
-        def release(self):  # type: ignore[no-untyped-def]
-            pass
-
-    receiver = WeightReceiver(CPU)
-    receiver._connection, receiver._session = Connection(), "s"  # type: ignore[assignment]
+    """The fused tensors of a shard when every block of its buckets is at its places; what was not written is NaN."""
+    mine = [b for b in buckets if b.target == shard]
+    plan = ReceivePlan.of(RENDEZVOUS, shard, layout, mine)
     held = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in plan.shapes.items()}
-    receiver.receive(plan, held)
-    num_written = sum(b.rows * b.cols * len(b.places) for a in plan.buckets for b in a.blocks)
-    assert num_written == sum(t.numel() for t in held.values())
+    for bucket, incoming in zip(mine, plan.buckets, strict=True):
+        assert (bucket.source, bucket.num_elements) == (incoming.source, incoming.num_elements)
+        for piece, block in zip(bucket.pieces, incoming.blocks, strict=True):
+            b, whole = piece.box, tensors[piece.name]
+            values = whole.reshape(len(whole), -1)[b.row : b.row_end, b.col : b.col_end]
+            assert values.shape == (block.rows, block.cols)
+            for place in block.places:
+                matrix = held[place.fused].view(
+                    -1, layout.shapes[place.fused][-1] if held[place.fused].dim() > 1 else 1
+                )
+                target = matrix[place.row : place.row + block.rows, block.col : block.col + block.cols]
+                assert target.isnan().all(), "written twice"
+                target.copy_(values)
     return held
 
 
@@ -196,30 +192,16 @@ def test_what_nobody_holds_is_named():
 
 
 def test_an_engine_that_holds_other_shapes_is_left_alone():
-    layout = shard_layout({"model.norm.weight": (4,)}, WHOLE)
-    plan = receive_plan(SimpleNamespace(session="s"), 0, layout, [])  # type: ignore[arg-type]
+    plan = ReceivePlan.of(RENDEZVOUS, 0, shard_layout({"model.norm.weight": (4,)}, WHOLE), [])
     with pytest.raises(ValueError, match=r"model\.norm\.weight is to be \(4,\), and the engine holds \(3,\)"):
-        WeightReceiver(CPU).receive(plan, {"model.norm.weight": torch.zeros(3)})
+        WeightReceiver(torch.device("cpu")).receive(plan, {"model.norm.weight": torch.zeros(3)})
 
 
-def test_a_feed_travels_as_bytes():
+def test_a_plan_travels_as_bytes():
     layout = shard_layout({"model.embed_tokens.weight": (70, 4), "model.norm.weight": (4,)}, WHOLE)
     buckets = plan_buckets(plan_pieces([layout.needs], [layout.needs]), 1, 64)
-    rendezvous = Rendezvous("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
-    plan = receive_plan(rendezvous, 0, layout, buckets)
+    plan = ReceivePlan.of(RENDEZVOUS, 0, layout, buckets)
     assert len(plan.buckets) == 5 and decode(ReceivePlan, encode(plan)) == plan
-
-
-def test_a_plan_goes_to_its_engine_with_every_version_and_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = shard_layout({"model.norm.weight": (4,)}, WHOLE)
-    rendezvous = Rendezvous("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
-    buckets = plan_buckets(plan_pieces([layout.needs], [layout.needs]), 1, 64)
-    plan = receive_plan(rendezvous, 0, layout, buckets)
-    times, place = [], Place.__getstate__
-    monkeypatch.setattr(Place, "__getstate__", lambda self: times.append(self) or place(self))
-    first, again = (pickle.loads(pickle.dumps(WeightUpdate("", version, (plan,)))) for version in (1, 2))
-    assert first.receive_plans == again.receive_plans == (plan,) and (first.version, again.version) == (1, 2)
-    assert len(times) == 1
 
 
 def test_an_engine_is_served_by_the_rank_on_its_gpu():

@@ -7,10 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from marsrl.kernels import library
-from marsrl.rollout.weights.checksum import checksum, checksum_of_parts
-from marsrl.rollout.weights.engine_shard import EngineShard
-from marsrl.rollout.weights.fused_layout import by_layer, fuse, fused_checksums, fusion_plan
-from marsrl.rollout.weights.shard_layout import ShardTensors
+from marsrl.rollout.weights.checksum import checksum, checksum_of_parts, fused_checksums
+from marsrl.rollout.weights.layout import EngineShard, ShardTensors, by_layer, fuse, fusion_plan
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
 
@@ -39,18 +37,6 @@ def test_any_flipped_bit_is_seen(implementation, data):
     assert checksum(flipped) != checksum(values) == checksum(values.clone())
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_two_swapped_elements_are_seen(implementation, data):
-    values = made_up(
-        data.draw(st.integers(2, 300)), data.draw(st.sampled_from(DTYPES[:4])), data.draw(st.integers(0, 99))
-    )
-    i, j = data.draw(st.lists(st.integers(0, len(values) - 1), min_size=2, max_size=2, unique=True))
-    swapped = values.clone()
-    swapped[[i, j]] = swapped[[j, i]]
-    assert torch.equal(swapped.view(torch.uint8), values.view(torch.uint8)) == (checksum(swapped) == checksum(values))
-
-
 def test_swapped_opposites_are_seen(implementation):
     """x and -x differ in the top bit alone: a hash that ends in a multiplication misses half of these swaps."""
     values = torch.ones(64)
@@ -68,15 +54,6 @@ def test_swapped_opposites_are_seen(implementation):
 def test_permuted_rows_are_seen(implementation, order, width, dtype):
     rows = torch.arange(6 * width).view(6, width).to(dtype)
     assert (checksum(rows[list(order)]) == checksum(rows)) == (list(order) == sorted(order))
-
-
-@pytest.mark.parametrize("size", [1, 7, 9, 32768 * 2, 32768 * 2 + 3])  # around one word and one round
-def test_first_and_last_element_enter(implementation, size):
-    values = made_up(size, torch.bfloat16, 0)
-    for place in {0, size // 2, size - 1}:
-        changed = values.clone()
-        changed.view(torch.int16)[place] += 1
-        assert checksum(changed) != checksum(values)
 
 
 def test_shape_dtype_length_and_place_enter(implementation):

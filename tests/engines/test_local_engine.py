@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
 from marsrl.rollout.types import Finish
-from marsrl.rollout.weights.fused_layout import fused_checksums
+from marsrl.rollout.weights.checksum import fused_checksums
 
 KINDS = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"]
 

@@ -25,8 +25,8 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_actors import RayReplicas
 from marsrl.rollout.pool.ray_faults import how_it_died, lost_or_raise
 from marsrl.rollout.pool.ray_pulse import EnginePulse
-from marsrl.trainer.weights.checked_engines import CheckedEngines
-from marsrl.trainer.weights.file_channel import FileChannel
+from marsrl.trainer.weights.comparison import CheckedEngines
+from marsrl.trainer.weights.sync import FileSync
 
 SILENCE_S = 6.0  # shorter than the deadline
 
@@ -96,8 +96,8 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
 ) -> None:
     directory = checkpoint("qwen3_moe")
     new = perturbed(tensors_of(directory), "experts")
-    channel = FileChannel(CheckedEngines(pool, vocab_size=160), torch.float32)
-    channel.publish(judge.learner(directory, new), 1)
+    sync = FileSync(CheckedEngines(pool, vocab_size=160), torch.float32)
+    sync.publish(judge.learner(directory, new), 1)
     alone = generate(pool, asks(24), version=1)
     right = {result.uid: result for result in alone}
 
@@ -132,8 +132,8 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
     third = the_one()
     assert third != second
     third.kill()
-    report = channel.publish(judge.learner(directory, new), 2)
-    channel.close()
+    report = sync.publish(judge.learner(directory, new), 2)
+    sync.close()
     assert report.comparison.median < 1e-5
     assert {result.version for result in generate(pool, asks(24), version=2)} == {2}
 

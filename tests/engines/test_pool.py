@@ -19,8 +19,8 @@ from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Finish
-from marsrl.trainer.weights.checked_engines import CheckedEngines
-from marsrl.trainer.weights.file_channel import FileChannel
+from marsrl.trainer.weights.comparison import CheckedEngines
+from marsrl.trainer.weights.sync import FileSync
 
 
 def scripted_pool(n, **options):
@@ -135,9 +135,9 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
         with pytest.raises(WrongVersion):
             generate(pool, [request("early.0", prompt(5), 3)], version=1)
         new = perturbed(tensors, "experts")
-        channel = FileChannel(CheckedEngines(pool, vocab_size=160), torch.float32)
-        report = channel.publish(judge.learner(directory, new), 1)
-        channel.close()
+        sync = FileSync(CheckedEngines(pool, vocab_size=160), torch.float32)
+        report = sync.publish(judge.learner(directory, new), 1)
+        sync.close()
         assert report.num_tensors == 21 and report.comparison.median < 1e-5
         assert all(r.version == 1 for r in generate(pool, asks[:3], version=1))
         pool.submit(asks[:1], version=0)
@@ -155,8 +155,8 @@ def one_engine_moves(giver, directory, judge):
     config, tensors = local_config(engines=1, object_store_mib=80), tensors_of(directory)
     asks = [request(f"{i}.0", prompt(20, seed=i), 40, seed=i) for i in range(8)]
     with make_pool("other", str(directory), config, dtype="float32", max_model_len=128) as taker:
-        channel = FileChannel(CheckedEngines(taker, vocab_size=160), torch.float32)
-        channel.publish(judge.learner(directory, perturbed(tensors, "mlp")), 1)
+        sync = FileSync(CheckedEngines(taker, vocab_size=160), torch.float32)
+        sync.publish(judge.learner(directory, perturbed(tensors, "mlp")), 1)
         alone = generate(taker, asks, version=1)
         giver.give_engine()
         assert taker.take_engine() and (giver.num_engines, taker.num_engines) == (1, 2)
@@ -167,9 +167,9 @@ def one_engine_moves(giver, directory, judge):
         assert all(now > then for now, then in zip(taker.num_decoded(), before, strict=True))
         old, new = taker.score([prompt(60, seed=9)])
         np.testing.assert_allclose(old, new, atol=ROUNDING)
-        report = channel.publish(judge.learner(directory, perturbed(tensors, "mlp", seed=1)), 2)
+        report = sync.publish(judge.learner(directory, perturbed(tensors, "mlp", seed=1)), 2)
         assert report.comparison.median < 1e-5  # of the engine that differs most
-        channel.close()
+        sync.close()
         assert taker.take_faults().engine_restarts == giver.take_faults().engine_restarts == 0
 
 
@@ -199,10 +199,10 @@ def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
     )
     with make_pool("main", str(directory), config, dtype="float32", max_model_len=256) as pool:
         assert all(info.kind == "vllm" and info.engine_class.startswith("vllm.") for info in pool.infos())
-        channel = FileChannel(CheckedEngines(pool, vocab_size=160), torch.float32)
+        sync = FileSync(CheckedEngines(pool, vocab_size=160), torch.float32)
         for version in (0, 1, 2):
             new = perturbed(tensors, "experts", seed=version)
-            report = channel.publish(judge.learner(directory, new), version)
+            report = sync.publish(judge.learner(directory, new), version)
             assert report.comparison.median < 1e-5
         asks = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 20, seed=i) for i in range(16)]
         results = generate(pool, asks, version=2)
@@ -223,5 +223,5 @@ def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
             assert (result.uid, result.version) == (expected.uid, 2)
             np.testing.assert_array_equal(result.token_ids, expected.token_ids)
             np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=ROUNDING)
-        channel.close()
+        sync.close()
     assert "RAY_ADDRESS" not in os.environ

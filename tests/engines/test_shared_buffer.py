@@ -31,7 +31,8 @@ def test_an_engine_of_another_process_reads_each_bucket_where_the_trainer_wrote_
     words = [sys.executable, HERE / "shared_buffer_shard.py", server.port, device, *SIZES]
     with subprocess.Popen([str(word) for word in words]) as engine:
         try:
-            store, relay = TransferStore(rendezvous), SharedBuffer(rendezvous, 0, device, is_relay=True)
+            store = TransferStore(rendezvous)
+            relay = SharedBuffer(store, 0, device, is_relay=True)
             site = site_of(device)
             assert store.get("site0") == f"{site.host}\n{site.gpu}"  # one host, and where there is one the same GPU
             generator = torch.Generator().manual_seed(0)

@@ -21,8 +21,8 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Finish
-from marsrl.trainer.weights.checked_engines import CheckedEngines
-from marsrl.trainer.weights.file_channel import FileChannel
+from marsrl.trainer.weights.comparison import CheckedEngines
+from marsrl.trainer.weights.sync import FileSync
 
 KINDS = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"]
 OWN = "qwen3+engine"  # vLLM's own sampler
@@ -91,12 +91,12 @@ def test_what_vllm_drops_at_level_2_comes_back_with_its_buffers_or_with_an_updat
 def publish(engine, tensors, judge, directory, version, cache_dtype=None):
     settings = read_shape(directory).settings()
     engines = CheckedEngines(EnginePool(LocalReplicas([engine])), vocab_size=160, settings=settings)
-    channel = FileChannel(engines, torch.float32, cache_dtype=cache_dtype)
+    sync = FileSync(engines, torch.float32, cache_dtype=cache_dtype)
     learner = GivenLearner(tensors.items(), lambda: judge.scores(directory, tensors, cache_dtype))
     try:
-        return channel.publish(learner, version)
+        return sync.publish(learner, version)
     finally:
-        channel.close()
+        sync.close()
 
 
 def test_processes_of_an_engine_wait_for_each_other_asleep(vllm_engine, monkeypatch):
@@ -359,7 +359,7 @@ def test_a_request_of_another_version_is_refused(kind, vllm_engine):
 @pytest.mark.parametrize("kind", ["qwen3"])
 def test_an_update_leaves_the_version_where_it_was_when_the_file_is_missing(kind, vllm_engine, tmp_path):
     engine = vllm_engine(kind)
-    with pytest.raises(Exception, match="missing"):
+    with pytest.raises(FileNotFoundError, match="none"):
         engine.update_weights(WeightUpdate(str(tmp_path / "none"), 5))
     assert len(decoded(engine, [request("a", prompt(8), 4)])[0].token_ids) == 4
 
@@ -481,9 +481,7 @@ def test_a_sync_knows_how_far_an_fp8_cache_rounds(kind, vllm_engine, checkpoint,
     learner = GivenLearner(
         tensors.items(), lambda: judge.scores(checkpoint("qwen3"), perturbed(tensors, "self_attn"), fp8)
     )
-    channel = FileChannel(
-        CheckedEngines(EnginePool(LocalReplicas([engine])), vocab_size=160), torch.float32, cache_dtype=fp8
-    )
+    sync = FileSync(CheckedEngines(EnginePool(LocalReplicas([engine])), vocab_size=160), torch.float32, cache_dtype=fp8)
     with pytest.raises(RuntimeError, match="disagree on the probe"):  # a program that computes something else
-        channel.publish(learner, 1)
-    channel.close()
+        sync.publish(learner, 1)
+    sync.close()

@@ -14,22 +14,22 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-from foreign_bytes import counted, peak
+from foreign_bytes import after_each_bucket, counted, peak
 
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.replicas import Timed
-from marsrl.rollout.weights import receiver
+from marsrl.rollout.state import decode
 from marsrl.rollout.weights.checksum import checksum
-from marsrl.rollout.weights.engine_shard import EngineShard
-from marsrl.rollout.weights.receiver import WeightReceiver
+from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
+from marsrl.rollout.weights.layout import EngineShard
 
 _SPOILED: list[str] = []  # fused tensors of which one number is changed on arrival
 _STRIKE: list[tuple[str, int]] = []  # where the next update ends this process, and by what signal
@@ -58,7 +58,7 @@ class Halves:
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Both receive at once, as two processes would."""
-        plans = update.receive_plans
+        plans = [decode(ReceivePlan, each) for each in update.receive_plans]
         self.weights = [{name: torch.zeros(shape) for name, shape in plan.shapes.items()} for plan in plans]
         with ThreadPoolExecutor(len(plans)) as threads:
             list(threads.map(WeightReceiver.receive, self._receivers, plans, self.weights))
@@ -77,27 +77,18 @@ class SpoilingEngine(LocalEngine):
         return super().score(sequences, temperature)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        receive = self._receiver.receive
-
-        def spoiled(plan: Any, targets: Any) -> None:
-            strike_at("before")
-            numbers, cut = itertools.count(1), receiver._cut
-
-            def struck_cut(flat: Any, blocks: Any) -> Any:
-                strike_at(f"bucket {next(numbers)}")
-                return cut(flat, blocks)
-
-            with patch.object(receiver, "_cut", struck_cut):
-                receive(plan, targets)
-            strike_at("after")
+        strike_at("before")
+        numbers = itertools.count(1)
+        after_each_bucket[:] = [lambda: strike_at(f"bucket {next(numbers)}")]
+        receipt = super().update_weights(update)
+        strike_at("after")
+        if _SPOILED:
+            weights = self._model.weights
             while _SPOILED:
-                targets[_SPOILED.pop()].view(-1)[-1:].view(torch.uint8)[0] ^= 1
-
-        self._receiver.receive = spoiled  # type: ignore[method-assign]
-        try:
-            return super().update_weights(update)
-        finally:
-            self._receiver.receive = receive  # type: ignore[method-assign]
+                weights[_SPOILED.pop()].view(-1)[-1:].view(torch.uint8)[0] ^= 1
+            checksums = {name: checksum(tensor) for name, tensor in weights.items()}
+            receipt = replace(receipt, checksums=(checksums,))
+        return receipt
 
 
 def serve(connection: Connection) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from marsrl.rollout.weights.connections import GroupConnection, SharedBuffer
 
 _PEAK = [0]
+after_each_bucket: list[Callable[[], None]] = []  # called when one has come
 
 
 def peak() -> int:
@@ -30,6 +31,8 @@ def counted() -> Iterator[None]:
         flat: torch.Tensor = plain(self, rank, num_elements)
         held[0] += flat.nbytes
         _PEAK[0] = max(_PEAK[0], held[0])
+        for listener in after_each_bucket:
+            listener()
         return flat
 
     def release(self: Any, *, plain: Any) -> None:

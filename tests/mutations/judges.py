@@ -43,7 +43,7 @@ MODULES = {
         ("tests/rollout/test_player.py", "tests/rollout/test_stages.py", "tests/rollout/test_overlap.py", _WAITING),
     ),
     "weight_sync": Judged(
-        "trainer/weights/checked_engines.py", ("tests/engines/test_weight_sync.py",), ("_compare", "_what")
+        "trainer/weights/comparison.py", ("tests/engines/test_weight_sync.py",), ("_check_receipt", "_what")
     ),
     "checkpoint": Judged("trainer/runs/checkpoint.py", ("tests/trainer/test_checkpoint.py",)),
     "manifest": Judged("trainer/runs/manifest.py", ("tests/trainer/test_manifest.py",)),

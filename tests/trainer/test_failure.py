@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from marsrl.rollout.weights.files import check_room, parent_of
 from marsrl.trainer.runs.directory import CheckpointError, RunDirectory, names_file
 from marsrl.trainer.runs.failure import failure_message, where_to_go_on
 from marsrl.trainer.runs.manifest import write_manifest
-from marsrl.trainer.weights.files import check_room, parent_of
 
 
 def whole_checkpoint(run: RunDirectory, step: int) -> Path:

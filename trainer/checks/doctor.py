@@ -13,6 +13,7 @@ import torch
 from marsrl.kernels.dispatch import explain
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.vllm.arguments import who_draws
+from marsrl.rollout.weights.files import left_behind, parent_of
 from marsrl.trainer.checks.device import why_not_device
 from marsrl.trainer.checks.node_findings import (
     Finding,
@@ -26,7 +27,6 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.learner.megatron.fusions import choose_fusions
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
 from marsrl.trainer.machine import LIBRARIES, library_versions
-from marsrl.trainer.weights.files import left_behind, parent_of
 
 
 def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node: int | None = None) -> list[Finding]:

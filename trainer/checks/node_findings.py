@@ -12,13 +12,13 @@ import torch
 from marsrl.rollout.config import is_started_here
 from marsrl.rollout.engines.refusals import num_engine_gpus
 from marsrl.rollout.environment import environment
+from marsrl.rollout.weights.files import parent_of
 from marsrl.trainer.checks.device import KERNEL_MODULE, driver_version
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.plan.models import find_shape
 from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.plan.placement import with_backend
-from marsrl.trainer.weights.files import parent_of
 
 
 @dataclass(frozen=True, slots=True)

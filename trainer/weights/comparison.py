@@ -1,8 +1,9 @@
-"""The comparison of a weight sync: an engine's log-probs of fixed tokens are the trainer's, up to rounding.
+"""The proof of a weight sync: engines hold what was sent (checksums), and compute with it what the trainer computes.
 
-Messages and metrics call these tokens the probe. The trainer scores them twice, as it is and with every result on the way
-rounded otherwise (learner/other_roundings.py). The difference of the two is the *noise*: what rounding makes of this model at
-these weights. An engine is one more correct program, so its differences must be distributed as the noise is:
+The comparison: an engine's log-probs of fixed tokens are the trainer's, up to rounding. Messages and metrics call these
+tokens the probe. The trainer scores them twice, as it is and with every result on the way rounded otherwise
+(learner/other_roundings.py). The difference of the two is the *noise*: what rounding makes of this model at these weights.
+An engine is one more correct program, so its differences must be distributed as the noise is:
 
     median        of |trainer - engine|                                     at most 3 x the noise's median
     share         of the tokens beyond twice the noise's 90 % quantile      at most 20 %
@@ -14,12 +15,15 @@ docs/weight_sync.md says what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt
+from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
 from marsrl.trainer.learner.learner import Learner
@@ -221,3 +225,73 @@ def _finite(logprobs: Sequence[FloatArray], whose: str) -> FloatArray:
                 "diverged, the learning rate) and at overflow in the dtype"
             )
     return np.concatenate([np.zeros(0), *logprobs]).astype(np.float64)
+
+
+class CheckedEngines:
+    """A pool whose engines must prove what they hold and what they compute with it.
+
+    shards_of_each: what each worker of an engine holds of the model: the same of all engines.
+    """
+
+    def __init__(self, pool: EnginePool, *, vocab_size: int, settings: Mapping[str, float] | None = None) -> None:
+        """settings: ModelShape.settings() of the trainer's model, compared with what the engines compute with; None: not.
+
+        The engines score the comparison's sequences once now, so that these prefixes are in their caches when the first
+        update comes: a cache that is not dropped then would be seen.
+
+        Raises:
+            ValueError: an engine computes with other settings (a router's top-k, a norm's eps, ...).
+        """
+        infos = pool.infos()
+        for engine, info in enumerate(infos if settings else ()):
+            _compare_settings(settings or {}, info, engine)
+        self.pool, self.shards_of_each = pool, infos[0].shards
+        self._comparison = EngineComparison()
+        self._sequences = comparison_sequences(vocab_size)
+        pool.score(self._sequences)
+
+    def check(self, expected: Sequence[Mapping[str, int]], receipts: Mapping[int, WeightReceipt], version: int) -> None:
+        """Raise RuntimeError where an engine holds other numbers than were sent; with the tensors' names.
+
+        expected: of each shard of an engine {fused tensor: checksum}; receipts: what engines report, by their numbers.
+        """
+        for engine, receipt in receipts.items():
+            _check_receipt(expected, receipt, version, engine)
+
+    def compare(self, scores: TrainerScores, version: int) -> ComparisonReport:
+        """How far the engines' log-probs are from the trainer's; RuntimeError where that is too far (comparison.py)."""
+        return self._comparison.compare(scores, self.pool.score(self._sequences), version)
+
+
+def _compare_settings(expected: Mapping[str, float], info: EngineInfo, engine: int) -> None:
+    """What the engine cannot tell is left to the comparison of log-probs."""
+    for name, values in info.settings.items():
+        wrong = [value for value in values if not math.isclose(value, expected.get(name, math.nan), rel_tol=1e-6)]
+        if wrong:
+            raise ValueError(
+                f"weight sync: engine {engine} ({info.engine_class}) computes with {name} {wrong[0]:g}, the trainer with "
+                f"{expected.get(name, math.nan):g}: the two read config.json differently, or an option of the engine overrides it"
+            )
+
+
+def _check_receipt(expected: Sequence[Mapping[str, int]], receipt: WeightReceipt, version: int, engine: int) -> None:
+    if receipt.version != version:
+        raise RuntimeError(
+            f"weight sync: engine {engine} reports version {receipt.version} after version {version} was sent"
+        )
+    wrong: list[str] = []
+    for shard, (sent, held) in enumerate(zip(expected, receipt.checksums, strict=True)):
+        of = f"shard {shard} of {len(expected)}: " if len(expected) > 1 else ""
+        names = [name for name in sent if held.get(name) != sent[name]] + [name for name in held if name not in sent]
+        wrong += [f"{of}{name} ({_what(name, sent, held)})" for name in names]
+    if wrong:
+        raise RuntimeError(
+            f"weight sync: version {version}: engine {engine} does not hold what was sent: {len(wrong)} of "
+            f"{sum(map(len, expected))} tensors differ, first {'; '.join(wrong[:3])}"
+        )
+
+
+def _what(name: str, expected: Mapping[str, int], held: Mapping[str, int]) -> str:
+    if name not in held:
+        return "not in the engine"
+    return "not sent" if name not in expected else f"checksum {held[name]:#x}, expected {expected[name]:#x}"

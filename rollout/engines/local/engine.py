@@ -31,7 +31,6 @@ from marsrl.rollout.engines.protocol import (
     DecodeRequest,
     DecodeResult,
     EngineInfo,
-    EngineLost,
     MemoryPart,
     WeightReceipt,
     WeightUpdate,
@@ -43,11 +42,12 @@ from marsrl.rollout.engines.stops import StopTexts
 from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
+from marsrl.rollout.state import decode
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import TransferBroken
-from marsrl.rollout.weights.fused_layout import WeightFiles
-from marsrl.rollout.weights.receiver import WeightReceiver
+from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
+from marsrl.rollout.weights.files import WeightFiles
 
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
 
@@ -132,9 +132,9 @@ class LocalEngine:
         if update.receive_plans:
             self._version = TORN  # of weights that arrived in part nothing is decoded
             try:
-                self._receiver.receive(update.receive_plans[0], self._model.weights)
+                self._receiver.receive(decode(ReceivePlan, update.receive_plans[0]), self._model.weights)
             except TransferBroken as error:
-                raise EngineLost(f"its weights did not arrive: {error}") from error
+                return WeightReceipt(TORN, (), time.perf_counter() - start, broken=str(error))
         else:
             self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
         self._version = update.version  # caches live as long as their requests: there is no prefix to drop

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.weights.fused_layout import fuse
+from marsrl.rollout.weights.layout import fuse
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, D], k [T, kv heads, D], v [T, kv heads, D]) -> [T, heads, D]"""
 
 
 class LocalModel:
-    """Weights in the fused layout (fused_layout.py) and the pure functions over them."""
+    """Weights in the fused layout (rollout/weights/layout.py) and the pure functions over them."""
 
     def __init__(
         self, shape: ModelShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device

@@ -50,7 +50,6 @@ from marsrl.rollout.engines.vllm.own_sampler import (
     why_not_drawn,
 )
 from marsrl.rollout.kept_tokens import KeptTokens
-from marsrl.rollout.state import encode
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -257,13 +256,12 @@ class VllmEngine:
             raise RuntimeError(f"VllmEngine.update_weights: {QUANTIZED.format(self._options.quantization)}")
         self._settle()
         start = time.perf_counter()
-        what: str | list[bytes] = update.path
+        what: str | list[bytes] = list(update.receive_plans) or update.path
         if update.receive_plans:
             self._version = TORN  # of weights that arrived in part nothing is decoded
-            what = [encode(plan) for plan in update.receive_plans]
         said = self._ask_workers("marsrl_receive" if update.receive_plans else "marsrl_load", what)
         if broken := [reason for reason in said if reason]:
-            raise EngineLost(f"its weights did not arrive: {broken[0]}")
+            return WeightReceipt(TORN, (), time.perf_counter() - start, broken=broken[0])
         self._reset_prefix_cache()
         loaded = time.perf_counter()
         method = "marsrl_received_checksums" if update.receive_plans else "marsrl_checksums"

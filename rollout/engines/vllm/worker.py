@@ -22,10 +22,9 @@ from marsrl.rollout.state import decode
 from marsrl.rollout.types import FloatArray
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import TransferBroken
-from marsrl.rollout.weights.engine_shard import EngineShard
-from marsrl.rollout.weights.fused_layout import WeightFiles, expert_of, fuse
-from marsrl.rollout.weights.receiver import ReceivePlan, WeightReceiver
-from marsrl.rollout.weights.shard_layout import ShardTensors
+from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
+from marsrl.rollout.weights.files import WeightFiles
+from marsrl.rollout.weights.layout import EngineShard, ShardTensors, expert_of, fuse
 
 if TYPE_CHECKING:
     from marsrl.rollout.engines.vllm.sampling import DrawTokens

@@ -1,0 +1,254 @@
+"""sync.backend=shm: a version's weights as safetensors files in a folder that the trainer's rank 0 and the engines see.
+
+    rank 0   FileSender.write: a layer -> its checksums -> shards          engine   WeightFiles: tensors by name
+
+    version_7.partial/shard_00000.safetensors, shard_00001..., index  --rename-->  version_7/
+
+Tensors stream: no more than a layer and a shard of them are in memory, and a version is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from marsrl.rollout.model_shape import weight_files
+from marsrl.rollout.weights.checksum import fused_checksums
+from marsrl.rollout.weights.layout import EngineShard, ShardTensors, by_layer
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 1 << 30
+_PREFIX = "marsrl-weights-"
+# Between a folder and its lock lies a moment; whoever restarts a killed run at once takes longer to get here.
+_YOUNG_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenWeights:
+    """A version on disk. expected: of each shard of an engine {fused tensor: checksum}; seconds_of: export, checksum, write."""
+
+    folder: Path
+    expected: Sequence[Mapping[str, int]]
+    num_bytes: int
+    seconds_of: dict[str, float]
+
+
+class FileSender:
+    """Writes versions to a private folder (PrivateFolder). The last one stays until `forget_others` says that it may go.
+
+    num_elements: of the whole model, where it is known: room for it is checked before the first byte.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path | None,
+        dtype: torch.dtype,
+        *,
+        num_elements: int = 0,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self._folder, self._dtype = PrivateFolder(directory), dtype
+        self._num_bytes, self._shard_bytes = num_elements * dtype.itemsize, shard_bytes
+
+    def write(
+        self, tensors: Iterable[tuple[str, Tensor]], version: int, shards: Sequence[EngineShard]
+    ) -> WrittenWeights:
+        """Write a model's HF-named tensors. shards: of an engine, whose checksums are noted on the way.
+
+        Raises:
+            RuntimeError: they cannot be written; what to do about it.
+            ValueError: the tensors of a layer do not come one after the other.
+        """
+        folder = self._folder.path / f"version_{version}"
+        expected: dict[EngineShard, dict[str, int]] = {shard: {} for shard in shards}
+        seconds_of = {"export": 0.0, "checksum": 0.0}
+        start = time.perf_counter()
+
+        def checked() -> Iterator[tuple[str, Tensor]]:
+            """The same tensors, a layer at a time, as the engines get them."""
+            as_sent = ((name, each.detach().to("cpu", self._dtype).contiguous()) for name, each in tensors)
+            asked = time.perf_counter()
+            for layer in by_layer(as_sent):
+                exported = time.perf_counter()
+                for shard, found in expected.items():  # a head of its own comes after the embedding, and counts
+                    found.update(fused_checksums(ShardTensors(layer, shard), self._dtype))
+                seconds_of["export"] += exported - asked
+                seconds_of["checksum"] += time.perf_counter() - exported
+                yield from layer.items()
+                asked = time.perf_counter()
+
+        try:
+            check_room(self._folder.path, self._num_bytes)
+            self._num_bytes = write_shards(folder, checked(), self._shard_bytes)
+        except OSError as error:
+            raise RuntimeError(
+                f"weight sync: version {version} could not be written to {folder}: {error.strerror or error}; make room "
+                "there (the version before stays until this one is proven, so it takes the model twice): a larger shared "
+                "memory (docker run --shm-size), or another folder (sync.directory)"
+            ) from error
+        seconds_of["write"] = time.perf_counter() - start - sum(seconds_of.values())
+        return WrittenWeights(folder, [expected[shard] for shard in shards], self._num_bytes, seconds_of)
+
+    @staticmethod
+    def forget_others(folder: Path) -> None:
+        """Remove every version but this one."""
+        for other in folder.parent.iterdir():
+            if other != folder:
+                shutil.rmtree(other)
+
+    def close(self) -> None:
+        self._folder.close()
+
+
+class PrivateFolder:
+    """A new folder of this process for weights. What a killed process leaves there is found by its lock, which ended with it.
+
+    path: parent/marsrl-weights-<process>-<random>.
+    """
+
+    def __init__(self, parent: str | Path | None) -> None:
+        """parent None: /dev/shm where there is one, else the temporary directory. Folders of dead processes are removed."""
+        where = parent_of(parent)
+        for folder in left_behind(where):
+            logger.warning("%s is of a process that has died: removed", folder)
+            shutil.rmtree(folder, ignore_errors=True)  # another run may be at it, too
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=where))
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        _take(self._lock)
+
+    def close(self) -> None:
+        """Remove it; may be called twice."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def parent_of(directory: str | Path | None = None) -> Path:
+    """The folder in which folders of weights are made: sync.directory, or its default."""
+    if directory is not None:
+        return Path(directory)
+    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+
+
+def left_behind(parent: Path) -> list[Path]:
+    """Folders of weights under `parent` whose process is gone. A lock, not a process id: hosts and containers share folders."""
+    found = []
+    for folder in sorted(parent.glob(f"{_PREFIX}*")):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # removed meanwhile, or somebody else's
+            continue
+        try:
+            if time.time() - os.fstat(lock).st_mtime > _YOUNG_S and _take(lock):
+                found.append(folder)
+        finally:
+            os.close(lock)
+    return found
+
+
+def _take(lock: int) -> bool:
+    """False where somebody else holds it, as far as the file system can tell."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks: then nothing is known to be left
+        return False
+    return True
+
+
+def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
+    """Write contiguous CPU tensors as `folder`, which replaces a folder of that name; returns their bytes.
+
+    A shard holds shard_bytes at most, or one tensor that is larger.
+
+    Raises:
+        OSError: no room is left, or the folder cannot be written; nothing of it stays.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    place: dict[str, str] = {}
+    num_bytes = 0
+    try:
+        partial.mkdir()
+        for number, shard in enumerate(in_shards(tensors, shard_bytes)):
+            name, shard_size = f"shard_{number:05d}.safetensors", sum(tensor.nbytes for tensor in shard.values())
+            check_room(partial, shard_size)
+            _save(shard, partial / name)
+            place.update(dict.fromkeys(shard, name))
+            num_bytes += shard_size
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": place}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return num_bytes
+
+
+def _save(shard: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(shard, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # tells the system's error in its text alone
+        number = int(found[1]) if (found := re.search(r"os error (\d+)", str(error))) else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The named tensors in their order, most_bytes at a time at most, or one that is larger; one shard where there are none.
+
+    A shard is emptied when the next is asked for, so that no two are held at once.
+    """
+    shard: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors:
+        if shard and num_bytes + tensor.nbytes > most_bytes:
+            yield shard
+            shard.clear()
+            num_bytes = 0
+        shard[name] = tensor
+        num_bytes += tensor.nbytes
+    yield shard
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raise OSError where the file system of `folder` has no room for num_bytes more."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        message = f"{num_bytes / 2**20:,.1f} MiB are to be written and {free / 2**20:,.1f} MiB are free"
+        raise OSError(errno.ENOSPC, message, str(folder))
+
+
+class WeightFiles(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, or of an HF directory with one or many of them, read when asked for."""
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        files = [path] if path.is_file() else weight_files(path)
+        self._open = [safe_open(str(file), framework="pt") for file in files]
+        self._file_of = {name: handle for handle in self._open for name in handle.keys()}  # noqa: SIM118 - no mapping
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file_of[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
