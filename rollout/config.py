@@ -29,12 +29,12 @@ class Settings(BaseModel):
 
 
 def is_started_here(ray_address: str) -> bool:
-    """Whether rollout.ray_address asks for a cluster of our own that other hosts join: here, or here:port."""
+    """True if rollout.ray_address asks for a cluster of our own that other hosts join: here, or here:port."""
     return ray_address.partition(":")[0] == HERE
 
 
 def problems_of(error: ValidationError, prefix: str = "", keys: Collection[str] = ()) -> str:
-    """What is wrong with options, key by key, in one line. keys: those that there are; the nearest to an unknown one is named."""
+    """The errors of options, key by key, in one line. keys: those that there are; the nearest to an unknown one is named."""
 
     problems = []
     for each in error.errors():

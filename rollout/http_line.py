@@ -79,7 +79,7 @@ class HttpLine:
         )
 
     def post(self, body: bytes, read: Callable[[bytes], Answer], jitter: random.Random) -> Answer:
-        """What `read` makes of the bytes of the answer; from several threads at once.
+        """The answer as `read` parses its bytes; from several threads at once.
 
         Raises:
             Refused: it is of no use (`read` raises it too), or there was none after all attempts, or the line was cut.
@@ -188,7 +188,7 @@ def _shut(stream: Any) -> None:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """How long a Retry-After header asks to wait: it holds seconds, or a date; None where it cannot be read."""
+    """Seconds that a Retry-After header asks to wait: it holds seconds, or a date; None where it cannot be read."""
     if retry_after is None:
         return None
     try:

@@ -95,7 +95,7 @@ class OpenAIEngine:
                 self._under_way[request.uid] = (request, work)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """What has been answered, waiting timeout_s at most for the first."""
+        """Results that have come, waiting timeout_s at most for the first."""
         with self._lock:
             aborted, self._aborted = self._aborted, []
             waiting = {work: uid for uid, (_, work) in self._under_way.items()}

@@ -18,7 +18,7 @@ Seeds = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How each row of a batch is drawn, on the model's device. temperature 0 takes the most likely token."""
+    """Sampling settings of each row of a batch, on the model's device. temperature 0 takes the most likely token."""
 
     temperature: Tensor  # [B] float32
     top_p: Tensor  # [B] float32

@@ -1,4 +1,4 @@
-"""Which address of this host others reach it by. Import-light."""
+"""The address of this host at which others reach it. Import-light."""
 
 from __future__ import annotations
 

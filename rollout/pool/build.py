@@ -1,4 +1,4 @@
-"""Which engines a policy gets: reads RolloutConfig, makes them here or in Ray actors, never another kind than asked for."""
+"""Makes the engines of a policy as RolloutConfig asks for them, in this process or in Ray actors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from marsrl.rollout.engines.build import EngineSpec, build_engine
 from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Records
 from marsrl.rollout.engines.refusals import TrainerHost, this_host
 from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.ray_token import show_token
 from marsrl.rollout.pool.replicas import LocalReplicas
 
 
@@ -106,6 +107,8 @@ def _ray_pool(
     own_host: str | None,
 ) -> EnginePool:
     """Actors of the cluster; colocated ones of all policies share each GPU."""
+    if config.ray_address is not None and not is_started_here(config.ray_address):
+        show_token()
     from marsrl.rollout.pool.ray_actors import RayReplicas
     from marsrl.rollout.pool.ray_connection import RayCluster
 
@@ -150,7 +153,7 @@ def _ray_pool(
 
 
 def _resources(config: RolloutConfig, device: str, num_policies: int) -> dict[str, float]:
-    """What Ray sets aside for an engine on one host. On CPUs nothing, but a slot where hosts join that offer some."""
+    """Resources that Ray reserves on one host for an engine. On CPUs none, or a slot where joining hosts offer them."""
     from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, GPU
 
     if device == "cuda":

@@ -1,4 +1,4 @@
-"""Which replica gets which request, and when: prefixes go where they are cached, the longest first, nobody idles.
+"""Deals requests to replicas: to where their prefix is cached, the longest first, and no replica idles.
 
     dispatch.add(requests)          each is queued at one replica:
                                         a sample that comes back: where it was, unless the way to another is shorter

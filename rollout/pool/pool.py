@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -26,12 +27,10 @@ from marsrl.rollout.engines.protocol import (
     WeightReceipt,
     WeightUpdate,
 )
-from marsrl.rollout.pool.busy_clock import BusyClock
-from marsrl.rollout.pool.collect_spans import CollectSpans
+from marsrl.rollout.pool.call_times import BusyClock, CollectSpans
 from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.recovery import SETTLE_S, Faults, Recovery
 from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, ignore_loss
-from marsrl.rollout.pool.retries import Probation, Retries
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _log = logging.getLogger(__name__)
@@ -59,9 +58,10 @@ class EnginePool:
         results = pool.collect(timeout_s=0.2)     # what has ended meanwhile
         results = pool.drain()                    # all the rest, as far as it got; the replicas are idle then
 
-    A replica that is lost is restarted where that is possible (recovery.py), and what it had is decoded again from where
-    its request began (retries.py): the callers of all methods notice nothing but the time, and at worst an ERROR. Where no
-    host has a place for it, the others go on without it, and it is back once one has.
+    A replica that is lost is restarted where that is possible (recovery.py), and its requests are decoded again from where
+    each began: callers notice nothing but the time. A request that was on `attempts` lost replicas is retried alone, and
+    is an ERROR where it was alone on the last of them. Where no host has a place for a lost replica, the others go on
+    without it, and it is back once one has.
 
     slots: requests that a replica gets at a time; None: all of them.
     deadline_s: a replica that has a request for longer, by `clock` (seconds), is lost.
@@ -99,7 +99,10 @@ class EnginePool:
         self._recovery = Recovery(
             replicas, name, most_restarts, lambda *span: self._tell(span[0], "restart", *span[1:])
         )
-        self._retries, self._probation = Retries(attempts), Probation()
+        self._attempts = attempts
+        self._losses: Counter[str] = Counter()  # lost replicas that had a request, by its uid
+        self._retry_alone: deque[DecodeRequest] = deque()
+        self._alone_at: int | None = None  # the replica that gets these, and nothing else until the last is back
         self._faults = Faults()
         self._is_draining = False
         self._sleeps = sleeps
@@ -120,7 +123,7 @@ class EnginePool:
 
     @property
     def num_engines(self) -> int:
-        """Those that serve."""
+        """Replicas that serve."""
         return len(self.engines)
 
     @property
@@ -140,7 +143,7 @@ class EnginePool:
 
     @property
     def takes(self) -> Mapping[str, float] | None:
-        """What each replica takes of one host, by Ray's names; None where replicas can be neither given up nor made."""
+        """Resources of one host that each replica takes, by Ray's names; None where replicas cannot be stopped or made."""
         return self._replicas.takes if self._replicas.can_restart else None
 
     def give_engine(self) -> None:
@@ -158,7 +161,7 @@ class EnginePool:
         if (lost := self._recovery.make(replica)) is not None:
             _log.warning("policy %s: engine %d, which is new, is lost: %s", self.name, replica, lost.reason)
             self._replicas.stop(replica)
-            self._recovery.unfed.discard(replica)
+            self._recovery.needs_weights.discard(replica)
             return False
         self._join(replica)
         return True
@@ -183,7 +186,7 @@ class EnginePool:
 
     def feed_unfed(self) -> None:
         """Give the weights of now to replicas that were replaced while nobody could send them. Beside `collect`, too."""
-        for replica in sorted(self._recovery.unfed):
+        for replica in sorted(self._recovery.needs_weights):
             if (lost := self._recovery.load(replica)) is not None:
                 self._restart(replica, lost.reason)
 
@@ -203,7 +206,7 @@ class EnginePool:
         return answers
 
     def note_weights(self, version: int, checksums: Sequence[Mapping[str, int]]) -> None:
-        """What the trainer's ranks have sent to all is what a new replica gets, too. checksums: of each shard of an engine."""
+        """Note what the trainer's ranks sent to all: a new replica gets the same. checksums: of each shard of an engine."""
         self._dispatch.forget_homes()  # engines have dropped their prefix caches
         self._recovery.note_weights(WeightUpdate("", version), checksums)
 
@@ -236,7 +239,7 @@ class EnginePool:
     @property
     def num_under_way(self) -> int:
         """Requests submitted and not back yet."""
-        return len(self._sent) + self._dispatch.num_waiting + self._probation.num_waiting
+        return len(self._sent) + self._dispatch.num_waiting + len(self._retry_alone)
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int, at_once: bool = False) -> None:
         """Queue requests and send those that a replica has room for.
@@ -277,7 +280,7 @@ class EnginePool:
             del self._sent[result.uid]
             self._dispatch.end(result.uid)
             if result.finish is not Finish.UNFINISHED:
-                self._retries.ended(result.uid)
+                del self._losses[result.uid]
         for replica, reason in lost or self._overdue():
             results += self._requeued(replica, reason)
         self._send()
@@ -287,7 +290,8 @@ class EnginePool:
 
     def drain(self) -> list[DecodeResult]:
         """End everything: results of all requests under way, UNFINISHED with the tokens there are."""
-        waiting = self._dispatch.drop_waiting() + self._probation.drop()
+        waiting = [*self._dispatch.drop_waiting(), *self._retry_alone]
+        self._retry_alone.clear()
         results = [self._untouched(request) for request in waiting]
         self._is_draining = True
         try:
@@ -299,22 +303,22 @@ class EnginePool:
         return results
 
     def take_faults(self) -> Faults:
-        """What went wrong and was mended since the last call."""
+        """Faults that were mended since the last call."""
         faults, self._faults = self._faults, Faults()
         return faults
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
-        """What each replica makes of the same sequences: scores[i][sequence] of the i-th of engines, log-probs [N-1], nats.
+        """Log-probs of the same sequences from each replica: scores[i][sequence] of the i-th of engines, [N-1], nats.
 
         One that was lost and has no weights yet is left out: it proves them when it gets them.
         """
         self._wake()
         self.feed_unfed()
-        fed = [replica for replica in self.engines if replica not in self._recovery.unfed]
+        fed = [replica for replica in self.engines if replica not in self._recovery.needs_weights]
         scores = self._call("score", by_replica=dict.fromkeys(fed, (list(sequences), temperature)))
-        if not scores and self._recovery.unfed:
+        if not scores and self._recovery.needs_weights:
             raise RuntimeError(
-                f"engines of policy {self.name}: score needs them, and engines {sorted(self._recovery.unfed)} were lost "
+                f"engines of policy {self.name}: score needs them, and engines {sorted(self._recovery.needs_weights)} were lost "
                 "where the trainer's ranks could not send them weights again; go on from the last checkpoint with "
                 "run.resume=auto"
             )
@@ -372,7 +376,7 @@ class EnginePool:
         by_replica: Mapping[int, tuple[Any, ...]] | None = None,
         loads: bool = True,
     ) -> list[Any]:
-        """What each replica that serves answers; one that is lost is replaced, and asked again. loads: see Recovery.restart.
+        """Answers of the replicas that serve; a lost one is replaced, and asked again. loads: see Recovery.restart.
 
         arguments: of all of them; by_replica: of each.
         """
@@ -384,7 +388,7 @@ class EnginePool:
             while isinstance(answer, Lost):
                 if not self._restart(replica, answer.reason, loads=loads and method != "update_weights"):
                     break
-                if method == "score" and replica in self._recovery.unfed:
+                if method == "score" and replica in self._recovery.needs_weights:
                     break
                 answer = self._replicas.call_one(replica, method, told[replica])
             else:
@@ -418,9 +422,10 @@ class EnginePool:
         """A replica serves no more; what waits for it waits for others."""
         self.generation += 1
         self.engines = [each for each in self.engines if each != replica]
-        self._recovery.unfed.discard(replica)
+        self._recovery.needs_weights.discard(replica)
         self._dispatch.close(replica)
-        self._probation.move(replica, self.engines[0])
+        if self._alone_at == replica:
+            self._alone_at = self.engines[0]
 
     def _look_for_places(self, *, loads: bool = True) -> None:
         """Replicas that were lost with their hosts are back where a host has a place again. loads: see Recovery.restart."""
@@ -438,19 +443,24 @@ class EnginePool:
             del self._sent[request.uid]
             self._dispatch.end(request.uid)
         self._restart(replica, reason)
-        after = self._retries.after_loss(requests)
+        self._losses.update(request.uid for request in requests)
+        suspects = [request for request in requests if self._losses[request.uid] >= self._attempts]
+        given_up = suspects if len(requests) == 1 else []
         self._faults = replace(
             self._faults,
-            resubmitted=self._faults.resubmitted + len(requests) - len(after.given_up),
-            failed=self._faults.failed + len(after.given_up),
+            resubmitted=self._faults.resubmitted + len(requests) - len(given_up),
+            failed=self._faults.failed + len(given_up),
         )
-        results = [self._given_up(request, reason) for request in after.given_up]
+        if given_up:
+            del self._losses[given_up[0].uid]
+            return [self._given_up(given_up[0], reason)]
         if self._is_draining:
-            again = [*after.free, *(request for company in after.companies for request in company)]
-            return results + [self._untouched(request) for request in again]
-        self._dispatch.add(after.free)
-        self._probation.add(replica if replica in self.engines else self.engines[0], after.companies)
-        return results
+            return [self._untouched(request) for request in requests]
+        self._dispatch.add([request for request in requests if self._losses[request.uid] < self._attempts])
+        self._retry_alone += suspects
+        if self._alone_at is None:
+            self._alone_at = replica if replica in self.engines else self.engines[0]
+        return []
 
     def _untouched(self, request: DecodeRequest) -> DecodeResult:
         return DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, self._version)
@@ -466,17 +476,27 @@ class EnginePool:
 
     def _send(self, *, at_once: bool = False) -> None:
         """at_once: whatever slots there are."""
-        now, busy, unfed = self._clock(), self._dispatch.busy, set(self._recovery.unfed)
-        shares: dict[int, list[DecodeRequest]] = {}
-        for replica in set(self._probation.replicas).difference(busy, unfed):
-            if company := self._probation.next(replica):
-                self._dispatch.place(company, replica)
-                shares[replica] = company
-        shares |= self._dispatch.take(closed=unfed.union(self._probation.replicas), at_once=at_once)
+        now, closed = self._clock(), set(self._recovery.needs_weights)
+        alone = self._next_alone()
+        if self._alone_at is not None:
+            closed.add(self._alone_at)
+        shares = alone | self._dispatch.take(closed=closed, at_once=at_once)
         for replica, requests in shares.items():
             self._sent.update((request.uid, _Sent(request, replica, now)) for request in requests)
             self._replicas.submit(replica, requests, self._version)
         self._busy.note(self._dispatch.busy)
+
+    def _next_alone(self) -> dict[int, list[DecodeRequest]]:
+        """The next request that is retried alone, for the replica that is kept for these once it is idle."""
+        replica = self._alone_at
+        if replica is None or replica in self._dispatch.busy or replica in self._recovery.needs_weights:
+            return {}
+        if not self._retry_alone:
+            self._alone_at = None
+            return {}
+        request = self._retry_alone.popleft()
+        self._dispatch.place([request], replica)
+        return {replica: [request]}
 
     def _overdue(self) -> list[tuple[int, str]]:
         """The replica that has had a request for longer than the deadline, and that in words."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,6 @@ from ray.exceptions import RayError
 from marsrl.rollout.engines.build import EngineSpec, build_engine, import_library
 from marsrl.rollout.engines.protocol import DecodeRequest, Engine, MemoryPart, WeightUpdate
 from marsrl.rollout.imports import imports_for_good
-from marsrl.rollout.pool.batches import RequestBatch, ResultBatch
 from marsrl.rollout.pool.engine_thread import EngineThread
 from marsrl.rollout.pool.ray_connection import GPU, RayCluster
 from marsrl.rollout.pool.ray_faults import check_head, check_ray, lost_or_raise
@@ -26,8 +26,8 @@ _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # for which results that nothing follows from are gathered: what a lost engine takes with it
 _HEARD_S = 1.0  # how long an engine is waited for to say how far it is
 _GRACE_S = 30.0  # that an engine gets to say itself that it has passed the deadline
-_SLOWER_START = 3.0  # a restarted engine may take so many times as long to start as the slowest has taken
-_LONGEST_START = 10  # times that, where its process answers all the while
+_LONGEST_START = 10  # times the deadline, where its process answers all the while
+_PICKLE = 5  # of lists with an array or two for each request: Ray's own would keep each array as a buffer
 _CALLS_AT_ONCE = 5  # collect, one in the engine's thread, num_decoded, is_there, and submit or abort
 
 
@@ -58,12 +58,12 @@ class EngineActor:
     def num_decoded(self) -> int:
         return self._engine.num_decoded() if hasattr(self, "_engine") else 0  # it is being made
 
-    def submit(self, requests: RequestBatch, version: int) -> None:
-        self._thread.submit(requests.unpack(), version)
+    def submit(self, requests: bytes, version: int) -> None:
+        self._thread.submit(pickle.loads(requests), version)
 
     def collect(self, timeout_s: float, is_urgent: bool) -> Timed:
         gathered = self._thread.collect(timeout_s, is_urgent=is_urgent)
-        return replace(gathered, value=ResultBatch.pack(gathered.value))
+        return replace(gathered, value=pickle.dumps(gathered.value, _PICKLE))
 
     def abort(self) -> None:
         self._thread.abort()
@@ -121,7 +121,6 @@ class RayReplicas:
         self._lost: dict[int, Lost] = {}  # found on the way; told by the next collect
         self._decoded_before = [0] * len(specs)  # by engines that were lost
         self._decoded = [0] * len(specs)  # when last heard
-        self._slowest_start_s = 0.0
         self._actors.update((replica, self._start(spec)) for replica, spec in enumerate(specs))
 
     def __len__(self) -> int:
@@ -172,7 +171,7 @@ class RayReplicas:
         return answer if isinstance(answer, Lost) else None
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        self._submitting[self._actors[replica].submit.remote(RequestBatch.pack(requests), version)] = replica
+        self._submitting[self._actors[replica].submit.remote(pickle.dumps(requests, _PICKLE), version)] = replica
 
     def collect(
         self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
@@ -246,8 +245,6 @@ class RayReplicas:
         engines have the same one and say so themselves)."""
         if within_s is None:
             within_s = self._deadline_s + min(self._deadline_s, _GRACE_S)
-            if method == "start":
-                within_s = max(within_s, _SLOWER_START * self._slowest_start_s)
         answers: dict[int, Timed | Lost] = {}
         pending, began = list(calls), time.monotonic()
         while pending:
@@ -255,9 +252,6 @@ class RayReplicas:
             timeout_s = _PROGRESS_S if left <= 0 else min(left, _PROGRESS_S)
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
             came = {calls[call]: _answer(call, method) for call in done}
-            if method == "start":
-                seconds = [each.end - each.start for each in came.values() if isinstance(each, Timed)]
-                self._slowest_start_s = max([self._slowest_start_s, *seconds])
             check_head()
             self._pulse.listen(self._actors)
             for call in list(pending):
@@ -271,7 +265,7 @@ class RayReplicas:
         return answers
 
     def _overdue(self, replica: int, method: str, elapsed_s: float, within_s: float) -> Lost | None:
-        """Whether an engine that has been asked elapsed_s ago is given up. A start may take longer while it is heard."""
+        """Lost where an engine that was asked elapsed_s ago is given up. A start may take longer while its process answers."""
         if method == "start":
             is_heard = self._pulse.silent_for_s(replica) < min(self._pulse.silence_s, within_s)
             is_over = elapsed_s >= within_s * (_LONGEST_START if is_heard else 1)
@@ -303,13 +297,9 @@ class RayReplicas:
 
 
 def _answer(call: Any, method: str) -> Any:
-    """What a call that is done returned (batches unpacked), or that its engine is lost; raises as `lost_or_raise` does."""
+    """The result of a call that is done (unpickled), or Lost; raises as `lost_or_raise` does."""
     try:
         answer = ray.get(call)
     except RayError as error:
         return lost_or_raise(error, method)
-    return _unpacked(answer) if method == "collect" else answer
-
-
-def _unpacked(answer: Timed) -> Timed:
-    return Timed(answer.value.unpack(), answer.start, answer.end)
+    return replace(answer, value=pickle.loads(answer.value)) if method == "collect" else answer

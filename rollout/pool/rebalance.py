@@ -73,7 +73,7 @@ def wanted(policies: Mapping[str, PolicyEngines]) -> Move | None:
 
 
 def outlook(engines: Mapping[str, int], takes: Mapping[str, Mapping[str, float]]) -> str:
-    """What rollout.rebalance can move, of policies with so many engines that take so much each; in one line."""
+    """One line about the moves that rollout.rebalance can make, given each policy's engines and what each takes."""
     moves = [
         f"{giver} to {taker}" + (f" ({num} in its place)" if num > 1 else "")
         for giver in engines
@@ -140,7 +140,7 @@ class Rebalancer:
             self._wait_for(wanted(policies))
 
     def forget(self) -> None:
-        """What was decoded since the last stage was none of it: an evaluation."""
+        """Drop the time since the last stage: an evaluation was played, which is no stage."""
         for pool in self._pools.values():
             pool.take_busy_s()
 

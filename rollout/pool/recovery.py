@@ -7,8 +7,7 @@ The weights come from the file of the last update, or, where the trainer's ranks
 the ranks again (`feed`). Those may be in the middle of a step: then the new engine gets nothing to do until they are not.
 
 An engine is lost when its process has died, when it has not answered within rollout.deadline_s, when its decoding raised
-something that is no refusal, or when weights from the trainer's ranks did not get to it whole. What becomes of its requests
-is decided in retries.py.
+something that is no refusal, or when weights from the trainer's ranks did not get to it whole.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SETTLE_S = 10.0  # until what an engine has left, or a host has brought, is a pl
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What went wrong and was mended. resubmitted: requests decoded again; failed: given up (see retries.py)."""
+    """Counts of faults that were mended. resubmitted: requests decoded again; failed: given up."""
 
     engine_restarts: int = 0
     resubmitted: int = 0
@@ -46,14 +45,16 @@ class Recovery:
         self._replicas, self._name, self._most, self._on_restart = replicas, name, most, on_restart
         self._update: WeightUpdate | None = None  # of now; None before the first
         self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard of an engine; all engines hold the same
-        self._num_restarts = 0
+        self.num_restarts = 0
         self.feed: Callable[[int], Timed | Lost | None] | None = None
-        self.unfed: set[int] = set()  # replicas that hold the weights of their start, and are to get those of now
+        self.needs_weights: set[int] = (
+            set()
+        )  # replicas that hold the weights of their start, and are to get those of now
 
     def note_weights(self, update: WeightUpdate, checksums: Sequence[Mapping[str, int]]) -> None:
         """From now on a new engine gets these weights, of which each shard must report these checksums."""
         self._update, self._checksums = update, checksums
-        self.unfed.clear()
+        self.needs_weights.clear()
 
     def restart(self, replica: int, reason: str, *, loads: bool = True, has_others: bool = False) -> bool:
         """Replace a lost engine; False where it has no place, and others serve (has_others).
@@ -73,10 +74,10 @@ class Recovery:
                     "policy %s: engine %d is lost: %s; no host has a place for it: the run goes on without it until one has",
                     self._name, replica, lost.reason,
                 )  # fmt: skip
-                self.unfed.discard(replica)
+                self.needs_weights.discard(replica)
                 return False
-            self._num_restarts += 1
-            if self._num_restarts > self._most:
+            self.num_restarts += 1
+            if self.num_restarts > self._most:
                 raise RuntimeError(
                     f"engines of policy {self._name}: engine {replica} is lost ({lost.reason}), and they have been "
                     f"restarted {self._most} times in this run (rollout.max_engine_restarts); what an engine said last "
@@ -86,7 +87,7 @@ class Recovery:
             lost = self.make(replica, loads=loads)
         end = max(start, time.time())  # the wall clock may be set back
         self._on_restart(replica, start, end)
-        is_new = self._update is None or replica in self.unfed
+        is_new = self._update is None or replica in self.needs_weights
         held = "those of its start" if is_new else f"version {self._update.version}"  # type: ignore[union-attr]
         _log.warning("policy %s: engine %d is back after %.1f s, weights: %s", self._name, replica, end - start, held)
         return True
@@ -95,14 +96,9 @@ class Recovery:
         """A new engine of this number, with the weights of now where it loads them; Lost: it does not survive that."""
         lost = self._replicas.restart(replica)
         if lost is None and self._update is not None:
-            self.unfed.add(replica)
+            self.needs_weights.add(replica)
             lost = self.load(replica) if loads else None
         return lost
-
-    @property
-    def num_restarts(self) -> int:
-        """In this run so far."""
-        return self._num_restarts
 
     def load(self, replica: int) -> Lost | None:
         """The weights of now into a new engine, or nothing where the trainer's ranks cannot send them now.
@@ -131,5 +127,5 @@ class Recovery:
                 f"{update.version}, reports version {answer.value.version} and does not hold what the others hold: "
                 f"{len(wrong)} of {sum(map(len, self._checksums))} tensors differ, first {', '.join(wrong[:3])}"
             )
-        self.unfed.discard(replica)
+        self.needs_weights.discard(replica)
         return None

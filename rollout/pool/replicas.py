@@ -1,4 +1,4 @@
-"""How a pool reaches its engines: the interface of a policy's replicas, and those of this process.
+"""A pool's way to its engines: the interface of a policy's replicas, and the replicas of this process.
 
     pool = EnginePool(LocalReplicas([engine]))
 
@@ -30,7 +30,7 @@ def ignore_loss(replica: int, reason: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What an engine's method returned, and when it ran there. start, end: time.time() of the engine's process."""
+    """The result of an engine's method, and when it ran there. start, end: time.time() of the engine's process."""
 
     value: Any
     start: float
@@ -63,7 +63,7 @@ class Replicas(Protocol):
 
     @property
     def takes(self) -> Mapping[str, float]:
-        """What each engine takes of one host, by Ray's names; nothing: there is always a place."""
+        """Resources that each engine takes of one host, by Ray's names; empty: there is always room."""
 
     def call(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
@@ -84,7 +84,7 @@ class Replicas(Protocol):
         """End what is left of an engine; its place is free."""
 
     def has_place(self, within_s: float) -> bool:
-        """Whether there is a place for one engine more, or is within_s from now."""
+        """True if there is room for one engine more, at the latest in within_s."""
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
         """Hand requests to a replica, which may be decoding; does not wait for it."""
@@ -92,7 +92,7 @@ class Replicas(Protocol):
     def collect(
         self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
     ) -> Sequence[tuple[int, Timed | Lost]]:
-        """What has ended at the busy replicas: (replica, list of results), waiting timeout_s at most for the first.
+        """Results of the busy replicas: (replica, list of results), waiting timeout_s at most for the first.
 
         is_urgent: something may follow from a result. Else it is handed over whenever that costs least.
         """

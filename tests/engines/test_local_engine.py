@@ -79,14 +79,6 @@ def test_an_update_takes_and_reports_what_was_sent(part, checkpoint, judge, tmp_
         decoded(engine, [request("a", prompt(5), 2)])
 
 
-def test_a_request_that_cannot_be_served_does_not_take_the_others_with_it(checkpoint):
-    engine = engine_of(checkpoint, "qwen3")
-    asks = [request("full", prompt(256), 8), request("good", prompt(8), 8), request("foreign", np.array([160]), 8)]
-    results = decoded(engine, asks)
-    assert [r.finish for r in results] == [Finish.ERROR, Finish.LENGTH, Finish.ERROR]
-    assert "max_model_len 256" in results[0].error and engine.num_decoded() == 8
-
-
 def test_an_unsupported_model_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(ValueError, match=r"LlamaForCausalLM.*Qwen3MoeForCausalLM"):

@@ -22,7 +22,6 @@ from marsrl.rollout.engines.protocol import EngineLost
 from marsrl.rollout.pool import ray_pulse
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.ray_actors import RayReplicas
 from marsrl.rollout.pool.ray_faults import how_it_died, lost_or_raise
 from marsrl.rollout.pool.ray_pulse import EnginePulse
 from marsrl.trainer.weights.comparison import CheckedEngines
@@ -173,23 +172,6 @@ def test_an_engine_is_silent_for_as_long_as_somebody_listened(monkeypatch: pytes
     assert listened(pulse, engine, 30) in (28, 29, 30)
     engine.are_there = True
     assert listened(pulse, engine, 1) == 0
-
-
-def test_a_slow_start_is_waited_for_while_its_process_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Answers()
-    monkeypatch.setattr(ray_pulse, "ray", engine)
-    replicas = RayReplicas(None, [], resources={}, deadline_s=25.0, silence_s=40.0, join_s=0.0)  # type: ignore[arg-type]
-    replicas._pulse = EnginePulse(40.0, clock=lambda: engine.now)
-    listened(replicas._pulse, engine, 60)
-    assert replicas._overdue(0, "start", elapsed_s=60, within_s=50) is None
-    assert replicas._overdue(0, "start", elapsed_s=499, within_s=50) is None
-    assert "no answer to start in 500 s" in replicas._overdue(0, "start", elapsed_s=500, within_s=50).reason
-    assert "no answer to score in 50 s" in replicas._overdue(0, "score", elapsed_s=50, within_s=50).reason
-    engine.are_there = False
-    listened(replicas._pulse, engine, 46)
-    assert replicas._overdue(0, "start", elapsed_s=49, within_s=50) is None
-    assert "no answer to start in 60 s" in replicas._overdue(0, "start", elapsed_s=60, within_s=50).reason
-    assert "said nothing for run.silence_s = 40 s" in replicas._overdue(0, "score", elapsed_s=41, within_s=50).reason
 
 
 def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import time
 
 import numpy as np
 import psutil
@@ -15,7 +14,6 @@ from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
 from marsrl.rollout.engines.protocol import WrongVersion
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.build import make_pool
-from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Finish
@@ -27,48 +25,11 @@ def scripted_pool(n, **options):
     return EnginePool(LocalReplicas([ScriptedEngine(lambda r: [5, 6, len(r.uid), 1], **options) for _ in range(n)]))
 
 
-def dealt(asks, num_replicas):
-    """What each replica gets of what is sent at once."""
-    dispatch = Dispatcher(num_replicas, slots=1)
-    dispatch.add(asks)
-    return list(dispatch.take(at_once=True).values())
-
-
-def test_results_come_in_the_order_of_the_requests_and_affinities_stay_together():
-    asks = [request(f"{i % 7}.{i}", prompt(5 + i), 3 + i % 5) for i in range(40)]
-    shares = dealt(asks, 3)
-    assert sorted(ask.uid for share in shares for ask in share) == sorted(ask.uid for ask in asks)
-    homes = {}
-    for replica, share in enumerate(shares):
-        for ask in share:
-            assert homes.setdefault(ask.affinity, replica) == replica
-    results = generate(scripted_pool(3), asks, version=0)
-    assert [r.uid for r in results] == [a.uid for a in asks]
-
-
 def test_a_listener_hears_of_every_replicas_calls():
     pool, heard = scripted_pool(2), []
     pool.on_call = lambda replica, method, start, end: heard.append((replica, method, end >= start > 0))
     generate(pool, [request(f"{i}.0", prompt(5), 3) for i in range(4)], version=0)
     assert heard == [(0, "collect", True), (1, "collect", True)]
-
-
-def test_a_listener_hears_of_many_collects_as_one():
-    pool, heard = scripted_pool(1, tokens_per_step=1), []
-    pool.on_call = lambda replica, method, start, end: heard.append((replica, method, start, end))
-    pool.submit([request("a.0", prompt(5), 3)], version=0)
-    start = time.time()
-    while not pool.collect(0.0):
-        pass
-    pool.drain()
-    ((replica, method, first, last),) = heard
-    assert (replica, method) == (0, "collect") and start <= first <= last <= time.time()
-
-
-def test_load_is_even_where_affinities_allow_it():
-    asks = [request(f"{i}.0", prompt(10), 100 if i < 4 else 10) for i in range(24)]
-    loads = [sum(ask.max_new_tokens for ask in share) for share in dealt(asks, 4)]
-    assert max(loads) - min(loads) <= 10
 
 
 def test_a_script_goes_on_where_a_segment_ended():
@@ -96,7 +57,6 @@ def test_our_engine_goes_by_its_own_settings_and_not_by_vllms(checkpoint):
     config = local_config(placement="local", vllm=VllmOptions(dtype="bfloat16", max_num_seqs=3))
     with make_pool("main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128) as pool:
         assert (pool.infos()[0].dtype, pool.num_slots) == ("float32", 64)
-        assert pool._replicas.engines[0]._max_num_seqs == 64
 
 
 def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, judge):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +11,9 @@ import torch
 from engine_cases import GivenLearner, decoded, perturbed, prompt, request, tensors_of
 
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import Sampling, WeightUpdate, WrongVersion
+from marsrl.rollout.engines.protocol import Sampling, WeightUpdate
 from marsrl.rollout.engines.sampler import RowSampling, truncated
 from marsrl.rollout.engines.stops import StopTexts
-from marsrl.rollout.engines.vllm.worker import _reduce_asleep
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -41,24 +39,6 @@ GROUPS = {
         "norm",
     ),
 }
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3"])
-def test_an_engine_that_need_not_keep_its_weights_drops_them_and_decodes_nothing_until_others_come(
-    vllm_engine, checkpoint, kind, monkeypatch
-):
-    engine, levels = vllm_engine(kind), []
-    monkeypatch.setattr(engine._llm, "sleep", lambda *, level: levels.append(level))  # vLLM has none on a CPU
-    publish_again = WeightUpdate(str(checkpoint(kind)), 0)
-    engine.update_weights(publish_again)
-    engine.sleep(keeps_weights=True)
-    engine.submit([], version=0)
-    engine.sleep(keeps_weights=False)
-    with pytest.raises(WrongVersion, match="version -1 is loaded"):
-        engine.submit([], version=0)
-    engine.update_weights(publish_again)
-    engine.submit([], version=0)
-    assert levels == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_tied"])
@@ -99,25 +79,6 @@ def publish(engine, tensors, judge, directory, version, cache_dtype=None):
         sync.close()
 
 
-def test_processes_of_an_engine_wait_for_each_other_asleep(vllm_engine, monkeypatch):
-    """Right after a message too: vLLM's own waiting would look again and again for a second, on the cores of the others."""
-    vllm_engine("qwen3_moe")  # whose start sees to it
-    import zmq
-    from vllm.distributed import parallel_state
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    asked: list[int | None] = []
-    reader = SpinCondition(is_reader=True, context=zmq.Context.instance(), notify_address="inproc://nobody")
-    monkeypatch.setattr(reader, "poller", SimpleNamespace(poll=lambda timeout: asked.append(timeout) or []))
-    reader.record_read()
-    reader.wait(7)
-    assert asked == [7]
-    group = SimpleNamespace(device_communicator=SimpleNamespace(dist_module="spins"))
-    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
-    _reduce_asleep()
-    assert group.device_communicator.dist_module is torch.distributed  # gloo waits in the kernel
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_fresh_logprobs_are_those_of_transformers(kind, vllm_engine, checkpoint, judge):
     engine, tensors = vllm_engine(kind), tensors_of(checkpoint(kind))
@@ -128,15 +89,6 @@ def test_fresh_logprobs_are_those_of_transformers(kind, vllm_engine, checkpoint,
     for ask, result, right in zip(asks, results, judge(checkpoint(kind), None, whole, 0.7), strict=True):
         assert len(result.token_ids) == 24 and result.finish is Finish.LENGTH
         np.testing.assert_allclose(result.logprobs, right[len(ask.token_ids) - 1 :], atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["qwen3"])
-def test_an_engine_leaves_nothing_in_the_temporary_directory(kind, vllm_engine):
-    def rendezvous(worker):
-        return worker.distributed_init_method
-
-    method = vllm_engine(kind)._llm.collective_rpc(rendezvous)[0]
-    assert method.startswith("file://") and not Path(method.removeprefix("file://")).exists()
 
 
 @pytest.mark.parametrize("kind", GROUPS)
@@ -351,12 +303,6 @@ def test_a_request_that_cannot_be_served_does_not_take_the_others_with_it(kind, 
 
 
 @pytest.mark.parametrize("kind", ["qwen3"])
-def test_a_request_of_another_version_is_refused(kind, vllm_engine):
-    with pytest.raises(WrongVersion, match="version 9"):
-        decoded(vllm_engine(kind), [request("a", prompt(8), 4)], version=9)
-
-
-@pytest.mark.parametrize("kind", ["qwen3"])
 def test_an_update_leaves_the_version_where_it_was_when_the_file_is_missing(kind, vllm_engine, tmp_path):
     engine = vllm_engine(kind)
     with pytest.raises(FileNotFoundError, match="none"):
@@ -371,16 +317,6 @@ def test_sampling_is_cut_as_asked(kind, vllm_engine):
     top_1 = decoded(engine, [request("a", prompt(8), 6, top_k=1, seed=4)])[0]
     np.testing.assert_array_equal(greedy.token_ids, top_1.token_ids)
     np.testing.assert_allclose(top_1.logprobs, 0.0, atol=1e-6)  # of the distribution that was drawn from
-
-
-@pytest.mark.parametrize("kind", ["qwen3"])
-def test_info_names_the_real_library(kind, vllm_engine):
-    import vllm
-
-    info = vllm_engine(kind).info()
-    assert (
-        info.engine_class.startswith("vllm.") and info.library_version == vllm.__version__ and info.dtype == "float32"
-    )
 
 
 @pytest.mark.parametrize("kind", [OWN])

@@ -111,7 +111,7 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
     checked = preflight(read_config(None, settings)[0], world_size=1)
     assert checked.config.sync.backend == "nccl"
     directory = RunDirectory.create(tmp_path / "runs", "lost", "math_default")
-    named = pytest.raises(RuntimeError, match=r"Ray is gone: its gcs_server \(process [0-9]+\) has ended with SIGKILL")
+    named = pytest.raises(RuntimeError, match=r"Ray is gone: its gcs_server \(process [0-9]+\) has ended")
     with named as failure, build.open_run(checked, directory) as run:
         published = kill_in_publishes(run, monkeypatch)
         strikes = [kill_once(run, 3, "ray::Engine"), kill_once(run, 5, "gcs_server")]

@@ -276,16 +276,6 @@ def test_metrics_of_an_episode(renderer: ChatRenderer) -> None:
     }  # fmt: skip
 
 
-def test_what_is_found_is_packed_once_however_many_episodes_wait(renderer: ChatRenderer) -> None:
-    """MARS plays 32 x 16 episodes at once, each of which asks for its bins again and again while it waits."""
-    team = system(renderer)
-    outputs = [ToolOutput.of([f"page {i}", "another"]) for i in range(512)]
-    for _ in range(3):
-        for output in outputs:
-            team._bins("question", "", output)
-    assert team._bins.cache_info().misses == len(outputs)
-
-
 def test_only_tools_that_are_set_are_named_and_called(renderer: ChatRenderer) -> None:
     _, said, says = play(renderer, [RUN, "<answer>7</answer>"])
     assert all(f"- {name}:" in says.prompts["e.0/system2:0"] for name in TOOLS)

@@ -19,7 +19,6 @@ from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Lost, Timed
-from marsrl.rollout.pool.retries import Retries
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Group, Sample
 
@@ -38,36 +37,6 @@ def served(pool: EnginePool, requests: list[DecodeRequest], how: str, version: i
 
 def is_whole(result: DecodeResult) -> bool:
     return result.finish is Finish.STOP and result.token_ids.tolist() == completion(result.uid)
-
-
-# Requests.
-
-
-@pytest.mark.parametrize("attempts", [1, 2, 3, 5])
-@pytest.mark.parametrize("size", [1, 2, 7, 64])
-def test_the_request_that_kills_engines_is_found_and_the_others_are_served(attempts: int, size: int) -> None:
-    requests = asks(size)
-    culprit = requests[size // 3].uid
-    retries, given_up, served, losses = Retries(attempts), [], set(), 0
-    companies = [requests]
-    while companies:
-        company = companies.pop(0)
-        if culprit not in [request.uid for request in company]:
-            served |= {request.uid for request in company}
-            continue
-        losses += 1
-        after = retries.after_loss(company)
-        given_up += [request.uid for request in after.given_up]
-        companies += [after.free, *after.companies] if after.free else after.companies
-    assert given_up == [culprit] and served == {request.uid for request in requests} - {culprit}
-    assert attempts <= losses <= max(attempts, attempts + int(np.ceil(np.log2(size))))
-
-
-def test_losses_are_forgotten_once_a_request_came_back() -> None:
-    retries, (request,) = Retries(2), asks(1)
-    for _ in range(5):
-        assert not retries.after_loss([request]).given_up
-        retries.ended(request.uid)
 
 
 # Pools.
@@ -90,36 +59,48 @@ def test_a_lost_engine_is_restarted_and_every_request_served(how: str, count: in
 
 @pytest.mark.parametrize("how", ["at once", "slots"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_request_that_no_engine_survives_is_an_error_and_no_other_is(how: str, count: int) -> None:
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_a_request_that_no_engine_survives_is_an_error_and_no_other_is(how: str, count: int, attempts: int) -> None:
     replicas = MortalReplicas(count, deadly=lambda request: request.uid == "7/solver:0")
-    pool = replicas.pool(slots=8, attempts=3)
+    pool = replicas.pool(slots=8, attempts=attempts)
     results = served(pool, asks(24), how)
     (failed,) = [result for result in results if not is_whole(result)]
     assert failed.uid == "7/solver:0" and failed.finish is Finish.ERROR and len(failed.token_ids) == 0
     assert "rollout.max_request_attempts" in failed.error and "has died" in failed.error
     num_had = sum(had.count("7/solver:0") for had in replicas.had)
-    assert 3 <= num_had == len(replicas.restarts) <= 3 + 5  # halves of at most 24 requests
+    assert attempts <= num_had == len(replicas.restarts) <= attempts + 1  # the last time alone
     assert pool.take_faults().failed == 1
-    assert all(map(is_whole, served(pool, asks(7), how)))  # and the pool serves on, all of its engines
-    if how == "slots":
-        assert pool._probation.num_waiting == 0 and not pool._probation.replicas
+    assert all(map(is_whole, served(pool, asks(7), how)))  # and the pool serves on
+    served_before = [len(had) for had in replicas.had]
+    assert all(map(is_whole, served(pool, asks(7), how)))
+    assert sum(len(had) > before for had, before in zip(replicas.had, served_before, strict=True)) == count
 
 
-def test_requests_under_suspicion_are_alone_on_their_engine() -> None:
-    """After two losses nobody else is sent there until they are cleared."""
+def test_losses_are_forgotten_once_a_request_came_back() -> None:
+    replicas = MortalReplicas(1)
+    pool = replicas.pool(attempts=2)
+    for _ in range(5):
+        replicas.doomed.add(0)
+        assert all(map(is_whole, served(pool, asks(1), "slots")))
+    assert pool.take_faults().engine_restarts == 5
+
+
+def test_a_request_that_was_lost_too_often_is_retried_alone() -> None:
     replicas = MortalReplicas(1, deadly=lambda request: request.uid == "1/solver:0")
-    pool = replicas.pool(slots=4)
-    suspects = asks(4)
-    pool.submit(suspects, version=0)
+    pool = replicas.pool(slots=4, attempts=2)
+    suspects = [request.uid for request in asks(4)]
+    pool.submit(asks(4), version=0)
     while len(replicas.restarts) < 2:
         pool.collect(0.0)
-    others = [replace(request, uid=f"9{request.uid}") for request in asks(3)]
-    pool.submit(others, version=0)
+    pool.submit([replace(request, uid=f"9{request.uid}") for request in asks(3)], version=0)
     results: list[DecodeResult] = []
+    under_way: list[set[str]] = []  # uids on the engine whenever one of the suspects came there
     while pool.num_under_way:
+        num_had, back = len(replicas.had[0]), {result.uid for result in results}
         results += pool.collect(0.0)
-    had = replicas.had[0]
-    assert max(map(had.index, (o.uid for o in others))) > max(len(had) - had[::-1].index(s.uid) - 1 for s in suspects)
+        if any(uid in suspects for uid in replicas.had[0][num_had:]):
+            under_way.append(set(replicas.had[0][num_had:]) - back)
+    assert all(len(each) == 1 for each in under_way)
     assert sorted(r.uid for r in results if not is_whole(r)) == ["1/solver:0"] and len(results) == 7
 
 
@@ -156,20 +137,21 @@ def test_a_policy_s_only_engine_cannot_be_done_without() -> None:
         served(pool, asks(20), "slots")
 
 
-def test_requests_under_suspicion_go_to_another_engine_where_theirs_is_not_replaced() -> None:
-    replicas = MortalReplicas(2, deadly=lambda request: request.uid == "1/solver:0" and replicas.places is None)
-    pool = replicas.pool(slots=4)
+def test_requests_that_are_retried_alone_go_to_another_engine_where_theirs_is_not_replaced() -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool(slots=4, attempts=1)
+    replicas.doomed |= {0, 1}  # all of them are suspected
     pool.submit(asks(12), version=0)
-    while len(replicas.restarts) < 2 or not pool._probation.num_waiting:
+    while len(replicas.restarts) < 2:
         pool.collect(0.0)
-    (suspected,) = pool._probation.replicas
     replicas.places = Places()
-    replicas.dead.add(suspected)
-    pool._requeued(suspected, "its host is gone")
-    results = []
+    results: list[DecodeResult] = []
     while pool.num_under_way:
+        if len(pool.engines) == 2:
+            replicas.dead.add(1)
         results += pool.collect(0.0)
-    assert pool.engines == [1 - suspected] and all(map(is_whole, results))
+    assert pool.engines == [0] and len(results) == 12
+    assert all(map(is_whole, results[1:]))
 
 
 def test_an_engine_that_dies_while_all_is_ended_loses_no_request() -> None:

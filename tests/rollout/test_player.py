@@ -190,6 +190,16 @@ def test_a_request_goes_on_from_what_is_known_for_one_segment() -> None:
     assert sent(stages)[each.uid].max_new_tokens == 8
 
 
+def test_a_request_expects_the_mean_of_what_was_left_of_longer_completions() -> None:
+    stages = stages_of(group_size=4, prompts_per_step=1)
+    *others, last = begun(stages)[0].completions
+    assert stages.request(last).expected_new_tokens is None  # nothing has ended
+    for each, length in zip(others, (10, 20, 40), strict=True):
+        says(stages, each, length)
+    says(stages, last, 12, Finish.UNFINISHED)
+    assert stages.request(last).expected_new_tokens == (20 + 40) / 2 - 12
+
+
 def test_an_agent_s_own_limit_ends_its_completions() -> None:
     stages = stages_of(segments=4)
     set_team(stages, replace(stages.team, agents={**stages.team.agents, "solver": AgentConfig(max_response_tokens=15)}))
@@ -674,12 +684,6 @@ def test_listeners_hear_of_stages_and_of_the_beginning_and_end_of_episodes() -> 
     assert told == ["stage", ("000001", False)]
     all_say(stages, ask, "no answer")
     assert told == ["stage", ("000001", False), ("000001", True), "stage", ("000002", False)]
-
-
-def test_a_run_begins_with_nothing() -> None:
-    state = StagesState()
-    assert [state.num_instances, state.num_stages, state.num_batches, state.num_taken] == [0, 0, 0, 0]
-    assert not (state.pending or state.open or state.instances or state.closed or state.ready)
 
 
 def test_a_copy_of_the_state_is_equal_in_everything_and_stays_so() -> None:

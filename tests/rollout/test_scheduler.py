@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from letters import set_team
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
@@ -136,18 +134,6 @@ def test_a_group_waits_for_its_last_sample(tmp_path: Path, rollout: Make) -> Non
     assert [len(groups) for groups in stages(player, 3)] == [0, 0, 3]
 
 
-def test_stragglers_are_dropped_once_their_group_is_too_old(tmp_path: Path, rollout: Make) -> None:
-    def script(request: DecodeRequest, renderer: object, rng: object) -> str:
-        return "= " * (9 if request.uid.endswith(":0") else 1) + "Answer: 3"
-
-    update = {"segments": 6, "group_completion": "drop_stragglers", "max_group_age": 1}
-    player = rollout(tmp_path, SMALL.model_copy(update=update), script=script)
-    played = stages(player, 3)
-    assert [len(groups) for groups in played] == [0, 0, 3]
-    assert {len(g.samples) for g in played[2]} == {3}
-    assert all(not s.uid.endswith(":0") for s in samples(played[2]))
-
-
 def test_an_overlong_completion_ends_with_reward_zero_and_is_not_picked(tmp_path: Path, rollout: Make) -> None:
     player = rollout(tmp_path, script=lambda request, renderer, rng: "= " * 40)
     first = samples(stages(player, 1)[0])
@@ -155,48 +141,6 @@ def test_an_overlong_completion_ends_with_reward_zero_and_is_not_picked(tmp_path
     assert {s.reward.value for s in first} == {0.0}
     assert {len(s.token_ids) for s in first} == {12}
     assert not player.stages.state.pending
-
-
-def test_an_engine_error_is_a_missing_reward_with_its_reason(tmp_path: Path, rollout: Make) -> None:
-    player = rollout(tmp_path, fail=lambda request: "no room" if request.uid.endswith(":1") else None)
-    batch = player.next_batch({"main": 0})
-    failed = [s for s in samples(batch.groups) if s.finish is Finish.ERROR]
-    assert len(failed) == 3
-    assert all(s.reward.is_missing and s.reward.note == "no room" for s in failed)
-    assert batch.metrics["rollout/errors"] == 3
-
-
-def test_a_prompt_that_is_too_long_is_counted_and_not_asked(tmp_path: Path, rollout: Make) -> None:
-    player = rollout(tmp_path)
-    team = player.stages.team
-    agents = {**team.agents, "solver": team.agents["solver"].model_copy(update={"max_input_tokens": 2})}
-    set_team(player.stages, replace(team, agents=agents))
-    batch = player.next_batch({"main": 0})
-    assert batch.groups == ()
-    assert batch.metrics["rollout/prompts_too_long"] == 3
-
-
-def test_new_problems_wait_while_too_many_samples_are_carried_over(tmp_path: Path, rollout: Make) -> None:
-    config = SMALL.model_copy(update={"segments": 12, "max_unfinished": 5})
-    player = rollout(tmp_path, config, script=lambda request, renderer, rng: "= " * 40)
-    stages(player, 3)
-    assert player.stages.state.num_instances == 3  # 12 samples are on their way; nothing was added to them
-
-
-def test_carried_over_samples_come_beside_new_problems_or_in_their_place(tmp_path: Path, rollout: Make) -> None:
-    def script(request: DecodeRequest, renderer: object, rng: object) -> str:
-        return "= " * 40 if request.uid.endswith((":0", ":1")) else "="  # nothing to pick; half of a group goes on
-
-    played = {}
-    for stage_size in ("new", "total"):
-        config = SMALL.model_copy(update={"segments": 4, "stage_size": stage_size})
-        player = rollout(tmp_path / stage_size, config, script=script)
-        drawn = []
-        for version in range(4):
-            stages(player, 1, version)
-            drawn.append(player.stages.state.num_instances)
-        played[stage_size] = drawn
-    assert played == {"new": [3, 6, 9, 12], "total": [3, 4, 5, 6]}  # of 12 places 6, 8, 10 are taken
 
 
 @pytest.mark.parametrize("segments", [1, 4])
@@ -209,23 +153,3 @@ def test_a_state_through_bytes_goes_on_as_if_nothing_had_happened(tmp_path: Path
     resumed.restore(decode(RolloutState, encode(first.snapshot())))
     resumed.engine._answers = first.engine._answers  # type: ignore[attr-defined]  # what the script was in the middle of
     assert strip(before + stages(resumed, 3, first_version=3)) == strip(unbroken)
-
-
-def test_a_stage_may_end_when_a_share_of_its_samples_has_finished(tmp_path: Path, rollout: Make) -> None:
-    """One sample of each group of four is long: three quarters finish, the rest is carried over as far as it got."""
-
-    def script(request: DecodeRequest, renderer: object, rng: object) -> str:
-        return "= " * (9 if request.uid.endswith(":0") else 1) + "Answer: 3"
-
-    whole = samples(stages(rollout(tmp_path / "a", script=script), 1)[0])
-    player = rollout(tmp_path / "b", SMALL.model_copy(update={"finish_share": 0.75}), script=script)
-    player.engine._tokens_per_step = 2  # type: ignore[attr-defined]
-    first, second = stages(player, 2)
-    assert first == () and {g.agent for g in second} == {"solver"}
-    after = {s.uid: s for s in samples(second)}
-    for sample in whole:
-        cut = after[sample.uid]
-        assert cut.token_ids.tolist() == sample.token_ids.tolist()
-        assert cut.rollout_logprobs.tolist() == sample.rollout_logprobs.tolist()
-        versions = [segment.version for segment in cut.segments]
-        assert versions == ([0, 1] if sample.uid.endswith(":0") else [0])

@@ -15,8 +15,6 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.player.completion import State
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.player.stages import RolloutState, StagesState, StepBatch
-from marsrl.rollout.pool.recovery import Faults
-from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, Group, Problem, Reward
 
 
@@ -161,13 +159,6 @@ def test_stages_batches_and_unfinished_samples_are_counted(pipeline: str) -> Non
         ]
 
 
-def test_what_pools_have_mended_is_in_the_batch() -> None:
-    rollout, engine = played()
-    rollout.stages.team.pools["main"]._faults = Faults(engine_restarts=2)
-    first, second = play(rollout, engine, range(2))
-    assert first.metrics["rollout/engine_restarts"] == 2 and second.metrics["rollout/engine_restarts"] == 0
-
-
 @pytest.mark.parametrize(("most", "drawn"), [(5, 2), (6, 4)])
 def test_problems_are_drawn_up_to_a_number_of_samples_under_way(most: int, drawn: int) -> None:
     rollout, engine = played(team={"script": endless}, segments=4, max_unfinished=most)
@@ -181,18 +172,6 @@ def test_engines_are_at_rest_between_stages_and_nothing_is_left_running() -> Non
     with rollout.resting({"main": 1}) as nothing:
         assert nothing is None and rollout.stages.team.pools["main"].num_under_way == 0
     rollout.close()
-
-
-def test_a_snapshot_goes_on_as_the_run_would_have() -> None:
-    def ids(batches: list[StepBatch]) -> list[list[str]]:
-        return [[s.uid + s.problem_id for g in batch.groups for s in g.samples] for batch in batches]
-
-    rollout, engine = played(segments=2)
-    play(rollout, engine, range(3))
-    kept = decode(RolloutState, encode(rollout.snapshot()))
-    again, other = played(segments=2)
-    again.restore(kept)
-    assert ids(play(again, other, range(3, 6))) == ids(play(rollout, engine, range(3, 6)))
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def ray_findings(config: RunConfig) -> list[Finding]:
     """Ray's token here, and what the cluster that the config names has."""
     if importlib.util.find_spec("ray") is None:
         return []  # said among the engines
-    from marsrl.rollout.pool.ray_connection import cluster_view, token_here
+    from marsrl.rollout.pool.ray_token import show_token, token_here
 
     found = [Finding("ray", "token", *token_here())]
     address = config.rollout.ray_address
@@ -133,6 +133,9 @@ def ray_findings(config: RunConfig) -> list[Finding]:
     if is_started_here(address):
         detail = f"rollout.ray_address={address}: the run starts it, other hosts run `marsrl join`"
         return [*found, Finding("ray", "cluster", True, detail)]
+    show_token()
+    from marsrl.rollout.pool.ray_connection import cluster_view
+
     try:
         view = cluster_view(address, config.rollout.ray_timeout_s)
     except RuntimeError as error:

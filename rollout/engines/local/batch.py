@@ -1,4 +1,4 @@
-"""What the local engine decodes together: rows with their requests, their cache, and what is drawn and recorded."""
+"""The batch of the local engine: rows with their requests, their cache, and what is drawn and recorded."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def logprobs_told(completion: CompletionOutput) -> FloatArray:
 
 
 def kept_tokens_told(completion: CompletionOutput, vocab_size: int) -> KeptTokens | None:
-    """What top_k and top_p kept at each place; None where the engine does not say."""
+    """Ids that top_k and top_p kept at each place; None where the engine does not say."""
     told = completion.sampling_mask
     if told is None:
         return None
