@@ -24,6 +24,10 @@ OTHER_TRITON := build/triton-$(TRITON)
 # Folder or page with the wheels of PyTorch for CPUs, which PyPI does not have.
 TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 
+# What `make mutations` changes, and the tests that are to notice.
+MODULE ?= trainer/data/packing.py
+TESTS ?= tests/trainer/test_packing.py
+
 .PHONY: help install lock train test test-triton cluster parity mutations check bench clean
 
 help:  ## this list
@@ -67,8 +71,13 @@ cluster: install  ## hosts made of namespaces (as root): what one host trains, a
 parity: install  ## every parallel layout against one rank and against transformers
 	python benchmarks/parity.py
 
-mutations: install  ## mistakes put into the code, one at a time: which ones the tests beside it notice
-	python tests/mutations/run.py --show
+mutations: install  ## mistakes put into MODULE, one at a time: which ones its TESTS notice
+	python -m pip install -q -c constraints/$(MARSRL_DEVICE).txt cosmic-ray==8.7.0
+	sed 's#MODULE#$(MODULE)#; s#TESTS#$(TESTS)#' tests/mutations.toml | grep -v '^\#' >build/mutations.toml
+	rm -f build/mutations.sqlite
+	cosmic-ray init build/mutations.toml build/mutations.sqlite
+	cosmic-ray exec build/mutations.toml build/mutations.sqlite
+	cr-report --surviving-only --show-diff build/mutations.sqlite
 
 check: install  ## ruff, types, and the fast tests
 	ruff check .

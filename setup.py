@@ -20,7 +20,6 @@ from setuptools.command.build_ext import build_ext
 NAME = "marsrl"
 ROOT = Path(__file__).resolve().parent
 FOLDERS = [folder for folder in ("kernels", "rollout", "trainer", "configs") if (ROOT / folder).is_dir()]
-CHECKOUT_ONLY = ["simulation"]  # of rollout/: benchmarks play with it, no command does
 BUILD_MODES = ("auto", "require", "off")
 LIBRARY = "marsrl_cpu"  # CMake target
 
@@ -135,7 +134,7 @@ def namespace_packages() -> tuple[list[str], dict[str, str]]:
     """Every package under the shipped folders by its import name, and the folder each top one maps to."""
     packages = []
     for folder in FOLDERS:
-        inside = find_packages(folder, exclude=CHECKOUT_ONLY)
+        inside = find_packages(folder)
         packages += [f"{NAME}.{folder}", *(f"{NAME}.{folder}.{package}" for package in inside)]
     return packages, {f"{NAME}.{folder}": folder for folder in FOLDERS}
 

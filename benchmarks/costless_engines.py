@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from simulation.lengths import Lengths, Outcomes
+from simulation.simulated_team import last_token
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.pool.replicas import Irreplaceable, OnLost, Timed, ignore_loss
-from marsrl.rollout.simulation.lengths import Lengths, Outcomes
-from marsrl.rollout.simulation.simulated_team import last_token
 from marsrl.rollout.types import Finish
 
 VOCABULARY = 151_643

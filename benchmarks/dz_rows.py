@@ -15,17 +15,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from namespace import map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
-
+import memory
 import torch
+from case import Results, Shape, Variant
+from cases import load
+from timing import Clock, interleave
 
-from marsrl.benchmarks import memory
-from marsrl.benchmarks.case import Results, Shape, Variant
-from marsrl.benchmarks.cases import load
-from marsrl.benchmarks.timing import Clock, interleave
 from marsrl.kernels.head import chunked_head
 from marsrl.kernels.head.host_memory import HostBudget
 

@@ -17,17 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from namespace import map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
-
 import torch
-
-from marsrl.benchmarks.case import Shape
-from marsrl.benchmarks.cases import ORDER, load
-from marsrl.benchmarks.one_by_one import Skipped
-from marsrl.benchmarks.smoke import attempt, trials
+from case import Shape
+from cases import ORDER, load
+from one_by_one import Skipped
+from smoke import attempt, trials
 
 MOST_WORKERS = 8
 MEMORY_SHARE = 0.5  # of the GPU's, for all workers; the rest is for what runs meanwhile

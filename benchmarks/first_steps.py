@@ -15,10 +15,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from namespace import ROOT, map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
+from namespace import ROOT
 
 from marsrl.trainer.models.init_model import SHAPES, InitShape, init_model
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from gpu_state import gpu_state
 from namespace import ROOT, folder_with_marsrl
-from suite_report import report
+from suite_report import file_name, report
 from wheels import importable
 
 HERE = Path(__file__).resolve().parent
@@ -60,10 +60,6 @@ class Part:
     command: list[str]
     limit_s: float
     modules: tuple[str, ...] = ()
-
-    @property
-    def file_name(self) -> str:
-        return self.name.replace(" ", "_").replace(",", "").replace("=", "")
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: floa
         return Outcome(part.name, "skipped", 0.0, f"missing module {', '.join(missing)}")
     if left_s is not None and left_s < part.limit_s + KILL_AFTER_S:
         return Outcome(part.name, "skipped", 0.0, f"needs up to {part.limit_s:.0f} s, {max(left_s, 0):.0f} s are left")
-    log = folder / f"{part.file_name}.log"
+    log = folder / f"{file_name(part.name)}.log"
     start = time.monotonic()
     with log.open("w") as stream:
         process = subprocess.Popen(

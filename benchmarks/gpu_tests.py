@@ -14,16 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from namespace import ROOT, map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
-
 import pytest
 import torch
-
-from marsrl.benchmarks.one_by_one import BROKEN, Check, Journal, first_and_last
-from marsrl.benchmarks.smoke import is_broken
+from namespace import ROOT
+from one_by_one import BROKEN, Check, Journal, first_and_last
+from smoke import is_broken
 
 NOTHING_WRONG_WITH_PYTEST = (0, 1, 5)  # all passed, some failed (the journal says which), none chosen
 

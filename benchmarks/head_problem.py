@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from case import Judgement, Missing, Results, Shape, Variant
+from peers.plain import eager_logprob
 from torch import Tensor
 
-from marsrl.benchmarks.case import Judgement, Missing, Results, Shape, Variant
-from marsrl.benchmarks.peers.plain import eager_logprob
 from marsrl.kernels.dispatch import ENVIRONMENT
 from marsrl.kernels.head.gemms import cpu_multiplies_bfloat16
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, ROW_PROVIDERS, RowProvider

@@ -25,17 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from engine_process import EngineProcess
 from safetensors.torch import load_file, save_file
+from spoiled_vllm import SpoiledVllm
 from torch import Tensor
 
-if __name__ == "__main__":  # whose sys.path the engines' processes have too
-    from namespace import folder_with_marsrl
-
-    _link = tempfile.TemporaryDirectory()
-    sys.path[0] = str(folder_with_marsrl(Path(_link.name)))
-
-from marsrl.benchmarks.engine_process import EngineProcess
-from marsrl.benchmarks.spoiled_vllm import SpoiledVllm
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.engines.protocol import WeightUpdate
 from marsrl.rollout.model_shape import read_shape

@@ -12,16 +12,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from namespace import map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
-
 import torch
+from case import Shape
+from cases import load
 from torch.profiler import ProfilerActivity, profile
-
-from marsrl.benchmarks.case import Shape
-from marsrl.benchmarks.cases import load
 
 CALLS = 3
 TOP = 15

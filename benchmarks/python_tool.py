@@ -32,11 +32,6 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from namespace import map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
-
 from marsrl.rollout.tools.config import PythonTool
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.tools.python.tool import PythonInterpreter

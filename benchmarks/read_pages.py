@@ -29,11 +29,6 @@ from os import environ
 from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from namespace import map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
-
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
-from marsrl.benchmarks.case import Results, Variant
-from marsrl.benchmarks.timing import Clock, interleave
+from case import Results, Variant
+from timing import Clock, interleave
 
 
 @dataclass(frozen=True)

@@ -26,20 +26,19 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from namespace import ROOT, map_marsrl
-
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # before torch reads them
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # large variants in turn fragment else
-    map_marsrl()
 
+import base_revision
+import memory
+import roofline
 import torch
-
-from marsrl.benchmarks import base_revision, memory, roofline
-from marsrl.benchmarks.case import Bench, Case, Judgement, Results, Shape, Variant
-from marsrl.benchmarks.cases import ORDER, load
-from marsrl.benchmarks.record import surroundings
-from marsrl.benchmarks.timing import Clock, interleave
+from case import Bench, Case, Judgement, Results, Shape, Variant
+from cases import ORDER, load
+from namespace import ROOT
+from record import surroundings
+from timing import Clock, interleave
 
 HEADLINE = ("linear_policy_loss", "float32", 151_936, 0.5)  # case, dtype, V, mask share of the `ratio:` line
 HEADLINE_PEER = "torch eager, unmasked rows only"

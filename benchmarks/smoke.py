@@ -17,16 +17,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from namespace import map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
-
 import torch
+from case import Bench, Judgement, Shape
+from cases import ORDER, load
+from one_by_one import Journal, Skipped, tell
 
-from marsrl.benchmarks.case import Bench, Judgement, Shape
-from marsrl.benchmarks.cases import ORDER, load
-from marsrl.benchmarks.one_by_one import Journal, Skipped, tell
 from marsrl.kernels.dispatch import ENVIRONMENT, explain
 
 DTYPES = ("bfloat16", "float32", "float16")

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-from marsrl.benchmarks.case import Variant
+from case import Variant
 
 SHORT_S = 0.01  # on the CPU a call is repeated until it took so long: one of 50 us alone is as much noise as call
 FLUSH_BYTES = 256 * 2**20  # more than any L2 cache of today's GPUs (50 MB on H100, 126 MB on B200)

@@ -28,7 +28,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent
+from memory import peak_rss_bytes, rss_bytes
+
 CHILD_LIMIT_S = 900
 TOLERANCE = {
     "float32": 1e-4,
@@ -84,13 +85,11 @@ class CpuMemory:
     """Peak RSS since now, minus RSS now."""
 
     def __init__(self) -> None:
-        self.standing = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        self.standing = rss_bytes()
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: loading the model had its own
 
     def extra_bytes(self) -> int:
-        """VmHWM. Not getrusage: its maximum is inherited from the process that started this one."""
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")) - self.standing
+        return peak_rss_bytes() - self.standing
 
 
 class GpuMemory:

@@ -6,9 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from torch import Tensor
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from marsrl.kernels.head.gemms import HeadGemms
 from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS

@@ -6,10 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
-
-from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
-from marsrl.benchmarks.head_problem import (
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from head_problem import (
     HeadInputs,
     head_bytes,
     head_shapes,
@@ -18,9 +16,11 @@ from marsrl.benchmarks.head_problem import (
     result_bytes,
     with_own_gemms,
 )
-from marsrl.benchmarks.peers import LogprobFunction, LogprobPeer
-from marsrl.benchmarks.peers.fused import fused_peers
-from marsrl.benchmarks.peers.plain import compiled, eager_logprob, torch_linear_cross_entropy
+from peers import LogprobFunction, LogprobPeer
+from peers.fused import fused_peers
+from peers.plain import compiled, eager_logprob, torch_linear_cross_entropy
+from torch import Tensor
+
 from marsrl.kernels import linear_logprob
 
 NO_GRADIENT = "no gradient wanted"

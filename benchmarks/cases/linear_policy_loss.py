@@ -7,10 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
-
-from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
-from marsrl.benchmarks.head_problem import (
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from head_problem import (
     HeadInputs,
     floors,
     head_bytes,
@@ -21,9 +19,11 @@ from marsrl.benchmarks.head_problem import (
     result_bytes,
     with_own_gemms,
 )
-from marsrl.benchmarks.peers import CrossEntropyPeer, LogprobFunction, LogprobPeer, PolicyLossPeer, PolicyProblem
-from marsrl.benchmarks.peers.fused import fused_peers
-from marsrl.benchmarks.peers.plain import compiled, eager_logprob_detached, torch_linear_cross_entropy
+from peers import CrossEntropyPeer, LogprobFunction, LogprobPeer, PolicyLossPeer, PolicyProblem
+from peers.fused import fused_peers
+from peers.plain import compiled, eager_logprob_detached, torch_linear_cross_entropy
+from torch import Tensor
+
 from marsrl.kernels import LossInputs, PolicyObjective, linear_policy_loss
 
 CLIP = 0.2

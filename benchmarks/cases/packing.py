@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from case import Bench, Case, Judgement, Results, Shape, Variant
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Results, Shape, Variant
-from marsrl.benchmarks.cases.attention_varlen import lengths
+from cases.attention_varlen import lengths
 from marsrl.kernels import kept_rows, pack
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from peers.plain import compiled
 from torch import Tensor
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
-from marsrl.benchmarks.peers.plain import compiled
 from marsrl.kernels import LossInputs, PolicyObjective
 from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.head.rows.providers import ROW_PROVIDERS

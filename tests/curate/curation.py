@@ -49,9 +49,6 @@ class CutShort:
     def settings(self) -> Mapping[str, Any]:
         return self.stage.settings()
 
-    def recall(self, row: Row, decision: Decision) -> None:
-        self.stage.recall(row, decision)
-
     def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
         for row, decision in self.stage.decisions(rows):
             if row.number >= self.number:

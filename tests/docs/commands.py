@@ -313,10 +313,10 @@ WAYS = {
     ),
     "python benchmarks/train_step.py --layout tensor=2 expert=2 --repeats 2 --no-dmmpt": STEP,
     "python benchmarks/rollout.py": PLAYED,
-    "python benchmarks/pipeline.py": PLAYED,
     "python benchmarks/pipeline.py --simulate": SIMULATED,
-    "python benchmarks/pipeline.py --simulate --plots docs": SIMULATED,
-    "python benchmarks/pipeline.py --simulate --scale 8 --no-sensitivity": SIMULATED,
+    "python benchmarks/pipeline.py --simulate --scale 8": SIMULATED,
+    "python benchmarks/pipeline.py --simulate --full --json docs/pipeline_simulation.json --picture "
+    "docs/pipeline_simulation_idle.png": SIMULATED,
     "python benchmarks/curate.py": bench(
         "2,000 rows: tests/benchmarks/test_benchmarks.py::test_planted_near_duplicates_are_found"
     ),
@@ -324,17 +324,8 @@ WAYS = {
         "2,000 rows: tests/benchmarks/test_benchmarks.py::test_planted_near_duplicates_are_found"
     ),
     "python benchmarks/view.py": bench("2,000 samples: tests/look/test_catalog.py::test_the_benchmark_measures"),
-    "python benchmarks/scheduler.py": bench(
-        "64 samples: tests/simulation/test_commands.py::test_a_waiting_sample_takes_less_than_4_kb"
-    ),
     "python benchmarks/scale.py": bench(
         "4 problems: tests/simulation/test_scale.py::test_twice_the_samples_take_twice_the_work_and_bytes"
-    ),
-    "python benchmarks/scale.py --experts 48": bench(
-        "2 sequences: tests/simulation/test_scale.py::test_two_ranks_share_a_batch_with_experts"
-    ),
-    "python benchmarks/tool_overlap.py": bench(
-        "8 trajectories: tests/simulation/test_commands.py::test_a_sample_goes_on_while_others_wait_for_tools"
     ),
     "python benchmarks/read_pages.py": bench(
         "6 questions: tests/tools/test_pages.py::test_pages_longer_than_a_bin_are_read_side_by_side"

@@ -284,9 +284,6 @@ def test_a_run_s_settings_become_a_file(command: str, desk: Desk, capsys: pytest
 PARSE = """
 import argparse, importlib.util, shlex, sys
 sys.path.insert(0, sys.argv[1])
-from namespace import map_marsrl
-map_marsrl()
-sys.path.insert(0, sys.argv[1])
 class Taken(BaseException): pass
 def stopping(parse):
     def parse_and_stop(self, *words):

@@ -218,7 +218,7 @@ def test_looking_writes_nothing_into_the_run(tmp_path: Path) -> None:
 
 def test_the_benchmark_measures(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    words = ["--samples", "2000", "--no-browser", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    words = ["--samples", "2000", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json")]
     done = subprocess.run([sys.executable, "benchmarks/view.py", *words], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())

@@ -46,9 +46,6 @@ class BestOfN:
     def settings(self) -> Mapping[str, Any]:
         return {**self._config.model_dump(mode="json", exclude={"batch"}), "team": self._team}
 
-    def recall(self, row: Row, decision: Decision) -> None:
-        self._share.count(decision.kind == _UNDECIDED)
-
     def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
         while batch := list(itertools.islice(rows, self._config.batch)):
             keyed = [(row, self._key(row.problem)) for row in batch]
@@ -93,7 +90,7 @@ class BestOfN:
             return Decision(False, "too hard", said)
         if low <= num_right and num_right + num_unknown <= high:
             return Decision(True, "right now and then", said)
-        return Decision(self._config.missing == "keep", _UNDECIDED, said, is_final=False)
+        return Decision(self._config.missing == "keep", _UNDECIDED, said)
 
 
 def _read(answer: Any) -> list[float] | None:

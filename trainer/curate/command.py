@@ -103,7 +103,7 @@ def _write_report(out: Path, records: Sequence[StageRecord], config: str) -> Pat
         name=out.resolve().name,
         style=Markup((PAGES / "style.css").read_text("utf-8")),
         records=records,
-        num_rows=first.num_kept + first.num_dropped if first is not None else 0,
+        num_rows=first.num_kept + first.num_dropped,
         config=config,
     )
     path = out / "report.html"

@@ -77,9 +77,6 @@ class Judged:
     def settings(self) -> Mapping[str, Any]:
         return {**self._config.model_dump(mode="json"), **self._asked}
 
-    def recall(self, row: Row, decision: Decision) -> None:
-        self._share.count(decision.kind == _UNREADABLE)
-
     def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
         ahead: deque[tuple[Row, str]] = deque()
         is_more = True
@@ -93,11 +90,11 @@ class Judged:
                 self._share.check("the stage is at its end")
                 return
             while ahead and (said := self._said(ahead[0][1])) is not None:
-                row, key = ahead.popleft()
+                row, _ = ahead.popleft()
                 self._share.count(said.verdict is None)
                 if said.verdict is None:
                     self._share.check_early(f"{row.problem.id}: {said.reason[-200:]!r}")
-                yield row, self._decision(said, is_final=key not in self._failed)
+                yield row, self._decision(said)
             if self._under_way:
                 self._collect()
 
@@ -107,9 +104,9 @@ class Judged:
     def _said(self, key: str) -> _Said | None:
         return self._answers[key] if key in self._answers else self._failed.get(key)
 
-    def _decision(self, said: _Said, is_final: bool) -> Decision:
+    def _decision(self, said: _Said) -> Decision:
         if said.verdict is None:
-            return Decision(self._config.missing == "keep", _UNREADABLE, said.reason, is_final)
+            return Decision(self._config.missing == "keep", _UNREADABLE, said.reason)
         return Decision(said.verdict, self._criterion.yes if said.verdict else self._criterion.no, said.reason)
 
     def _ask(self, row: Row) -> str:

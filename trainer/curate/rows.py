@@ -1,7 +1,7 @@
 """Rows on their way through the stages, and the lines in which a stage keeps them.
 
-{"row": 17, "id": "raw.jsonl:18", "keys": ["question", "answer"], "kind": "near duplicate", "detail": "of raw.jsonl:3, similarity
-0.93", "is_final": true, "fields": {...the row as it was read...}}
+{"row": 17, "id": "raw.jsonl:18", "keys": ["question", "answer"], "kind": "near duplicate", "detail": "similarity 0.93 to
+raw.jsonl:3", "fields": {...the row as it was read...}}
 """
 
 from __future__ import annotations
@@ -41,13 +41,11 @@ class Decision:
     """What a stage says of a row.
 
     kind: why, in a few words that many rows share, by which they are counted; detail: what is the row's own.
-    is_final: False where it rests on something that may be otherwise the next time (a server that failed).
     """
 
     is_kept: bool
     kind: str
     detail: str = ""
-    is_final: bool = True
 
 
 class Stage(Protocol):
@@ -56,10 +54,7 @@ class Stage(Protocol):
     name: str
 
     def settings(self) -> Mapping[str, Any]:
-        """All that its decisions depend on beside the rows, as JSON."""
-
-    def recall(self, row: Row, decision: Decision) -> None:
-        """What it decided before it was stopped, row by row, before `decisions` is called."""
+        """Everything that its decisions depend on beside the rows, as JSON."""
 
     def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
         """Each row with what is decided about it, in their order; it may read as many rows ahead as it likes."""
@@ -85,17 +80,14 @@ def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answ
 def to_line(row: Row, decision: Decision) -> bytes:
     """A line of a stage's file; BadLine where the row has no JSON."""
     head = {"row": row.number, "id": row.problem.id, "keys": row.keys, "kind": decision.kind, "detail": decision.detail}
-    return encoded({**head, "is_final": decision.is_final, "fields": row.fields})
+    return encoded({**head, "fields": row.fields})
 
 
-def from_line(line: bytes, task: str) -> tuple[Row, Decision]:
-    """What to_line wrote, of a row that was kept. ValueError, KeyError or TypeError where the line is no such thing."""
+def from_line(line: bytes, task: str) -> Row:
+    """The row that to_line wrote, where it was kept. ValueError, KeyError or TypeError where the line is no such thing."""
     held = json.loads(line)
     keys = (held["keys"][0], held["keys"][1])
-    problem = problem_of(held["id"], held["fields"], task, keys)
-    return Row(held["row"], problem, held["fields"], keys), Decision(
-        True, held["kind"], held["detail"], held["is_final"]
-    )
+    return Row(held["row"], problem_of(held["id"], held["fields"], task, keys), held["fields"], keys)
 
 
 def encoded(value: Mapping[str, Any]) -> bytes:

@@ -22,9 +22,6 @@ class Readable:
     def settings(self) -> Mapping[str, Any]:
         return {"max_question_chars": self._max_chars, **self._origin}
 
-    def recall(self, row: Row, decision: Decision) -> None:
-        """Each row stands alone."""
-
     def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
         for row in rows:
             num_chars = len(row.problem.question)
@@ -50,9 +47,6 @@ class Level:
 
     def settings(self) -> Mapping[str, Any]:
         return self._config.model_dump(mode="json")
-
-    def recall(self, row: Row, decision: Decision) -> None:
-        """Each row stands alone."""
 
     def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
         for row in rows:

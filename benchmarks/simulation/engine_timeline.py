@@ -12,7 +12,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from marsrl.rollout.simulation.cost_model import CostModel
+from simulation.cost_model import CostModel
 
 _WATERMARK = 0.01  # share of the KV cache that stays free at an admission, as in vLLM
 

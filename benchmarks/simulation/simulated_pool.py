@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from simulation.cost_model import CostModel
+from simulation.engine_timeline import EngineTimeline, Job
+from simulation.lengths import Lengths
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.pool.replicas import Irreplaceable, OnLost, Timed, ignore_loss
-from marsrl.rollout.simulation.cost_model import CostModel
-from marsrl.rollout.simulation.engine_timeline import EngineTimeline, Job
-from marsrl.rollout.simulation.lengths import Lengths
 from marsrl.rollout.types import Finish
 
 TOKEN_GRAIN = 128

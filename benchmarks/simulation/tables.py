@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
-from marsrl.rollout.simulation.cost_model import MEASURED_ITL, Constants, constants_table
-from marsrl.rollout.simulation.lengths import MEDIAN_TOKENS
-from marsrl.rollout.simulation.play import Outcome
-
-from .calibrate import MISS, PUBLISHED_S, READINGS, ULORL, Fit
-from .study import Grid, Study, central, ours, overlapped, reference
+from simulation.calibrate import MISS, PUBLISHED_S, READINGS, ULORL, Fit
+from simulation.cost_model import MEASURED_ITL, Constants, constants_table
+from simulation.lengths import MEDIAN_TOKENS
+from simulation.play import Outcome
+from simulation.study import Grid, Study, central, name, ours, overlapped, reference
 
 
 def constants_text() -> str:
@@ -143,3 +143,17 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _is_number(rows: Sequence[Sequence[str]], column: int) -> bool:
     return all(not row[column] or row[column][0] in "0123456789+-n" for row in rows)
+
+
+def record(study: Study) -> dict[str, Any]:
+    """Everything as plain values, for --json."""
+    return {
+        "constants": asdict(study.constants),
+        "fit": {**asdict(study.fitted), "published_s": PUBLISHED_S},
+        "sensitivity": {
+            constant: {str(factor): asdict(fit) for factor, fit in fits.items()}
+            for constant, fits in study.sensitivity.items()
+        },
+        "rows": [{"setting": asdict(s), "name": name(s), "outcome": asdict(o)} for s, o in study.rows.items()],
+        "cpu_s": study.cpu_s,
+    }

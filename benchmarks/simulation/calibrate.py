@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from marsrl.rollout.simulation.cost_model import Constants, scaled
-from marsrl.rollout.simulation.lengths import MEDIAN_TOKENS, Lengths
-from marsrl.rollout.simulation.play import Outcome, Setting, StageSize, play
+from simulation.cost_model import Constants, scaled
+from simulation.lengths import MEDIAN_TOKENS, Lengths
+from simulation.play import Outcome, Setting, StageSize, play
 
 PUBLISHED_S = {1: 1240.0, 2: 774.0, 4: 601.0}
 """Seconds a step by segments: UloRL (arXiv:2507.19766), Qwen3-30B-A3B, 64k."""

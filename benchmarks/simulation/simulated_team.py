@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
+from simulation.cost_model import Constants
+from simulation.lengths import Outcomes
+from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
@@ -15,9 +18,6 @@ from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.rewards.judge import known
-from marsrl.rollout.simulation.cost_model import Constants
-from marsrl.rollout.simulation.lengths import Outcomes
-from marsrl.rollout.simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas
 from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import IntArray, Message, Problem, Reward
