@@ -13,14 +13,13 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from marsrl.rollout.config import MOST_TOKENS, RolloutConfig
+from marsrl.rollout.player.stages import Stages, StepBatch
+from marsrl.rollout.types import Group
 from simulation.cost_model import Constants, CostModel
 from simulation.lengths import Lengths, Outcomes
 from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas, VirtualClock
 from simulation.simulated_team import last_token, problem_stream, simulated_team
-
-from marsrl.rollout.config import MOST_TOKENS, RolloutConfig
-from marsrl.rollout.player.stages import Stages, StepBatch
-from marsrl.rollout.types import Group
 
 MAX_TOKENS = 65_536  # of a completion: 64k (MarsRL, UloRL)
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from simulation.cost_model import CostModel
-from simulation.engine_timeline import EngineTimeline, Job
-from simulation.lengths import Lengths
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.pool.replicas import Irreplaceable, OnLost, Timed, ignore_loss
 from marsrl.rollout.types import Finish
+from simulation.cost_model import CostModel
+from simulation.engine_timeline import EngineTimeline, Job
+from simulation.lengths import Lengths
 
 TOKEN_GRAIN = 128
 """Real tokens that one simulated token stands for: 64k are 512, a length is off by less than 1.6% of 8k."""

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
-from simulation.cost_model import Constants
-from simulation.lengths import Outcomes
-from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
@@ -21,6 +18,9 @@ from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import IntArray, Message, Problem, Reward
+from simulation.cost_model import Constants
+from simulation.lengths import Outcomes
+from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas
 
 _TEXTS = ("", "\\boxed{7}", "\\boxed{8}", "Verdict: correct", "Verdict: wrong")  # by last token; 7 is always right
 
