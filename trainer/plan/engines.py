@@ -37,6 +37,15 @@ class EngineSetup:
         return -(-self.shape.num_experts // self.tensor_parallel) if self.spreads_experts else 0
 
     @property
+    def imbalance(self) -> float:
+        """Experts at work on the busiest GPU over the mean: 1 where every GPU has a part of each."""
+        return hw.IMBALANCE.value if self.experts_of_gpu else 1.0
+
+    @property
+    def kv_parts(self) -> int:
+        return min(self.tensor_parallel, self.shape.num_kv_heads)
+
+    @property
     def num_gpus(self) -> int:
         return self.num_engines * self.tensor_parallel
 
@@ -110,7 +119,7 @@ def engine_memory(setup: EngineSetup, gpu: hw.Gpu) -> EngineMemory:
     if cache is None:
         cache = gpu.memory_bytes * setup.memory_share - weights - workspace
     per_token = kv_bytes_per_token(setup.shape, setup.dtype if setup.kv_cache == "auto" else "fp8")
-    tokens = max(0, int(cache // (per_token / _kv_parts(setup))))
+    tokens = max(0, int(cache // (per_token / setup.kv_parts)))
     taken = weights + workspace + cache
     return EngineMemory(
         weights, workspace, cache, taken, taken <= gpu.memory_bytes, per_token, tokens, tokens / setup.longest
@@ -135,12 +144,12 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
     length = hw.MEAN_PROMPT.value + demand.response / 2 * hw.LENGTH_SPREAD.value
     concurrency = max(1.0, min(setup.max_num_seqs, memory.kv_tokens / length, demand.samples / setup.num_engines))
     touched = 1 - (1 - shape.experts_per_token / shape.num_experts) ** concurrency if shape.num_experts else 0.0
-    touched = min(1.0, touched * _imbalance(setup))
+    touched = min(1.0, touched * setup.imbalance)
     traffic = _cut_bytes(setup, touched) + _whole_bytes(setup)
-    traffic += concurrency * length * memory.kv_bytes_per_token / _kv_parts(setup)
+    traffic += concurrency * length * memory.kv_bytes_per_token / setup.kv_parts
     by_memory = traffic / (gpu.bandwidth * hw.DECODE_SHARE.value)
     peak = tensor * gpu.flops * hw.GEMM_SHARE.value
-    active = active_elements(shape) + (_imbalance(setup) - 1) * active_expert_elements(shape)
+    active = active_elements(shape) + (setup.imbalance - 1) * active_expert_elements(shape)
     by_flops = 2 * active * concurrency / peak
     collectives = 0.0
     if tensor > 1:
@@ -161,29 +170,16 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
 
 def _cut_bytes(setup: EngineSetup, touched: float) -> float:
     """Bytes on one GPU of the weights that are cut over an engine's GPUs; of the experts, the share that is read."""
-    counts, size = elements(setup.shape), SIZE[setup.dtype]
-    of_layers = counts.layer_cut + counts.layer_experts * touched * _expert_share(setup) * setup.tensor_parallel
-    return (setup.shape.num_layers * of_layers + (counts.head or counts.embedding)) * size / setup.tensor_parallel
-
-
-def _expert_share(setup: EngineSetup) -> float:
-    """The share of all experts' weights that is on the fullest GPU."""
-    return setup.experts_of_gpu / setup.shape.num_experts if setup.experts_of_gpu else 1 / setup.tensor_parallel
-
-
-def _imbalance(setup: EngineSetup) -> float:
-    """Experts at work on the busiest GPU over the mean: 1 where every GPU has a part of each."""
-    return hw.IMBALANCE.value if setup.experts_of_gpu else 1.0
+    counts, shape, tensor = elements(setup.shape), setup.shape, setup.tensor_parallel
+    of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0  # over the mean
+    of_layers = counts.layer_cut + counts.layer_experts * touched * of_fullest
+    return (shape.num_layers * of_layers + (counts.head or counts.embedding)) * SIZE[setup.dtype] / tensor
 
 
 def _whole_bytes(setup: EngineSetup) -> float:
     """Bytes of what each of an engine's GPUs holds whole: norms and router."""
     counts = elements(setup.shape)
     return (setup.shape.num_layers * counts.layer_whole + counts.final_norm) * SIZE[setup.dtype]
-
-
-def _kv_parts(setup: EngineSetup) -> int:
-    return min(setup.tensor_parallel, setup.shape.num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -194,6 +190,10 @@ class Load:
     memory: EngineMemory
     demand: Demand
 
+    def seconds(self, num_engines: int, gpu: hw.Gpu) -> float:
+        """Until so many engines have decoded its completions."""
+        return rollout_time(replace(self.setup, num_engines=num_engines), self.memory, gpu, self.demand).seconds
+
 
 def split_engines(loads: Mapping[str, Load], num_gpus: int, gpu: hw.Gpu) -> dict[str, int]:
     """Engines of each policy that share so many GPUs, at least one each: of all splits the one that is done first.
@@ -203,17 +203,8 @@ def split_engines(loads: Mapping[str, Load], num_gpus: int, gpu: hw.Gpu) -> dict
     counts = dict.fromkeys(loads, 1)
     left = num_gpus - sum(load.setup.tensor_parallel for load in loads.values())
     while True:
-        last = max(loads, key=lambda name: _seconds(loads[name], counts[name], gpu))
+        last = max(loads, key=lambda name: loads[name].seconds(counts[name], gpu))
         left -= loads[last].setup.tensor_parallel
         if left < 0:
             return counts
         counts[last] += 1
-
-
-def slowest(loads: Mapping[str, Load], counts: Mapping[str, int], gpu: hw.Gpu) -> float:
-    """Seconds until the last of the policies has decoded its completions."""
-    return max(_seconds(load, counts[name], gpu) for name, load in loads.items())
-
-
-def _seconds(load: Load, num_engines: int, gpu: hw.Gpu) -> float:
-    return rollout_time(replace(load.setup, num_engines=num_engines), load.memory, gpu, load.demand).seconds

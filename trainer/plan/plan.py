@@ -18,7 +18,7 @@ from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.batch_plan import shorten_prompts
-from marsrl.trainer.plan.engines import Load, RolloutTime, rollout_time, slowest, split_engines
+from marsrl.trainer.plan.engines import Load, RolloutTime, rollout_time, split_engines
 from marsrl.trainer.plan.models import find_shape, taught_shape
 from marsrl.trainer.plan.needs import GIB, Needs, needs_of, shortages
 from marsrl.trainer.plan.parameters import active_elements, elements
@@ -202,7 +202,7 @@ def _notes_on_the_split(loads: Mapping[str, Load], gpu: hw.Gpu, config: RunConfi
     now = {name: load.setup.num_engines for name, load in loads.items()}
     num_gpus = sum(load.setup.num_gpus for load in loads.values())
     best = split_engines(loads, num_gpus, gpu)
-    seconds, least = (slowest(loads, counts, gpu) for counts in (now, best))
+    seconds, least = (max(load.seconds(counts[name], gpu) for name, load in loads.items()) for counts in (now, best))
     said = f"engines of the policies share {num_gpus} GPUs, {_listed(now)}: a step's completions in {seconds:.0f} s"
     if least > 0.9 * seconds:
         return [f"{said}; no other split is faster by a tenth"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
 
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.refusals import TrainerHost, refusals, vllm_refusals
@@ -83,12 +82,11 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
 def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
     """What engines and trainer would refuse of these settings on that host."""
     files = (config.sync.directory or "/dev/shm") if config.sync.backend == "shm" else None
-    return (
-        *refusals(config.served_rollouts, host, weight_files=files),
-        *dict.fromkeys(
-            sentence for name, vllm in vllm_of(config).items() for sentence in _of_vllm(config, name, vllm, host)
-        ),
-    )
+    found = list(refusals(config.served_rollouts, host, weight_files=files))
+    for name, vllm in vllm_of(config).items():
+        is_trained = name in config.trained_policies and host.num_ranks > 0
+        found += vllm_refusals(vllm, engines_device(host), config.records_of(name), takes_weights=is_trained)
+    return tuple(dict.fromkeys(found))
 
 
 def vllm_of(config: RunConfig) -> dict[str, VllmOptions]:
@@ -96,11 +94,6 @@ def vllm_of(config: RunConfig) -> dict[str, VllmOptions]:
     if config.rollout.engine != "vllm":
         return {}
     return {name: config.rollout_of(name).vllm for name, each in config.policies.items() if each.openai is None}
-
-
-def _of_vllm(config: RunConfig, policy: str, vllm: VllmOptions, host: TrainerHost) -> Sequence[str]:
-    is_trained = policy in config.trained_policies and host.num_ranks > 0
-    return vllm_refusals(vllm, engines_device(host), config.records_of(policy), takes_weights=is_trained)
 
 
 def engines_device(host: TrainerHost) -> str:
