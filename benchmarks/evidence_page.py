@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from namespace import ROOT
@@ -30,9 +30,9 @@ class Result:
     commit: str
     stopped: str | None
     found: dict[str, float]
-    curves: dict[str, list[float | None]]
     seconds: float
     surroundings: dict[str, Any]
+    curves: dict[str, list[float | None]] = field(default_factory=dict)  # of older results
 
 
 Results = Mapping[tuple[str, str, int], Result]

@@ -80,11 +80,10 @@ def _child(case_name: str, shape_json: str, *names: str) -> int:
 def _measure(variant: Variant) -> int:
     # The first call compiles, and fills the libraries' own buffers. It has a thread of its own: what a variant keeps
     # for its thread is allocated again, and counted.
-    _prepare(variant)
-    first = threading.Thread(target=variant.run)
+    first = threading.Thread(target=variant)
     first.start()
     first.join()
-    _prepare(variant)
+    variant.prepare()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what the heap kept from before would be used again unseen
     standing = rss_bytes()
@@ -93,11 +92,6 @@ def _measure(variant: Variant) -> int:
     extra = peak_rss_bytes() - standing
     del results
     return extra
-
-
-def _prepare(variant: Variant) -> None:
-    if variant.prepare is not None:
-        variant.prepare()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every kernel beside what a user would take else: time, share of the roofline, peak memory, error.
 
-    python benchmarks/run.py [case ...] [--all] [--device cpu|cuda] [--json FILE] [--base REV] [--quick]
+    python benchmarks/run.py [case ...] [--all] [--device cpu|cuda] [--json FILE] [--base REV] [--quick] [--profile]
 
 The case with the `ratio:` is measured at that shape first, on a CPU at that shape alone unless --all or --shape asks for
 more.
@@ -38,7 +38,7 @@ from case import Bench, Case, Judgement, Results, Shape, Variant
 from cases import ORDER, load
 from namespace import ROOT
 from record import surroundings
-from timing import Clock, interleave
+from timing import Clock, interleave, top_kernels
 
 HEADLINE = ("linear_policy_loss", "float32", 151_936, 0.5)  # case, dtype, V, mask share of the `ratio:` line
 HEADLINE_PEER = "torch eager, unmasked rows only"
@@ -66,7 +66,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A case at one shape; skipped: {variant: why}. failure: why nothing was measured."""
+    """A case at one shape; skipped: {variant: why}. failure: why nothing was measured.
+
+    kernels: under --profile (milliseconds and launches a call of ours, name), the longest first.
+    """
 
     case: str
     shape: Shape
@@ -78,6 +81,7 @@ class Table:
     skipped: dict[str, str]
     notes: tuple[str, ...]
     failure: str | None = None
+    kernels: tuple[tuple[float, float, str], ...] = ()
 
     def median(self, name: str) -> float | None:
         return next((row.median_s for row in self.rows if row.name == name), None)
@@ -102,7 +106,7 @@ def measure(
             skipped[variant.name] = "left out by --skip"
             continue
         try:
-            results = _call(variant)
+            results = variant()
         except Exception as error:  # a peer that fails is listed with its reason; ours may not fail
             if variant.name == case.ours:
                 raise
@@ -152,12 +156,6 @@ def measure(
     )  # fmt: skip
 
 
-def _call(variant: Variant) -> Results:
-    if variant.prepare is not None:
-        variant.prepare()
-    return variant.run()
-
-
 def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str, float], str | None]:
     """({result: largest error / largest exact value}, what assert_accurate says against it)."""
     errors, complaint = {}, None
@@ -183,8 +181,7 @@ def _memory(case: Case, shape: Shape, bench: Bench, variants: list[Variant]) -> 
         found = {}
         for variant in variants:
             _free("cuda")
-            if variant.prepare is not None:
-                variant.prepare()
+            variant.prepare()
             found[variant.name] = memory.of_call_on_gpu(variant.run)
     return {name: max(0, num_bytes - bench.result_bytes) for name, num_bytes in found.items()}, note
 
@@ -221,6 +218,7 @@ def text(table: Table) -> str:
             f"{row.floor_share:>10.0%}{extra:>11}" + "".join(f"{cell:>17}" for cell in cells) + mark + does
         )
     lines += [f"  {name}: skipped: {reason}" for name, reason in table.skipped.items()]
+    lines += [f"  {ms:10.3f} ms {launches:7.1f}x  {name[:100]}" for ms, launches, name in table.kernels]
     return "\n".join(lines)
 
 
@@ -259,6 +257,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="timed turns of every variant (default: 7; --quick: 2)")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds a table may take once 3 rounds are done")
     parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
+    parser.add_argument("--profile", action="store_true", help="also the kernels that ours spends its time in")
     parser.add_argument("--only", help="one variant alone, say `ours`")
     parser.add_argument("--skip", action="append", default=[], metavar="VARIANT", help="leave this one out; repeatable")
     parser.add_argument(
@@ -284,6 +283,9 @@ def main() -> int:
             print(f"{case.name}: nothing to measure on {words.device}")
         for shape in shapes:
             table = measure(case, shape, rounds, words.budget, not words.no_memory, words.only, words.skip)
+            if words.profile and table.failure is None:
+                ours = next(each for each in case.build(shape).variants if each.name == case.ours)
+                table = dataclasses.replace(table, kernels=top_kernels(ours, is_cuda=shape.device == "cuda"))
             _free(words.device)
             print(f"\n{text(table)}", flush=True)
             tables.append(table)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from simulation.cost_model import Constants, scaled
-from simulation.lengths import MEDIAN_TOKENS, Lengths
+from simulation.cost_model import Constants
+from simulation.lengths import Lengths
 from simulation.play import Outcome, Setting, StageSize, play
 
 PUBLISHED_S = {1: 1240.0, 2: 774.0, 4: 601.0}
@@ -34,12 +34,9 @@ _WARMUP = 6  # steps before the measured ones: the longest samples take four sta
 
 @dataclass(frozen=True)
 class Fit:
-    """sigma: None where none in the range gives the published time. step_s, steady_s: seconds a step by segments.
+    """step_s, steady_s: seconds a step by segments. samples: trained a step under steady_s, by segments."""
 
-    samples: trained a step under steady_s, by segments.
-    """
-
-    sigma: float | None
+    sigma: float
     step_s: dict[int, float]
     steady_s: dict[int, float]
     samples: dict[int, float]
@@ -49,17 +46,17 @@ class Fit:
         return float(getattr(self, reading)[segments]) / PUBLISHED_S[segments] - 1
 
 
-def fit(constants: Constants, setting: Setting = ULORL, median: float = MEDIAN_TOKENS) -> Fit:
+def fit(constants: Constants) -> Fit:
     """Fit sigma to the time with one segment, then predict the others."""
 
     def outcome(sigma: float, segments: int = 1, stage_size: StageSize = "new") -> Outcome:
-        warmup, steps = (0, 3) if segments == 1 else (_WARMUP, setting.steps)
-        changed = replace(setting, segments=segments, warmup=warmup, steps=steps, stage_size=stage_size)
-        return play(changed, constants, Lengths(sigma, median))
+        warmup, steps = (0, 3) if segments == 1 else (_WARMUP, ULORL.steps)
+        changed = replace(ULORL, segments=segments, warmup=warmup, steps=steps, stage_size=stage_size)
+        return play(changed, constants, Lengths(sigma))
 
     sigma = find_root(lambda s: outcome(s).step_s - PUBLISHED_S[1], *_SIGMAS, tolerance=2.0)
     if sigma is None:
-        return Fit(None, {}, {}, {})
+        raise RuntimeError("no sigma gives UloRL's time with one segment: a constant must be wrong by far")
     steady = {n: outcome(sigma, n, "total" if n > 1 else "new") for n in PUBLISHED_S}
     return Fit(
         sigma,
@@ -93,36 +90,3 @@ def find_root(f: Callable[[float], float], low: float, high: float, tolerance: f
             f_low = f_low / 2 if side > 0 else f_low
             side = 1
     return (low + high) / 2
-
-
-_USED = (
-    "itl_scale", "itl_context", "hbm_bytes_per_s", "kv_bytes_per_token", "weight_bytes", "gpu_memory_bytes", "memory_share",
-    "max_num_seqs", "active_params", "attention_flops", "compute_flops_per_s", "attention_flops_per_s", "sync_bytes_per_s",
-    "solver_prompt",
-)  # fmt: skip  # those that UloRL's single agent knows
-
-
-def refits(constants: Constants) -> list[Refit]:
-    """What a sensitivity table needs: each constant at 0.8 and 1.2 of its value, one at a time."""
-    found = []
-    for factor in (0.8, 1.2):
-        found += [Refit(name, factor, scaled(constants, name, factor)) for name in _USED]
-        for name in ("engines", "problems"):
-            changed = replace(ULORL, **{name: round(getattr(ULORL, name) * factor)})
-            found.append(Refit(name, factor, constants, changed))
-        found.append(Refit("median length", factor, constants, median=MEDIAN_TOKENS * factor))
-    return found
-
-
-@dataclass(frozen=True)
-class Refit:
-    """A fit with one number changed by a factor."""
-
-    name: str
-    factor: float
-    constants: Constants
-    setting: Setting = ULORL
-    median: float = MEDIAN_TOKENS
-
-    def run(self) -> Fit:
-        return fit(self.constants, self.setting, self.median)

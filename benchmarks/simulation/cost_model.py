@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 MEASURED_ITL = ((8, 9.367e-3), (16, 11.967e-3), (32, 16.395e-3), (64, 21.539e-3), (128, 28.595e-3))
@@ -23,13 +23,13 @@ H100s, vLLM, GPQA prompts; ML.ENERGY leaderboard v3 (public/data/tasks/gpqa.json
 left out: it lies 2.6 ms above the line between its neighbours, so a larger batch would decode faster."""
 
 
-def _constant(default: float, unit: str, source: str, is_assumption: bool = False) -> Any:
-    return field(default=default, metadata={"unit": unit, "source": source, "is_assumption": is_assumption})
+def _constant(default: float, unit: str, source: str) -> Any:
+    return field(default=default, metadata={"unit": unit, "source": source})
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Every number that the times depend on. is_assumption: the papers and public figures are silent."""
+    """Every number that the times depend on. ASSUMED: the papers and public figures are silent."""
 
     itl_scale: float = _constant(
         1.0, "x", "factor on the measured time of a decode step: ML.ENERGY leaderboard, MEASURED_ITL"
@@ -61,33 +61,20 @@ class Constants:
         "FlashAttention-2 on an H100: 35% of 989 TFLOP/s (FlashAttention-3, arXiv:2407.08608, abstract)",
     )
     sync_bytes_per_s: float = _constant(50e9, "B/s", "one 400 Gb/s InfiniBand port carries the whole model")
-    solver_prompt: float = _constant(256.0, "tokens", "a problem and the chat template", True)
+    solver_prompt: float = _constant(256.0, "tokens", "ASSUMED: a problem and the chat template")
     shown_tokens: float = _constant(
-        1024.0, "tokens", "of an output's visible part (no thought) in the next agent's prompt", True
+        1024.0, "tokens", "ASSUMED: of an output's visible part (no thought) in the next agent's prompt"
     )
     solver_accuracy: float = _constant(0.649, "", "MarsRL, BeyondAIME, Solver before training; Correctors the same")
-    verifier_agreement: float = _constant(0.7, "", "a Verifier's verdict agrees with the truth", True)
+    verifier_agreement: float = _constant(0.7, "", "ASSUMED: a Verifier's verdict agrees with the truth")
 
 
 def constants_table(constants: Constants) -> list[tuple[str, str, str, str]]:
-    """(name, value, unit, source) of each constant, an assumption marked as one."""
+    """(name, value, unit, source) of each constant."""
     return [
-        (
-            f.name,
-            f"{getattr(constants, f.name):.6g}",
-            f.metadata["unit"],
-            ("ASSUMED: " if f.metadata["is_assumption"] else "") + f.metadata["source"],
-        )
+        (f.name, f"{getattr(constants, f.name):.6g}", f.metadata["unit"], f.metadata["source"])
         for f in fields(constants)
     ]
-
-
-def scaled(constants: Constants, name: str, factor: float) -> Constants:
-    """The same constants with one multiplied; a share stays at most 1, a count of sequences whole."""
-    value = getattr(constants, name) * factor
-    if name in ("memory_share", "solver_accuracy", "verifier_agreement"):
-        value = min(1.0, value)
-    return replace(constants, **{name: float(round(value)) if name == "max_num_seqs" else value})
 
 
 class CostModel:

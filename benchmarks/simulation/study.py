@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
-from typing import TypeVar
 
-from simulation.calibrate import Fit, Refit, fit, refits
+from simulation.calibrate import Fit, fit
 from simulation.cost_model import Constants
 from simulation.lengths import Lengths
 from simulation.play import Outcome, Pipeline, Setting, play
-
-_A = TypeVar("_A")
-_B = TypeVar("_B")
 
 PIPELINES: tuple[Pipeline, ...] = ("trajectory", "agentic")
 
@@ -61,7 +57,6 @@ class Study:
 
     constants: Constants
     fitted: Fit
-    sensitivity: dict[str, dict[float, Fit]] = field(default_factory=dict)
     rows: dict[Setting, Outcome] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
 
@@ -83,23 +78,14 @@ def central(grid: Grid, pipeline: Pipeline, segments: int) -> Setting:
     return Setting(grid.engines, grid.problems, pipeline, segments, group_size=Grid.group_size)
 
 
-def settings(grid: Grid) -> Iterator[Setting]:
+def settings(grid: Grid) -> list[Setting]:
     """Every run once, the centre first."""
-    seen = set()
     places = [(grid.engines, grid.problems)]
     places += [(engines, grid.problems) for engines in grid.engine_axis]
     places += [(grid.engines, problems) for problems in grid.problem_axis]
-    for pipeline in PIPELINES:
-        for segments in grid.segments:
-            setting = central(grid, pipeline, segments)
-            seen.add(setting)
-            yield setting
-    for place in places:
-        for setting in (reference(*place), ours(*place)):
-            if setting not in seen:
-                seen.add(setting)
-                yield setting
-    yield from (overlapped(grid, overlap) for overlap in (0, 1))
+    found = [central(grid, pipeline, segments) for pipeline in PIPELINES for segments in grid.segments]
+    found += [setting for place in places for setting in (reference(*place), ours(*place))]
+    return list(dict.fromkeys([*found, *(overlapped(grid, overlap) for overlap in (0, 1))]))
 
 
 def overlapped(grid: Grid, overlap: int) -> Setting:
@@ -110,30 +96,20 @@ def overlapped(grid: Grid, overlap: int) -> Setting:
 
 def begin_study() -> Study:
     """With sigma fitted."""
-    constants = Constants()
-    begin = time.process_time()
-    fitted = fit(constants)
-    if fitted.sigma is None:
-        raise RuntimeError("no sigma gives UloRL's time with one segment: a constant must be wrong by far")
-    return Study(constants, fitted, cpu_s={"fit": time.process_time() - begin})
-
-
-def add_sensitivity(study: Study, workers: int) -> None:
-    work = refits(study.constants)
-    for refit, (found, cpu_s) in zip(work, _each(Refit.run, work, workers), strict=True):
-        study.sensitivity.setdefault(refit.name, {})[refit.factor] = found
-        study.cpu_s["sensitivity"] = study.cpu_s.get("sensitivity", 0.0) + cpu_s
+    constants, begin = Constants(), time.process_time()
+    return Study(constants, fit(constants), cpu_s={"fit": time.process_time() - begin})
 
 
 def add_rows(study: Study, grid: Grid, say: Callable[[str], None], workers: int) -> None:
     """Every setting of the grid, the largest first; `say` gets a line after each."""
-    assert study.fitted.sigma is not None
     work = sorted(settings(grid), key=_size, reverse=True)
-    function = partial(play, constants=study.constants, lengths=Lengths(study.fitted.sigma))
-    for setting, (outcome, cpu_s) in zip(work, _each(function, work, workers), strict=True):
-        study.rows[setting] = outcome
-        study.cpu_s[name(setting)] = cpu_s
-        say(f"{name(setting)}: {outcome.s_per_sample:.3f} s a sample ({cpu_s:.1f} s of CPU)")
+    timed = partial(_timed, study.constants, Lengths(study.fitted.sigma))
+    # forked: a child has this checkout's modules already, wherever they were imported from
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+        for setting, (outcome, cpu_s) in zip(work, pool.map(timed, work), strict=True):
+            study.rows[setting] = outcome
+            study.cpu_s[name(setting)] = cpu_s
+            say(f"{name(setting)}: {outcome.s_per_sample:.3f} s a sample ({cpu_s:.1f} s of CPU)")
     study.rows = {setting: study.rows[setting] for setting in settings(grid)}
 
 
@@ -142,23 +118,12 @@ def _size(setting: Setting) -> int:
     return setting.problems * (setting.warmup_steps + setting.steps) * (5 if setting.pipeline == "trajectory" else 1)
 
 
-def _each(function: Callable[[_A], _B], items: Sequence[_A], workers: int) -> Iterator[tuple[_B, float]]:
-    """(result, CPU seconds) of each item, in order, in so many processes."""
-    timed = partial(_timed, function)
-    if workers == 1:
-        yield from map(timed, items)
-        return
-    # forked: a child has this checkout's modules already, wherever they were imported from
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-        yield from pool.map(timed, items)
-
-
-def _timed(function: Callable[[_A], _B], item: _A) -> tuple[_B, float]:
+def _timed(constants: Constants, lengths: Lengths, setting: Setting) -> tuple[Outcome, float]:
     """The garbage collector is off: samples hold no cycles, and looking for some among millions takes a third of the time."""
     begin = time.process_time()
     gc.disable()
     try:
-        return function(item), time.process_time() - begin
+        return play(setting, constants, lengths), time.process_time() - begin
     finally:
         gc.enable()
         gc.collect()

@@ -43,31 +43,6 @@ def fit_text(fitted: Fit) -> str:
     return head + "\n" + columns(("segments", "published s", *names, "samples trained a step, then"), rows)
 
 
-def sensitivity_text(study: Study) -> str:
-    """Fitted again with every constant 20% lower and higher: how far the predictions move."""
-    rows = []
-    for constant, fits in study.sensitivity.items():
-        cells = [constant]
-        for factor in (0.8, 1.2):
-            fitted = fits[factor]
-            if fitted.sigma is None:
-                cells += ["none", "", "", "", ""]
-            else:
-                cells += [f"{fitted.sigma:.2f}"] + [
-                    f"{getattr(fitted, reading)[n]:.0f} ({100 * fitted.error(reading, n):+.0f}%)"
-                    for reading in READINGS
-                    for n in (2, 4)
-                ]
-        rows.append(tuple(cells))
-    heads = [
-        f"{factor}: {cell}" for factor in ("x 0.8", "x 1.2") for cell in ("sigma", "2", "4", "2 steady", "4 steady")
-    ]
-    return (
-        "Sensitivity, fitted again (none: no sigma gives 1240 s); seconds with 2 and 4 segments, off by; steady: "
-        f"{READINGS['steady_s']}\n" + columns(("constant", *heads), rows)
-    )
-
-
 def pipelines_text(study: Study, grid: Grid) -> str:
     """Trajectory against agentic at the centre of the grid."""
     rows = []
@@ -150,10 +125,6 @@ def record(study: Study) -> dict[str, Any]:
     return {
         "constants": asdict(study.constants),
         "fit": {**asdict(study.fitted), "published_s": PUBLISHED_S},
-        "sensitivity": {
-            constant: {str(factor): asdict(fit) for factor, fit in fits.items()}
-            for constant, fits in study.sensitivity.items()
-        },
         "rows": [{"setting": asdict(s), "name": name(s), "outcome": asdict(o)} for s, o in study.rows.items()],
         "cpu_s": study.cpu_s,
     }

@@ -54,14 +54,6 @@ def holds(part: Any, whole: Any) -> bool:
     return bool(part == whole) or (isinstance(part, str) and os.path.abspath(part) == whole)
 
 
-@pytest.mark.parametrize("command", run_by("test_the_tables_of_the_head_are_printed"))
-def test_the_tables_of_the_head_are_printed(command: str) -> None:
-    done = subprocess.run([sys.executable, *command.split()[1:]], capture_output=True, text=True)
-    designs, times = done.stdout.strip().split("\n\n")
-    assert designs in (ROOT / "docs/kernels.md").read_text("utf-8")
-    assert times.startswith("| GPU | V | TP | 4k, 0% |") and times.count("h100-80g") == 4
-
-
 @pytest.mark.parametrize("command", run_by("test_a_command_does_what_it_says"))
 def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
     own = "policies.main.model=/path/to/Qwen3-0.6B data.train=problems.jsonl"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from simulation.calibrate import find_root
-from simulation.cost_model import MEASURED_ITL, Constants, CostModel, constants_table, scaled
+from simulation.cost_model import MEASURED_ITL, Constants, CostModel, constants_table
 from simulation.engine_timeline import EngineTimeline, Job
 from simulation.lengths import MEDIAN_TOKENS, Lengths, Outcomes
 
@@ -39,7 +40,7 @@ def test_training_costs_six_flop_a_parameter_and_token() -> None:
 def test_the_cache_holds_what_the_weights_leave() -> None:
     assert COST.kv_capacity == int((2 * 80e9 * 0.9 - 61_064_216_576) / 98_304)
     with pytest.raises(ValueError, match="gpus_per_engine"):
-        CostModel(scaled(Constants(), "gpus_per_engine", 0.4))
+        CostModel(replace(Constants(), gpus_per_engine=0.8))
 
 
 @pytest.mark.parametrize("num_seqs", [1, 7, 8, 100, 128])
@@ -87,7 +88,9 @@ def test_work_in_pieces_of_time_is_the_same_work() -> None:
 
 
 def test_a_full_cache_puts_the_latest_back_and_loses_no_token() -> None:
-    cost = CostModel(scaled(Constants(), "kv_bytes_per_token", 400))  # room for 2109 tokens
+    cost = CostModel(
+        replace(Constants(), kv_bytes_per_token=400 * Constants.kv_bytes_per_token)
+    )  # room for 2109 tokens
     engine = EngineTimeline(cost)
     for name in "abc":
         engine.add(Job(name, 500, 0, 500), at_s=0.0)
