@@ -177,7 +177,6 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
         "graphs": made.compilation_config.cudagraph_mode.name,
         "executor": made.parallel_config.distributed_executor_backend,
         "dtype": str(made.model_config.dtype),
-        "max_model_len": made.model_config.max_model_len,
         "moe": str(made.kernel_config.moe_backend),
         "processors": _processors(made),
         "logprobs": made.model_config.logprobs_mode,
@@ -231,12 +230,13 @@ def other_teams(preset: Path, folder: Path, model: str | None) -> dict[str, int]
     """{orchestration: the longest sequence of an engine} of the preset played by a team that it does not name."""
     from marsrl.trainer.checks.preflight import preflight
     from marsrl.trainer.config.read import read_config
+    from marsrl.trainer.plan.batch_plan import longest_sequence
 
     own = [] if model is None else [f"policies.main.model={model}", f"data.train={folder}/problems.jsonl"]
     found = {}
     for team in ("solver", "solver_verifier", "debate"):
         config = preflight(read_config(preset, [*own, f"orchestration={team}"])[0], 1).config
-        found[team] = engine_config(config, folder)["max_model_len"]
+        found[team] = longest_sequence(config, "main")
     return found
 
 

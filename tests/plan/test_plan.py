@@ -21,8 +21,8 @@ from marsrl.trainer.plan.memory import Training
 from marsrl.trainer.plan.models import KNOWN
 from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.plan.plan import Plan, make_plan
+from marsrl.trainer.plan.ranking import step_seconds
 from marsrl.trainer.plan.speed import Work, step_time
-from marsrl.trainer.plan.splits import step_seconds
 
 MOE = KNOWN["Qwen3-30B-A3B"]
 H100 = hw.GPUS["h100-80g"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.engines import EngineSetup
+from marsrl.trainer.plan.engines import EngineSetup, SyncTime
 from marsrl.trainer.plan.plan import Plan, PolicyPlan
 from marsrl.trainer.plan.ranking import Option, best_of_each_layout
-from marsrl.trainer.plan.sync import SyncTime
 
 _ROWS = 8  # layouts in the table
 _UNFIT = 4  # of those that do not fit
@@ -117,42 +116,38 @@ def _cells(option: Option, is_mine: bool, has_reference: bool) -> list[Text]:
 
 def _recompute_modes(policy: PolicyPlan, chosen: Option) -> Table:
     """What is kept for the backward, the head and the fullest moment, for each mode of one layout."""
-    right = ("kept", "head (logits chunk, gradients)", "fullest moment", "needs", "update")
-    table = _table(f"{chosen.layout.words}: activations by recompute mode, GiB", "recompute", right=right)
+    headings = ("recompute", ">kept", ">head (logits chunk, gradients)", ">fullest moment", ">needs", ">update")
+    rows = []
     for each in policy.options:
         if each.layout == chosen.layout:
             memory = each.memory
             moment = f"{memory.moment}: {_gib(memory.working)}"
             update = _duration(each.time.total) if each.fits else "does not fit"
-            table.add_row(
-                each.recompute, _gib(memory.activations), _gib(memory.head), moment, _gib(each.needed), update
+            rows.append(
+                (each.recompute, _gib(memory.activations), _gib(memory.head), moment, _gib(each.needed), update)
             )
-    return table
+    return _table(f"{chosen.layout.words}: activations by recompute mode, GiB", headings, rows)
 
 
 def _where_time_goes(option: Option) -> Table:
     title = f"an update with {option.layout.words}, recompute {option.recompute}"
-    table = _table(title, "", right=("",), show_header=False)
-    for name, seconds in vars(option.time).items():
-        if seconds > 0:
-            table.add_row(name.replace("_", " "), _duration(seconds))
-    return table
+    rows = [(name.replace("_", " "), _duration(seconds)) for name, seconds in vars(option.time).items() if seconds > 0]
+    return _table(title, ("", ">"), rows, show_header=False)
 
 
-def _table(title: str, *left: str, right: Sequence[str] = (), **looks: Any) -> Table:
-    """A table with these columns to the left and right."""
+def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], **looks: Any) -> Table:
+    """headings: `>` before one puts its column to the right."""
     table = Table(title=title, title_justify="left", **looks)
-    for heading in left:
-        table.add_column(heading)
-    for heading in right:
-        table.add_column(heading, justify="right")
+    for heading in headings:
+        table.add_column(heading.removeprefix(">"), justify="right" if heading.startswith(">") else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 
 def _engines(policy: PolicyPlan) -> Table:
     engine, rollout, sync = policy.engine, policy.rollout, policy.sync
-    table = _table("engines and weight sync", show_header=False)
-    for name, value in (
+    rows = [
         *_where_experts_lie(policy.engines),
         ("an engine GPU", f"weights {_gib(engine.weights)} GiB, KV cache {_gib(engine.kv_cache)} GiB"),
         (
@@ -171,9 +166,8 @@ def _engines(policy: PolicyPlan) -> Table:
             "goes on in another stage or under new weights again",
         ),
         ("weight sync", _sync_words(sync)),
-    ):
-        table.add_row(Text(name), Text(value))
-    return table
+    ]
+    return _table("engines and weight sync", ("", ""), rows, show_header=False)
 
 
 def _where_experts_lie(engines: EngineSetup) -> list[tuple[str, str]]:
@@ -200,24 +194,18 @@ def _sync_words(sync: SyncTime) -> str:
 
 def _splits(policy: PolicyPlan) -> Table:
     """Each way to decode with the numbers of GPUs that suit it."""
-    table = Table(title="other ways to split the GPUs and to decode, the shortest step first", title_justify="left")
-    table.add_column("train", justify="right")
-    table.add_column("engines x GPUs")
-    for heading in ("requests", "rollout", "update", "step"):
-        table.add_column(heading, justify="right")
-    table.add_column("layout of the update")
+    headings = (">train", "engines x GPUs", ">requests", ">rollout", ">update", ">step", "layout of the update")
+    rows = []
     for each in policy.splits:
         seconds = (_duration(value) for value in (each.rollout_s, each.update.time.total, each.step_s))
         layout = f"{each.update.layout.words}, recompute {each.update.recompute}"
-        table.add_row(str(each.num_trainers), each.engines.words, f"{each.concurrency:.0f}", *seconds, layout)
-    return table
+        rows.append((str(each.num_trainers), each.engines.words, f"{each.concurrency:.0f}", *seconds, layout))
+    return _table("other ways to split the GPUs and to decode, the shortest step first", headings, rows)
 
 
 def _constants(plan: Plan) -> Table:
-    table = _table("what this rests on", "constant", "value", "source")
-    for each in plan.constants:
-        table.add_row(Text(each.name), Text(f"{each.value:.4g} {each.unit}".strip()), Text(each.source))
-    return table
+    rows = [(each.name, f"{each.value:.4g} {each.unit}".strip(), each.source) for each in plan.constants]
+    return _table("what this rests on", ("constant", "value", "source"), rows)
 
 
 def _gib(num_bytes: float) -> str:

@@ -18,15 +18,13 @@ from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.batch_plan import shorten_prompts
-from marsrl.trainer.plan.engines import Load, RolloutTime, rollout_time, split_engines
+from marsrl.trainer.plan.engines import Load, RolloutTime, SyncTime, rollout_time, split_engines, sync_time
 from marsrl.trainer.plan.models import find_shape, taught_shape
 from marsrl.trainer.plan.needs import GIB, Needs, needs_of, shortages
 from marsrl.trainer.plan.parameters import active_elements, elements
 from marsrl.trainer.plan.placement import rebalance_outlook, with_backend
-from marsrl.trainer.plan.ranking import Option, options
+from marsrl.trainer.plan.ranking import Option, Split, options, splits, step_seconds
 from marsrl.trainer.plan.refusals import refusals_of, why_not_backend
-from marsrl.trainer.plan.splits import Split, splits, step_seconds
-from marsrl.trainer.plan.sync import SyncTime, sync_time
 
 
 @dataclass(frozen=True, kw_only=True)
