@@ -1,4 +1,4 @@
-"""What a benchmark case is: one op at one shape, in the variants that are compared, with the exact results.
+"""A benchmark case: one op at one shape, in the variants that are compared, with the exact results.
 
     for shape in CASE.shapes("cpu", quick=False):
         bench = CASE.build(shape)          # inputs, ours and the peers

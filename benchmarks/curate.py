@@ -1,4 +1,4 @@
-"""What `marsrl curate` needs to read short prompts and take near-duplicates out, and which of the planted ones it finds.
+"""Time and memory of `marsrl curate` on short prompts, and its recall of planted near-duplicates.
 
     python benchmarks/curate.py [--rows 1000000] [--json FILE]
 

@@ -79,7 +79,7 @@ def every_job(only: Sequence[str]) -> list[Job]:
 
 
 def read_results(folder: Path) -> Results:
-    """Those of arms that there are, by (study, arm, seed)."""
+    """Results that are there, by (study, arm, seed)."""
     found = {}
     for job in every_job(()):
         file = folder / f"{job.name}.json"
@@ -93,7 +93,7 @@ def git(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def changed_files() -> str:
-    """What differs from HEAD, but for results and pages."""
+    """Files that differ from HEAD, except results and pages."""
     return git("status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in WRITTEN)).stdout.rstrip()
 
 

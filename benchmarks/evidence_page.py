@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "evidence.md"
 
 @dataclass(frozen=True)
 class Result:
-    """What one training or evaluation has shown. stopped: the last line of one that did not come to its end."""
+    """Result of one training or evaluation. stopped: the last line of one that did not come to its end."""
 
     study: str
     arm: str
@@ -133,7 +133,7 @@ def unsaid(results: Results) -> list[str]:
 
 
 def provenance(results: Results) -> str:
-    """Which commits the numbers are of."""
+    """The commits that the numbers were measured at."""
     used = {(claim.study, arm) for claim in CLAIMS for group in claim.groups for arm in group}
     commits = Counter(each.commit for key, each in results.items() if key[:2] in used)
     if not commits:

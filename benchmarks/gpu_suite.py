@@ -176,14 +176,14 @@ def _started(command: list[str], environment: dict[str, str], log: Path) -> subp
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """What a part has started and left behind would take the GPU from the next one."""
+    """Kill a part with its children, which would take the GPU from the next one."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def missing_modules(names: tuple[str, ...], environment: dict[str, str]) -> list[str]:
-    """Those that a child process with this environment cannot find."""
+    """Modules that a child process with this environment cannot find."""
     code = "import importlib.util, sys; print(*(each for each in sys.argv[1:] if not importlib.util.find_spec(each)))"
     command = [sys.executable, "-c", code, *names]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout.split()
@@ -206,7 +206,7 @@ def importable(folder: Path, unpack_in: Path) -> Path:
 
 
 def report(folder: Path, suite: dict[str, Any]) -> str:
-    """What has been found so far, for people: surroundings, how each part ended, the end of what each printed."""
+    """Results so far, for people: surroundings, outcome of each part, end of its output."""
     try:
         where = json.loads((folder / "surroundings.json").read_text())
     except (OSError, ValueError):  # the part has failed

@@ -1,4 +1,4 @@
-"""What the probe of a weight sync notices, and that it lets honest syncs pass: Megatron beside the real vLLM.
+"""Detections and false alarms of the probe of a weight sync: Megatron beside the real vLLM.
 
     python benchmarks/probe.py                    # mutation x dtype x model: the statistics, and who notices (10 minutes)
     python benchmarks/probe.py --honest 200       # syncs of random models, none of which may be refused (15 minutes)

@@ -1,4 +1,4 @@
-"""What the tool `python` costs a call, and whether hostile snippets slow down honest ones.
+"""Overhead of a call of the tool `python`, also beside hostile snippets.
 
     python benchmarks/python_tool.py [--json FILE] [--calls 64] [--rounds 3]
 
@@ -54,7 +54,7 @@ HOSTILE = (
 
 @dataclass(frozen=True)
 class Latency:
-    """How long one set of calls took, ms: from submit to output, less what the snippet itself takes."""
+    """Overhead of one set of calls, ms: from submit to output, less the snippet's own time."""
 
     calls: str
     median_ms: float

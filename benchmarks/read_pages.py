@@ -1,4 +1,4 @@
-"""What reading pages does to the dual system (MARS, table 6): pages read, System 1's calls, how many run side by side.
+"""The dual system with and without reading pages (MARS, table 6): pages read, System 1's calls, how many run side by side.
 
     python benchmarks/read_pages.py [--json FILE] [--problems 100]
 

@@ -1,4 +1,4 @@
-"""What this device does at best, measured in the same run: a matrix product and a copy."""
+"""Peak rates of this device, measured in the same run: a matrix product and a copy."""
 
 from __future__ import annotations
 

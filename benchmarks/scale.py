@@ -1,4 +1,4 @@
-"""What rank 0 does alone for a step of 9,216 samples of up to 64k tokens, by part: seconds of CPU, memory and bytes.
+"""Work of rank 0 alone for a step of 9,216 samples of up to 64k tokens, by part: seconds of CPU, memory and bytes.
 
     python benchmarks/scale.py [--json FILE] [--problems 128] [--shorten 1] [--growth 16 32 64 128 256 512]
 
@@ -115,7 +115,7 @@ class Scale:
 
     @property
     def total_s(self) -> float:
-        """What rank 0 does alone in a step; a checkpoint's state is not in it, nor what other ranks do."""
+        """Seconds of rank 0 alone in a step, without a checkpoint's state and the work of other ranks."""
         return sum(seconds for part, seconds in self.seconds.items() if part not in BESIDE)
 
 
@@ -208,7 +208,7 @@ def played(
 
 
 def _samples_of_a_step(config: RunConfig, problems: int) -> int:
-    """How many samples a step of full pipelines has: the Solver's group, and those of each pick by the four agents after it."""
+    """Samples of a step of full pipelines: the Solver's group, and those of each pick by the four agents after it."""
     return problems * config.rollout.group_size * (1 + (len(config.agents) - 1) * config.rollout.picks)
 
 

@@ -1,4 +1,4 @@
-"""Is every op right here, in every dtype, by every implementation that this machine has? Seconds, before anything is timed.
+"""Correctness of every op in every dtype, by every implementation that this machine has, before anything is timed.
 
     python -m pytest benchmarks/smoke.py -o pythonpath=benchmarks [-k CASE]
 

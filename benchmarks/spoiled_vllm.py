@@ -24,7 +24,7 @@ class SpoiledVllm(VllmEngine):
         self._refusals: list[str] = []
 
     def spoil(self, what: str) -> int:
-        """How many places were changed."""
+        """Number of changed places."""
         ways: dict[str, Callable[[], None]] = {
             "rope theta x 5": self._theta,
             "norm eps x 100": self._eps,
@@ -78,6 +78,6 @@ class SpoiledVllm(VllmEngine):
             self._refusals.append(str(refusal))
 
     def take_refusals(self) -> list[str]:
-        """What the engine would have stopped with since the last call."""
+        """Errors that the engine would have stopped with since the last call."""
         refusals, self._refusals = self._refusals, []
         return refusals

@@ -109,7 +109,7 @@ T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's, by number of seed
 
 
 def shown(study: Study, run: Path) -> dict[str, float]:
-    """What one training has shown."""
+    """Numbers of one training."""
     from marsrl.trainer.report.metrics import read_metrics
     from marsrl.trainer.report.summary import load_summary
 

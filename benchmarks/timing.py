@@ -1,4 +1,4 @@
-"""How long a call takes: process time of one thread on the CPU, CUDA events with a flushed L2 on a GPU."""
+"""Time of a call: process time of one thread on the CPU, CUDA events with a flushed L2 on a GPU."""
 
 from __future__ import annotations
 

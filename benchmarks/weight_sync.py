@@ -1,4 +1,4 @@
-"""From the trainer's tensors to an engine that has proven to hold them: seconds and GB/s, by backend and part.
+"""Seconds and GB/s of a publish, from the trainer's tensors to a verified engine, by backend and part.
 
     python benchmarks/weight_sync.py [--json FILE] [--mib 64 256 1024] [--repeats 3] [--bucket-mib 64]
 

@@ -42,7 +42,7 @@ class Fit:
     samples: dict[int, float]
 
     def error(self, reading: str, segments: int) -> float:
-        """How far a field of READINGS is off, relative to the published time."""
+        """Error of a field of READINGS, relative to the published time."""
         return float(getattr(self, reading)[segments]) / PUBLISHED_S[segments] - 1
 
 

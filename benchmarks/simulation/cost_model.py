@@ -1,4 +1,4 @@
-"""What decoding, prefill, training and a weight sync cost on H100s: the constants, each with its source, and the formulas.
+"""Time of decoding, prefill, training and a weight sync on H100s: the constants, each with its source, and the formulas.
 
 Everything here was written down before anything was fitted; the one fitted number (lengths.Lengths.sigma) is not here. One
 constant came after trial runs at guessed sigmas had been seen: attention had shared compute_flops_per_s, and got its own.

@@ -1,4 +1,4 @@
-"""How long a simulated completion is and what it says: fixed functions of its uid, so that every schedule plays the same
+"""Length and outcome of a simulated completion: fixed functions of its uid, so that every schedule plays the same
 completions, and a fit of sigma moves every length smoothly."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Is the completion right? A Verifier's is right if its verdict agrees with the truth about what it judged."""
+    """Correctness of completions. A Verifier's is right if its verdict agrees with the truth about what it judged."""
 
     solver_accuracy: float
     verifier_agreement: float

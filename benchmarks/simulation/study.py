@@ -1,4 +1,4 @@
-"""What is simulated, in which order: the fit and its predictions, the pipelines by segments, one axis at a time around them."""
+"""The simulated runs in their order: the fit and its predictions, the pipelines by segments, one axis at a time around them."""
 
 from __future__ import annotations
 

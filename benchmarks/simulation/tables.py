@@ -14,7 +14,7 @@ from simulation.study import Grid, Study, central, name, ours, overlapped, refer
 
 
 def constants_text() -> str:
-    """What was set before anything was fitted."""
+    """Constants that were set before anything was fitted."""
     measured = ", ".join(f"{b}: {1e3 * itl:.1f}" for b, itl in MEASURED_ITL)
     rows = [*constants_table(Constants())]
     rows.append(
@@ -76,7 +76,7 @@ def axes_text(study: Study, grid: Grid) -> str:
 
 
 def adds_text(study: Study, grid: Grid) -> str:
-    """What each half of the change adds, at the centre."""
+    """Gain of each half of the change, at the centre."""
     slow, fast = reference(grid.engines, grid.problems), ours(grid.engines, grid.problems)
     time_of = {setting: study.rows[setting].s_per_sample for setting in study.rows}
     pipeline_alone = time_of[slow] / time_of[replace(slow, pipeline="agentic")]

@@ -69,7 +69,7 @@ def linked(suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_tests_go_on_past_one_that_aborts_and_one_that_hangs(suite: ModuleType, linked: Path, tmp_path: Path) -> None:
-    """By the suite's own command, with a file of tests in place of the kernels'."""
+    """The suite's own command, with a file of tests in place of the kernels'."""
     (tmp_path / "test_planted.py").write_text(PLANTED)
     words = [
         str(tmp_path / "test_planted.py") if word.startswith("tests/") else word.replace("timeout=600", "timeout=5")
@@ -141,7 +141,7 @@ def test_a_part_that_does_not_fit_is_named_and_a_shorter_one_runs(suite: ModuleT
 
 
 def test_a_cache_is_filled_past_a_launch_that_fails(suite: ModuleType) -> None:
-    """By both workers, each with its half; on a CPU, where a launch compiles nothing."""
+    """Both workers take their halves; on a CPU, where a launch compiles nothing."""
     code = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -167,7 +167,7 @@ BARE = (
 
 @pytest.fixture
 def bare_python(tmp_path: Path) -> str:
-    """Of an environment that has nothing else."""
+    """Python of an environment that has nothing else."""
     import torch
 
     installed = Path(torch.__file__).parents[1]

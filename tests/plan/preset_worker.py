@@ -77,7 +77,7 @@ def commands(preset: Path) -> dict[str, list[str]]:
 
 
 def planned(words: list[str], folder: Path) -> dict[str, Any]:
-    """What the plan command says, run as it is written."""
+    """Output of the plan command, run as it is written."""
     from marsrl.trainer import cli
 
     with contextlib.redirect_stdout(io.StringIO()) as tables:

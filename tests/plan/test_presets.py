@@ -36,7 +36,7 @@ WITHOUT_A_PLAN = {*WITHOUT_VLLM, "cpu_default", "math_default", "qa_default"}  #
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What preset_worker.py found, by preset: 25 s of one process, which believes in CUDA."""
+    """Findings of preset_worker.py by preset: 25 s of one process, which believes in CUDA."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "preset_worker.py")]
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
     done = subprocess.run(

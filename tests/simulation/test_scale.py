@@ -1,4 +1,4 @@
-"""What rank 0 does alone for a step grows no faster than its samples: counted in calls and bytes, not in seconds."""
+"""The work of rank 0 for a step grows no faster than its samples: counted in calls and bytes, not in seconds."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from marsrl.trainer.config.read import ConfigError
 
 
 def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
-    """By agent; and whether the team says that there are no more. Else: one call of each agent in an episode."""
+    """(samples by agent, at most; True), or for a team without a bound (one call of each agent in an episode, False)."""
     agents = {
         name: agent.model_copy(update={"prompt": None, "parser": "strict"}) for name, agent in config.agents.items()
     }

@@ -115,7 +115,7 @@ def _cells(option: Option, is_mine: bool, has_reference: bool) -> list[Text]:
 
 
 def _recompute_modes(policy: PolicyPlan, chosen: Option) -> Table:
-    """What is kept for the backward, the head and the fullest moment, for each mode of one layout."""
+    """Activations kept for the backward, the head and the fullest moment, for each recompute mode of one layout."""
     headings = ("recompute", ">kept", ">head (logits chunk, gradients)", ">fullest moment", ">needs", ">update")
     rows = []
     for each in policy.options:

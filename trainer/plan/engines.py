@@ -185,14 +185,14 @@ def _whole_bytes(setup: EngineSetup) -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """What the engines of one policy have to do in a step."""
+    """The work of one policy's engines in a step."""
 
     setup: EngineSetup
     memory: EngineMemory
     demand: Demand
 
     def seconds(self, num_engines: int, gpu: hw.Gpu) -> float:
-        """Until so many engines have decoded its completions."""
+        """Seconds until so many engines have decoded its completions."""
         return rollout_time(replace(self.setup, num_engines=num_engines), self.memory, gpu, self.demand).seconds
 
 

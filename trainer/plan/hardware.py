@@ -147,5 +147,5 @@ def constants(gpu: Gpu) -> list[Constant]:
 
 
 def tail(segments: int) -> float:
-    """How much longer a rollout takes than its tokens would, because it waits for the longest completions."""
+    """Rollout time over the time of its tokens alone: it waits for the longest completions."""
     return TAILS.get(segments, TAILS[2] if segments == 3 else 1.0)

@@ -1,4 +1,4 @@
-"""What a policy needs of GPUs and of their hosts, from the settings: for the plan, and for a dry run on such a machine."""
+"""GPU and host memory that a policy needs, from the settings: for the plan, and for a dry run on such a machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TWO_CONTEXTS = Layout(1, 1, 1, 1, context=2)
 
 @dataclass(frozen=True)
 class Needs:
-    """What one policy takes of this GPU and its hosts. configured: the config's layout, None where it is not valid (then
+    """GPU and host memory that one policy takes. configured: the config's layout, None where it is not valid (then
     why_not_configured).
 
     weight_files: bytes in the memory of trainer rank 0's host on their way to the engines, two versions.
@@ -71,7 +71,7 @@ class Needs:
 def needs_of(
     config: RunConfig, name: str, shape: ModelShape, trainers: int, gpu: hw.Gpu, mean_response: float | None = None
 ) -> Needs:
-    """What a trained policy takes on so many trainer ranks; config: with prompts as shorten_prompts leaves them."""
+    """Needs of a trained policy on so many trainer ranks; config: with prompts as shorten_prompts leaves them."""
     policy, rollout = config.policies[name], config.rollout
     longest = longest_sequence(config, name)
     response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
@@ -106,7 +106,7 @@ def needs_of(
 
 
 def shortages(needs: Needs) -> Iterator[str]:
-    """What does not fit by the formulas, in sentences: on this GPU and on a host of it."""
+    """Sentences about what does not fit by the formulas, on this GPU and on a host of it."""
     name, engine, configured, gpu = needs.name, needs.engine, needs.configured, needs.gpu
     allowed = gpu.memory_bytes * needs.engines.memory_share
     has_own_cache = needs.engines.cache_bytes is not None
@@ -181,7 +181,7 @@ def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int)
 def _job(
     config: RunConfig, policy: PolicyConfig, shape: ModelShape, trainers: int, work: Work, kept_bytes: float
 ) -> Job:
-    """What the layouts are ranked for. kept_bytes: of each GPU, what engines keep from the trainer."""
+    """The training job that layouts are ranked for. kept_bytes: memory of each GPU that engines keep from the trainer."""
     reference = _reference(config, policy, shape)
     training = Training(
         shape=shape,
@@ -216,6 +216,6 @@ def _reference(config: RunConfig, policy: PolicyConfig, shape: ModelShape) -> Mo
 
 
 def _scores_first(config: RunConfig) -> bool:
-    """Does the policy run forward once before its updates: old log-probs, or the experts to replay (R2)?"""
+    """True if the policy runs forward once before its updates: for old log-probs, or the experts to replay (R2)."""
     keeps_old = config.loss.old_policy == "pois" and config.trainer.updates_per_step > 1
     return keeps_old or config.loss.old_policy == "recompute" or config.trainer.router_replay == "recompute"

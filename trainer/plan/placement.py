@@ -1,4 +1,4 @@
-"""Where everything of a run is: which host and GPU has which rank or engine, and how weights get from the ones to the others."""
+"""Placement of a run: the host and GPU of every rank and engine, and the path of the weights from ranks to engines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _backend(config: RunConfig, on_gpus: bool) -> SyncBackend:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who has a part of a host: `num` ranks, or engines of a policy, from number `first` on, `each` GPUs apiece.
+    """`num` ranks, or engines of a policy, on one host, from number `first` on, `each` GPUs apiece.
 
     gpu: the first GPU; None: on the host's CPUs.
     """
@@ -66,7 +66,7 @@ class Host:
 
 
 def placement(config: RunConfig, host: TrainerHost, world_size: int) -> list[Host]:
-    """Who is where, trainer hosts first, rank 0's first of all; which engine gets which of its GPUs is Ray's choice.
+    """All hosts with their ranks and engines, trainer hosts first; which engine gets which of its host's GPUs is Ray's choice.
 
     Hosts of engines that are not known yet are taken to have as many GPUs as this one, and a slot each where it has none.
     """
@@ -139,7 +139,7 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
 
 
 def rebalance_outlook(config: RunConfig, *, has_gpus: bool) -> str:
-    """What rollout.rebalance can move, in words. has_gpus: an engine takes some, else a slot."""
+    """Moves that rollout.rebalance can make, in words. has_gpus: an engine takes some, else a slot."""
     asked = {agent.policy for agent in config.agents.values()}
     of = {
         name: config.rollout_of(name) for name, each in config.policies.items() if each.openai is None and name in asked

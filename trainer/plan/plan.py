@@ -29,7 +29,7 @@ from marsrl.trainer.plan.refusals import refusals_of, why_not_backend
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyPlan(Needs):
-    """What one policy needs, and what else could be done.
+    """Needs of one policy, and its alternatives.
 
     options: valid layouts in all recompute modes, the best first; what does not fit comes last.
     splits: other ways to decode and to split the GPUs, the shortest step first; of engines with GPUs of their own and a
@@ -190,7 +190,7 @@ def _policy(
 
 
 def _notes_on_the_split(loads: Mapping[str, Load], gpu: hw.Gpu, config: RunConfig) -> list[str]:
-    """How the policies' engines share their GPUs, and what would be faster."""
+    """The policies' share of the engines' GPUs, and a faster one."""
     if (
         len(loads) < 2
         or config.rollout.placement == "local"

@@ -25,7 +25,7 @@ _MAX_NUM_SEQS = 256  # vLLM's default; more requests make its steps longer, not 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained: `training` in any layout and recompute mode.
+    """A training job: `training` in any layout and recompute mode.
 
     shared_bytes: on the same GPU beside this policy's training (an engine in the same process). scored: the models that run
     forward once before the update. cuts_sequences: context parallelism is possible.
@@ -154,7 +154,7 @@ def splits(job: Job, load: Load, backend: SyncBackend, overlap: int, num_gpus: i
 
 
 def _setups(now: EngineSetup) -> Iterator[EngineSetup]:
-    """Those that the model can be cut for; a cache in FP8 of a model in bfloat16."""
+    """Engine setups that the model can be cut for; with a cache in FP8 for a model in bfloat16."""
     caches: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8") if now.dtype == "bfloat16" else ("auto",)
     most = max(now.max_num_seqs, _MAX_NUM_SEQS)
     for tensor, cache in itertools.product(_TENSOR_PARALLEL, caches):

@@ -1,4 +1,4 @@
-"""What a machine refuses of settings that are right by themselves: engines, the optimizer and the weight sync have to find there
+"""Refusals of a machine, of settings that are right by themselves: engines, the optimizer and the weight sync have to find there
 what they need."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from marsrl.trainer.config.read import ConfigError
 
 
 def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
-    """What sync.backend needs of a machine and does not find; None: nothing is missing."""
+    """The reason why sync.backend cannot run on a machine, or None."""
     sync = config.sync
     if sync.backend == "shm":
         return None
@@ -80,7 +80,7 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
 
 
 def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
-    """What engines and trainer would refuse of these settings on that host."""
+    """Refusals of these settings by engines and trainer on that host."""
     files = (config.sync.directory or "/dev/shm") if config.sync.backend == "shm" else None
     found = list(refusals(config.served_rollouts, host, weight_files=files))
     for name, vllm in vllm_of(config).items():
@@ -97,5 +97,5 @@ def vllm_of(config: RunConfig) -> dict[str, VllmOptions]:
 
 
 def engines_device(host: TrainerHost) -> str:
-    """On what engines compute: on GPUs where rank 0 sees one."""
+    """Device of the engines: GPUs where rank 0 sees one."""
     return "cuda" if host.num_gpus else "cpu"

@@ -17,7 +17,7 @@ from marsrl.trainer.plan.parameters import elements, rank_elements
 
 @dataclass(frozen=True)
 class Work:
-    """What one update trains on, over all ranks.
+    """The data of one update, over all ranks.
 
     sequences: samples; tokens: prompt and completion of all of them; trained: of these, completion tokens.
     """
