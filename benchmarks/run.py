@@ -77,9 +77,9 @@ class Table:
     bytes: float
     gemm_flops: float
     copy_bytes: float
-    rows: tuple[Row, ...]
-    skipped: dict[str, str]
-    notes: tuple[str, ...]
+    rows: tuple[Row, ...] = ()
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     failure: str | None = None
     kernels: tuple[tuple[float, float, str], ...] = ()
 
@@ -94,6 +94,9 @@ def measure(
     torch.compiler.reset()  # a function is compiled for eight shapes, and for those beyond it runs as it stands
     roof = roofline.measure(shape.device, shape.dtype)
     bench = case.build(shape)
+    table = Table(
+        case.name, shape, bench.flops, bench.bytes, roof.gemm_flops, roof.copy_bytes, notes=tuple(bench.notes)
+    )
     skipped = {each.name: each.reason.replace(f"{ROOT}/", "") for each in bench.missing}
     judgement = bench.judge()
     errors: dict[str, dict[str, float]] = {}
@@ -117,10 +120,7 @@ def measure(
         if complaint is not None:
             wrong[variant.name] = complaint
             if variant.name == case.ours:
-                return Table(
-                    case.name, shape, bench.flops, bench.bytes, roof.gemm_flops, roof.copy_bytes, (), skipped,
-                    tuple(bench.notes), complaint,
-                )  # fmt: skip
+                return dataclasses.replace(table, skipped=skipped, failure=complaint)
         usable.append(variant)
     del judgement
     _free(shape.device)
@@ -149,11 +149,7 @@ def measure(
                 variant.name not in wrong,
             )
         )
-    rows.sort(key=lambda row: row.median_s)
-    return Table(
-        case.name, shape, bench.flops, bench.bytes, roof.gemm_flops, roof.copy_bytes, tuple(rows), skipped,
-        tuple(bench.notes),
-    )  # fmt: skip
+    return dataclasses.replace(table, rows=tuple(sorted(rows, key=lambda row: row.median_s)), skipped=skipped)
 
 
 def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str, float], str | None]:
