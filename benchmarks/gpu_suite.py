@@ -144,8 +144,7 @@ def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: floa
     not lent).
     """
     limit_s = None if left_s is None else part.limit_s
-    missing = missing_modules(part.modules, environment)
-    if missing:
+    if part.modules and (missing := missing_modules(part.modules, environment)):
         return Outcome(part.name, "skipped", 0.0, f"missing module {', '.join(missing)}")
     if left_s is not None and left_s < part.limit_s + KILL_AFTER_S:
         return Outcome(part.name, "skipped", 0.0, f"needs up to {part.limit_s:.0f} s, {max(left_s, 0):.0f} s are left")
@@ -267,17 +266,14 @@ def main() -> int:
             parser.error(str(error))
         paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-        environment |= {
-            "PYTHONUNBUFFERED": "1",
-            "COLUMNS": "400",
-        }  # pytest cuts the reasons of failures to a terminal's
+        environment |= {"PYTHONUNBUFFERED": "1", "COLUMNS": "400"}  # else pytest cuts the reasons of failures
         environment.setdefault("TRITON_CACHE_DIR", str(work / "triton"))
-        is_lent = words.device == "cuda"
-        if not is_lent:
+        has_limit = words.device == "cuda"
+        if not has_limit:
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         print(f"results in {out}", flush=True)
         fill = [sys.executable, str(HERE / "fill_cache.py"), "--shape", HEADLINE]
-        filler = _started(fill, environment, folder / "fill_cache.log") if is_lent else None
+        filler = _started(fill, environment, folder / "fill_cache.log") if has_limit else None
         outcomes: list[Outcome] = []
         suite: dict[str, Any] = {"device": words.device, "commit": words.commit, "before": gpu_state(), "after": ""}
         for part in parts(words.device, words.quick, folder, work):
@@ -286,7 +282,7 @@ def main() -> int:
             if filler and part.name not in UNTIMED:
                 _kill_group(filler)  # its log says how far it came
                 filler = None
-            outcome = run_part(part, environment, folder, TOTAL_S - (time.monotonic() - start) if is_lent else None)
+            outcome = run_part(part, environment, folder, TOTAL_S - (time.monotonic() - start) if has_limit else None)
             outcomes.append(outcome)
             print(f"{outcome.status:8} {outcome.seconds:6.1f} s  {outcome.name}  {outcome.reason}", flush=True)
             suite |= {"parts": [dataclasses.asdict(each) for each in outcomes], "after": gpu_state()}

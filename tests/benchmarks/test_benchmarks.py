@@ -185,3 +185,12 @@ def test_planted_near_duplicates_are_found(tmp_path: Path) -> None:
     assert found["recall"] > 0.97 and found["precision"] > 0.97 and found["dropped_unplanted"] == 0
     assert sum(each["above"] + each["below"] for each in found["edits"]) == pytest.approx(400, abs=80)
     assert f"recall {found['recall']:.4f}" in done.stdout and "ratio: " in done.stdout.splitlines()[-1]
+
+
+def test_weights_are_synced_by_every_backend(tmp_path: Path) -> None:
+    words = ["--mib", "8", "--repeats", "1", "--bucket-mib", "1", "--json", str(tmp_path / "out.json")]
+    done = call(str(BENCHMARKS / "weight_sync.py"), *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [row["backend"] for row in found["rows"]] == ["shm", "ipc", "nccl"]
+    assert len({row["num_bytes"] for row in found["rows"]}) == 1 and "not measured: 61 GB" in done.stdout

@@ -116,7 +116,7 @@ STEP = bench(
 )
 SIMULATED = bench("smaller: tests/simulation/test_simulation.py")
 PLAYED = bench(NEVER)
-SYNC = bench("8 MiB: tests/simulation/test_commands.py::test_weights_are_synced_by_every_backend")
+SYNC = bench("8 MiB: tests/benchmarks/test_benchmarks.py::test_weights_are_synced_by_every_backend")
 PROBE = bench(
     "two syncs of one model: tests/benchmarks/test_benchmarks.py::test_the_probe_lets_honest_syncs_pass; what it notices, with "
     "our own engine: tests/megatron/test_comparison_notices.py"

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from scripts import call
 
 COUNTED = """
 import json, sys
@@ -35,13 +30,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-c", COUNTED],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-    )
+    done = call(code=COUNTED)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found[1:]

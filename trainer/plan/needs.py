@@ -182,7 +182,13 @@ def _job(
     config: RunConfig, policy: PolicyConfig, shape: ModelShape, trainers: int, work: Work, kept_bytes: float
 ) -> Job:
     """The training job that layouts are ranked for. kept_bytes: memory of each GPU that engines keep from the trainer."""
-    reference = _reference(config, policy, shape)
+    loss, replay = config.loss, config.trainer.router_replay
+    reference = None
+    if loss.kl != "none":
+        reference = shape if policy.reference == "start" else find_shape(policy.reference)
+    # Old log-probs, or the experts to replay (R2): the policy runs forward once before its updates.
+    is_scored = loss.old_policy == "recompute" or replay == "recompute"
+    is_scored |= loss.old_policy == "pois" and config.trainer.updates_per_step > 1
     training = Training(
         shape=shape,
         layout=resolve(policy.layout),
@@ -196,26 +202,13 @@ def _job(
         distributes_optimizer=policy.optimizer.distributed,
         reference=reference,
         deterministic=policy.deterministic,
-        router_replay=config.trainer.router_replay,
+        router_replay=replay,
     )
     return Job(
         training,
         work,
         sweeps_entropy=config.mpt.scope != "off",
         shared_bytes=kept_bytes,
-        scored=(*((shape,) if _scores_first(config) else ()), *((reference,) if reference else ())),
-        cuts_sequences=why_not_context(_TWO_CONTEXTS, config.loss.ratio, config.loss.correction) is None,
+        scored=(*((shape,) if is_scored else ()), *((reference,) if reference else ())),
+        cuts_sequences=why_not_context(_TWO_CONTEXTS, loss.ratio, loss.correction) is None,
     )
-
-
-def _reference(config: RunConfig, policy: PolicyConfig, shape: ModelShape) -> ModelShape | None:
-    """The shape of the frozen model that a KL term is measured against, where there is one."""
-    if config.loss.kl == "none":
-        return None
-    return shape if policy.reference == "start" else find_shape(policy.reference)
-
-
-def _scores_first(config: RunConfig) -> bool:
-    """True if the policy runs forward once before its updates: for old log-probs, or the experts to replay (R2)."""
-    keeps_old = config.loss.old_policy == "pois" and config.trainer.updates_per_step > 1
-    return keeps_old or config.loss.old_policy == "recompute" or config.trainer.router_replay == "recompute"
