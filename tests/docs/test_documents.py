@@ -12,7 +12,7 @@ from documents import PAGES, ROOT, Found, blocks, commands, links, other_blocks,
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS
 from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions, QaOptions
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config.keys import key_names
+from marsrl.trainer.config.keys import all_keys
 
 PICTURES = {
     "docs/own_task.md": "Peru, Lima\n",
@@ -93,7 +93,7 @@ def settings_named() -> Iterator[Found]:
 
 
 def test_every_setting_that_is_named_is_one() -> None:
-    keys = set(key_names())
+    keys = set(all_keys())
     sections = {key.rpartition(".")[0] for key in keys}
     named = list(settings_named())
     assert len({found.text for found in named}) > 25
