@@ -206,7 +206,7 @@ def make_evaluator(checked: Checked, team: Team) -> Evaluator:
         max_tokens=config.rollout.max_response_tokens,
         seed=config.run.seed,
         policies=config.policies,
-        sets=checked.eval_sets,
+        sets=checked.problems.sets,
         identity=evaluation_identity(config),
     )
 

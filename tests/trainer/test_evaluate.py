@@ -395,7 +395,7 @@ def test_files_to_evaluate_on_are_played_whole_and_a_cut_is_told(
     one, both = f"data.eval={tmp_path}/beyondaime.jsonl", f"[{tmp_path}/aime25.jsonl, {tmp_path}/beyondaime.jsonl]"
     config, _ = read_config(None, [*words, one])
     assert len(preflight(config, world_size=1).task.held_out(config.evaluate.num_problems, 0)) == 100
-    sets = preflight(read_config(None, [*words, f"data.eval={both}"])[0], world_size=1).eval_sets
+    sets = preflight(read_config(None, [*words, f"data.eval={both}"])[0], world_size=1).problems.sets
     assert [len(each.problems) for each in sets] == [30, 100]
     assert told(one) == told(f"data.eval={both}") == told() == []
     assert told(one, "evaluate.num_problems=64") == [

@@ -18,7 +18,6 @@ from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.tasks.data import fingerprint
-from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.rollout.tasks.protocol import Task, documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.tools.build import check_tools
@@ -48,46 +47,40 @@ from marsrl.trainer.schools.schools import who_is_taught
 class Checked:
     """Settings that fit together and with what is on disk. `task` holds its problems already read.
 
-    curators: policies that nobody but `marsrl curate` asks, and no run has.
+    plan: the arithmetic of a step, in words. placement: the rank or engine of each GPU, in words. warnings: what is no error and
+    most likely a mistake. curators: policies that nobody but `marsrl curate` asks, and no run has.
     """
 
     config: RunConfig
-    plan: tuple[str, ...]  # the arithmetic of a step, in words
+    plan: tuple[str, ...]
     task: Task
-    num_skipped_lines: int  # of the data files, with data.on_bad_line=skip
-    num_held_out: int  # taken from data.train for evaluation, because nothing is given for it
+    problems: RunProblems
     host: TrainerHost
-    placement: tuple[str, ...]  # which GPU of which host has which rank or engine, in words
-    warnings: tuple[str, ...] = ()  # what is no error and most likely a mistake
-    eval_sets: tuple[HeldOut, ...] = ()  # of data.eval, where that is a list
+    placement: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     curators: Mapping[str, PolicyConfig] = field(default_factory=dict)
-    problems: Mapping[str, Sequence[Problem]] = field(default_factory=dict)  # by their setting
 
     def fingerprints(self) -> dict[str, dict[str, int | str]]:
         """Fingerprints of the problems, by setting."""
-        return {key: fingerprint(found) for key, found in self.problems.items()}
+        found = zip(sources(self.config.task), (self.problems.train, self.problems.held_out), strict=True)
+        return {key: fingerprint(problems) for key, problems in found if problems}
 
     def text(self, *, with_config: bool) -> str:
         """The batch arithmetic, after the resolved config if wanted."""
-        plan = "\n".join(f"  {line}" for line in self.plan)
         whole = self.config.model_copy(update={"policies": {**self.config.policies, **self.curators}})
         config = yaml.safe_dump(whole.model_dump(mode="json"), sort_keys=False) if with_config else ""
-        notes = ""
-        if self.num_skipped_lines:
-            notes += f"\n{self.num_skipped_lines} lines of the data could not be read and were skipped"
-        if self.num_held_out:
+        lines = ["batch arithmetic:", *(f"  {line}" for line in self.plan)]
+        lines += ["placement:", *(f"  {line}" for line in self.placement)]
+        if self.problems.num_skipped:
+            lines.append(f"{self.problems.num_skipped} lines of the data could not be read and were skipped")
+        if self.problems.num_taken:
             of, _ = sources(self.config.task)
             none = "held_out is empty" if is_own(self.config.task) else "no data.eval is given"
-            notes += f"\nheld out of {of} for evaluation: {self.num_held_out} ({none})"
-        notes += "".join(f"\npolicies.{name}: asked by marsrl curate alone" for name in self.curators)
-        notes += "".join(f"\npolicies.{name}: {line}" for name, line in self._engines().items())
-        notes += "".join(f"\nwarning: {warning}" for warning in self.warnings)
-        where = "\n".join(f"  {line}" for line in self.placement)
-        return f"{config}batch arithmetic:\n{plan}\nplacement:\n{where}{notes}"
-
-    def _engines(self) -> dict[str, str]:
-        """Sampler of each policy that vLLM serves."""
-        return {name: who_draws(vllm, engines_device(self.host)) for name, vllm in vllm_of(self.config).items()}
+            lines.append(f"held out of {of} for evaluation: {self.problems.num_taken} ({none})")
+        lines += [f"policies.{name}: asked by marsrl curate alone" for name in self.curators]
+        device = engines_device(self.host)
+        lines += [f"policies.{name}: {who_draws(vllm, device)}" for name, vllm in vllm_of(self.config).items()]
+        return config + "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
 def preflight(
@@ -138,23 +131,8 @@ def preflight(
     warnings += _of_the_other_engine(config)
     plan = batch_plan(config, world_size)
     warnings += check_first_prompts(config, task, orchestration, len(problems.train) if trains else 0)
-    return Checked(
-        config,
-        plan,
-        task,
-        num_skipped_lines=problems.num_skipped,
-        num_held_out=problems.num_taken,
-        host=host,
-        placement=tuple(placement_lines(config, host, world_size)),
-        warnings=tuple(warnings),
-        eval_sets=problems.sets,
-        curators=curators,
-        problems={
-            key: found
-            for key, found in zip(sources(config.task), (problems.train, problems.held_out), strict=True)
-            if found
-        },
-    )
+    placement = tuple(placement_lines(config, host, world_size))
+    return Checked(config, plan, task, problems, host, placement, tuple(warnings), curators)
 
 
 def _of_the_other_engine(config: RunConfig) -> list[str]:
