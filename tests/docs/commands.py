@@ -45,7 +45,6 @@ TESTS = (
     ),
     ("torchrun .* task=math .* weight: .*", "docs/test_commands.py::test_several_files_pass_their_checks"),
     ("torchrun .* task=math .*", "docs/test_whole_runs.py::test_a_model_of_ones_own_is_trained"),
-    ("torchrun .* task=qa .*", "docs/test_commands.py::test_a_search_team_passes_its_checks"),
     ("torchrun .*", "docs/test_commands.py::test_another_team_passes_its_checks"),
     ("marsrl serve-retrieval .*", "docs/test_commands.py::test_documents_are_served_until_ctrl_c"),
     (

@@ -127,9 +127,8 @@ def test_a_config_block_passes_its_checks(
         monkeypatch.setenv("WORLD_SIZE", "4")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
         pretend_gpus(monkeypatch)
-    assert main(["--dry-run", "--config", "block.yaml"]) == 0, capsys.readouterr().err
-    shown = capsys.readouterr().out
-    assert holds(written, yaml.safe_load(shown[: shown.index("batch arithmetic:")]))
+    config, _ = dry_run(["trainer/main.py", "--config", "block.yaml"], capsys)
+    assert holds(written, config)
 
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,29 +183,38 @@ def test_a_run_on_gpus_passes_its_checks(
     preset = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())
     if "directory" in preset.get("sync", {}):
         words.append(f"sync.directory={desk.folder}")
-    assert call([*words, "--dry-run"]) == 0, capsys.readouterr().err
-    shown = capsys.readouterr().out
+    config, shown = dry_run(words, capsys)
     assert "samples a step" in shown
     del preset["policies"]["main"]["model"]
-    assert holds(preset["policies"], yaml.safe_load(shown[: shown.index("batch arithmetic:")])["policies"])
+    assert holds(preset["policies"], config["policies"])
+
+
+def dry_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    """(the resolved config, all that is printed)."""
+    assert call([*words, "--dry-run"]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    return yaml.safe_load(shown[: shown.index("batch arithmetic:")]), shown
+
+
+TEAMS = {
+    "orchestration=solver": (["solver"], "one agent: 64 samples a step"),
+    "orchestration=solver_verifier": (["solver", "verifier"], "128 samples of solver"),
+    "orchestration=debate": (["debater"], "one agent: 384 samples a step"),
+    "orchestration=team.py:Checked": (["solver", "verifier", "corrector"], "at most 192 samples a step"),
+    "own_task.yaml": (["solver", "verifier1", "corrector1", "verifier2", "corrector2"], "576 samples a step"),
+    "orchestration=dual_system": (["system2", "system1"], "40 samples of system2"),
+    "task=qa": (["verifier", "search", "answer"], "at most 320 samples a step"),
+}
 
 
 @pytest.mark.parametrize("command", run_by("test_another_team_passes_its_checks"))
 def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
-    words = desk.words(command, Path)
-    desk.fill_in(words, lambda name: boxing_model(desk.folder / name))
-    assert call([*words, "--dry-run"]) == 0, capsys.readouterr().err
-    shown = capsys.readouterr().out
-    agents = list(yaml.safe_load(shown[: shown.index("batch arithmetic:")])["agents"])
-    said = {
-        "orchestration=solver": (["solver"], "one agent: 64 samples a step"),
-        "orchestration=solver_verifier": (["solver", "verifier"], "128 samples of solver"),
-        "orchestration=debate": (["debater"], "one agent: 384 samples a step"),
-        "orchestration=team.py:Checked": (["solver", "verifier", "corrector"], "at most 192 samples a step"),
-        "own_task.yaml": (["solver", "verifier1", "corrector1", "verifier2", "corrector2"], "576 samples a step"),
-    }
-    names, batch = next(said[word] for word in command.split() if word in said)
-    assert agents == names and batch in shown
+    model = lambda name: boxing_model(desk.folder / name)  # noqa: E731
+    words = desk.words(command, model)
+    desk.fill_in(words, model)
+    config, shown = dry_run(words, capsys)
+    agents, batch = next(TEAMS[word] for word in TEAMS if word in command.split())
+    assert list(config["agents"]) == agents and batch in shown
 
 
 @pytest.mark.parametrize("command", run_by("test_a_host_waits_for_its_trainer_and_says_so"))
@@ -226,9 +234,7 @@ def test_a_host_waits_for_its_trainer_and_says_so(command: str, desk: Desk, caps
 @pytest.mark.parametrize("command", run_by("test_several_files_pass_their_checks"))
 def test_several_files_pass_their_checks(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
     words = desk.words(command, lambda name: boxing_model(desk.folder / name))
-    assert call([*words, "--dry-run"]) == 0, capsys.readouterr().err
-    shown = capsys.readouterr().out
-    files = yaml.safe_load(shown[: shown.index("batch arithmetic:")])["data"]["train"]
+    files = dry_run(words, capsys)[0]["data"]["train"]
     assert [(file["path"], file["weight"]) for file in files] == [
         (str(desk.folder / "problems.jsonl"), 3),
         (str(desk.folder / "aime25.jsonl"), 1),
@@ -236,19 +242,6 @@ def test_several_files_pass_their_checks(command: str, desk: Desk, capsys: pytes
     (desk.folder / "aime25.jsonl").unlink()
     assert call([*words, "--dry-run"]) == 2
     assert f"data.train[1]: {desk.folder}/aime25.jsonl does not exist" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", run_by("test_a_search_team_passes_its_checks"))
-def test_a_search_team_passes_its_checks(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
-    words = desk.words(command, lambda name: boxing_model(desk.folder / name))
-    assert call([*words, "--dry-run"]) == 0, capsys.readouterr().err
-    shown = capsys.readouterr().out
-    agents = list(yaml.safe_load(shown[: shown.index("batch arithmetic:")])["agents"])
-    if "orchestration=dual_system" in words:
-        assert agents == ["system2", "system1"] and "40 samples of system2" in shown
-    else:
-        assert agents == ["verifier", "search", "answer"]
-        assert "160 samples of verifier" in shown and "at most 320 samples a step" in shown
 
 
 @pytest.mark.parametrize("command", run_by("test_documents_are_served_until_ctrl_c"))

@@ -80,7 +80,7 @@ def train(files: str, task: str = "math") -> list[str]:
     ("words", "says"),
     [
         (["agents.prover.temperature=1"], "has no such agent; it has solver, verifier1"),
-        (["policies.main.layout.tensor=2"], "layout.tensor is 2, which does not divide the 1 rank(s)"),
+        (["policies.main.layout.tensor=2"], "= 2 x 1 x 1 = 2 does not divide the 1 rank(s)"),
         (["policies.main.model=%s/nothing"], "nothing is not a directory"),
         (["task=math", "policies.main.model=/nowhere"], "set data.train"),
         (["task=math", "data.train=%s/p.jsonl"], "policies.main.model is not set"),
