@@ -188,12 +188,6 @@ def _check_reference(config: RunConfig) -> None:
 
 def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
     if sync.backend in ("auto", "shm"):
-        if sync.cpu_twin and (sync.backend == "shm" or sync.directory is not None):
-            files = "sync.directory" if sync.backend == "auto" else "sync.backend=shm"
-            raise ValueError(
-                f"sync.cpu_twin is true, but {files} is for weights in files, which need no GPU as it is: leave one of them "
-                "out, or set sync.backend=nccl or ipc"
-            )
         return
     key = f"sync.backend={sync.backend}"
     if sync.directory is not None:

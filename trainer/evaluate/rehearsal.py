@@ -108,21 +108,16 @@ def reward_rules(config: RunConfig) -> list[str]:
     return [f"reward of {spec.name}: {kind.reward_rule(spec)}" for spec in kind.agents]
 
 
-def first_update(config: RunConfig) -> int | None:
-    """The step in which the first group of samples ends, with made-up answers of one segment each; None: none in as many steps
-    as the run has. Teams that call tools are not asked: a tool may be a paid service."""
-    if config.tools.names or config.rollout.overlap:  # with overlap a step waits for groups that have ended
-        return 1
-    with _scripted(config, {}, "", "", pipeline=config.rollout.pipeline) as (rollout, _):
-        for step in range(1, config.run.steps + 1):
-            if rollout.next_batch({"main": 0}).groups:
-                return step
-    return None
-
-
 def first_update_line(config: RunConfig) -> list[str]:
-    """For a dry run; nothing where the first step trains."""
-    step, num_steps = first_update(config), config.run.steps
+    """For a dry run: the step in which a group of samples ends first, with made-up answers of one segment each; [] for step 1.
+
+    Teams that call tools are not asked: a tool may be a paid service. With overlap a step waits for groups that have ended.
+    """
+    if config.tools.names or config.rollout.overlap:
+        return []
+    num_steps = config.run.steps
+    with _scripted(config, {}, "", "", pipeline=config.rollout.pipeline) as (rollout, _):
+        step = next((n for n in range(1, num_steps + 1) if rollout.next_batch({"main": 0}).groups), None)
     if step == 1:
         return []
     said = f"comes at step {step} of {num_steps}" if step else f"does not come in run.steps = {num_steps}"
