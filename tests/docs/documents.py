@@ -1,4 +1,4 @@
-"""What the documents tell a user to type: commands, config blocks, settings and links, each with its place."""
+"""Commands, config blocks, settings and links of the documents, each with its place."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def prose(page: Path) -> str:
 
 
 def spans(page: Path) -> list[Found]:
-    """What stands in backticks in the running text."""
+    """Spans in backticks of the running text."""
     text = prose(page)
     return [
         Found(f"{_name(page)}:{text.count(chr(10), 0, match.start()) + 1}", " ".join(match[1].split()))

@@ -19,7 +19,7 @@ CRITICS = ("verifier1", "corrector1", "verifier2", "corrector2")
 
 
 def without_seconds(found: dict[str, Any]) -> dict[str, Any]:
-    """What no clock measures of an evaluation and its sets."""
+    """The evaluation and its sets without measured seconds."""
     usage = {agent: used | {"seconds": None} for agent, used in found["usage"].items()}
     return found | {
         "usage": usage,

@@ -67,7 +67,7 @@ def train_here(folder: Path, words: Sequence[str]) -> RunDirectory:
 
 
 def samples_of(run: RunDirectory) -> list[SampleRecord]:
-    """Of all steps, in order."""
+    """Samples of all steps, in order."""
     return [record for path in sample_files(run).values() for record in read_samples(path)]
 
 

@@ -1,4 +1,4 @@
-"""What a user sees who starts a run with something wrong: one message, exit code 2, nothing started."""
+"""A run with wrong settings or files ends with one message and exit code 2, and starts nothing."""
 
 from __future__ import annotations
 

@@ -355,7 +355,7 @@ def _check_first_prompts(config: RunConfig, task: Task, orchestration: Orchestra
 
 
 def _first_asks(orchestration: Orchestration, episode: Episode) -> Sequence[Ask]:
-    """Whom the team asks first; ConfigError where its own code fails, or asks nobody."""
+    """First asks of the team; ConfigError where its own code fails, or asks nobody."""
     try:
         asks = [each for each in orchestration.follow(episode) if isinstance(each, Ask)]
     except Exception as error:

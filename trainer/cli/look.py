@@ -1,4 +1,4 @@
-"""What came of runs."""
+"""Results of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sections of a config demand of each other. Every rule raises ValueError: what was found, what would be right."""
+"""Rules between sections of a config. Each raises ValueError with the keys, what was found and what would be right."""
 
 from __future__ import annotations
 

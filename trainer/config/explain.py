@@ -65,7 +65,7 @@ def page_of(name: str) -> str:
 
 
 def help_line(message: str) -> str:
-    """What to read about the first setting that an error's text begins with; "" where it begins with none."""
+    """Page and command that explain the setting at the start of an error's text; "" where it starts with none."""
     first = re.match(r"[\w.]*", message)[0].rstrip(".")  # type: ignore[index]  # it matches the empty text, too
     name = as_key(first.split("."))
     if name not in all_keys() or "docs/" in message:
@@ -101,7 +101,7 @@ def _given(origin: ConfigOrigin, key: str) -> str:
 
 
 def explained(name: str, config: RunConfig, origin: ConfigOrigin) -> str:
-    """What a key or a section is, and what it is in these settings.
+    """Type, default and meaning of a key or section, and its value in these settings.
 
     Raises:
         ConfigError: there is no such key; the message names the nearest.
@@ -169,7 +169,7 @@ def as_markdown() -> str:
 
 
 def _anchor(section: str) -> str:
-    """Of its heading, as GitHub and mkdocs make it."""
+    """Link target of the section's heading, as GitHub and mkdocs make it."""
     return re.sub(r"[^\w-]", "", section).lower()
 
 

@@ -63,7 +63,7 @@ def _keys_of(model: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def _kind(model: type[BaseModel]) -> str:
-    """What `kind` says where a section has several; "" of a model that is alone."""
+    """Value of `kind` that selects the model; "" for a model that has no kinds beside it."""
     return str(get_args(model.model_fields["kind"].annotation)[0]) if "kind" in model.model_fields else ""
 
 

@@ -79,7 +79,7 @@ def preset_names() -> list[str]:
 
 
 def _find(name: str) -> Layer:
-    """What --config means: a file that is there, else a shipped preset by its name."""
+    """The file that --config names, or else the shipped preset of that name."""
     if Path(name).is_file():
         return layer_of_file(Path(name), name)
     if Path(name).name == name and name.removesuffix(".yaml") in preset_names():

@@ -79,7 +79,7 @@ def evaluate_alone(
 
 
 def _kept(stack: ExitStack, folder: Path, config: RunConfig, made_of: str) -> Kept:
-    """What is kept in the folder, which is this process's as long as the stack is open."""
+    """Open the folder's kept draws, locked for this process until the stack closes."""
     directory = RunDirectory(folder)
     if directory.has_begun:
         raise ValueError(f"--out {folder} is the directory of a training run; name another folder")

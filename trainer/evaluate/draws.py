@@ -1,4 +1,4 @@
-"""What an evaluation keeps of each draw of a problem: enough for every number, and to go on after a kill.
+"""Records of an evaluation, one a draw of a problem: enough for every number, and to go on after a kill.
 
 draws.jsonl of an evaluation's folder holds a line a draw that ended, fixed_answers.jsonl one a fixed input that was answered;
 their keys say what they depend on (trainer/runs/answers.py), so a line of another problem, or of another question to the team,
@@ -84,7 +84,7 @@ class FixedAnswer(Schema):
 
 
 class Store(Generic[Held]):
-    """What has ended, by key: in memory and, where there is a file, on disk."""
+    """Records by key: in memory and, where there is a file, on disk."""
 
     def __init__(self, file: Answers[Held] | None, plain: Callable[[Held], dict[str, Any]]) -> None:
         self._file, self._plain = file, plain
@@ -121,7 +121,7 @@ class Kept(ExitStack):
 
 
 def read_draws(folder: Path) -> list[Draw]:
-    """Those of an evaluation's folder; [] where nothing was kept."""
+    """Draws of an evaluation's folder; [] where nothing was kept."""
     return Answers.read(folder / DRAWS, Draw.model_validate) if (folder / DRAWS).is_file() else []
 
 
@@ -142,7 +142,7 @@ def fixed_key(identity: str, episode: Episode, ask: Ask) -> str:
 
 
 def draw_of(team: Team, of: str, played: Played, judge: Mapping[str, float]) -> Draw:
-    """What is kept of an episode that has ended. of: its set; judge: what a model judged since the last draw."""
+    """Record of an episode that has ended. of: its set; judge: counts of the judge since the last draw."""
     episode = played.episode
     tokens = {sample.uid: len(sample.token_ids) for sample in played.samples}
     redrawn = team.redrawn(episode)

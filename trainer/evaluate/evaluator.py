@@ -1,4 +1,4 @@
-"""How good the team is on held-out problems: each agent, and all of them together.
+"""Evaluation of a team on held-out problems: each agent, and all of them together.
 
 fixed inputs   of the agents that the orchestration has tried apart, from episodes that are played once, before RL; each
                evaluation asks them anew
@@ -35,7 +35,7 @@ from marsrl.trainer.runs.answers import key_of
 
 @dataclass(frozen=True, slots=True)
 class AgentInputs:
-    """What one agent is asked in every evaluation: (id of the episode, ask), apart by whether the first input is right."""
+    """Fixed inputs of one agent: (id of the episode, ask), split by whether the first input is right."""
 
     right: tuple[tuple[str, Ask], ...] = ()
     wrong: tuple[tuple[str, Ask], ...] = ()
@@ -158,7 +158,7 @@ class Evaluator:
         return scorer.evaluation([kept.draws[key] for key in keys.values()], answers)
 
     def held_out(self) -> Sequence[HeldOut]:
-        """What is evaluated."""
+        """Sets of problems to evaluate on."""
         problems = () if self.sets else self.task.held_out(self.config.num_problems, EVALUATION_SET)
         return self.sets or (HeldOut("", problems, self.config.repeat),)
 
@@ -179,7 +179,7 @@ class Evaluator:
     def correctness(
         self, problems: Mapping[str, Problem], repeat: int, versions: Mapping[str, int]
     ) -> dict[str, list[float]]:
-        """How right each of `repeat` answers of the whole team is, by the problem's name; NaN where that is not known:
+        """Correctness of each of `repeat` answers of the whole team, by the problem's name; NaN where it is not known:
         the judge failed, an engine gave up, the team's own code raised. No answer at all is wrong.
 
         A problem's draws follow from its name, whatever is asked beside it.
@@ -216,7 +216,7 @@ class Evaluator:
             play.finish()
 
     def _apart(self) -> AbstractContextManager[None]:
-        """In the body the tools' caches and counts are not the rollouts'."""
+        """Keep the tools' caches and counts of the body apart from the rollouts'."""
         return nullcontext() if self.team.tools is None else self.team.tools.apart()
 
     def _begin(

@@ -49,7 +49,7 @@ _CALL = '<tool_call>{"tool": "search", "arguments": {"query": "QUESTION"}, "purp
 _NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # of JSON's
 
 Answers = Mapping[str, Sequence[str]]
-"""What an agent says: in the first call, in the second, and so on, and then from the first on again."""
+"""Answers of an agent, call by call; after the last it starts over."""
 
 
 def read_answers(path: Path, agents: Sequence[str]) -> Answers:
@@ -109,7 +109,7 @@ def reward_rules(config: RunConfig) -> list[str]:
 
 
 def first_update_line(config: RunConfig) -> list[str]:
-    """For a dry run: the step in which a group of samples ends first, with made-up answers of one segment each; [] for step 1.
+    """First step of a dry run that has samples to train on, with made-up answers of one segment each; [] for step 1.
 
     Teams that call tools are not asked: a tool may be a paid service. With overlap a step waits for groups that have ended.
     """
@@ -212,7 +212,7 @@ def _line(sample: Sample, advantage: float | None) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _MadeUp:
-    """What an agent says that was given no answers: the example of its prompts.
+    """Made-up answers of an agent: the examples of its prompts.
 
     Raises:
         ValueError: the prompts are a file without an example.
@@ -270,7 +270,7 @@ def _script(
 
 
 def _after_stops(text: str, stops: Sequence[str], number: int) -> str:
-    """What is left of it when it has been stopped so often."""
+    """Text after its `number`-th stop."""
     for _ in range(number):
         ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
         text = text[min(ends) :] if ends else text

@@ -47,7 +47,7 @@ def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
 
 
 def _arguments(given: str, name: str) -> str:
-    """What is a JSON object stays one; any other text is the argument of this name."""
+    """A JSON object as it is; any other text as the argument of this name."""
     try:
         is_object = isinstance(json.loads(given), dict)
     except (ValueError, RecursionError):
