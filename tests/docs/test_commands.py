@@ -312,15 +312,6 @@ def test_a_benchmark_takes_its_words() -> None:
     assert done.stdout.splitlines() == [*["taken"] * len(commands), f"refused {wrong}"], done.stdout + done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", sorted({each.split()[1] for each in run_by("test_a_benchmark_takes_its_words")}))
-def test_a_benchmark_starts_by_itself(script: str) -> None:
-    """As from a shell: with no path of these tests, and no modules mapped by anybody but itself."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stdout + done.stderr
-
-
 def test_make_runs_commands_that_are_tested() -> None:
     for command in run_by("test_make_runs_commands_that_are_tested"):
         installed = ["--dry-run", "--no-print-directory", "TRITON=x", "--assume-old", "build/triton-x", "--assume-old"]
