@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -7,9 +8,10 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from marsrl.kernels import PolicyObjective
 from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions
 from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config import LossConfig, RunConfig
 from marsrl.trainer.config.read import ConfigError, read_config
 
 
@@ -154,6 +156,12 @@ def bounds(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool
 def test_every_count_and_size_has_a_largest_value(model: type[BaseModel]) -> None:
     found = dict(bounds(model))
     assert len(found) > 1 and [name for name, is_bound in found.items() if not is_bound] == []
+
+
+def test_the_loss_has_every_key_of_the_objective() -> None:
+    """build.py hands them over by name."""
+    names = {field.name for field in dataclasses.fields(PolicyObjective)}
+    assert names - LossConfig.model_fields.keys() == {"mpt_probability"}  # of the section mpt
 
 
 @pytest.mark.parametrize(
