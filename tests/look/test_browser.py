@@ -220,7 +220,9 @@ def test_an_agent_and_an_activity_have_their_colour_of_the_report_and_zeros_are_
     assert not watched.complaints
 
 
-def test_axes_have_round_whole_labels_and_none_reaches_100_for_zeros(watched: Watched, viewer: str) -> None:
+def test_axes_have_round_whole_labels_and_the_theme_is_the_systems_until_one_is_chosen(
+    watched: Watched, viewer: str
+) -> None:
     watched.open(f"{viewer.partition('?')[0]}?run=1&page=curves")
 
     def called(module: str, call: str) -> object:
@@ -231,14 +233,9 @@ def test_axes_have_round_whole_labels_and_none_reaches_100_for_zeros(watched: Wa
     texts = called("lib", f"{values}.map((value) => tickText(value))")
     assert texts == ["0", "0.00025", "0.1225", "20,000", "1e-5", "2.5e+7"]
     assert called("curves", "rangeOf(null, 0, 0)") == [0, 1] and called("curves", "rangeOf(null, 5, 5)") == [4.5, 5.5]
-
-
-def test_the_theme_is_the_systems_until_one_is_chosen(watched: Watched) -> None:
-    color = "getComputedStyle(document.body).backgroundColor"
-    watched.page.emulate_media(color_scheme="light")
-    light = watched.page.evaluate(color)
-    watched.page.emulate_media(color_scheme="dark")
-    dark = watched.page.evaluate(color)
-    assert light != dark
-    watched.page.keyboard.press("t")
-    assert watched.page.evaluate(color) == light
+    color, backgrounds = "getComputedStyle(document.body).backgroundColor", []
+    for theme in ("light", "dark"):
+        watched.page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
+        backgrounds.append(watched.page.evaluate(color))
+    watched.page.keyboard.press("t")  # light, whatever the system's is
+    assert backgrounds[0] != backgrounds[1] and watched.page.evaluate(color) == backgrounds[0]

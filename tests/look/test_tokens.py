@@ -1,4 +1,4 @@
-"""What the viewer says of tokens while a run writes them, and of what a killed one left."""
+"""Tokens in the viewer while a run writes them, and after a kill."""
 
 from __future__ import annotations
 

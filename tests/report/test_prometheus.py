@@ -1,4 +1,4 @@
-"""What Prometheus is told of a run, and that the alerts ask for nothing else."""
+"""Metrics for Prometheus; the alerts ask for no others."""
 
 from __future__ import annotations
 

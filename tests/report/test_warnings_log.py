@@ -1,4 +1,4 @@
-"""What a run warned of, as it is written and read."""
+"""Warnings of a run, written and read."""
 
 from __future__ import annotations
 

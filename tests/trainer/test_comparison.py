@@ -1,4 +1,4 @@
-"""What a weight sync's comparison lets pass and what it names, on made-up log-probs; and the roundings that it needs."""
+"""A weight sync's comparison on made-up log-probs, and the roundings that it needs."""
 
 from __future__ import annotations
 

@@ -1,27 +1,26 @@
-"""The viewer's API: /api/<method of Answers> on the server, and the content of an exported page.
+"""The viewer's API: what the pages ask, as /api/<question> of the server and as the content of an exported page.
 
-Every text in an answer went through `visible`: nothing in it can hide or turn the direction of what stands around it. A text
-that is to be found again (an agent's name, a problem) is sent twice where that changed it.
+Every text in an answer has gone through `visible`: nothing in it can hide or turn the direction of what stands around it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import validate_call
 
-from marsrl.trainer.look import measured
 from marsrl.trainer.look.catalog import FLAGS, Catalog, Filter, Row
-from marsrl.trainer.look.comparison import names_of, side_by_side
+from marsrl.trainer.look.comparison import names_of, read_compared, side_by_side
 from marsrl.trainer.look.diff import differences
+from marsrl.trainer.look.measured import charts, curves, life, spans, speed, warnings
 from marsrl.trainer.look.overview import overview
 from marsrl.trainer.look.tokens import tokens_of_sample
-from marsrl.trainer.look.visible import shown, visible
+from marsrl.trainer.look.visible import Key, shown
 from marsrl.trainer.report.samples_log import read_lines, sample_files
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held
@@ -31,121 +30,89 @@ LISTS = ("flag", "name")
 
 
 class Answers:
-    """Answers about some runs, named by their place. Values are JSON. Wrong questions raise ValueError."""
+    """Answers about some runs, named by their place. Values are JSON. Wrong questions raise ValueError.
+
+    questions: by the name that the pages use; arguments may be strings of a URL.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.catalogs = [Catalog(path) for path in paths]
         self.names = names_of(paths)
+        of_a_run = (overview, samples, sample, tokens, charts, curves, spans, life, speed, warnings)
+        self.questions: dict[str, Callable[..., Any]] = {
+            "runs": self._checked(self.runs),
+            "compare": self._checked(self.compare),
+            **{function.__name__: partial(self._of, self._checked(function)) for function in of_a_run},
+        }
 
-    @property
-    def questions(self) -> dict[str, Callable[..., Any]]:
-        """By the name that the pages use; arguments may be strings of a URL."""
-        names = "runs overview samples sample tokens charts curves spans life speed warnings compare"
-        return {name: validate_call(getattr(self, name)) for name in names.split()}
+    @staticmethod
+    def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+        checked = validate_call(function, config={"arbitrary_types_allowed": True})
+        return lambda *given, **asked: shown(checked(*given, **asked))
 
-    def of(self, run: int) -> Catalog:
-        if not 0 <= run < len(self.catalogs):
+    def _of(self, function: Callable[..., Any], /, run: int | str = "not given", **asked: Any) -> Any:
+        if str(run) not in map(str, range(len(self.catalogs))):
             raise ValueError(f"run is {run}; there are {len(self.catalogs)}, from 0")
-        return self.catalogs[run]
+        return function(self.catalogs[int(run)], **asked)
 
-    def runs(self) -> Any:
+    def runs(self) -> list[dict[str, Any]]:
+        """Brings the catalogs up to date first."""
         for catalog in self.catalogs:
             catalog.refresh()
         return [
             {
-                "name": visible(name),
+                "name": name,
                 "is_going_on": _is_going_on(catalog.run),
                 "is_over": catalog.run.summary.exists(),
                 "num_files": len(sample_files(catalog.run)),
                 "flags": list(FLAGS),
-                "agents": _named(catalog.agents),
+                "agents": [{"key": Key(agent), "shown": agent} for agent in catalog.agents],
                 **catalog.counts,
             }
             for name, catalog in zip(self.names, self.catalogs, strict=True)
         ]
 
-    def overview(self, run: int) -> Any:
-        return shown(overview(self.of(run)))
-
-    def samples(
-        self,
-        run: int,
-        agent: str | None = None,
-        first: int | None = None,
-        last: int | None = None,
-        low: float | None = None,
-        high: float | None = None,
-        flag: Sequence[str] = (),
-        problem: str | None = None,
-        words: str = "",
-        before: str | None = None,
-        through: str | None = None,
-    ) -> Any:
-        """The newest samples that pass, a page; below `before`, or from `through` on (each step.line)."""
-        if not all(bound is None or math.isfinite(bound) for bound in (low, high)):
-            raise ValueError(f"low is {low} and high is {high}; expected finite numbers")
-        top = _place(before) if before else None
-        if through and not before:
-            step, line = _place(through)
-            top = (step, line + 1) if self.of(run).at(step, line) else None
-        page = self.of(run).find(Filter(agent, first, last, low, high, tuple(flag), problem, words), top)
-        following = None if page.next is None else f"{page.next[0]}.{page.next[1]}"
-        return {"rows": [_row(row) for row in page.rows], "num": page.num, "next": following}
-
-    def sample(self, run: int, step: int, line: int) -> Any:
-        """A sample with its texts, the tree that it stands in, and how it differs from what it repairs."""
-        catalog = self.of(run)
-        found = _found(catalog, step, line)
-        family = catalog.tree(found.rollout)
-        files = sample_files(catalog.run)
-        if step not in files:
-            raise ValueError(f"the samples file of step {step} is gone")
-        record = read_lines(files[step], [line])[line]
-        repaired = _repaired(found, family, catalog.judges)
-        diff = None
-        if repaired is not None and repaired.step in files:
-            before = read_lines(files[repaired.step], [repaired.line])[repaired.line]
-            diff = {"of": _row(repaired), "parts": differences(before.text, record.text)}
-        fields = dataclasses.asdict(record)
-        return {
-            "row": _row(found),
-            "record": shown(fields | {"finish": record.finish.value}),
-            "tree": [_row(each) for each in family],
-            "diff": shown(diff),
-        }
-
-    def tokens(self, run: int, step: int, line: int) -> Any:
-        catalog = self.of(run)
-        return tokens_of_sample(catalog.run, step, _found(catalog, step, line).uid)
-
-    def charts(self, run: int) -> Any:
-        return measured.charts(self.of(run))
-
-    def curves(self, run: int, name: Sequence[str] = ()) -> Any:
-        return [measured.thinned(self.of(run).curve(each)) for each in name]
-
-    def spans(self, run: int, low: float | None = None, high: float | None = None) -> Any:
-        return shown(measured.spans(self.of(run), low, high))
-
-    def life(self, run: int, rollout: str) -> Any:
-        return shown(measured.life(self.of(run), rollout))
-
-    def speed(self, run: int) -> Any:
-        return shown(measured.speed(self.of(run)))
-
-    def warnings(self, run: int) -> Any:
-        return shown(measured.warnings(self.of(run)))
-
-    def compare(self) -> Any:
+    def compare(self) -> dict[str, Any]:
         """All runs side by side, as `marsrl compare` does; why_not: one was not evaluated, or cannot be read."""
         try:
-            return shown(side_by_side([catalog.run.path for catalog in self.catalogs], self.names))
+            return side_by_side([read_compared(catalog.run.path) for catalog in self.catalogs], self.names)
         except ValueError as error:
-            return {"why_not": visible(str(error))}
+            return {"why_not": str(error)}
+
+
+def samples(catalog: Catalog, before: str = "", through: str = "", **wanted: Any) -> dict[str, Any]:
+    """The newest samples that pass a filter, a page; below `before`, or from `through` on (each step.line)."""
+    top = _place(before) if before else None
+    if through and not before:
+        step, line = _place(through)
+        top = (step, line + 1) if catalog.at(step, line) else None
+    page = catalog.find(Filter(**wanted), top)
+    following = None if page.next is None else f"{page.next[0]}.{page.next[1]}"
+    return {"rows": [_row(row) for row in page.rows], "num": page.num, "next": following}
+
+
+def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
+    """A sample with its texts, the tree that it stands in, and how it differs from what it repairs."""
+    found = _found(catalog, step, line)
+    family = catalog.tree(found.rollout)
+    files = sample_files(catalog.run)
+    if step not in files:
+        raise ValueError(f"the samples file of step {step} is gone")
+    record = read_lines(files[step], [line])[line]
+    repaired, diff = _repaired(found, family, catalog.judges), None
+    if repaired is not None and repaired.step in files:
+        before = read_lines(files[repaired.step], [repaired.line])[repaired.line]
+        diff = {"of": _row(repaired), "parts": differences(before.text, record.text)}
+    fields = dataclasses.asdict(record) | {"finish": record.finish.value}
+    return {"row": _row(found), "record": fields, "tree": [_row(each) for each in family], "diff": diff}
+
+
+def tokens(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
+    return tokens_of_sample(catalog.run, step, _found(catalog, step, line).uid)
 
 
 def _is_going_on(run: RunDirectory) -> bool:
-    """Is another process at it? A run that writes its own report is over."""
+    """True while another process writes the run; a run that writes its own report is over."""
     held = why_held(run)
     return bool(held) and f" process {os.getpid()} on " not in held
 
@@ -158,13 +125,7 @@ def _place(text: str) -> tuple[int, int]:
 
 
 def _row(row: Row) -> dict[str, Any]:
-    """problem_key, rollout_key: as they are, to ask for."""
-    return shown(dataclasses.asdict(row)) | {"problem_key": row.problem, "rollout_key": row.rollout}
-
-
-def _named(names: Iterable[str]) -> list[dict[str, str]]:
-    """Each name as the key to ask for it by, and as it is shown."""
-    return [{"key": name, "shown": visible(name)} for name in names]
+    return dataclasses.asdict(row) | {"problem_key": Key(row.problem), "rollout_key": Key(row.rollout)}
 
 
 def _found(catalog: Catalog, step: int, line: int) -> Row:

@@ -22,7 +22,7 @@ def overview(catalog: Catalog) -> dict[str, Any]:
         "facts": [],
         "config": run.config.read_text("utf-8", "replace") if run.config.exists() else None,
         "last_step": catalog.counts["last_metrics"],
-        "num_non_finite": sum(value is None for row in catalog.metrics for value in row.values.values()),
+        "num_non_finite": sum(value is None for curve in catalog.curves.values() for _, value in curve),
     }
     try:
         summary = load_summary(run.summary)

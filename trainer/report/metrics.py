@@ -6,11 +6,11 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from marsrl.trainer.runs.directory import RunDirectory, names_file, write_atomically
 
@@ -28,7 +28,7 @@ class MetricsRow:
     values: Mapping[str, float | None]
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Writes the metrics of every step. Rank 0 only.
 
         with MetricsLog(run, resume_step=checkpoint.step) as metrics:
@@ -93,12 +93,7 @@ class MetricsLog:
         if self._wandb is not None:
             self._wandb.finish()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -111,11 +106,11 @@ def read_metrics(path: Path) -> list[MetricsRow]:
     return [row for row, _ in parse_metrics(path.read_bytes(), path)]
 
 
-def parse_metrics(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
+def parse_metrics(content: bytes, path: Path) -> Iterator[tuple[MetricsRow, bytes]]:
     """Every whole line of what was read of a file, and what it says; path: for the error of `read_metrics`."""
-    lines = content.split(b"\n")
-    rows = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn, or empty
+    for number, line in enumerate(
+        content.split(b"\n")[:-1], start=1
+    ):  # what follows the last newline is torn, or empty
         try:
             values = json.loads(line)
             step = values.pop("step")
@@ -125,8 +120,7 @@ def parse_metrics(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
             raise ValueError(
                 f"{path}, line {number}: {line[:80]!r} is no line of metrics ({error}); remove it or restore the file"
             ) from error
-        rows.append((MetricsRow(step, values), line))
-    return rows
+        yield MetricsRow(step, values), line
 
 
 def _truncate(path: Path, last_step: int) -> int | None:

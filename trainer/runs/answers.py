@@ -25,7 +25,7 @@ def key_of(**parts: Any) -> str:
 
 
 class Answers(Generic[Answer]):
-    """By key, in one file.
+    """Answers by key, in one file.
 
     read: what is held of an answer as it stands in the file; None where it is none.
     """
