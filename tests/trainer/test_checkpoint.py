@@ -283,16 +283,6 @@ def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run
         load(run, "previous")
 
 
-def test_no_more_than_eight_damaged_files_are_named(run: RunDirectory) -> None:
-    save(writer(run), 1)
-    for number in range(9):
-        (run.checkpoint(1) / f"stranger{number}").touch()
-        with pytest.raises(RuntimeError) as caught:
-            load(run)
-        assert str(caught.value).count("is not in manifest.json") == min(8, number + 1)
-        assert (" ...; no earlier" in str(caught.value)) == (number == 8)
-
-
 def test_another_rank_writes_its_part_of_the_policies_and_nothing_else(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

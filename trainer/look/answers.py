@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import validate_call
+from pydantic import ConfigDict, validate_call
 
 from marsrl.trainer.look.catalog import FLAGS, Catalog, Filter, Row
 from marsrl.trainer.look.comparison import names_of, read_compared, side_by_side
@@ -40,15 +40,10 @@ class Answers:
         self.names = names_of(paths)
         of_a_run = (overview, samples, sample, tokens, charts, curves, spans, life, speed, warnings)
         self.questions: dict[str, Callable[..., Any]] = {
-            "runs": self._checked(self.runs),
-            "compare": self._checked(self.compare),
-            **{function.__name__: partial(self._of, self._checked(function)) for function in of_a_run},
+            "runs": _question(self.runs),
+            "compare": _question(self.compare),
+            **{function.__name__: partial(self._of, _question(function)) for function in of_a_run},
         }
-
-    @staticmethod
-    def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-        checked = validate_call(function, config={"arbitrary_types_allowed": True})
-        return lambda *given, **asked: shown(checked(*given, **asked))
 
     def _of(self, function: Callable[..., Any], /, run: int | str = "not given", **asked: Any) -> Any:
         if str(run) not in map(str, range(len(self.catalogs))):
@@ -78,6 +73,12 @@ class Answers:
             return side_by_side([read_compared(catalog.run.path) for catalog in self.catalogs], self.names)
         except ValueError as error:
             return {"why_not": str(error)}
+
+
+def _question(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with its arguments checked and all text of its result made visible."""
+    checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
+    return lambda *given, **asked: shown(checked(*given, **asked))
 
 
 def samples(catalog: Catalog, before: str = "", through: str = "", **wanted: Any) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def _found(catalog: Catalog, step: int, line: int) -> Row:
 
 
 def _repaired(sample: Row, family: Sequence[Row], judges: set[str]) -> Row | None:
-    """The nearest sample above it that is no verdict; None of a verdict, and of what answers the problem itself."""
+    """Nearest ancestor that is not a verdict; None for a verdict, and for an answer to the problem itself."""
     if sample.agent in judges:
         return None
     by_uid, seen = {each.uid: each for each in family}, {sample.uid}

@@ -92,8 +92,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """num: samples that pass, of which at most PAGE are here; None: not counted. next: the page behind begins below this
-    (step, line); None: this is the last."""
+    """At most PAGE samples. num: how many pass; None: not counted. next: the next page begins below this (step, line); None:
+    this is the last."""
 
     rows: list[Row]
     num: int | None
@@ -224,7 +224,7 @@ class Catalog:
         )
 
     def tree(self, rollout: str) -> list[Row]:
-        """Every sample of a rollout instance, oldest first; who stands below whom, their uids and parents say."""
+        """Samples of a rollout instance, oldest first; uids and parents give the tree."""
         return self._rows("rollout = ?", [rollout], f"ORDER BY step, line LIMIT {_LARGEST_TREE}")
 
     def at(self, step: int, line: int) -> Row | None:
@@ -233,7 +233,7 @@ class Catalog:
         return found[0] if found else None
 
     def deepest(self, *, last: bool, num: int) -> list[str]:
-        """The rollout instances most agents took part in, of those that start in the first step or end in the last one."""
+        """Rollout instances with the most agents, of those with a sample in the first step or the last."""
         steps = sorted(self._files.keys() - self._damages.keys())
         if not steps:
             return []

@@ -16,7 +16,7 @@ _MOST_LISTED = 40
 
 
 def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
-    """kept: the sample's columns, None where none were kept; near: of the nearest step that has some, whose they are.
+    """kept: the sample's columns, or None; near: the nearest step that has a token log, and samples in it.
 
     Raises:
         ValueError: the file of the step is damaged; says which.

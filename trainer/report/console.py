@@ -24,7 +24,7 @@ PLAIN_INTERVAL_S = 15.0  # between lines of a bar that goes to a file: a 10-minu
 class Bar:
     """Progress of one thing: a count with its rate, the time left and a note (a loss). show: draws it when it has changed.
 
-    Of a thing that turns out to have nothing to do (nobody counts) nothing is shown.
+    A bar that is never advanced shows nothing.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class RunConsole:
         self._console.print(table)
 
     def teams(self, evaluated: Sequence[tuple[str, Evaluation, float]]) -> None:
-        """A table of (name, evaluation, its seconds): how good each team is, and what an episode of it takes, by agent."""
+        """A table of teams: accuracy, and the cost of an episode by agent. evaluated: (name, evaluation, seconds)."""
         table = table_of(f"{MEANING}; seconds: of the whole evaluation", "", "correct", *COLUMNS, "seconds")
         for name, evaluation, seconds in evaluated:
             whole, parts = episode_costs(evaluation)
@@ -166,7 +166,7 @@ def table_of(title: str, *headings: str) -> Table:
 
 
 def _rows_at(evaluation: Evaluation) -> list[tuple[str, Estimate]]:
-    """Each set's system and first agent alone; of several draws, what the most of them are worth."""
+    """Rows of each set: its system, the first agent alone, and pass@k and its kin at the largest k."""
     rows = []
     for prefix, each in {"": evaluation, **{f"{name} ": each for name, each in evaluation.sets.items()}}.items():
         rows += [(f"{prefix}alone", each.alone)] if each.alone is not None else []

@@ -114,8 +114,8 @@ def usage(
     agents: Mapping[str, AgentConfig],
     policies: Mapping[str, PolicyConfig],
 ) -> dict[str, Usage]:
-    """Usage of each agent; used: {agent: (input tokens, decoded tokens, seconds of an engine) of each of its calls}, whose
-    prompts are all new to the engine, and what they waited for too."""
+    """Usage of each agent. used: {agent: (input tokens, output tokens, engine seconds) of each call}; no prompt counts as
+    cached."""
     found = {}
     for agent, settings in agents.items():
         if own := used.get(agent):
@@ -142,7 +142,7 @@ def latency(seconds: Sequence[float]) -> Latency | None:
 
 
 class EpisodeClock:
-    """Seconds from an episode's first ask to its end. Heard by a rollout, in whichever thread it runs.
+    """Seconds from an episode's first request to its end. A rollout calls it, from any thread.
 
     An episode that began before this process did (a run that goes on) is not counted.
     """
@@ -168,8 +168,8 @@ class EpisodeClock:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCost:
-    """A row: what takes it (an agent with its policy, the judge, a tool), how often it is right, None where it does not answer,
-    and text for each of COLUMNS."""
+    """A row of the table: an agent with its policy, the judge or a tool; its accuracy, None if it does not answer; text for
+    each of COLUMNS."""
 
     name: str
     correct: Estimate | None

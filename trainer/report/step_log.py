@@ -26,7 +26,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 
 
 class StepLog:
-    """Notes of the step that is being made. Rank 0 alone has one.
+    """Record of the current step, on rank 0 alone.
 
     port: may be set; is shown every row. episode_clock: is to hear of the scheduler's episodes. kept: uids of the samples whose
     tokens are written. tokens: what the step's updates said of them.

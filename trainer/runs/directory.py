@@ -232,16 +232,12 @@ class RunDirectory:
         again. What a write of that process has left half done goes too.
         """
         for folder in (self.samples, self.tokens, self.evaluations):
-            for path in folder.glob("step_*"):
-                number = path.name.removeprefix("step_").partition(".")[0]
-                if not (number.isdecimal() and int(number) > step):
-                    continue
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
             for path in folder.glob(".step_*.tmp"):
                 path.unlink()
+            for path in folder.glob("step_*"):
+                number = _STEP.fullmatch(path.name.partition(".")[0])
+                if number and int(number[1]) > step:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint taken after `step`."""
