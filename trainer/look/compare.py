@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from marsrl.trainer.look.comparison import Compared, names_of, read_compared, side_by_side
+from marsrl.trainer.look.comparison import Compared, names_of, numbers_of, read_compared, side_by_side
 from marsrl.trainer.look.export import write_page
 from marsrl.trainer.look.visible import shown
 from marsrl.trainer.report.console import table_of
@@ -50,7 +50,7 @@ def _show(console: Console, runs: Sequence[Compared], told: Mapping[str, Any]) -
         line = _sparkline([each.system.mean for _, each in run.evaluations])
         for i, (place, each) in enumerate(run.evaluations):
             numbers = (f"{place.step}", f"{place.tokens:,.0f}", f"{place.hours:.2f}")
-            values = (_estimate(dict(found or {})) for found in (each.alone, each.system))
+            values = (_estimate(numbers_of(found)) for found in (each.alone, each.system))
             course.add_row(*map(Text, ("" if i else name, *numbers, *values, "" if i else line)))
     console.print(course)
     takes = table_of(f"the last evaluations; {told['meaning']}", "", *told["columns"])
@@ -72,7 +72,7 @@ def _cell(cell: Mapping[str, Any]) -> str:
 
 
 def _estimate(value: Mapping[str, Any] | None) -> str:
-    if not value or value["mean"] is None:
+    if value is None:
         return "-"
     return f"{value['mean']:.3f} ({value['low']:.3f}-{value['high']:.3f})"
 

@@ -144,15 +144,19 @@ def _cells(name: str, runs: Sequence[Compared], rows: Sequence[Mapping[str, Esti
     first = rows[0].get(name)
     for i, run in enumerate(runs):
         value, gap = rows[i].get(name), difference(runs[0], run, name) if i else None
-        is_known = value is not None and value.mean is not None
         yield {
-            "value": value.model_dump(include={"mean", "low", "high", "n"}) if value is not None and is_known else None,
+            "value": numbers_of(value),
             "is_of_other_inputs": of_other_inputs(first, value),
             "gap": None if gap is None else str(gap),
             "num_problems": 0 if gap is None else gap.num_problems,
             "is_clear": gap is not None and gap.is_clear,
             "is_better": gap is not None and gap.mean > 0,
         }
+
+
+def numbers_of(value: Estimate | None) -> dict[str, float] | None:
+    """mean, low, high, n; None where nothing was measured."""
+    return None if value is None or not value.n else value.model_dump(include={"mean", "low", "high", "n"})
 
 
 def _costs(evaluation: Evaluation) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from marsrl.trainer.look.catalog import Catalog
+from marsrl.trainer.look.comparison import numbers_of
 from marsrl.trainer.look.palette import engine_name
 from marsrl.trainer.report.summary import AgentEstimate, Estimate, Summary, compared, load_summary, of_other_inputs
 
@@ -47,11 +48,10 @@ def overview(catalog: Catalog) -> dict[str, Any]:
 
 
 def _row(name: str, before: Estimate | None, after: Estimate | None, *, is_bar: bool) -> dict[str, Any]:
-    fields = {"mean", "low", "high", "n"}
     return {
         "name": name,
-        "before": before.model_dump(include=fields) if before is not None and before.n else None,
-        "after": after.model_dump(include=fields) if after is not None and after.n else None,
+        "before": numbers_of(before),
+        "after": numbers_of(after),
         "is_of_other_inputs": of_other_inputs(before, after),
         "is_bar": is_bar,
     }
