@@ -140,8 +140,6 @@ def nobody() -> Iterator[Path]:
 def test_the_latest_checkpoint_is_the_one_declared_whole(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     assert run.latest_checkpoint() is None
-    with pytest.raises(RuntimeError, match="not there"):
-        run.mark_latest(4)
     for step in (4, 8):
         run.checkpoint(step).mkdir(parents=True)
     run.mark_latest(4)  # step_8 is half written

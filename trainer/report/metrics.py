@@ -65,21 +65,16 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """Write one step. Steps must increase: a line a step is what resume and every reader rely on."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"metrics of step {step} come after step {self._last_step}; each step is logged once")
-        if "step" in metrics:
-            raise ValueError("a metric is called 'step', which is the name of the line's own step; rename it")
-        values = {name: float(value) for name, value in metrics.items()}
-        bad = [name for name, value in values.items() if not math.isfinite(value)]
-        row: dict[str, float | None] = {"step": step}
-        row.update({name: value if math.isfinite(value) else None for name, value in values.items()})
-        if bad:
-            row[NON_FINITE] = len(bad)
-            logger.warning("step %d: %d metrics are not finite: %s", step, len(bad), ", ".join(sorted(bad)[:8]))
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        row: dict[str, float | None] = {"step": step, **dict.fromkeys(metrics), **finite}
+        if bad := sorted(metrics.keys() - finite.keys()):
+            row[NON_FINITE] = finite[NON_FINITE] = len(bad)
+            logger.warning("step %d: %d metrics are not finite: %s", step, len(bad), ", ".join(bad[:8]))
         with names_file(Path(self._file.name)):
             self._file.write(json.dumps(row, allow_nan=False).encode("ascii") + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
         self._last_step = step
-        finite = {name: value for name, value in row.items() if name != "step" and value is not None}
         if self._tensorboard is not None:
             for name, value in finite.items():
                 self._tensorboard.add_scalar(name, value, step)

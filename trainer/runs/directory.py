@@ -193,8 +193,13 @@ class RunDirectory:
         """
         if name is None and resume != "off":
             raise ValueError(f"run.resume={resume} goes on with the run called run.name, and run.name is not set")
+        if name is not None and not _NAME.fullmatch(name):
+            raise ValueError(
+                f"run.name={name[:80]!r} is not a plain folder name (letters, digits and ._+=,@- after the first); "
+                "put the folder it goes into in run.dir"
+            )
         root = Path(directory)
-        path = root if name is None else root / _checked(name)
+        path = root if name is None else root / name
         with _told_where(root):
             there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
             if not there.is_dir() and there != path:
@@ -279,10 +284,7 @@ class RunDirectory:
 
     def mark_latest(self, step: int) -> None:
         """Declare checkpoints/step_N whole. Call it when every rank has written its part, never earlier."""
-        path = self.checkpoint(step)
-        if not path.is_dir():
-            raise RuntimeError(f"{path} is not there, so it cannot become the latest checkpoint; save it first")
-        write_atomically(self.checkpoints / "latest", f"{path.name}\n".encode("ascii"))
+        write_atomically(self.checkpoints / "latest", f"step_{step}\n".encode("ascii"))
 
     def steps_on_disk(self) -> list[int]:
         """The steps of which there is a checkpoint folder, whole or not, in order."""
@@ -322,16 +324,6 @@ def refuse_file_of_a_run(path: Path) -> None:
 
 def _named(steps: list[int]) -> str:
     return ", ".join(f"step_{step}" for step in steps) or "no checkpoint at all"
-
-
-def _checked(name: str) -> str:
-    """run.name, if it can name a folder."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"run.name={name[:80]!r} is not a plain folder name (letters, digits and ._+=,@- after the first); "
-            "put the folder it goes into in run.dir"
-        )
-    return name
 
 
 @contextmanager
