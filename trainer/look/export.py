@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from marsrl.trainer.look.answers import Answers
+from marsrl.trainer.look.api import Api
 from marsrl.trainer.look.visible import shorten
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 
@@ -30,18 +30,18 @@ _MOST_CHARS = 6000  # of a text: 2 x 3 problems x 72 samples then stay near 3 MB
 def write_report(directory: str | Path) -> Path:
     """Write report.html of a run, finished or not, and return its path."""
     run = RunDirectory(Path(directory))
-    answers, kept = Answers([run.path]), dict[str, Any]()
-    catalog = answers.catalogs[0]
+    api, kept = Api([run.path]), dict[str, Any]()
+    catalog = api.catalogs[0]
     catalog.refresh(budget_s=None)
 
     def keep(question: str, **asked: Any) -> Any:
-        kept[_key(question, asked)] = found = answers.questions[question](**asked)
+        kept[_key(question, asked)] = found = api.questions[question](**asked)
         return found
 
     keep("runs")
     for question in ("overview", "spans", "speed", "warnings"):
         keep(question, run=0)
-    kept[_key("charts", {"run": 0})] = charts = [each for each in answers.questions["charts"](run=0) if each["is_main"]]
+    kept[_key("charts", {"run": 0})] = charts = [each for each in api.questions["charts"](run=0) if each["is_main"]]
     for chart in charts:
         keep("curves", run=0, name=_curves_of(chart))
     rows = []

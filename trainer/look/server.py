@@ -1,7 +1,7 @@
 """The viewer's server: pages and numbers of some runs, for the person who started it and nobody else.
 
     GET /?token=...           sets a cookie and goes to the page that was asked for, without the token
-    GET /api/...              JSON; see `answers.py`
+    GET /api/...              JSON; see `api.py`
     GET /app.js, ...          the pages, as they lie in pages/
 
 It listens on the loopback address alone. Other users of this machine can reach that too, and so can any page in the user's
@@ -27,7 +27,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from marsrl.rollout.http_server import listen, serve
-from marsrl.trainer.look.answers import LISTS, Answers
+from marsrl.trainer.look.api import LISTS, Api
 
 PAGES = Path(__file__).parent / "pages"
 HEADERS = {
@@ -55,7 +55,7 @@ def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> F
     app = FastAPI(
         title="marsrl view", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=PlainJson
     )
-    questions = Answers(runs).questions
+    questions = Api(runs).questions
 
     def is_right(given: str | None) -> bool:
         return given is not None and secrets.compare_digest(given.encode("utf-8", "replace"), token.encode())

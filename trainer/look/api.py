@@ -29,7 +29,7 @@ LISTS = ("flag", "name")
 """Parameters that a question can have several times."""
 
 
-class Answers:
+class Api:
     """Answers about some runs, named by their place. Values are JSON. Wrong questions raise ValueError.
 
     questions: by the name that the pages use; arguments may be strings of a URL.
