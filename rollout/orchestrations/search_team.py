@@ -9,7 +9,7 @@ from pydantic import Field
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.prompts import NOTHING_SEARCHED, searched
 from marsrl.rollout.agents.roles import AgentSpec, Role
-from marsrl.rollout.config import MOST, Settings
+from marsrl.rollout.config import Count, Settings
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall
 
@@ -27,7 +27,7 @@ class SearchTeam(Orchestration):
     """
 
     class Options(Settings):
-        max_turns: int = Field(4, gt=0, le=MOST, description="calls of the Verifier; in the last one nobody searches")
+        max_turns: Count = Field(4, description="calls of the Verifier; in the last one nobody searches")
 
     name = "search_team"
     agents = (

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
-from marsrl.rollout.config import MOST, Settings
+from marsrl.rollout.config import Count, Settings
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import Ask, Message, Sample
 
@@ -23,7 +23,7 @@ class SolverVerifier(Orchestration):
     """
 
     class Options(Settings):
-        max_loops: int = Field(2, gt=0, le=MOST, description="solutions; the last one is not verified")
+        max_loops: Count = Field(2, description="solutions; the last one is not verified")
 
     name = "solver_verifier"
     agents = (AgentSpec("solver", also=(Role.CORRECTOR,)), AgentSpec("verifier", Role.VERIFIER))

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from marsrl.rollout.config import problems_of
 from marsrl.rollout.own_classes import is_own
-from marsrl.rollout.rewards.workers import MATH_JUDGE, RewardPool
+from marsrl.rollout.rewards.judge import MATH_JUDGE, RewardPool
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask
 from marsrl.rollout.tasks.config import ArithmeticOptions, JudgeOptions, MathOptions, QaOptions
 from marsrl.rollout.tasks.data import draw_held_out

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from marsrl.rollout.rewards.workers import RewardPool
+from marsrl.rollout.rewards.judge import RewardPool
 from marsrl.rollout.tasks.data import read_problems
 from marsrl.rollout.types import Problem, Reward
 
@@ -167,7 +167,7 @@ def test_an_answer_that_hangs_holds_up_no_other_and_close_leaves_no_process(odd_
 
 def test_a_judge_ends_with_its_parent_even_while_it_hangs(odd_judge: str) -> None:
     lines = (
-        "from marsrl.rollout.rewards.workers import RewardPool",
+        "from marsrl.rollout.rewards.judge import RewardPool",
         "from marsrl.rollout.types import Problem",
         f"pool = RewardPool(workers=1, timeout_s=600.0, judge={odd_judge!r})",
         "print(pool.submit(Problem('p', 'q', '1', 'math'), '1').result(), flush=True)",
