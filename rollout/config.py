@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -28,6 +28,8 @@ Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
+OptionValues = Mapping[str, int | float | str | bool | None]
+"""Options of a task or a team, before they are checked."""
 
 
 class Settings(BaseModel):
@@ -287,7 +289,8 @@ class RolloutConfig(Settings):
     )
     max_group_age: CountOr0 = Field(4, description="versions after which drop_stragglers closes a group")
     max_unfinished: int = Field(
-        4096, gt=0, le=MOST_TOKENS, description="no new problems while more samples than this are carried over")
+        4096, gt=0, le=MOST_TOKENS, description="no new problems while more samples than this are carried over"
+    )
     deadline_s: Seconds = Field(
         1800.0, description="an engine that has a stage (with overlap: a request) for longer counts as lost"
     )

@@ -10,18 +10,17 @@ class Additions(OwnTask):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from pydantic import ValidationError
 
 from marsrl.rollout.agents.prompts import set_names
-from marsrl.rollout.config import problems_of
+from marsrl.rollout.config import OptionValues, problems_of
 from marsrl.rollout.own_classes import own_class
 from marsrl.rollout.tasks.config import JudgeOptions
 from marsrl.rollout.types import Problem
 
-OptionValues = Mapping[str, int | float | str | bool | None]
 Listed = Sequence[Problem | tuple[str, str | None]]
 
 

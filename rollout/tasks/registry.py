@@ -7,14 +7,14 @@ from concurrent.futures import Future
 
 from pydantic import ValidationError
 
-from marsrl.rollout.config import problems_of
+from marsrl.rollout.config import OptionValues, problems_of
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.rewards.judge import MATH_JUDGE, RewardPool
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask
 from marsrl.rollout.tasks.config import ArithmeticOptions, JudgeOptions, MathOptions, QaOptions
 from marsrl.rollout.tasks.data import draw_held_out
-from marsrl.rollout.tasks.facts_tokenizer import CALLS_TOKENIZER, FACTS_TOKENIZER
-from marsrl.rollout.tasks.own_task import OptionValues, make_own_task
+from marsrl.rollout.tasks.facts_tutor import CALLS_TOKENIZER, FACTS_TOKENIZER
+from marsrl.rollout.tasks.own_task import make_own_task
 from marsrl.rollout.tasks.problem_files import draw_endlessly
 from marsrl.rollout.tasks.protocol import ProblemSource, Task
 from marsrl.rollout.tasks.qa import QaTask
@@ -31,20 +31,14 @@ TOKENIZERS = {"arithmetic": ARITHMETIC_TOKENIZER, "facts": FACTS_TOKENIZER, "cal
 """Tokenizers of policies that a school makes, by School.tokenizer."""
 
 
-class ListedTask:
-    """A list of problems, of files or of a user's class, and the pool that judges their answers. Close it: it owns processes.
-
-    prompts: name of the prompt set. train, held_out: problems of the two splits, which do not change.
-    """
+class ListedTask(Task):
+    """A list of problems, of files or of a user's class, and the pool that judges their answers. Close it: it owns processes."""
 
     def __init__(
         self, name: str, prompts: str, train: Sequence[Problem], held_out: Sequence[Problem], pool: RewardPool
     ) -> None:
-        self.name = name
-        self.prompts = prompts
-        self._train = train
-        self._held_out = tuple(held_out)
-        self._pool = pool
+        self.name, self.prompts = name, prompts
+        self._train, self._held_out, self._pool = train, tuple(held_out), pool
 
     def problems(self, seed: int) -> ProblemSource:
         return draw_endlessly(self._train, seed)

@@ -1,3 +1,4 @@
+import functools
 import json
 import re
 from dataclasses import asdict, replace
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.config import TrainFile, read_eval_files, read_train_files
-from marsrl.rollout.tasks.data import DataCursor, find_repeats, read_problems
+from marsrl.rollout.tasks.data import DataCursor, read_problems, repeats
 from marsrl.rollout.tasks.problem_files import Mixture, draw_endlessly, read_eval, read_train
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.types import Problem
 
+read = functools.partial(read_problems, task="math")
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
 
@@ -215,25 +217,25 @@ def listed(files: list[Path], **shares: tuple[float, ...]) -> list[TrainFile]:
 
 def test_of_files_with_counts_so_many_of_each_are_drawn_without_replacement(files: list[Path]) -> None:
     train = listed(files, count=(12, 10))
-    problems = read_train(train, "math", 0).problems
+    problems = read_train(train, read, 0).problems
     assert [p.question[0] for p in problems] == ["a"] * 12 + ["b"] * 10
     assert len({p.question for p in problems}) == len({p.id for p in problems}) == 22
     assert {p.id for p in problems} >= {f"1/train.jsonl:{line}" for line in range(1, 11)}
-    again, other = (read_train(train, "math", seed).problems for seed in (0, 1))
+    again, other = (read_train(train, read, seed).problems for seed in (0, 1))
     assert again == problems and {p.id for p in other} != {p.id for p in problems}
-    assert read_train(str(files[1]), "math", 0).problems[0].id == "train.jsonl:1"
+    assert read_train(str(files[1]), read, 0).problems[0].id == "train.jsonl:1"
 
 
 def test_a_list_names_the_place_of_a_file_that_is_short_or_not_there(files: list[Path]) -> None:
     with pytest.raises(ValueError, match=r"data.train\[1\]: .*b/train.jsonl has 10 problems, fewer than count = 11"):
-        read_train(listed(files, count=(12, 11)), "math", 0)
+        read_train(listed(files, count=(12, 11)), read, 0)
     with pytest.raises(ValueError, match=r"data.train\[1\]: .*none.jsonl does not exist"):
-        read_train(listed([files[0], files[0].with_name("none.jsonl")], weight=(1, 1)), "math", 0)
+        read_train(listed([files[0], files[0].with_name("none.jsonl")], weight=(1, 1)), read, 0)
     write(files[0], {"question": "q", "answer": None})
     with pytest.raises(
         ValueError, match=r"data.train\[0\]: .*a/train.jsonl:1: the answer|data.train\[0\]: .*train.jsonl:1"
     ):
-        read_train(listed(files, weight=(1, 1)), "math", 0)
+        read_train(listed(files, weight=(1, 1)), read, 0)
 
 
 def test_a_file_is_listed_once_however_its_path_is_written(files: list[Path]) -> None:
@@ -246,7 +248,7 @@ def test_a_file_is_listed_once_however_its_path_is_written(files: list[Path]) ->
 
 
 def test_files_are_drawn_by_weight_and_each_problem_of_a_file_once_before_any_twice(files: list[Path]) -> None:
-    mixture = read_train(listed(files, weight=(1.0, 3.0)), "math", 0).problems
+    mixture = read_train(listed(files, weight=(1.0, 3.0)), read, 0).problems
     source = draw_endlessly(mixture, 5)
     drawn = [source.next_problem().id for _ in range(2000)]
     assert 1400 < sum(id.startswith("1/") for id in drawn) < 1600  # 1500, standard deviation 19
@@ -290,15 +292,13 @@ def test_a_file_of_a_mixture_of_which_all_is_held_out_is_named() -> None:
 def test_questions_that_stand_there_twice_are_counted_and_those_with_two_answers_placed(tmp_path: Path) -> None:
     rows = [("a", "1"), ("b", "2"), (" b ", "3"), ("b", " 2"), ("a", "1"), ("c", "5"), ("c", "6")]
     data = write(tmp_path / "p.jsonl", *({"question": q, "answer": a} for q, a in rows))
-    found = find_repeats(read_problems(data, "math").problems)
-    assert (found.num_same, found.num_contradictory) == (2, 2)
-    assert found.first is not None and [problem.id for problem in found.first] == ["p.jsonl:2", "p.jsonl:3"]
-    contradiction, same = found.sentences("data.train")
+    problems = read_problems(data, "math").problems
+    contradiction, same = repeats(problems, "data.train")
     assert contradiction.startswith(
-        "data.train: 2 question(s) stand there with different answers, first p.jsonl:2 (answer '2')"
+        "data.train: 2 question(s) stand there with different answers, first p.jsonl:2 (answer '2') and p.jsonl:3 (answer '3')"
     )
     assert same == "data.train: 2 problem(s) repeat an earlier one, question and answer"
-    assert find_repeats(read_problems(data, "math").problems[:2]).sentences("data.train") == []
+    assert repeats(problems[:2], "data.train") == []
 
 
 def test_a_line_without_end_is_bounded_and_the_next_one_is_read(
@@ -322,19 +322,19 @@ def test_sets_to_evaluate_on_have_names_counts_and_repeats_and_the_same_problems
         {"path": str(tmp_path / "more.jsonl"), "name": "other", "count": 4, "repeat": 7},
     ]
     files = read_eval_files(listed)
-    sets, num_bad = read_eval(files, "math", 0, 300, 2)
+    sets, num_bad = read_eval(files, read, "math", 0, 300, 2)
     assert [(each.name, len(each.problems), each.repeat) for each in sets] == [("aime_25", 5, 2), ("other", 4, 7)]
     assert sets[0].problems[0].id == "aime_25/aime 25.jsonl:1" and num_bad == 0
-    (alone,), _ = read_eval(files[1:], "math", 0, 300, 2)
+    (alone,), _ = read_eval(files[1:], read, "math", 0, 300, 2)
     assert alone == sets[1]
-    (few,), _ = read_eval(files[:1], "math", 0, 3, 2)
+    (few,), _ = read_eval(files[:1], read, "math", 0, 3, 2)
     assert (len(few.problems), few.num_given) == (3, 5)
-    whole, _ = read_eval(files, "math", 0, None, 2)
+    whole, _ = read_eval(files, read, "math", 0, None, 2)
     assert [(len(each.problems), each.num_given) for each in whole] == [(5, 5), (4, 9)]
     with pytest.raises(ValueError, match=r"data.eval\[0\]: .*more.jsonl has 9 problems, fewer than count = 10"):
-        read_eval(read_eval_files([{"path": str(tmp_path / "more.jsonl"), "count": 10}]), "math", 0, 300, 1)
+        read_eval(read_eval_files([{"path": str(tmp_path / "more.jsonl"), "count": 10}]), read, "math", 0, 300, 1)
     with pytest.raises(ValueError, match=r"data.eval\[0\]: .*gone.jsonl does not exist"):
-        read_eval(read_eval_files([str(tmp_path / "gone.jsonl")]), "math", 0, 300, 1)
+        read_eval(read_eval_files([str(tmp_path / "gone.jsonl")]), read, "math", 0, 300, 1)
 
 
 @pytest.mark.parametrize(

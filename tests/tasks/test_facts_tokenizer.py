@@ -11,7 +11,7 @@ from marsrl.rollout.agents.prompts import NOTHING_SEARCHED, prompt_set, searched
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.config import FactsOptions
-from marsrl.rollout.tasks.facts_tokenizer import FACTS_TOKENIZER
+from marsrl.rollout.tasks.facts_tutor import FACTS_TOKENIZER
 from marsrl.rollout.tasks.linked_facts import World
 from marsrl.rollout.tools.documents import shown
 from marsrl.rollout.tools.search import build_index

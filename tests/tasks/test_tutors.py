@@ -17,14 +17,18 @@ from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
-from marsrl.rollout.tasks.calculations import Calculation
-from marsrl.rollout.tasks.calls_tutor import call_traces, distilling_drill
 from marsrl.rollout.tasks.config import DualSystemSlips, FactsOptions, SearchSlips
-from marsrl.rollout.tasks.facts_tokenizer import CALLS_TOKENIZER, FACTS_TOKENIZER
-from marsrl.rollout.tasks.facts_tutor import another_world, reading_drill, search_traces
-from marsrl.rollout.tasks.linked_facts import World
-from marsrl.rollout.tasks.trace import Trace
-from marsrl.rollout.tasks.word_tokenizer import WordTokenizer
+from marsrl.rollout.tasks.facts_tutor import (
+    CALLS_TOKENIZER,
+    FACTS_TOKENIZER,
+    another_world,
+    call_traces,
+    distilling_drill,
+    reading_drill,
+    search_traces,
+)
+from marsrl.rollout.tasks.linked_facts import Calculation, World
+from marsrl.rollout.tasks.word_tokenizer import Trace, WordTokenizer
 from marsrl.rollout.tools.search import CorpusSearch, build_index
 from marsrl.rollout.types import Ask, Finish, Problem, Reward, Sample, Segment, ToolCall, ToolOutput
 
