@@ -10,11 +10,11 @@ collect    as train, one sample an ask and every eligible output handed on, as f
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.picks import pick
+from marsrl.rollout.agents.orchestration import Orchestration, is_right
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import Ask, Finish, Sample
@@ -184,6 +184,32 @@ class VerifierCorrector(Orchestration):
             return episode.ask(corrector, current.sample, report)
         # the Verifier is asked again: to confirm, or because there is nothing that a Corrector could read
         return episode.ask(ask.agent, current.sample, turn=current.num_calls + 1)
+
+
+def pick(
+    candidates: Sequence[Sample], num_picks: int, rule: str, prefers_right: bool, rng: random.Random
+) -> list[Sample]:
+    """At most num_picks different samples, sorted by uid; the same whatever order the candidates come in.
+
+    Right means reward.correct >= 1. adaptive: preferred ones first, the rest fills up. balanced: one of each in turn,
+    beginning with the preferred kind. paired: equal numbers of both, or none. Ties are broken by rng.
+    """
+    pool = sorted(candidates, key=lambda sample: sample.uid)
+    rng.shuffle(pool)
+    preferred = [sample for sample in pool if is_right(sample) == prefers_right]
+    rest = [sample for sample in pool if is_right(sample) != prefers_right]
+    if rule == "adaptive":
+        chosen = (preferred + rest)[:num_picks]
+    elif rule == "balanced":
+        pairs = min(len(preferred), len(rest))
+        alternating = [sample for pair in zip(preferred, rest, strict=False) for sample in pair]
+        chosen = (alternating + preferred[pairs:] + rest[pairs:])[:num_picks]
+    elif rule == "paired":
+        each = min(len(preferred), len(rest), num_picks // 2)
+        chosen = preferred[:each] + rest[:each]
+    else:
+        chosen = pool[:num_picks]
+    return sorted(chosen, key=lambda sample: sample.uid)
 
 
 @dataclass(slots=True)

@@ -30,8 +30,12 @@ def shared(name: str) -> Path:
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    lines = [row.encode() if isinstance(row, str) else row for row in rows]
+    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in lines))
     return path
+
+
+ASKED = {"role": "user", "content": "q"}
 
 
 @pytest.mark.parametrize(
@@ -43,14 +47,7 @@ def write(path: Path, *rows: object) -> Path:
         ({"prompt": "q", "label": 5}, "q", "5"),
         ({"problem": "q", "solution": r"so \boxed{\frac12}"}, "q", r"\frac12"),
         ({"problem": "q", "solution": r"so \boxed{3}", "answer": "3"}, "q", "3"),
-        (
-            {
-                "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
-                "reward_model": {"style": "rule", "ground_truth": "9"},
-            },
-            "q",
-            "9",
-        ),
+        ({"prompt": [{"role": "system", "content": "s"}, ASKED], "reward_model": {"ground_truth": "9"}}, "q", "9"),
         ({"question": "q", "answer": 70.0}, "q", "70"),
         ({"question": "q", "answer": 0.5}, "q", "0.5"),
         ({"question": "q", "answer": ["4"]}, "q", "4"),
@@ -72,6 +69,7 @@ GOOD = {"question": "q", "answer": "1"}
         ("{not json", "not JSON"),
         ("[1]", "expected a JSON object, found list"),
         ("[" * 100_000, "not readable as JSON"),
+        (b'{"question": "\xff"}', "not UTF-8 at byte 14"),
         ({"question": "q"}, "answer.*is missing"),
         ({"question": "", "answer": "1"}, "question is empty"),
         ({"question": "q", "answer": True}, "is bool"),
@@ -92,13 +90,6 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, line: object
     assert result.num_bad == 1 and "d.jsonl:2" in result.notes[0]
 
 
-def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_bytes(json.dumps(GOOD).encode() + b'\n{"question": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"d\.jsonl:2: not UTF-8 at byte 14"):
-        read_problems(path, "math")
-
-
 def test_keys_can_be_given_and_unknown_rows_say_which_were_found(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", {"frage": "q", "extra": {"antwort": 2}})
     with pytest.raises(ValueError, match=r"found frage, extra\); set data.question_key"):
@@ -111,10 +102,12 @@ def test_a_file_without_any_problem_is_an_error_even_when_skipping(tmp_path: Pat
         read_problems(write(tmp_path / "d.jsonl", "nope"), "math", on_bad_line="skip")
     with pytest.raises(ValueError, match="does not exist"):
         read_problems(tmp_path / "none.jsonl", "math")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"holds no arrow"):
-        empty = tmp_path / "empty"
-        empty.mkdir()
-        read_problems(empty, "math")
+        read_problems(tmp_path / "empty", "math")
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(ValueError, match=r"d\.parquet cannot be read"):
+        read_problems(tmp_path / "d.parquet", "math")
 
 
 VERL = [
@@ -129,12 +122,6 @@ def test_parquet_with_nested_columns_is_read(tmp_path: Path) -> None:
     assert [(p.id, p.question, p.answer) for p in problems] == [
         (f"d.parquet:{i + 1}", f"q{i}", str(i)) for i in range(3)
     ]
-
-
-def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing")
-    with pytest.raises(ValueError, match=r"d\.parquet cannot be read"):
-        read_problems(tmp_path / "d.parquet", "math")
 
 
 @pytest.mark.parametrize("layout", ["saved", "dict", "bare"])
@@ -184,17 +171,20 @@ def test_every_problem_comes_once_an_epoch_and_a_resumed_cursor_goes_on(count: i
         assert len(set(drawn[start : start + count])) == count
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_orders_of_their_own_and_a_state_of_other_data_is_refused() -> None:
     def draw(seed: int) -> list[str]:
         cursor = DataCursor(some(20), seed)
         return [cursor.next_problem().id for _ in range(40)]
 
     assert draw(0)[:20] != draw(0)[20:] and draw(0) != draw(1)
-
-
-def test_a_state_of_other_data_is_refused() -> None:
+    one, two = Mixture([some(3)], [1]), Mixture([some(3), some(2)], [1, 1])
     with pytest.raises(ValueError, match="resume with the data"):
         DataCursor(some(3), 0).load(CursorState(0, 4))
+    for problems, state in ((two, draw_endlessly(one, 0).state()), (some(3), draw_endlessly(two, 0).state())):
+        with pytest.raises(ValueError, match=r"the checkpoint stands in \d files .*resume with the data"):
+            draw_endlessly(problems, 0).load(state)
+    with pytest.raises(ValueError, match="stands in no files with a weight, but data.train has 1"):
+        draw_endlessly(one, 0).load(CursorState(0, 1))
 
 
 # Several files.
@@ -232,9 +222,7 @@ def test_a_list_names_the_place_of_a_file_that_is_short_or_not_there(files: list
     with pytest.raises(ValueError, match=r"data.train\[1\]: .*none.jsonl does not exist"):
         read_train(listed([files[0], files[0].with_name("none.jsonl")], weight=(1, 1)), read, 0)
     write(files[0], {"question": "q", "answer": None})
-    with pytest.raises(
-        ValueError, match=r"data.train\[0\]: .*a/train.jsonl:1: the answer|data.train\[0\]: .*train.jsonl:1"
-    ):
+    with pytest.raises(ValueError, match=r"data.train\[0\]: .*train.jsonl:1: the answer"):
         read_train(listed(files, weight=(1, 1)), read, 0)
 
 
@@ -272,15 +260,6 @@ def test_a_resumed_mixture_goes_on_in_every_file(seed: int, taken: int, sizes: l
     assert [resumed.next_problem().id for _ in range(40)] == rest
 
 
-def test_a_mixture_s_state_is_of_so_many_files() -> None:
-    one, two = Mixture([some(3)], [1]), Mixture([some(3), some(2)], [1, 1])
-    for problems, state in ((two, draw_endlessly(one, 0).state()), (some(3), draw_endlessly(two, 0).state())):
-        with pytest.raises(ValueError, match=r"the checkpoint stands in \d files .*resume with the data"):
-            draw_endlessly(problems, 0).load(state)
-    with pytest.raises(ValueError, match="stands in no files with a weight, but data.train has 1"):
-        draw_endlessly(one, 0).load(CursorState(0, 1))
-
-
 def test_a_file_of_a_mixture_of_which_all_is_held_out_is_named() -> None:
     mixture = Mixture([[Problem("0", "q", "a", "math")], [Problem("1", "r", "a", "math")]], [1.0, 2.0])
     kept = Mixture([*mixture.files[:1], [*some(2), Problem("2", "r", "a", "math")]], [1.0, 2.0]).without({"r"})
@@ -316,7 +295,7 @@ def test_sets_to_evaluate_on_have_names_counts_and_repeats_and_the_same_problems
 ) -> None:
     for name, count in (("aime 25", 5), ("more", 9)):
         rows = [{"question": f"{name} {i}?", "answer": str(i)} for i in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(tmp_path / f"{name}.jsonl", *rows)
     listed = [
         str(tmp_path / "aime 25.jsonl"),
         {"path": str(tmp_path / "more.jsonl"), "name": "other", "count": 4, "repeat": 7},

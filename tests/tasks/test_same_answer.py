@@ -93,10 +93,6 @@ def test_answers_are_compared_as_the_kind_of_thing_that_the_reference_is(referen
     assert found == {answer: answer not in wrong for answer in found}
 
 
-def test_the_table_has_a_hundred_pairs() -> None:
-    assert sum(len(right) + len(wrong) for right, wrong in TABLE.values()) >= 100
-
-
 def test_words_choices_and_numbers_are_compared_without_a_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)  # an import of it fails
     for reference, answer in [("7", "007"), ("-0", "0"), ("9" * 1000, "9" * 1000), ("Lima", "lima"), ("C", "(C)")]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from letters import bare
 
 from marsrl.rollout.agents.parsers import route, tagged
 from marsrl.rollout.agents.render import ChatRenderer
@@ -30,10 +31,9 @@ from marsrl.rollout.tasks.facts_tutor import (
 from marsrl.rollout.tasks.linked_facts import Calculation, World
 from marsrl.rollout.tasks.word_tokenizer import Trace, WordTokenizer
 from marsrl.rollout.tools.search import CorpusSearch, build_index
-from marsrl.rollout.types import Ask, Finish, Problem, Reward, Sample, Segment, ToolCall, ToolOutput
+from marsrl.rollout.types import Finish, Problem, Reward, ToolCall, ToolOutput
 
 OPTIONS = FactsOptions(people=12, places=4, max_hops=2, wording="terse")
-NONE = np.zeros(0, np.int32)
 AGENTS = {"verifier": Role.ROUTER, "search": Role.SEARCHER, "answer": Role.ANSWERER}
 
 
@@ -105,11 +105,17 @@ def words_of(trace: Trace, renderer: ChatRenderer) -> tuple[list[int], list[int]
     return prompt.tolist(), renderer.encode_trusted(trace.completion).tolist()
 
 
-def sample(episode: Episode, ask: Ask, text: str = "") -> Sample:
-    return Sample(
-        f"{ask.id}:0", episode.rollout_id, "p", ask.agent, ask.group, ask.parent_uid, NONE, NONE, NONE.astype(bool),
-        NONE.astype(np.float32), (Segment(0, 0, 0),), Finish.STOP, full_text=text,
-    )  # fmt: skip
+def test_the_parsers_read_what_is_decoded(renderers: dict[WordTokenizer, ChatRenderer]) -> None:
+    renderer = renderers[FACTS_TOKENIZER]
+
+    def through(text: str) -> str:
+        return renderer.decode(renderer.completion_ids(text))
+
+    assert through("<search>mira holt</search>") == "<search> mira holt </search>"
+    assert tagged("search", through("<search>mira holt</search>")) == "mira holt"
+    assert [route(through(f"<verify>{word}</verify>")) for word in ("yes", "no", "ebb")] == [True, False, None]
+    unknown = len(FACTS_TOKENIZER.vocabulary) - 1
+    assert renderer.completion_ids("nobody ebb").tolist() == [unknown, FACTS_TOKENIZER.vocabulary.index("ebb")]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +157,7 @@ def test_the_search_team_reads_its_tutors_prompts(world: World, tool: CorpusSear
             for ask in asks:
                 trace = left.pop(0)
                 assert AGENTS[ask.agent] is trace.role and team.messages(episode, ask) == trace.prompt
-                said = team.parse(sample(episode, ask, trace.completion))
+                said = team.parse(bare(f"{ask.id}:0", ask.agent, trace.completion))
                 assert ask.agent == "verifier" or said.answer == trace.completion.split()[-2]
                 episode.close(ask, [replace(said, reward=team.reward(episode, ask, said, Reward(1.0, 1.0)))])
         num_whole += traces[-1].role is Role.ANSWERER and not episode.enter(team.follow(episode))[0]
@@ -173,7 +179,7 @@ def test_both_systems_read_their_tutors_prompts_token_by_token(
         episode, left = Episode("0.0", "0", problem), list(traces)
         ((ask,), _) = episode.enter(team.follow(episode))
         ids = renderer.render(team.messages(episode, ask))[0].tolist()
-        said = sample(episode, ask)
+        said = bare(f"{ask.id}:0", ask.agent, "")
         while left:
             trace = left.pop(0)
             assert trace.role is Role.REASONER and ids == words_of(trace, renderer)[0]
@@ -189,7 +195,7 @@ def test_both_systems_read_their_tutors_prompts_token_by_token(
             for read in episode.enter(team.follow(episode))[0]:
                 trace = left.pop(0)
                 assert renderer.render(team.messages(episode, read))[0].tolist() == words_of(trace, renderer)[0]
-                note = team.parse(sample(episode, read, trace.completion))
+                note = team.parse(bare(f"{read.id}:0", read.agent, trace.completion))
                 episode.close(read, [replace(note, reward=team.reward(episode, read, note))])
             going_on = team.continuation(episode, said)
             assert going_on is not None and not isinstance(going_on, str)

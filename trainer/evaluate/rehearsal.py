@@ -21,8 +21,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from marsrl.rollout.agents.parsers import VerdictParser
-from marsrl.rollout.agents.prompt_file import PromptSet
-from marsrl.rollout.agents.prompts import prompt_set
+from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import READS, Role
 from marsrl.rollout.config import MOST_TOKENS
