@@ -234,6 +234,10 @@ class Orchestration:
         values |= {"problem": episode.problem.question, "solution": solution, "report": report}
         return self._prompts[agent].fill(role, **values)
 
+    def accepts(self, report: Sample) -> bool:
+        """Is the verdict "correct", or missing and agents.<name>.missing_verdict "correct"?"""
+        return self.settings[report.agent].missing_verdict == "correct" if report.verdict is None else report.verdict
+
     # What those who play it ask.
 
     def spec(self, agent: str) -> AgentSpec:

@@ -47,7 +47,7 @@ class SearchTeam(Orchestration):
             said = episode.said(verify)
             if said is None:
                 break
-            if self._is_enough(said):
+            if self.accepts(said):
                 asked.append(episode.ask("answer", *queries, said))
                 break
             if turn == self.options.max_turns:
@@ -90,9 +90,6 @@ class SearchTeam(Orchestration):
     def outcome(self, episode: Episode) -> Sample | None:
         said = [s for ask in self.follow(episode) if isinstance(ask, Ask) for s in episode.samples(ask)]
         return next((sample for sample in said if sample.agent == "answer" and sample.answer is not None), None)
-
-    def _is_enough(self, said: Sample) -> bool:
-        return self.settings["verifier"].missing_verdict == "correct" if said.verdict is None else said.verdict
 
     @staticmethod
     def _call(episode: Episode, query: Sample) -> ToolCall:

@@ -37,7 +37,7 @@ class SolverVerifier(Orchestration):
                 break
             asks.append(episode.ask("verifier", solution))
             report = episode.said(asks[-1])
-            if report is None or self._approves(report):
+            if report is None or self.accepts(report):
                 break
             asks.append(episode.ask("solver", solution, report))
         return asks
@@ -56,8 +56,3 @@ class SolverVerifier(Orchestration):
         """The last solution."""
         solutions = (episode.said(ask) for ask in reversed(self.follow(episode)) if ask.agent == "solver")
         return next((solution for solution in solutions if solution is not None), None)
-
-    def _approves(self, report: Sample) -> bool:
-        if report.verdict is None:
-            return self.settings["verifier"].missing_verdict == "correct"
-        return report.verdict

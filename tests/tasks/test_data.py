@@ -222,7 +222,7 @@ def test_a_list_names_the_place_of_a_file_that_is_short_or_not_there(files: list
     with pytest.raises(ValueError, match=r"data.train\[1\]: .*none.jsonl does not exist"):
         read_train(listed([files[0], files[0].with_name("none.jsonl")], weight=(1, 1)), read, 0)
     write(files[0], {"question": "q", "answer": None})
-    with pytest.raises(ValueError, match=r"data.train\[0\]: .*train.jsonl:1: the answer"):
+    with pytest.raises(ValueError, match=r"data.train\[0\]: .*train.jsonl:1: none of golden_answers"):
         read_train(listed(files, weight=(1, 1)), read, 0)
 
 
