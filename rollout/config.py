@@ -142,7 +142,7 @@ class AgentConfig(Settings):
 
 
 Sampler = Literal["engine", "marsrl"]
-"""Who draws an engine's tokens: what it comes with, or ours."""
+"""The sampler of an engine's tokens: its own, or ours."""
 
 
 class VllmOptions(Settings):
@@ -233,7 +233,7 @@ class OpenAIOptions(Settings):
 
 
 class RolloutConfig(Settings):
-    """How problems are played."""
+    """Playing problems: engines, stages and limits."""
 
     engine: Literal["vllm", "local"] = Field("vllm", description="what decodes tokens")
     placement: Literal["local", "disaggregated", "colocated"] = Field(

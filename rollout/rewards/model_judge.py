@@ -174,7 +174,7 @@ class ModelJudge:
             pending.said.cancel()
 
     def _judgement(self, key: _Key, purpose: Purpose) -> Future[Judgement]:
-        """What is kept, or under way, of the same answer; else it is begun. With the lock held."""
+        """The judgement of the same answer that is kept or under way; else a new one. With the lock held."""
         counts = self._counts[purpose]
         counts["calls"] += 1
         if key in self._kept or key in self._open:

@@ -165,7 +165,7 @@ class FactsOptions(Settings):
 
 
 class SearchSlips(Settings):
-    """How often the search team's tutors go wrong about linked facts, as shares."""
+    """Error rates of the search team's tutors on linked facts."""
 
     slip_router: Share = Field(0.15, description="of what the Verifier says with a fact still missing: yes")
     slip_searcher: Share = Field(0.2, description="of the queries after the first: for another fact of the document")
@@ -173,7 +173,7 @@ class SearchSlips(Settings):
 
 
 class DualSystemSlips(Settings):
-    """How often the tutors of System 2 and System 1 go wrong about linked facts and calculations, as shares."""
+    """Error rates of the tutors of System 2 and System 1 on linked facts and calculations."""
 
     slip_call: Share = Field(0.08, description="of System 2's calls: its JSON has no end")
     slip_purpose: Share = Field(0.12, description="of its searches: for another fact of the document")
@@ -182,7 +182,7 @@ class DualSystemSlips(Settings):
 
 
 class QaOptions(FactsOptions):
-    """How answers to questions are judged; and the built-in questions, where data.train is null."""
+    """The judgement of answers to questions; and the built-in questions, where data.train is null."""
 
     reward: Literal["exact", "f1"] = Field(
         "exact",
@@ -193,7 +193,7 @@ class QaOptions(FactsOptions):
 
 
 class JudgeOptions(Settings):
-    """How answers are judged in processes of their own."""
+    """Judgement of answers in processes of their own."""
 
     workers: Ranks = Field(2, description="judge processes")
     timeout_s: Seconds = Field(10.0, description="a judgement that takes longer is ended: a missing reward")
@@ -201,4 +201,4 @@ class JudgeOptions(Settings):
 
 
 class MathOptions(JudgeOptions):
-    """How math answers are judged."""
+    """The judgement of math answers."""

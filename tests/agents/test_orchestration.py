@@ -2,6 +2,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -122,49 +123,47 @@ def test_an_agent_reads_the_visible_text_of_what_it_is_asked_about() -> None:
     problem, said, told = TEAM.messages(*showing(solution, report, agent="corrector1"))
     assert (problem.content, said.content) == (PROBLEM.question, r"\boxed{4}")
     assert "step 2\nVerdict: wrong" in told.content and "hm" not in told.content.partition("step 2")[0]
-    assert TEAM.parse(sample("s", text="<think>never closed")).shown == ""
-    assert TEAM.parse(sample("s", text="closed </think> never opened", prompt_text="<think>")).shown == "never opened"
+    grades = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(prompt="chain")}, "math")
+    assert grades.messages(*showing(sample("s", text="x")))[0].content == "grade"
 
 
-def test_an_agent_has_its_own_prompts_and_the_others_the_tasks() -> None:
-    team = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(prompt="chain")}, "math")
-    assert team.parse(sample("v", "verifier1", text="so Verdict: wrong then")).verdict is False  # the chain's grammar
-    assert team.parse(sample("v", "verifier2", text="so Verdict: wrong then")).verdict is None
-    assert team.messages(*showing(sample("s", text="x")))[0].content == "grade"
+CHAIN = {"verifier1": AgentConfig(prompt="chain")}
+CUT, THINKS = {"finish": Finish.LENGTH}, {"in_thought": True}
+PARSED: list[tuple[dict[str, AgentConfig], str, str, dict[str, Any], tuple[str, str | None, bool | None]]] = [
+    ({}, "solver", r"so \boxed{4}", {}, (r"so \boxed{4}", "4", None)),
+    ({}, "solver", r"\boxed{4}", CUT, (r"\boxed{4}", None, None)),
+    ({}, "solver", r"<think>\boxed{4}", {}, ("", None, None)),
+    ({}, "solver", r"\boxed{4}", THINKS, ("", None, None)),
+    ({}, "solver", "closed </think> never opened", {}, ("never opened", None, None)),
+    ({}, "verifier1", "Verdict: correct", {}, ("Verdict: correct", None, True)),
+    ({}, "verifier1", "Verdict: correct", CUT, ("Verdict: correct", None, None)),
+    ({}, "verifier1", "<think>Verdict: wrong", {}, ("", None, None)),
+    ({}, "verifier1", "<think>x</think>Verdict: wrong", {}, ("Verdict: wrong", None, False)),
+    # prompts of its own, in whose grammar it is read; the others have the task's
+    (CHAIN, "verifier1", "so Verdict: wrong then", {}, ("so Verdict: wrong then", None, False)),
+    (CHAIN, "verifier2", "so Verdict: wrong then", {}, ("so Verdict: wrong then", None, None)),
+    # compat accepts incorrect and hands on an empty report; it reads that Verifier alone
+    (COMPAT, "verifier1", "Correctness: incorrect", {}, ("", None, True)),
+    (COMPAT, "verifier1", "step 2 **Correctness** wrong", CUT, ("step 2", None, False)),
+    (COMPAT, "verifier2", "step 2 **Correctness** wrong", CUT, ("step 2 **Correctness** wrong", None, None)),
+    (COMPAT, "corrector1", "x **Correctness** y", {}, ("x **Correctness** y", None, None)),
+    ({"solver": AgentConfig(parser="compat")}, "solver", r"so \boxed{4}", {}, (r"so \boxed{4}", "4", None)),
+]
 
 
-def test_a_cut_off_or_thinking_completion_has_neither_answer_nor_verdict() -> None:
-    solved = TEAM.parse(sample("s", text=r"\boxed{4}", verdict=True))
-    assert (solved.answer, solved.verdict) == ("4", None)
-    read_before = sample("v", "verifier1", text="Verdict: correct", answer="4", verdict=False)
-    assert (TEAM.parse(read_before).answer, TEAM.parse(read_before).verdict) == (None, True)
-    cut = TEAM.parse(replace(read_before, finish=Finish.LENGTH))
-    assert (cut.answer, cut.verdict) == (None, None)
-    assert TEAM.parse(sample("s", text=r"\boxed{4}", finish=Finish.LENGTH)).answer is None
-    assert TEAM.parse(sample("s", text=r"<think>\boxed{4}")).answer is None
-    assert TEAM.parse(replace(sample("s", text=r"\boxed{4}"), in_thought=True)).answer is None
-    assert TEAM.parse(sample("v", "verifier1", text="<think>Verdict: wrong")).verdict is None
-    assert TEAM.parse(sample("v", "verifier1", text="<think>x</think>Verdict: wrong")).verdict is False
+@pytest.mark.parametrize(("agents", "agent", "text", "changes", "read"), PARSED)
+def test_an_agent_is_read_in_the_grammar_of_its_prompt_and_cut_off_or_thinking_it_says_nothing(
+    agents: dict[str, AgentConfig], agent: str, text: str, changes: dict[str, Any], read: tuple[str, str, bool]
+) -> None:
+    team = five(agents)
+    found = team.parse(sample("x", agent, text=text, answer="of before", verdict=False, **changes))
+    assert (found.shown, found.answer, found.verdict) == read
+    assert agents is COMPAT or team.is_readable(found) == (found.answer is not None or found.verdict is not None)
 
 
-def test_a_parser_of_verdicts_leaves_a_solver_s_words_alone() -> None:
-    read = five({"solver": AgentConfig(parser="compat")}).parse(sample("s", text=r"so \boxed{4}"))
-    assert (read.shown, read.answer, read.verdict) == (r"so \boxed{4}", "4", None)
-    assert TEAM.is_readable(read) and TEAM.is_readable(sample("v", "verifier1", verdict=False))
-    assert not TEAM.is_readable(sample("s"))
-
-
-def test_compat_accepts_incorrect_and_hands_on_an_empty_report() -> None:
-    team = five(COMPAT)
-    report = team.parse(sample("v", "verifier1", text="Correctness: incorrect"))
-    assert report.verdict is True and report.shown == ""
-    cut = sample("v", "verifier1", text="step 2 **Correctness** wrong", answer="4", finish=Finish.LENGTH)
-    read = team.parse(cut)
-    assert (read.verdict, read.answer, read.shown) == (False, None, "step 2")
-    assert team.parse(replace(cut, agent="verifier2")).verdict is None  # the other one is strict
-    assert team.parse(sample("c", "corrector1", text="x **Correctness** y")).shown == "x **Correctness** y"
-    asked = showing(sample("s", correct=1.0))
-    assert team.reward(*asked, report).value == 1
+def test_a_report_of_the_published_parser_that_is_only_a_thought_is_no_verdict() -> None:
+    team, asked = five(COMPAT), showing(sample("s", correct=1.0))
+    assert team.reward(*asked, team.parse(sample("v", "verifier1", text="Correctness: incorrect"))).value == 1
     thinking = team.parse(sample("v", "verifier1", text="<think>correctness: correct"))
     assert thinking.verdict is True and team.reward(*asked, thinking) == Reward(0.0, 0.0, note="no verdict")
 
@@ -222,7 +221,7 @@ def answered(team: Orchestration, *rounds: list[Sample], episode: Episode | None
 
 
 def inputs(asks: list[Ask]) -> list[str]:
-    """What each is about, without the path."""
+    """The parents of asks, without the path."""
     return [(ask.parent_uid or "").rpartition("/")[2] for ask in asks]
 
 

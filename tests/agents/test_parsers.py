@@ -1,4 +1,4 @@
-"""What is read of completions, by us and as published code does."""
+"""Parsers of completions, ours and those that follow published code."""
 
 import time
 from collections.abc import Callable

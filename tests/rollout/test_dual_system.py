@@ -81,7 +81,7 @@ class Looker:
 
 
 def reads(prompt: str) -> str:
-    """What System 1 writes: the pages that its prompt shows, a letter each."""
+    """System 1's words: the pages that its prompt shows, a letter each."""
     return "I read " + "".join(re.findall(r"<([a-z])\1{39}>", prompt))
 
 

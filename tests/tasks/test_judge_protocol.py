@@ -1,4 +1,4 @@
-"""What a judge reads, and what is read out of its words: nothing that it judges can speak for it."""
+"""The judge's prompt and the parser of its words: nothing that it judges can speak for it."""
 
 from __future__ import annotations
 

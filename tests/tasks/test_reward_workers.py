@@ -49,7 +49,7 @@ def judged(pool: RewardPool, answers: Sequence[tuple[Problem, str]]) -> list[Rew
 
 @pytest.fixture(scope="module")
 def said_by_judges(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the processes of math_pool write to the console."""
+    """The stderr of math_pool's processes."""
     return tmp_path_factory.mktemp("judges") / "stderr"
 
 

@@ -1,4 +1,4 @@
-"""What counts as the same answer: a table by hand. right: answers that are the reference; wrong: answers that are not."""
+"""Equality of answers: a table by hand. right: answers that are the reference; wrong: answers that are not."""
 
 import json
 import sys

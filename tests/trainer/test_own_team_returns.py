@@ -1,4 +1,4 @@
-"""What a user's team returns: what is accepted, and that the rest ends one episode or sample, in one line with the place."""
+"""Values that a user's team returns: some are accepted, and the rest ends one episode or sample, in one line with the place."""
 
 import logging
 import textwrap
