@@ -49,13 +49,7 @@ class Episode:
     # For an orchestration's `follow`.
 
     def ask(
-        self,
-        agent: str,
-        *inputs: Sample,
-        num_samples: int = 1,
-        turn: int = 0,
-        index: int = 0,
-        group: str | None = None,
+        self, agent: str, *inputs: Sample, num_samples: int = 1, turn: int = 0, index: int = 0, group: str | None = None
     ) -> Ask:
         """The call of an agent that shows it these samples.
 

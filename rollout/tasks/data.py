@@ -139,10 +139,11 @@ def repeats(problems: Sequence[Problem], key: str) -> list[str]:
         answers.setdefault(answer, problem)
     said = []
     if first is not None:
-        one, other = (f"{problem.id} (answer {(problem.answer or '')[:40]!r})" for problem in first)
+        one, other = ((problem.id, (problem.answer or "")[:40]) for problem in first)
         said.append(
             f"{key}: {sum(len(answers) > 1 for answers in seen.values())} question(s) stand there with different answers, first "
-            f"{one} and {other}: where they mean different things, one of them rewards what is wrong; remove it"
+            f"{one[0]} (answer {one[1]!r}) and {other[0]} ({other[1]!r}): where they mean different things, one of them rewards "
+            "what is wrong; remove it"
         )
     if num_same:
         said.append(f"{key}: {num_same} problem(s) repeat an earlier one, question and answer")

@@ -9,14 +9,7 @@ from __future__ import annotations
 
 import random
 
-from marsrl.rollout.agents.prompts import (
-    NEXT_TURN,
-    NOTHING_READ,
-    NOTHING_SEARCHED,
-    prompt_set,
-    searched,
-    tool_response,
-)
+from marsrl.rollout.agents.prompts import NEXT_TURN, NOTHING_READ, NOTHING_SEARCHED, prompt_set, searched, tool_response
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.config import DualSystemSlips, FactsOptions, SearchSlips
 from marsrl.rollout.tasks.linked_facts import CALCULATION_WORDS, WORDS, Calculation, World

@@ -65,9 +65,7 @@ _MOST_DRAWS = 20_000  # of a question of one split
 _GRAMMAR = ("what", "is", "the", "of", "?", ".")
 
 WORDS = tuple(
-    dict.fromkeys(
-        [*_GRAMMAR, *_OF_PEOPLE, *_OF_PLACES, *_FIRST, *_LAST, *_PLACES, *_COUNTRIES, *_RIVERS, *_TRADES],
-    )
+    dict.fromkeys([*_GRAMMAR, *_OF_PEOPLE, *_OF_PLACES, *_FIRST, *_LAST, *_PLACES, *_COUNTRIES, *_RIVERS, *_TRADES])
 )
 """Every word of documents, and of questions and answers about people and places."""
 

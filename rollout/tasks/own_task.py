@@ -43,10 +43,7 @@ class OwnTask:
     """The prompt set: what each role is told, and how an answer is found in what it says (math: the last \\boxed{})."""
 
     def __init__(
-        self,
-        options: JudgeOptions | None = None,
-        train: Sequence[Problem] = (),
-        held_out: Sequence[Problem] = (),
+        self, options: JudgeOptions | None = None, train: Sequence[Problem] = (), held_out: Sequence[Problem] = ()
     ) -> None:
         self.options = self.Options() if options is None else options
         self.train_data = tuple(train)

@@ -55,10 +55,7 @@ class ListedTask(Task):
 
 
 def build_task(
-    name: str,
-    options: OptionValues,
-    train: Sequence[Problem] = (),
-    held_out: Sequence[Problem] = (),
+    name: str, options: OptionValues, train: Sequence[Problem] = (), held_out: Sequence[Problem] = ()
 ) -> Task:
     """The task of this name.
 

@@ -49,59 +49,50 @@ def showing(*inputs: Sample, agent: str = "verifier1") -> tuple[Episode, Ask]:
 # ------------------------------------------------------------------ rewards
 
 
-@pytest.mark.parametrize(
-    ("verdict", "solution", "value"),
-    [
-        (True, Reward(1.0, 1.0), 1.0),
-        (False, Reward(1.0, 1.0), 0.0),
-        (True, Reward(0.0, 0.0), 0.0),
-        (False, Reward(0.0, 0.0), 1.0),
-        (True, Reward(0.5, 0.5), 0.0),
-        (True, Reward(0.9, 1.0), 1.0),  # a penalty on the solution does not change what the Verifier should say
-        (True, Reward(MISSING, MISSING), None),
-        (None, Reward(MISSING, MISSING), None),
-        (True, Reward(MISSING, 1.0), None),
-        (True, Reward(1.0, MISSING), None),
-    ],
-)
-def test_a_verifier_is_paid_for_agreeing_with_the_solution_it_judged(
-    verdict: bool | None, solution: Reward, value: float | None
+ONE, ZERO, GONE = Reward(1.0, 1.0), Reward(0.0, 0.0), Reward(MISSING, MISSING)
+AGREES, ERRS = Reward(1.0, 1.0, {"verdict": 1.0}), Reward(0.0, 0.0, {"verdict": 0.0})
+OVERLONG = {"finish": Finish.LENGTH, "verdict": True, "answer": "1"}
+# agent, what it said, the reward of the solution that it was shown, the task's judgement, and its reward or why it is missing
+REWARDS: list[tuple[str, dict[str, Any], Reward, Reward | None, Reward | str]] = [
+    ("verifier1", {"verdict": True}, ONE, None, AGREES),
+    ("verifier1", {"verdict": False}, ONE, None, ERRS),
+    ("verifier1", {"verdict": True}, ZERO, None, ERRS),
+    ("verifier1", {"verdict": False}, ZERO, None, AGREES),
+    ("verifier1", {"verdict": True}, Reward(0.5, 0.5), None, ERRS),
+    ("verifier1", {"verdict": True}, Reward(0.9, 1.0), None, AGREES),  # a penalty is the solution's alone
+    ("verifier1", {}, ZERO, None, replace(ZERO, note="no verdict")),
+    ("verifier1", {}, GONE, None, "the solution judged (s:0) has no reward"),
+    *(("verifier1", {"verdict": True}, Reward(*half), None, "(s:0)") for half in ((MISSING, 1.0), (1.0, MISSING))),
+    ("solver", {"answer": "1"}, ONE, ONE, ONE),
+    ("solver", {"answer": "1"}, ONE, GONE, ""),
+    ("solver", {}, ONE, ONE, replace(ZERO, note="no answer")),
+    *((agent, OVERLONG, ONE, ONE, replace(ZERO, note="overlong")) for agent in ("solver", "verifier1", "corrector2")),
+    ("solver", {"finish": Finish.ERROR}, ONE, None, "the engine gave the sample up"),
+    ("verifier1", {"finish": Finish.ERROR, "verdict": True}, ONE, None, "the engine gave the sample up"),
+]
+
+
+@pytest.mark.parametrize(("agent", "said", "solution", "judged", "expected"), REWARDS)
+def test_every_agent_is_paid_for_its_own_words_and_what_cannot_be_known_is_missing(
+    agent: str, said: dict[str, Any], solution: Reward, judged: Reward | None, expected: Reward | str
 ) -> None:
-    reward = TEAM.reward(*showing(sample("s", reward=solution)), sample("v", "verifier1", verdict=verdict))
-    if value is None:
-        assert reward.is_missing and math.isnan(reward.correct) and "(s:0)" in reward.note
+    reward = TEAM.reward(*showing(sample("s", reward=solution), agent=agent), sample("x", agent, **said), judged)
+    if isinstance(expected, Reward):
+        assert reward == expected
+        return
+    assert reward.is_missing and math.isnan(reward.correct) and expected in reward.note
+    if "(s:0)" in expected:  # half known it is not handed on either
         assert not TEAM.is_eligible(sample("s", answer="1", reward=solution), "verifier1")
         assert not TEAM.is_eligible(sample("v", "verifier1", verdict=False, reward=solution), "corrector1")
-    else:
-        assert reward == Reward(value, value, {"verdict": value})
 
 
-def test_a_verifier_without_a_verdict_is_paid_nothing_and_one_without_a_solution_is_an_error() -> None:
-    silent = TEAM.reward(*showing(sample("s", correct=0.0)), sample("v", "verifier1"))
-    assert silent == Reward(0.0, 0.0, note="no verdict")
+def test_a_reward_that_is_asked_for_too_early_is_an_error() -> None:
     with pytest.raises(ValueError, match="Verifier sample v holds no solution"):
         TEAM.reward(*showing(), sample("v", "verifier1", verdict=True))
-
-
-@pytest.mark.parametrize("agent", ["solver", "verifier1", "corrector2"])
-def test_overlong_gets_zero_and_an_engine_error_is_missing(agent: str) -> None:
-    solution = sample("s", correct=1.0)
-    asked = showing(solution, agent=agent)
-    overlong = TEAM.reward(*asked, sample("x", agent, finish=Finish.LENGTH, verdict=True, answer="1"), Reward(1.0, 1.0))
-    assert overlong == Reward(0.0, 0.0, note="overlong")
-    failed = TEAM.reward(*asked, sample("x", agent, finish=Finish.ERROR))
-    assert failed.is_missing and math.isnan(failed.correct) and failed.note == "the engine gave the sample up"
     with pytest.raises(ValueError, match="not finished"):
-        TEAM.reward(*asked, sample("x", agent, finish=Finish.UNFINISHED))
-
-
-def test_a_solver_is_paid_what_the_task_says_and_nothing_without_an_answer() -> None:
-    asked = showing(agent="solver")
-    assert TEAM.reward(*asked, sample("s", answer="1"), Reward(1.0, 1.0)).value == 1
-    assert TEAM.reward(*asked, sample("s", answer="1"), Reward(MISSING, MISSING)).is_missing
-    assert TEAM.reward(*asked, sample("s"), Reward(1.0, 1.0)) == Reward(0.0, 0.0, note="no answer")
+        TEAM.reward(*showing(agent="solver"), sample("x", finish=Finish.UNFINISHED))
     with pytest.raises(ValueError, match="no judgement"):
-        TEAM.reward(*asked, sample("s", answer="1"))
+        TEAM.reward(*showing(agent="solver"), sample("s", answer="1"))
 
 
 @pytest.mark.parametrize("agent", ["solver", "corrector1"])

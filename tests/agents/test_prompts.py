@@ -191,8 +191,7 @@ def test_an_answer_is_the_group_of_the_last_match() -> None:
 
 
 @pytest.mark.parametrize(
-    "read",
-    [regex_text("(?:a+)+(x)$"), regex_text("(.*)[^A-Z]|[A-Z]"), regex_verdict("(?:a|a?)+b", "(?:.*a){12}c")],
+    "read", [regex_text("(?:a+)+(x)$"), regex_text("(.*)[^A-Z]|[A-Z]"), regex_verdict("(?:a|a?)+b", "(?:.*a){12}c")]
 )
 @pytest.mark.parametrize("unit", ["a", "A", "Answer: ", "**Correctness**: "])
 def test_no_expression_and_no_text_makes_reading_slow(read: Callable[[str], object], unit: str) -> None:

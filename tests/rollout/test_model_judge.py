@@ -60,6 +60,7 @@ class Desk:
         engine: ScriptedEngine | None = None,
         reader: Reader | None = None,
         fail: Callable[[DecodeRequest], str | None] = lambda request: None,
+        sleeps: bool = False,
         **config: Any,
     ) -> None:
         self.reader = reader or Reader()
@@ -73,7 +74,7 @@ class Desk:
 
         self.engine = engine or ScriptedEngine(script, fail=fail)
         self.judge = ModelJudge(
-            EnginePool(LocalReplicas([self.engine])),
+            EnginePool(LocalReplicas([self.engine]), sleeps=sleeps),
             self.reader,  # type: ignore[arg-type]
             JudgeConfig.model_validate({"policy": "judge", "when": "always", **config}),
             own=own,
@@ -329,11 +330,22 @@ def test_judgements_are_under_way_while_others_decode_and_those_that_were_kept_a
 
 
 def test_the_judges_engines_sleep_with_the_teams_and_wake_for_the_next_answer(desk: Make) -> None:
-    judged = desk(by_answer)
-    judged.judge.pool._sleeps = True  # rollout.placement=colocated
+    class Sleeper(ScriptedEngine):
+        is_asleep = False
+
+        def sleep(self, keeps_weights: bool) -> None:
+            self.is_asleep = keeps_weights  # its policy is frozen
+            super().sleep(keeps_weights)
+
+        def wake(self, part: Any) -> None:
+            self.is_asleep = False
+            super().wake(part)
+
+    engine = Sleeper(lambda request: [*map(ord, YES), END])
+    judged = desk(by_answer, engine=engine, sleeps=True)  # rollout.placement=colocated
     team, _, _ = team_with(judged)
     assert team.all_pools == [team.pools["main"], judged.judge.pool]
     assert judged.rewards("Lima")[0].value == 1
     team.sleep(renewed=())
-    assert judged.engine._asleep == {"weights", "kv_cache"}
-    assert judged.rewards("Rome")[0].value == 0 and not judged.engine._asleep
+    assert engine.is_asleep
+    assert judged.rewards("Rome")[0].value == 1 and not engine.is_asleep

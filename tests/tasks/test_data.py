@@ -274,7 +274,7 @@ def test_questions_that_stand_there_twice_are_counted_and_those_with_two_answers
     problems = read_problems(data, "math").problems
     contradiction, same = repeats(problems, "data.train")
     assert contradiction.startswith(
-        "data.train: 2 question(s) stand there with different answers, first p.jsonl:2 (answer '2') and p.jsonl:3 (answer '3')"
+        "data.train: 2 question(s) stand there with different answers, first p.jsonl:2 (answer '2') and p.jsonl:3 ('3')"
     )
     assert same == "data.train: 2 problem(s) repeat an earlier one, question and answer"
     assert repeats(problems[:2], "data.train") == []

@@ -12,7 +12,6 @@ from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.types import Problem
 
 OWN = """
-import os
 from marsrl.rollout.tasks.own_task import OwnTask
 from marsrl.rollout.types import Problem
 
@@ -27,13 +26,6 @@ class Doubles(OwnTask):
         return [("double of 100?", None)]
 
     def reward(self, problem, answer):
-        if answer == "hang":
-            while True:
-                pass
-        if answer == "die":
-            os._exit(3)
-        if answer == "seven":
-            return 7
         wanted = problem.answer or "200"
         return 1 if int(answer) == int(wanted) else self.options.near * (abs(int(answer) - int(wanted)) < 3)
 
@@ -103,10 +95,6 @@ def test_problems_are_the_class_s_and_its_reward_is_asked_in_processes(named: Ca
         right, near, far, by_judge, raises = (each.result() for each in [task.judge(*pair) for pair in asked])
         assert [r.value for r in (right, near, far, by_judge)] == [1.0, 0.25, 0.0, 1.0]
         assert raises.is_missing and "ValueError" in raises.note
-        begun = [task.judge(train[3], word) for word in ("hang", "die", "seven")]
-        hangs, dies, seven = (each.result() for each in begun)
-        assert all(each.is_missing for each in (hangs, dies, seven))
-        assert "over 5 s" in hangs.note and "code 3" in dies.note and "returned 7" in seven.note
     finally:
         task.close()
 
