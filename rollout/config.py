@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -38,6 +38,9 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+Read = TypeVar("Read", bound=Settings)
+
+
 def is_started_here(ray_address: str) -> bool:
     """True if rollout.ray_address asks for a cluster of our own that other hosts join: here, or here:port."""
     return ray_address.partition(":")[0] == HERE
@@ -54,6 +57,14 @@ def problems_of(error: ValidationError, prefix: str = "", keys: Collection[str] 
             message = "unknown key; " + (f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(keys)}")
         problems.append(f"{prefix}{name}: {message}")
     return "; ".join(problems)
+
+
+def read_settings(kind: type[Read], values: Mapping[str, object], prefix: str = "", where: str = "") -> Read:
+    """The settings with these values; ValueError says in one line which keys are wrong. where: before that line."""
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        raise ValueError(where + problems_of(error, prefix, kind.model_fields)) from error
 
 
 def http_url(key: str, value: str, expected: str, why: str) -> str:

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from marsrl.rollout.config import MOST, Ranks, Seconds, Settings, Share, Tokens, problems_of
+from marsrl.rollout.config import MOST, Ranks, Seconds, Settings, Share, Tokens, read_settings
 
 
 class TrainFile(Settings):
@@ -56,10 +56,8 @@ def _listed(value: Any, key: str, kind: type[_File], *accepted: type) -> list[_F
     for place, each in enumerate(value):
         if not isinstance(each, (kind, *accepted)):
             raise ValueError(f"{key}[{place}] is {each!r:.80}; {_EXPECTED[key]}")
-        try:
-            files.append(kind.model_validate({"path": each} if isinstance(each, str) else each))
-        except ValidationError as error:
-            raise ValueError(problems_of(error, f"{key}[{place}].", kind.model_fields)) from error
+        values = {"path": each} if isinstance(each, str) else each
+        files.append(read_settings(kind, values, f"{key}[{place}].") if isinstance(values, dict) else values)
     return files
 
 

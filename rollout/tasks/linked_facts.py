@@ -32,9 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from marsrl.rollout.config import problems_of
+from marsrl.rollout.config import read_settings
 from marsrl.rollout.tasks.config import FactsOptions
 from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.tools.documents import Document, Paper
@@ -258,10 +256,7 @@ def read_facts_options(words: Sequence[str]) -> FactsOptions:
         if not equals or not value:
             raise ValueError(f"{word!r} is no option; write key=value, of {', '.join(FactsOptions.model_fields)}")
         given[key] = value
-    try:
-        return FactsOptions.model_validate(given)
-    except ValidationError as error:
-        raise ValueError(problems_of(error, keys=FactsOptions.model_fields)) from error
+    return read_settings(FactsOptions, given)
 
 
 def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int, num_held_out: int, seed: int) -> None:

@@ -13,10 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from pydantic import ValidationError
-
 from marsrl.rollout.agents.prompts import set_names
-from marsrl.rollout.config import OptionValues, problems_of
+from marsrl.rollout.config import OptionValues, read_settings
 from marsrl.rollout.own_classes import own_class
 from marsrl.rollout.tasks.config import JudgeOptions
 from marsrl.rollout.types import Problem
@@ -83,12 +81,7 @@ def make_own_task(
 ) -> OwnTask:
     """The user's task with these task_options and data; ValueError where they are wrong or its own code fails."""
     kind = find_own_task(name)
-    try:
-        checked = kind.Options.model_validate(dict(options))
-    except ValidationError as error:
-        raise ValueError(
-            f"task {kind.name}: {problems_of(error, 'task_options.', kind.Options.model_fields)}"
-        ) from error
+    checked = read_settings(kind.Options, options, "task_options.", f"task {kind.name}: ")
     try:
         return kind(checked, train, held_out)
     except Exception as error:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from pydantic import ValidationError
-
-from marsrl.rollout.config import OptionValues, problems_of
+from marsrl.rollout.config import OptionValues, read_settings
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.rewards.judge import MATH_JUDGE, RewardPool
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask
@@ -67,10 +65,7 @@ def build_task(
         return ListedTask(own.name, own.prompts, train, held_out, pool)
     if name not in TASKS:
         raise ValueError(f"task is {name!r}; there are {', '.join(TASKS)}, and your own as FILE.py:CLASS")
-    try:
-        checked = TASKS[name].model_validate(dict(options))
-    except ValidationError as error:
-        raise ValueError(f"task {name}: {problems_of(error, 'task_options.', TASKS[name].model_fields)}") from error
+    checked = read_settings(TASKS[name], options, "task_options.", f"task {name}: ")
     if isinstance(checked, ArithmeticOptions):
         return ArithmeticTask(checked)
     if isinstance(checked, QaOptions):
