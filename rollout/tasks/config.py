@@ -56,8 +56,8 @@ def _listed(value: Any, key: str, kind: type[_File], *accepted: type) -> list[_F
     for place, each in enumerate(value):
         if not isinstance(each, (kind, *accepted)):
             raise ValueError(f"{key}[{place}] is {each!r:.80}; {_EXPECTED[key]}")
-        values = {"path": each} if isinstance(each, str) else each
-        files.append(read_settings(kind, values, f"{key}[{place}].") if isinstance(values, dict) else values)
+        given: Any = {"path": each} if isinstance(each, str) else each
+        files.append(given if isinstance(given, kind) else read_settings(kind, given, f"{key}[{place}]."))
     return files
 
 

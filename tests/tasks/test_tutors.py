@@ -161,6 +161,7 @@ def test_the_search_team_reads_its_tutors_prompts(world: World, tool: CorpusSear
                 assert ask.agent == "verifier" or said.answer == trace.completion.split()[-2]
                 episode.close(ask, [replace(said, reward=team.reward(episode, ask, said, Reward(1.0, 1.0)))])
         num_whole += traces[-1].role is Role.ANSWERER and not episode.enter(team.follow(episode))[0]
+        assert rates is not NEVER or said.answer == episode.problem.answer
     assert num_whole == 40 if rates is NEVER else 10 < num_whole < 40
 
 
@@ -216,21 +217,10 @@ def answered(call: ToolCall, problem: Problem, tool: CorpusSearch) -> list[str]:
     return [str(calculation.value)]
 
 
-def said_by(role: Role, traces: list[Trace]) -> list[str]:
-    return [trace.completion for trace in traces if trace.role is role]
-
-
-def test_without_slips_all_is_right_and_with_slips_only_nothing_is(world: World) -> None:
-    for traces in searches(world, NEVER):
-        steps = world.steps(problem_of(traces[0], world))
-        assert [route(text) for text in said_by(Role.ROUTER, traces)] == [False] * len(steps) + [True]
-        queries = [tagged("search", text) for text in said_by(Role.SEARCHER, traces)]
-        assert queries == [entity for entity, _, _ in steps]
-        _, relation, value = steps[-1]
-        assert traces[-1].completion == f"{relation} {value} <answer> {value} </answer>"
+def test_with_slips_only_nothing_is_right(world: World) -> None:
     for traces in searches(world, ALWAYS):
         steps = world.steps(problem_of(traces[0], world))
-        assert all(route(text) for text in said_by(Role.ROUTER, traces))
+        assert all(route(trace.completion) for trace in traces if trace.role is Role.ROUTER)
         entity, relation, _ = steps[0]
         said, value, *_ = traces[-1].completion.split()  # the Answer agent's after one link, the second query after two
         assert traces[-1].role is (Role.ANSWERER if len(steps) == 1 else Role.SEARCHER)
