@@ -1,4 +1,4 @@
-"""Settings of a judge that is a model (`judge` of a run). Import-light: pydantic only."""
+"""Settings of judges: processes (`task_options` of a run) or a model (`judge`). Import-light: pydantic only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from marsrl.rollout.config import CountOr0, Seconds, Settings, Share, Tokens
+from marsrl.rollout.config import CountOr0, Ranks, Seconds, Settings, Share, Tokens
+
+
+class JudgeOptions(Settings):
+    """Judgement of answers in processes of their own."""
+
+    workers: Ranks = Field(2, description="judge processes")
+    timeout_s: Seconds = Field(10.0, description="a judgement that takes longer is ended: a missing reward")
+    max_answer_chars: Tokens = Field(2000, description="a longer answer is wrong")
 
 
 class JudgeConfig(Settings):

@@ -21,6 +21,7 @@ from numbers import Real
 import numpy as np
 
 from marsrl.rollout.agents.same_answer import same_answer
+from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.types import MISSING, Problem, Reward
 from marsrl.rollout.worker_process import Answer, Crashed, Late, NotStarted, WorkerPool, serve
 
@@ -45,28 +46,23 @@ def known(reward: Reward) -> Future[Reward]:
 class RewardPool:
     """Judge processes, and a thread for each that hands it its work; started by the first answers.
 
-        with RewardPool(workers=2, timeout_s=10) as pool:
+        with RewardPool(JudgeOptions(workers=2, timeout_s=10)) as pool:
             reward = pool.submit(problem, r"\\frac{1}{2}").result()
 
     Args:
         judge: "module:function", importable by a fresh interpreter; called with `arguments` (plain values) it gives the judge,
-            (problem, answer) -> a reward in [0, 1].
-        needs_reference: without a reference answer nothing can be judged.
+            (problem, answer) -> a reward in [0, 1]. Ours needs a reference answer.
     """
 
     def __init__(
         self,
-        workers: int = 2,
-        timeout_s: float = 10.0,
-        max_answer_chars: int = 2000,
+        options: JudgeOptions | None = None,
         judge: str = MATH_JUDGE,
         arguments: Mapping[str, object] | None = None,
-        needs_reference: bool = True,
     ) -> None:
-        self._timeout_s, self._judge = timeout_s, judge
-        self._max_answer_chars, self._needs_reference = max_answer_chars, needs_reference
-        self._processes = WorkerPool(workers, _MODULE, (judge, json.dumps(arguments or {})))
-        self._threads = ThreadPoolExecutor(workers, "marsrl-rewards")
+        self._options, self._judge = options or JudgeOptions(), judge
+        self._processes = WorkerPool(self._options.workers, _MODULE, (judge, json.dumps(arguments or {})))
+        self._threads = ThreadPoolExecutor(self._options.workers, "marsrl-rewards")
 
     def submit(self, problem: Problem, answer: str) -> Future[Reward]:
         """Begin a judgement. The future is cancelled, or fails with CancelledError, where the pool is closed before; it fails
@@ -77,11 +73,10 @@ class RewardPool:
         """
         if self._processes.is_closed:
             raise RuntimeError("RewardPool.submit: the pool is closed")
-        if problem.answer is None and self._needs_reference:
+        if problem.answer is None and self._judge == MATH_JUDGE:
             return known(Reward(MISSING, MISSING, note=f"problem {problem.id} has no reference answer"))
-        if len(answer) > self._max_answer_chars:
-            note = f"an answer of {len(answer)} characters; at most {self._max_answer_chars}"
-            return known(Reward(0.0, 0.0, note=note))
+        if len(answer) > (most := self._options.max_answer_chars):
+            return known(Reward(0.0, 0.0, note=f"an answer of {len(answer)} characters; at most {most}"))
         return self._threads.submit(self._judged, problem, answer)
 
     def close(self) -> None:
@@ -100,7 +95,7 @@ class RewardPool:
         """In a thread of the pool."""
         try:
             with self._processes.worker() as worker:
-                reply = worker.ask({"problem": asdict(problem), "answer": answer}, timeout_s=self._timeout_s)
+                reply = worker.ask({"problem": asdict(problem), "answer": answer}, timeout_s=self._options.timeout_s)
         except (NotStarted, Late, Crashed) as error:
             if self._processes.is_closed:
                 raise CancelledError from error
@@ -108,7 +103,7 @@ class RewardPool:
                 raise RuntimeError(
                     f"the judge process {error}: can {sys.executable} import {self._judge}? (its own message is on stderr)"
                 ) from error
-            why = f"took over {self._timeout_s:g} s and was killed"
+            why = f"took over {self._options.timeout_s:g} s and was killed"
             if isinstance(error, Crashed):
                 why = f"process crashed (code {error.status})"
                 _log.warning("a judge %s", why)

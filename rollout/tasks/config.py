@@ -9,7 +9,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from marsrl.rollout.config import MOST, Ranks, Seconds, Settings, Share, Tokens, read_settings
+from marsrl.rollout.config import MOST, Settings, Share, Tokens, read_settings
+from marsrl.rollout.rewards.config import JudgeOptions
 
 
 class TrainFile(Settings):
@@ -187,14 +188,6 @@ class QaOptions(FactsOptions):
         description="of the right answer that fits best: exact: equal but for case, articles, punctuation and space "
         "(SQuAD); f1: of its words",
     )
-    max_answer_chars: Tokens = Field(2000, description="a longer answer is wrong")
-
-
-class JudgeOptions(Settings):
-    """Judgement of answers in processes of their own."""
-
-    workers: Ranks = Field(2, description="judge processes")
-    timeout_s: Seconds = Field(10.0, description="a judgement that takes longer is ended: a missing reward")
     max_answer_chars: Tokens = Field(2000, description="a longer answer is wrong")
 
 

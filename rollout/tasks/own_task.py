@@ -16,7 +16,7 @@ from typing import ClassVar
 from marsrl.rollout.agents.prompts import set_names
 from marsrl.rollout.config import OptionValues, read_settings
 from marsrl.rollout.own_classes import own_class
-from marsrl.rollout.tasks.config import JudgeOptions
+from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.types import Problem
 
 Listed = Sequence[Problem | tuple[str, str | None]]

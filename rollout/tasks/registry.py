@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 from marsrl.rollout.config import OptionValues, read_settings
 from marsrl.rollout.own_classes import is_own
-from marsrl.rollout.rewards.judge import MATH_JUDGE, RewardPool
+from marsrl.rollout.rewards.judge import RewardPool
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask
-from marsrl.rollout.tasks.config import ArithmeticOptions, JudgeOptions, MathOptions, QaOptions
+from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions, QaOptions
 from marsrl.rollout.tasks.data import draw_held_out
 from marsrl.rollout.tasks.facts_tutor import CALLS_TOKENIZER, FACTS_TOKENIZER
 from marsrl.rollout.tasks.own_task import make_own_task
@@ -61,7 +61,8 @@ def build_task(
     """
     if is_own(name):
         own = make_own_task(name, options)
-        pool = _pool(own.options, "marsrl.rollout.tasks.own_task:own_judge", {"task": name, "options": dict(options)})
+        given = {"task": name, "options": dict(options)}
+        pool = RewardPool(own.options, "marsrl.rollout.tasks.own_task:own_judge", given)
         return ListedTask(own.name, own.prompts, train, held_out, pool)
     if name not in TASKS:
         raise ValueError(f"task is {name!r}; there are {', '.join(TASKS)}, and your own as FILE.py:CLASS")
@@ -73,15 +74,4 @@ def build_task(
     assert isinstance(checked, MathOptions)
     if not train:
         raise ValueError("task=math needs problems: set data.train to a jsonl or parquet file or a dataset directory")
-    return ListedTask("math", "math", train, held_out, _pool(checked))
-
-
-def _pool(options: JudgeOptions, judge: str = MATH_JUDGE, arguments: Mapping[str, object] | None = None) -> RewardPool:
-    return RewardPool(
-        options.workers,
-        options.timeout_s,
-        options.max_answer_chars,
-        judge=judge,
-        arguments=arguments,
-        needs_reference=judge == MATH_JUDGE,
-    )
+    return ListedTask("math", "math", train, held_out, RewardPool(checked))

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.rewards.judge import RewardPool
 from marsrl.rollout.types import Problem, Reward
 
@@ -58,7 +59,7 @@ def math_pool(said_by_judges: Path) -> Iterator[RewardPool]:
     console = os.dup(2)
     with said_by_judges.open("wb") as said:
         os.dup2(said.fileno(), 2)
-    with RewardPool(workers=2, timeout_s=60) as pool:
+    with RewardPool(JudgeOptions(workers=2, timeout_s=60)) as pool:
         judged(pool, [(problem("2"), "1+1")] * 2)  # they start with the first answers, and keep the stderr of then
         os.dup2(console, 2)
         os.close(console)
@@ -87,7 +88,7 @@ def test_answers_are_compared_in_processes_and_nobody_warns_of_it(math_pool: Rew
 
 def test_hangs_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged(odd_judge: str) -> None:
     answers = ["1", "hang", "2", "die", "1", "raise", "memory", "print", "1"]
-    with RewardPool(workers=2, timeout_s=4.0, judge=odd_judge) as pool:
+    with RewardPool(JudgeOptions(workers=2, timeout_s=4.0), judge=odd_judge) as pool:
         rewards = judged(pool, [(problem("1"), answer) for answer in answers])
         values = [None if r.is_missing else r.value for r in rewards]
         assert values == [1, None, 0, None, 1, None, None, 0, 1]
@@ -98,7 +99,7 @@ def test_hangs_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged
 
 
 def test_a_reward_is_a_number_from_0_to_1_and_anything_else_is_missing(odd_judge: str) -> None:
-    with RewardPool(workers=1, timeout_s=60.0, judge=odd_judge) as pool:
+    with RewardPool(JudgeOptions(workers=1, timeout_s=60.0), judge=odd_judge) as pool:
         part, *others = judged(pool, [(problem("1"), a) for a in ("part", "seven", "nan", "word", "none", "read")])
         assert (part.value, part.correct, part.parts) == (0.25, 0.25, {"answer": 0.25})
         assert [r.is_missing for r in others] == [True, True, True, True, False]
@@ -118,7 +119,7 @@ def test_what_a_judge_has_started_ends_with_it(tmp_path: Path, monkeypatch: pyte
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     arguments = {"file": str(tmp_path / "pid")}
-    with RewardPool(workers=1, timeout_s=5.0, judge="starting:judge", arguments=arguments) as pool:
+    with RewardPool(JudgeOptions(workers=1, timeout_s=5.0), judge="starting:judge", arguments=arguments) as pool:
         (reward,) = judged(pool, [(problem("1"), "1")])
     assert "killed" in reward.note
     with contextlib.suppress(psutil.NoSuchProcess):  # its end takes its time
@@ -128,7 +129,7 @@ def test_what_a_judge_has_started_ends_with_it(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_reference_that_is_not_there_is_missing_and_an_endless_answer_is_wrong() -> None:
-    with RewardPool(max_answer_chars=10) as pool:  # no process is started for these
+    with RewardPool(JudgeOptions(max_answer_chars=10)) as pool:  # no process is started for these
         nothing, endless = judged(pool, [(problem(None), "1"), (problem("1"), "1" * 11)])
     assert nothing.is_missing and "no reference" in nothing.note
     assert endless.value == 0 and "11 characters" in endless.note
@@ -136,7 +137,7 @@ def test_a_reference_that_is_not_there_is_missing_and_an_endless_answer_is_wrong
 
 def test_an_answer_that_hangs_holds_up_no_other_and_close_leaves_no_process(odd_judge: str) -> None:
     before = set(psutil.Process().children())
-    pool = RewardPool(workers=2, timeout_s=600.0, judge=odd_judge)
+    pool = RewardPool(JudgeOptions(workers=2, timeout_s=600.0), judge=odd_judge)
     hangs = pool.submit(problem("1"), "hang")
     assert [r.value for r in judged(pool, [(problem("1"), "1")] * 3)] == [1, 1, 1] and not hangs.done()
     assert len(set(psutil.Process().children()) - before) == 2
@@ -151,9 +152,10 @@ def test_an_answer_that_hangs_holds_up_no_other_and_close_leaves_no_process(odd_
 
 def test_a_judge_ends_with_its_parent_even_while_it_hangs(odd_judge: str) -> None:
     lines = (
+        "from marsrl.rollout.rewards.config import JudgeOptions",
         "from marsrl.rollout.rewards.judge import RewardPool",
         "from marsrl.rollout.types import Problem",
-        f"pool = RewardPool(workers=1, timeout_s=600.0, judge={odd_judge!r})",
+        f"pool = RewardPool(JudgeOptions(workers=1, timeout_s=600.0), judge={odd_judge!r})",
         "print(pool.submit(Problem('p', 'q', '1', 'math'), '1').result(), flush=True)",
         "pool.submit(Problem('p', 'q', '1', 'math'), 'hang').result()",
     )
