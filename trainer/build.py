@@ -29,7 +29,6 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.rebalance import Rebalancer
 from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.tasks.data import right_answers
-from marsrl.rollout.tasks.protocol import documents_of, papers_of
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools
 from marsrl.trainer.checks.preflight import Checked
@@ -233,7 +232,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             judge = WatchedJudge(checked.task.judge, model)
         tools = None
         if orchestration.tools:
-            tools = build_tools(config.tools, orchestration.tools, documents_of(checked.task), papers_of(checked.task))
+            tools = build_tools(config.tools, orchestration.tools, checked.task.documents, checked.task.papers)
             stack.callback(tools.close)
         yield Team(
             config.agents,

@@ -22,7 +22,7 @@ from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.tasks.data import fingerprint
-from marsrl.rollout.tasks.protocol import Task, documents_of, papers_of
+from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.registry import TOKENIZERS, build_task
 from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem
@@ -123,7 +123,7 @@ def preflight(
         config.rollout,
         tools=config.tools.names,
     )
-    check_tools(config.tools, orchestration.tools, documents_of(task), papers_of(task))
+    check_tools(config.tools, orchestration.tools, task.documents, task.papers)
     warnings = list(problems.warnings)
     for name in config.policies:
         config, found = _checked_policy(config, name, world_size, trains=trains)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marsrl.rollout.own_classes import is_own
-from marsrl.rollout.tasks.data import find_repeats, one_spaced, read_problems
+from marsrl.rollout.tasks.data import ReadResult, one_spaced, read_problems, repeats
 from marsrl.rollout.tasks.own_task import own_problems
 from marsrl.rollout.tasks.problem_files import HeldOut, Mixture, read_eval, read_train
 from marsrl.rollout.tasks.protocol import EVALUATION_SET, HELD_OUT
@@ -49,7 +49,7 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
     found = read_data(config) if given is None else RunProblems((), given)
     of_train, of_eval = sources(config.task)
     train, held_out, num_taken = found.train, found.held_out, 0
-    warnings = [*find_repeats(train).sentences(of_train), *find_repeats(held_out).sentences(of_eval)]
+    warnings = [*repeats(train, of_train), *repeats(held_out, of_eval)]
     if trains and held_out:
         warnings += _trained_too(train, held_out, of_train, of_eval)
     if given is None:
@@ -97,22 +97,25 @@ def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train
 def read_data(config: RunConfig) -> RunProblems:
     """Problems of the files, none without a file; or as a user's own task reads them."""
     data = config.data
-    how = (data.question_key, data.answer_key, data.on_bad_line)
+
+    def read(path: str) -> ReadResult:
+        return read_problems(path, config.task, data.question_key, data.answer_key, data.on_bad_line)
+
     train: Sequence[Problem] = ()
     held_out: tuple[Problem, ...] = ()
     sets: tuple[HeldOut, ...] = ()
     num_skipped = 0
     if data.train:
-        found = read_train(data.train, config.task, config.run.seed, *how)
+        found = read_train(data.train, read, config.run.seed)
         train, num_skipped = found.problems, found.num_bad
     if isinstance(data.eval, str):
-        read = read_problems(data.eval, config.task, *how)
-        held_out, num_skipped = read.problems, num_skipped + read.num_bad
+        found = read(data.eval)
+        held_out, num_skipped = found.problems, num_skipped + found.num_bad
     elif data.eval:
         if config.task == "arithmetic":
             raise ConfigError("data.eval is a list, and task=arithmetic makes its own problems; leave it out")
         sizes = config.evaluate
-        sets, num_bad = read_eval(data.eval, config.task, EVALUATION_SET, sizes.num_problems, sizes.repeat, *how)
+        sets, num_bad = read_eval(data.eval, read, config.task, EVALUATION_SET, sizes.num_problems, sizes.repeat)
         held_out, num_skipped = tuple(problem for each in sets for problem in each.problems), num_skipped + num_bad
     if is_own(config.task):
         if isinstance(train, Mixture):

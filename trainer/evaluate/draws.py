@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import Field
 
-from marsrl.rollout.agents.picks import is_right
+from marsrl.rollout.agents.orchestration import is_right
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.player.evaluation import Played
 from marsrl.rollout.state import decode, encode

@@ -21,8 +21,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from marsrl.rollout.agents.parsers import VerdictParser
-from marsrl.rollout.agents.prompt_file import PromptSet
-from marsrl.rollout.agents.prompts import prompt_set
+from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import READS, Role
 from marsrl.rollout.config import MOST_TOKENS
@@ -35,7 +34,7 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.data import right_answers
-from marsrl.rollout.tasks.protocol import NumberedProblems, documents_of, papers_of
+from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools, check_tools
@@ -137,10 +136,10 @@ def _scripted(
     task = build_task(config.task, config.task_options, train, train)
     kind = find_orchestration(config.orchestration)
     names = [name for name in config.tools.names if name in (*kind.tools, *kind.optional_tools)]
-    check_tools(config.tools, names, documents_of(task), papers_of(task))
+    check_tools(config.tools, names, task.documents, task.papers)
     with (
         contextlib.closing(task),
-        contextlib.closing(build_tools(config.tools, names, documents_of(task), papers_of(task))) as tools,
+        contextlib.closing(build_tools(config.tools, names, task.documents, task.papers)) as tools,
         tempfile.TemporaryDirectory() as folder,
     ):
         write_byte_tokenizer(Path(folder))

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from marsrl.rollout.tasks.protocol import documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.tools.config import TOOL_NAMES, how_to_set
@@ -34,7 +33,7 @@ def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
         if config.task == "qa" and config.data.train is None:  # no other task has any
             task = build_task(config.task, config.task_options)
             stack.callback(task.close)
-            documents, papers = documents_of(task), papers_of(task)
+            documents, papers = task.documents, task.papers
         check_tools(config.tools, [name], documents, papers)
         pool = build_tools(config.tools, [name], documents, papers)
         stack.callback(pool.close)

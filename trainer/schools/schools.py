@@ -23,10 +23,9 @@ from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.config import Settings
 from marsrl.rollout.tasks.arithmetic import draw_chain
 from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, equality_drill, solver_trace, table_drill, team_traces
-from marsrl.rollout.tasks.calls_tutor import call_traces, distilling_drill
 from marsrl.rollout.tasks.config import ArithmeticOptions, QaOptions
-from marsrl.rollout.tasks.facts_tutor import another_world, reading_drill, search_traces
-from marsrl.rollout.tasks.trace import Trace
+from marsrl.rollout.tasks.facts_tutor import another_world, call_traces, distilling_drill, reading_drill, search_traces
+from marsrl.rollout.tasks.word_tokenizer import Trace
 from marsrl.trainer.config import RunConfig, WarmStartConfig
 
 
