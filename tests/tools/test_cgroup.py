@@ -108,13 +108,11 @@ def test_what_a_killed_trainer_left_is_removed_and_a_living_one_s_is_not(kernel:
     kernel.giving = {session}
     dead = subprocess.Popen(["true"])
     dead.wait()
-    own = os.stat("/proc/self/ns/pid").st_ino
-    left, used = session / f"marsrl-python-{own}-{dead.pid}-3", session / f"marsrl-python-{own}-{os.getppid()}-3"
-    of_another_namespace = session / f"marsrl-python-{own + 1}-{dead.pid}-3"
-    for path in (left, used, of_another_namespace):
+    left, used = (session / f"marsrl-python-{pid}-3" for pid in (dead.pid, os.getppid()))
+    for path in (left, used):
         kernel.mkdir(path)
     assert find_cgroups(CONFIG)[0] is not None
-    assert used.exists() and of_another_namespace.exists() and not left.exists()
+    assert used.exists() and not left.exists()
 
 
 def test_one_that_cannot_be_removed_is_warned_of_and_ends_nobody_s_thread(
@@ -130,7 +128,7 @@ def test_one_that_cannot_be_removed_is_warned_of_and_ends_nobody_s_thread(
         monkeypatch.setattr(cgroup_module.os, "rmdir", fail)
         with caplog.at_level(logging.WARNING):
             Cgroup(path).end()
-    assert re.search(r"is left behind: it is not empty after 0.01 s(.|\n)*is left behind: .*gone", caplog.text)
+    assert re.search(r"is left behind: .*busy(.|\n)*is left behind: .*gone", caplog.text)
 
 
 # on this machine's kernel, where it lets us
@@ -161,12 +159,12 @@ def test_all_processes_of_a_call_are_in_its_cgroup_and_end_with_it(mounted: Path
     interpreter = launcher.start(CONFIG, cgroups)
     try:
         interpreter.wait_until_ready(60.0)
-        [path] = mounted.glob(f"marsrl-python-*-{os.getpid()}-*")
+        [path] = mounted.glob(f"marsrl-python-{os.getpid()}-*")
         inside = {int(pid) for pid in (path / "cgroup.procs").read_text().split()}
         assert inside == {each.pid for each in set(psutil.Process().children(recursive=True)) - before}
     finally:
         interpreter.kill()
-    assert not list(mounted.glob(f"marsrl-python-*-{os.getpid()}-*"))
+    assert not list(mounted.glob(f"marsrl-python-{os.getpid()}-*"))
 
 
 def test_a_cgroup_that_is_not_empty_is_emptied(mounted: Path) -> None:

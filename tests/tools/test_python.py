@@ -285,10 +285,8 @@ def test_a_way_that_can_be_had_gives_all_that_it_is_for(label: str) -> None:
         assert not lacks
 
 
-UBUNTU_SAYS = {  # 24.04 with kernel.apparmor_restrict_unprivileged_userns=1, to a user who is not root
-    "bwrap": "bwrap: setting up uid map: Permission denied",
-    "unshare": "unshare: write failed /proc/self/uid_map: Operation not permitted",
-}
+# 24.04 with kernel.apparmor_restrict_unprivileged_userns=1, to a user who is not root
+UBUNTU_SAYS = "bwrap: setting up uid map: Permission denied"
 
 
 @pytest.mark.parametrize(
@@ -311,9 +309,8 @@ def test_a_kernel_that_keeps_users_from_namespaces_is_named_with_its_cure(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for name, words in UBUNTU_SAYS.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
-        (tmp_path / name).chmod(0o755)
+    (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho '{UBUNTU_SAYS}' >&2\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
     path = f"{tmp_path}:/usr/bin:/bin"
     monkeypatch.setenv("PATH", path)
     monkeypatch.setitem(launcher_module._ENVIRONMENT, "PATH", path)
@@ -323,8 +320,7 @@ def test_a_kernel_that_keeps_users_from_namespaces_is_named_with_its_cure(
     (tmp_path / setting).write_text(f"{value}\n")
     with pytest.raises(ValueError, match=said) as error:
         choose_launcher(PythonTool())
-    for words in UBUNTU_SAYS.values():
-        assert words in str(error.value)
+    assert UBUNTU_SAYS in str(error.value)
     with caplog.at_level(logging.WARNING):
         PythonInterpreter(CONFIG).close()
     assert re.search(f"code of a model runs by plain, without .*{said}", caplog.text)

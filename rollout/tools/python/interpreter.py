@@ -51,12 +51,10 @@ class Interpreter:
         """cgroup: what it goes into, and what ends with it. Raises OSError where the command cannot be started."""
         self._cgroup = cgroup
         self._line, theirs = socket.socketpair()  # its input: the snippet goes there, and its exit code comes back
-        if cgroup is not None:
-            command = [*cgroup.entering, *command]
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    command,
+                    [*(cgroup.entering if cgroup is not None else ()), *command],
                     stdin=theirs.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -67,7 +65,8 @@ class Interpreter:
                 )
         except OSError:
             self._line.close()
-            self._end_cgroup()
+            if cgroup is not None:
+                cgroup.end()
             raise
         assert self._process.stdout is not None
         self._output = self._process.stdout
@@ -159,9 +158,6 @@ class Interpreter:
         self._line.close()
         self._output.close()
         self._reap()
-        self._end_cgroup()
-
-    def _end_cgroup(self) -> None:
         if self._cgroup is not None:
             self._cgroup.end()
             self._cgroup = None
