@@ -31,7 +31,6 @@ class ToolLimits(Settings):
         description="of one output, all its parts together; the longest of them are cut to fit, with a mark",
     )
     cache_mib: int = Field(64, ge=0, le=MOST_MIB, description="outputs kept for calls that are repeated, MiB; 0: none")
-    cache_entries: int = Field(100_000, gt=0, le=MOST, description="outputs kept, at most")
 
 
 class IndexSearch(ToolLimits):
@@ -180,7 +179,6 @@ class PagesConfig(ToolLimits):
     max_kib: int = Field(
         8192, gt=0, le=MOST_MIB, description="a page that is larger, as sent or decompressed, is refused, KiB"
     )
-    max_redirects: int = Field(5, ge=0, le=100, description="a page that redirects more often is refused")
     workers: int = Field(
         2, gt=0, le=MOST_RANKS, description="processes that parse pages; one that hangs or crashes is replaced"
     )

@@ -202,7 +202,7 @@ def test_an_address_is_refused(url: str, said: str, monkeypatch: pytest.MonkeyPa
         ("javascript:alert(1)", "only addresses that begin with"),
         ("http://user:word@127.0.0.1/", "a user or a password"),
         ("http://127.0.0.1:x/", "it is no address"),
-        ("/", "it redirects more than tools.pages.max_redirects = 5 times"),
+        ("/", "it redirects more than 5 times"),
     ],
 )
 def test_a_redirect_is_checked_as_an_address_is(to: str, said: str) -> None:
@@ -534,7 +534,7 @@ def test_what_reads_pages_is_asked_for_before_a_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("trafilatura", "pypdf") else name)
     for name, key in (("visit", "tools.visit"), ("search", "tools.search.read_pages")):
         with pytest.raises(
-            ValueError, match=rf"{key} needs trafilatura and pypdf, which .*: pip install trafilatura pypdf"
+            ValueError, match=rf"{key} needs trafilatura and pypdf, not installed here: pip install trafilatura pypdf"
         ):
             check_tools(config, [name], ())
     check_tools(config, ["scholar"], ())

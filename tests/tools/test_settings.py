@@ -85,7 +85,7 @@ def test_a_corpus_is_looked_at_before_a_run(tmp_path: Path) -> None:
 def test_the_package_of_a_server_s_client_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = ToolsConfig.model_validate({"search": {"kind": "http", "url": "http://h/retrieve"}})
-    with pytest.raises(ValueError, match=r"tools.search.kind=http needs the package httpx"):
+    with pytest.raises(ValueError, match=r"tools.search.kind=http needs httpx, not installed"):
         check_tools(config, ["search"], ())
 
 
