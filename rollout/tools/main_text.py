@@ -3,7 +3,7 @@
 
     python -P -m marsrl.rollout.tools.main_text CONNECTION MEMORY_MIB
 
-A request is {"media_type", "charset", "most_chars"} with the bytes of the page, a reply {"text"} or {"error"}.
+A request is {"body", "media_type", "charset", "most_chars"}, a reply {"text"} or {"error"}.
 """
 
 from __future__ import annotations
@@ -77,9 +77,8 @@ def main(line: str, memory_mib: int) -> None:
 
         return answer
 
-    def answer(asked: dict[str, Any], body: bytes) -> dict[str, object]:
-        most_chars = asked["most_chars"]
-        return {"text": main_text(body, asked["media_type"], asked["charset"], most_chars).strip()[: most_chars + 1]}
+    def answer(asked: dict[str, Any]) -> dict[str, object]:
+        return {"text": main_text(**asked).strip()[: asked["most_chars"] + 1]}
 
     serve(line, memory_mib << 20, load)
 

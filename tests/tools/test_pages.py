@@ -444,8 +444,8 @@ def test_what_hangs_or_floods_a_parser_ends_its_process_and_no_other() -> None:
         def text(body: bytes, kind: str = "text/html", seconds: float = SOON_S) -> str:
             """What a parser says of a page, or why it said nothing."""
             with workers.worker() as worker:
-                asked = {"media_type": kind, "charset": "utf-8", "most_chars": 1000}
-                reply = worker.ask(asked, body, timeout_s=seconds)
+                asked = {"body": body, "media_type": kind, "charset": "utf-8", "most_chars": 1000}
+                reply = worker.ask(asked, timeout_s=seconds)
             return str(reply.get("text", reply.get("error")))
 
         assert SENTENCE in text(ARTICLE.encode())
