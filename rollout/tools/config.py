@@ -13,7 +13,7 @@ _KIND = "who answers: index: a file's documents, here; http: a retrieval server 
 
 
 class ToolLimits(Settings):
-    """What a tool may cost, whatever it does."""
+    """Limits of every tool."""
 
     timeout_s: float = Field(
         60.0, gt=0, le=LONGEST_S, description="a call that runs longer is an error; its thread is given up"
@@ -57,7 +57,7 @@ class IndexScholar(IndexSearch):
 
 
 class ServerLimits(ToolLimits):
-    """What a server that answers for a tool may cost."""
+    """Limits of a tool that asks a server."""
 
     request_timeout_s: float = Field(
         10.0, gt=0, le=LONGEST_S, description="one attempt, from connection to last byte; timeout_s is all of them"
@@ -163,7 +163,7 @@ class VisitTool(ToolLimits):
 
 
 class PagesConfig(ToolLimits):
-    """How pages of the web are read for tools.visit and for searches with read_pages (docs/tools.md)."""
+    """Pages of the web, as tools.visit and searches with read_pages read them (docs/tools.md)."""
 
     timeout_s: float = Field(
         30.0,

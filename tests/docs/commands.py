@@ -185,7 +185,7 @@ WAYS = {
     "marsrl serve-retrieval --corpus wiki-18.jsonl --index wiki-18.sqlite": Way(
         f"{HERE}::test_documents_are_served_until_ctrl_c",
         "as it is, at any free port, stopped by Ctrl-C",
-        "what it answers: tests/tools/test_retrieval.py",
+        "what it answers: tests/tools/test_retrieval_server.py",
     ),
     "marsrl try --config own_team.yaml rollout.group_size=2": PRINTS,
     "marsrl try --config own_seeker.yaml rollout.group_size=2": PRINTS,

@@ -112,7 +112,7 @@ def _write_report(out: Path, records: Sequence[StageRecord], config: str) -> Pat
 
 
 def check(config: RunConfig) -> None:
-    """What can be wrong with the stages and is cheap to see, before the first of them runs."""
+    """Refuse stages that cannot run, as far as that is cheap to see before the first of them does."""
     section = config.curate
     if section.near_duplicates is not None:
         near_duplicates(section.near_duplicates)

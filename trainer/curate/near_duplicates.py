@@ -32,7 +32,7 @@ def near_duplicates(config: NearDuplicatesConfig) -> Stage:
 
 
 class _Questions:
-    """Those that were kept, and an index of them."""
+    """The questions that were kept, and an index of them."""
 
     def __init__(self, config: NearDuplicatesConfig) -> None:
         import rensa
@@ -82,7 +82,7 @@ class _Questions:
         return Decision(False, "near duplicate", f"similarity {similarity:.2f} to {uid}{other}")
 
     def _most_alike(self, candidates: Sequence[int], sketch: Any) -> list[int]:
-        """Those that share the most hashes, which estimates the similarity; of equals the earliest."""
+        """The candidates that share the most hashes, which estimates the similarity; of equals the earliest."""
         places = np.sort(np.asarray(candidates))
         shared = (self._hashes[places] == _low_halves(sketch)).sum(axis=1)
         return places[np.argsort(-shared, kind="stable")[:_COMPARED]].tolist()

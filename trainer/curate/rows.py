@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a stage says of a row.
+    """A stage's word on a row.
 
     kind: why, in a few words that many rows share, by which they are counted; detail: what is the row's own.
     """
@@ -85,7 +85,7 @@ def to_line(row: Row, decision: Decision) -> bytes:
 
 
 def from_line(line: bytes, task: str) -> Row:
-    """The row that to_line wrote, where it was kept. ValueError, KeyError or TypeError where the line is no such thing."""
+    """The row that to_line wrote, where it was kept."""
     held = json.loads(line)
     keys = (held["keys"][0], held["keys"][1])
     return Row(held["row"], problem_of(held["id"], held["fields"], task, keys), held["fields"], keys)
