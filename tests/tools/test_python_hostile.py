@@ -104,16 +104,12 @@ def call(id: str, code: str) -> ToolCall:
     return ToolCall(id, "python", json.dumps({"code": code}))
 
 
-def skip_without(snippet: Snippet, missing: set[str]) -> None:
-    if lacking := missing & set(snippet.needs.split()):
-        pytest.skip(f"the sandbox of this machine lacks {', '.join(WANTED[part] for part in lacking)}")
-
-
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.name)
 def test_hostile_code_is_contained(
     snippet: Snippet, outputs: Mapping[str, Future[ToolOutput]], missing: set[str], host: Host
 ) -> None:
-    skip_without(snippet, missing)
+    if lacking := missing & set(snippet.needs.split()):
+        pytest.skip(f"the sandbox of this machine lacks {', '.join(WANTED[part] for part in lacking)}")
     output = outputs[snippet.name].result(SOON_S)
     assert not output.is_error and holds(snippet, output.text), output.text
     output.text.encode("utf-8")
