@@ -4,17 +4,15 @@
                 |-> cache: the same call was answered before, or is under way: it is not run again
 
 Threads, because the tools that ship wait for sockets and for SQLite, which both let other threads run. A thread cannot be
-killed: a run that takes longer than timeout_s is given up, its call is an error, and another one takes its place; a thread of
-the pool's own, the watch, sees to it. At most `concurrency` runs of a tool work and as many are given up, so it has
-2 x concurrency threads; where that many hang, further calls are refused until one of them ends. They are daemons: a hung one
-does not hold up the end of the process.
+killed: a run that takes longer than timeout_s is given up by its timer, its call is an error, and another one takes its place.
+At most `concurrency` runs of a tool work and as many are given up; where that many hang, further calls are refused until one of
+them ends. The threads are daemons: a hung one does not hold up the end of the process.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -76,14 +74,12 @@ class _Books:
 
 @dataclass(eq=False)
 class _Run:
-    """One run of a tool. key: its arguments in one spelling. futures: of the calls that it answers. end: when it is given up,
-    monotonic seconds."""
+    """One run of a tool. key: its arguments in one spelling. futures: of the calls that it answers."""
 
     key: str
     arguments: Mapping[str, object]
     futures: list[Future[ToolOutput]]
-    end: float = math.inf
-    is_given_up: bool = False
+    timer: threading.Timer | None = None  # gives it up
 
 
 @dataclass(eq=False)
@@ -114,9 +110,6 @@ class ToolPool:
         self._lock = threading.RLock()  # guards everything; callbacks of futures run under it, and may submit
         self._lanes = {name: _Lane(tool, limits.get(name, ToolLimits())) for name, tool in tools.items()}
         self._books = _Books(self._lanes)
-        self._watch: threading.Thread | None = None
-        self._watched_until = math.inf  # monotonic seconds: when the watch wakes by itself
-        self._is_sooner = threading.Condition(self._lock)  # tells the watch that it would wake too late
         self._is_closed = False
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
@@ -129,9 +122,6 @@ class ToolPool:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("ToolPool: submit after close")
-            if self._watch is None:
-                self._watch = threading.Thread(target=self._give_up_late_ones, name="marsrl-tools", daemon=True)
-                self._watch.start()
             if call.tool in self._lanes:
                 self._begin(call, future)
             else:
@@ -186,10 +176,9 @@ class ToolPool:
                         future.cancel()
                         future.set_running_or_notify_cancel()  # tells who waits for it
                     run.futures = []
+                    if run.timer is not None:
+                        run.timer.cancel()
                 lane.queue.clear()
-            self._is_sooner.notify()
-        if self._watch is not None:
-            self._watch.join()
         with ExitStack() as stack:
             for lane in self._lanes.values():
                 stack.callback(lane.tool.close)
@@ -228,23 +217,11 @@ class ToolPool:
             self._end_run(name, lane.queue.popleft(), _error(_hangs(name, lane)))
         while lane.queue and len(lane.running) < lane.limits.concurrency:
             run = lane.queue.popleft()
-            run.end = time.monotonic() + lane.limits.timeout_s
             lane.running.append(run)
+            run.timer = threading.Timer(lane.limits.timeout_s, self._give_up, (name, run))
+            run.timer.daemon = True
+            run.timer.start()
             threading.Thread(target=self._work, args=(name, run), name=f"marsrl-{name}", daemon=True).start()
-            if run.end < self._watched_until:
-                self._watched_until = run.end
-                self._is_sooner.notify()
-
-    def _give_up(self, name: str, run: _Run) -> None:
-        """A run that takes longer than it may is an error, and its thread no longer the pool's."""
-        lane, counts = self._lanes[name], self._books.counts[name]
-        lane.running.remove(run)
-        lane.num_hung += 1
-        run.is_given_up = True
-        counts["timeouts"] += len(run.futures)
-        counts["seconds"] += lane.limits.timeout_s
-        text = f"{name} did not answer within {lane.limits.timeout_s:g} s"
-        self._end_run(name, run, replace(_error(text), seconds=lane.limits.timeout_s))
 
     def _end_run(self, name: str, run: _Run, output: ToolOutput) -> None:
         lane = self._lanes[name]
@@ -272,19 +249,19 @@ class ToolPool:
 
     # In threads of the pool's.
 
-    def _give_up_late_ones(self) -> None:
-        """The watch: until the pool is closed."""
+    def _give_up(self, name: str, run: _Run) -> None:
+        """A run that takes longer than it may is an error, and its thread no longer the pool's."""
         with self._lock:
-            while not self._is_closed:
-                now = time.monotonic()
-                for name, lane in self._lanes.items():
-                    if late := [run for run in lane.running if run.end <= now]:
-                        for run in late:
-                            self._give_up(name, run)
-                        self._start_runs(name)
-                ends = [run.end for lane in self._lanes.values() for run in lane.running]
-                self._watched_until = min(ends, default=math.inf)
-                self._is_sooner.wait(self._watched_until - now if ends else None)
+            lane, counts = self._lanes[name], self._books.counts[name]
+            if run not in lane.running:
+                return  # it has just ended
+            lane.running.remove(run)
+            lane.num_hung += 1
+            counts["timeouts"] += len(run.futures)
+            counts["seconds"] += lane.limits.timeout_s
+            text = f"{name} did not answer within {lane.limits.timeout_s:g} s"
+            self._end_run(name, run, replace(_error(text), seconds=lane.limits.timeout_s))
+            self._start_runs(name)
 
     def _work(self, name: str, run: _Run) -> None:
         """One run."""
@@ -292,9 +269,11 @@ class ToolPool:
         output, is_cut = _output(lane, run)
         seconds = time.monotonic() - begin
         with self._lock:
-            if run.is_given_up:
+            if run not in lane.running:  # it was given up
                 lane.num_hung -= 1
                 return
+            assert run.timer is not None
+            run.timer.cancel()
             lane.running.remove(run)
             self._books.counts[name]["seconds"] += seconds
             self._books.counts[name]["truncated"] += is_cut
