@@ -92,10 +92,8 @@ class Interpreter:
                 raise StartError(words[-200:] or "it ended without a word")
 
     def run(self, code: str, wall_s: float, most_bytes: int) -> Ending:
-        """Give it its snippet; nothing of it runs afterwards. It is still to be killed.
-
-        What has said that it is through is stopped, and its end, which takes longer than many a snippet, is left to kill; what
-        has not is ended here, with the memory that it holds.
+        """Give it its snippet, and end it. It is still to be killed: that waits for its end, which takes longer than many a
+        snippet.
         """
         output, stopped, status = bytearray(), None, None
         slow_at, deadline = time.monotonic() + _SLOW_AFTER_S, time.monotonic() + wall_s
@@ -132,7 +130,7 @@ class Interpreter:
                     stopped = "time"
         finally:
             os.close(pidfd)
-            self._signal(signal.SIGKILL if stopped or status is None else signal.SIGSTOP)
+            self.end()
         has_died = status is None and stopped is None
         return Ending(bytes(output[:most_bytes]), stopped, self._reap() if has_died else status or 0, has_died)
 
@@ -144,13 +142,9 @@ class Interpreter:
 
     def end(self) -> None:
         """End it at once, with all that it has started. From any thread; it is still to be killed."""
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> None:
-        """To it and all that it has started."""
         with self._signalling, contextlib.suppress(ProcessLookupError):
             if self._process.returncode is None:
-                os.killpg(self._process.pid, number)
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """End it, wait for it, release its pipes. May be called twice."""
