@@ -41,9 +41,8 @@ def test_what_the_judge_says_yes_to_is_kept_with_its_reason(tmp_path: Path, judg
     assert record.tally.dropped_examples["unclear"][0].detail == NO
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [
+def test_only_a_tag_of_one_word_is_a_verdict() -> None:
+    for text, verdict in (
         (YES, True),
         (NO, False),
         ("<verdict>no</verdict> wait <VERDICT> Yes </VERDICT>", True),
@@ -52,10 +51,8 @@ def test_what_the_judge_says_yes_to_is_kept_with_its_reason(tmp_path: Path, judg
         ("<verdict>yes", None),
         ("<verdict></verdict>", None),
         ("", None),
-    ],
-)
-def test_only_a_tag_of_one_word_is_a_verdict(text: str, verdict: bool | None) -> None:
-    assert read_verdict(text) is verdict
+    ):
+        assert read_verdict(text) is verdict, text
 
 
 def test_a_thought_is_no_verdict(tmp_path: Path, judge: Any) -> None:
