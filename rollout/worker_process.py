@@ -157,7 +157,7 @@ class WorkerPool:
 
 
 def serve(line: str, memory_bytes: int, load: Callable[[], Answer]) -> None:
-    """The worker's side: answers requests until the parent closes the connection or is gone.
+    """The worker's side: answers requests until the parent closes the connection or is gone, even in the middle of one.
 
     Args:
         line: the first argument of the process, which names the connection.
@@ -169,17 +169,25 @@ def serve(line: str, memory_bytes: int, load: Callable[[], Answer]) -> None:
     os.set_inheritable(int(line), False)
     connection = Connection(int(line))
     answer = load()
-    with contextlib.suppress(EOFError, OSError):
-        connection.send_bytes(b"ready")
-        while True:
-            timeout_s, request = _unpacked(connection.recv_bytes())
-            signal.setitimer(signal.ITIMER_REAL, timeout_s)  # where C code keeps Python's lock, this ends it
-            try:
-                reply = dict(answer(request))
-            except Exception as error:  # any failure of what answers is the parent's to count
-                reply = {"error": f"{type(error).__name__}: {error}"[:300]}
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            connection.send_bytes(_packed(reply))
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def read() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                requests.put(connection.recv_bytes())
+        os._exit(0)  # the parent is gone; an answer may hang with its signals blocked
+
+    threading.Thread(target=read, daemon=True).start()
+    connection.send_bytes(b"ready")
+    while True:
+        timeout_s, request = _unpacked(requests.get())
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)  # where C code keeps Python's lock, this ends it
+        try:
+            reply = dict(answer(request))
+        except Exception as error:  # any failure of what answers is the parent's to count
+            reply = {"error": f"{type(error).__name__}: {error}"[:300]}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        connection.send_bytes(_packed(reply))
 
 
 def _packed(value: object) -> bytes:

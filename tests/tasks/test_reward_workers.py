@@ -165,11 +165,11 @@ def test_an_answer_that_hangs_holds_up_no_other_and_close_leaves_no_process(odd_
         judged(pool, [(problem("1"), "1")])
 
 
-def test_a_judge_ends_with_its_parent_or_at_its_deadline_while_it_hangs(odd_judge: str) -> None:
+def test_a_judge_ends_with_its_parent_even_while_it_hangs(odd_judge: str) -> None:
     lines = (
         "from marsrl.rollout.rewards.workers import RewardPool",
         "from marsrl.rollout.types import Problem",
-        f"pool = RewardPool(workers=1, timeout_s=10.0, judge={odd_judge!r})",
+        f"pool = RewardPool(workers=1, timeout_s=600.0, judge={odd_judge!r})",
         "print(pool.submit(Problem('p', 'q', '1', 'math'), '1').result(), flush=True)",
         "pool.submit(Problem('p', 'q', '1', 'math'), 'hang').result()",
     )
