@@ -134,7 +134,7 @@ def main(line: str, path: str, arguments: str) -> None:
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off, as we want them
         module, _, function = path.partition(":")
         judge = getattr(importlib.import_module(module), function)(**json.loads(arguments))
-        return lambda asked, _: {"reward": _checked(judge(Problem(**asked["problem"]), asked["answer"]))}
+        return lambda asked: {"reward": _checked(judge(Problem(**asked["problem"]), asked["answer"]))}
 
     serve(line, _MEMORY_BYTES, load)
 

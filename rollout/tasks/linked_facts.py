@@ -29,7 +29,7 @@ import json
 import random
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from marsrl.rollout.config import read_settings
@@ -241,7 +241,9 @@ def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str,
             links["basis"] = rng.choice(titles[:place])
         links["rival"] = rng.choice([other for other in titles if other != title])
         abstract = " ".join(f"the {relation} of {title} is {value} ." for relation, value in links.items())
-        paper = Paper(title.replace(" ", "_"), title, abstract, year, rng.randrange(1000))
+        paper = Paper(
+            id=title.replace(" ", "_"), title=title, abstract=abstract, year=year, citations=rng.randrange(1000)
+        )
         facts |= {(title, relation): value for relation, value in links.items()}
         facts |= {(title, "year"): str(year), (title, "citations"): str(paper.citations)}
         papers.append(paper)
@@ -271,7 +273,7 @@ def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int
     folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, list[dict[str, object]]] = {
         "corpus": [{"id": each.id, "title": each.title, "text": each.text} for each in world.documents],
-        "papers": [asdict(each) for each in world.papers],
+        "papers": [each.model_dump() for each in world.papers],
         "train": [_row(problem) for problem in train],
         "held_out": [_row(problem) for problem in world.held_out(num_held_out, seed)],
     }

@@ -312,6 +312,25 @@ def test_a_benchmark_takes_its_words() -> None:
     assert done.stdout.splitlines() == [*["taken"] * len(commands), f"refused {wrong}"], done.stdout + done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script",
+    sorted(
+        {
+            word
+            for each in run_by("test_a_benchmark_takes_its_words")
+            for word in each.split()
+            if word.startswith("benchmarks/")
+        }
+    ),
+)
+def test_a_benchmark_starts_by_itself(script: str) -> None:
+    """As from a shell: with no path of these tests."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stdout + done.stderr
+
+
 def test_make_runs_commands_that_are_tested() -> None:
     for command in run_by("test_make_runs_commands_that_are_tested"):
         installed = ["--dry-run", "--no-print-directory", "TRITON=x", "--assume-old", "build/triton-x", "--assume-old"]
