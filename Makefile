@@ -52,7 +52,7 @@ train: install  ## MarsRL end to end on this machine: warm start, RL, report
 
 test: install $(OTHER_TRITON)  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium, bubblewrap and iproute2, for some of them)
 	tests/report/chromium.sh install
-	tests/apt.sh bwrap bubblewrap "so sandboxes are tested by unshare alone"
+	tests/apt.sh bwrap bubblewrap "so no sandboxes are tested"
 	tests/apt.sh ip iproute2 "so no cluster in a box"
 	$(INTERPRETED)
 	$(PYTEST) -n 4 --dist loadscope --no-loadscope-reorder -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter --durations=20

@@ -49,7 +49,7 @@ def test_what_vllm_drops_at_level_2_comes_back_with_its_buffers_or_with_an_updat
     asks = [request("a", prompt(40), 12)]
     engine.update_weights(update)
     (before,) = decoded(engine, asks)
-    model = engine._core.model_executor.driver_worker.worker.model_runner.get_model()
+    model = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     tensors = {id(each) for each in (*model.parameters(), *model.buffers())}
     neither = {
         name
@@ -258,7 +258,7 @@ def test_a_seed_draws_the_same_tokens_as_in_the_local_engine(kind, vllm_engine, 
         for i in range(6)
     ]
     local = decoded(LocalEngine(checkpoint(kind), dtype="float32", max_model_len=256), asks)
-    monkeypatch.setattr(engine._core.engine_core.engine_core.scheduler, "max_num_scheduled_tokens", 64)
+    monkeypatch.setattr(engine._core.engine_core.scheduler, "max_num_scheduled_tokens", 64)
     alone = [decoded(engine, [ask])[0] for ask in asks]
     for expected, found, single in zip(local, decoded(engine, asks), alone, strict=True):
         np.testing.assert_array_equal(found.token_ids, expected.token_ids)
