@@ -40,7 +40,6 @@ from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import resolve
 from marsrl.trainer.plan.batch_plan import longest_sequence
-from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.prometheus import MetricsPort, served
 from marsrl.trainer.report.step_log import StepLog
@@ -124,22 +123,15 @@ def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | Non
     cache_dtype = (
         _CACHE_DTYPES.get(config.rollout_of(policy).vllm.kv_cache_dtype) if config.rollout.engine == "vllm" else None
     )
+    every = sync.verify_every
     if sync.backend == "shm":
-        num_elements = elements(shape).total
-        return FileSync(
-            engines,
-            dtype,
-            verify_every=sync.verify_every,
-            cache_dtype=cache_dtype,
-            directory=sync.directory,
-            num_elements=num_elements,
-        )
+        return FileSync(engines, dtype, verify_every=every, cache_dtype=cache_dtype, directory=sync.directory)
     assert sync.backend != "auto", "resolved by preflight"
     return DirectSync(
         engines,
         dtype,
         sync.backend,
-        verify_every=sync.verify_every,
+        verify_every=every,
         cache_dtype=cache_dtype,
         bucket_bytes=sync.bucket_mib << 20,
         timeout_s=sync.timeout_s,

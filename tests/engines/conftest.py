@@ -120,7 +120,7 @@ class Judge:
 
     def learner(self, directory: Path, tensors: dict[str, torch.Tensor]) -> GivenLearner:
         """One that has come to these weights."""
-        return GivenLearner(tensors.items(), lambda: self.scores(directory, tensors))
+        return GivenLearner(tensors, lambda: self.scores(directory, tensors))
 
     @torch.no_grad()
     def _logprobs(self, model: Any, sequence: np.ndarray, temperature: float) -> torch.Tensor:

@@ -38,13 +38,16 @@ def perturbed(
 
 
 class WholeModel:
-    """HeldWeights of the only rank."""
+    """HeldWeights of the only rank; exported: what a sync by files gets."""
 
     device = torch.device("cpu")
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: dict[str, torch.Tensor], exported: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._tensors, self._exported = tensors, exported
         self.hf_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._exported)
 
     def boxes_of_ranks(self) -> list[dict[str, Box]]:
         return [{name: whole_box(shape) for name, shape in self.hf_shapes.items()}]
@@ -54,18 +57,24 @@ class WholeModel:
 
 
 class GivenLearner:
-    """A learner as far as a sync needs one: tensors to export or to send, and the scores that a model of them has."""
+    """A learner as far as a sync needs one: tensors, and the scores that a model of them has."""
 
     vocab_size, align = 160, 1
 
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], scores: Callable[[], TrainerScores]) -> None:
-        self._tensors, self._scores = tensors, functools.cache(scores)
-
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._tensors)
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        scores: Callable[[], TrainerScores],
+        exported: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        """exported: what goes to files; default: the tensors."""
+        self._held, self._scores = (
+            WholeModel(tensors, tensors.items() if exported is None else exported),
+            functools.cache(scores),
+        )
 
     def held(self) -> WholeModel:
-        return WholeModel(dict(self._tensors))
+        return self._held
 
     def score(
         self,

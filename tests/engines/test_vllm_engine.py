@@ -72,7 +72,7 @@ def publish(engine, tensors, judge, directory, version, cache_dtype=None):
     settings = read_shape(directory).settings()
     engines = CheckedEngines(EnginePool(LocalReplicas([engine])), vocab_size=160, settings=settings)
     sync = FileSync(engines, torch.float32, cache_dtype=cache_dtype)
-    learner = GivenLearner(tensors.items(), lambda: judge.scores(directory, tensors, cache_dtype))
+    learner = GivenLearner(tensors, lambda: judge.scores(directory, tensors, cache_dtype))
     try:
         return sync.publish(learner, version)
     finally:
@@ -414,9 +414,7 @@ def test_a_sync_knows_how_far_an_fp8_cache_rounds(kind, vllm_engine, checkpoint,
     assert report.comparison.median > 1e-3  # nats
     with pytest.raises(RuntimeError, match="disagree on the probe by more than rounding explains"):
         publish(engine, tensors, judge, checkpoint("qwen3"), 0)  # with a cache of the engine's dtype
-    learner = GivenLearner(
-        tensors.items(), lambda: judge.scores(checkpoint("qwen3"), perturbed(tensors, "self_attn"), fp8)
-    )
+    learner = GivenLearner(tensors, lambda: judge.scores(checkpoint("qwen3"), perturbed(tensors, "self_attn"), fp8))
     sync = FileSync(CheckedEngines(EnginePool(LocalReplicas([engine])), vocab_size=160), torch.float32, cache_dtype=fp8)
     with pytest.raises(RuntimeError, match="disagree on the probe"):  # a program that computes something else
         sync.publish(learner, 1)

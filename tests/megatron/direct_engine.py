@@ -29,7 +29,7 @@ from marsrl.rollout.pool.replicas import Timed
 from marsrl.rollout.state import decode
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
-from marsrl.rollout.weights.layout import EngineShard
+from marsrl.rollout.weights.layout import EngineShard, shard_layout
 
 _SPOILED: list[str] = []  # fused tensors of which one number is changed on arrival
 _STRIKE: list[tuple[str, int]] = []  # where the next update ends this process, and by what signal
@@ -59,9 +59,10 @@ class Halves:
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Both receive at once, as two processes would."""
         plans = [decode(ReceivePlan, each) for each in update.receive_plans]
-        self.weights = [{name: torch.zeros(shape) for name, shape in plan.shapes.items()} for plan in plans]
+        layouts = [shard_layout(plan.hf_shapes, plan.shard) for plan in plans]
+        self.weights = [{name: torch.zeros(shape) for name, shape in layout.shapes.items()} for layout in layouts]
         with ThreadPoolExecutor(len(plans)) as threads:
-            list(threads.map(WeightReceiver.receive, self._receivers, plans, self.weights))
+            list(threads.map(WeightReceiver.receive, self._receivers, plans, [held.get for held in self.weights]))
         while _SPOILED:
             self.weights[1][_SPOILED.pop()].view(-1)[-1:].view(torch.uint8)[0] ^= 1
         checksums = [{name: checksum(tensor) for name, tensor in held.items()} for held in self.weights]

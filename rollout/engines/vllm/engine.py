@@ -55,8 +55,6 @@ from marsrl.rollout.types import Finish, FloatArray, IntArray
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-_PROGRESS_S = 0.2
-
 NO_SLEEP_ON_CPU = (
     "vLLM has no sleep mode on a CPU (no memory of a device to give back); set rollout.placement=disaggregated"
 )
@@ -111,7 +109,6 @@ class VllmEngine:
             ValueError: it sleeps on a CPU, or options do not go together (vllm_refusals).
         """
         import torch
-        import vllm
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -130,19 +127,14 @@ class VllmEngine:
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
         self._stops = StopTexts.of_model(model_dir)
         self._under_way: dict[str, DecodeRequest] = {}  # in vLLM, by the key it has there
-        self._watched: set[str] = set()  # of those, with texts of Sampling.stop
         self._keys = itertools.count()
         self._alike: dict[Sampling, SamplingParams] = {}  # what vLLM checked once: each request gets a copy
         self._is_aborting = False
         self._num_ended = 0  # tokens of requests that have ended
-        self._num_seen = 0  # tokens at the last look, those under way among them
-        self._next_look = 0.0
+        self._num_decoded = 0  # with those of requests under way
         self._has_new_weights = False  # and nothing was computed with them yet
-        self._device = str(current_platform.device_type)
-        self._options, self._records = options, records
+        self._device, self._options, self._records = device, options, records
         self._draws = options.sampler_on(device)
-        self._sampler = who_draws(options, device)
-        self._library_version = str(vllm.__version__)
         self._llm: Any = LLM(
             **engine_arguments(
                 model_dir,
@@ -155,11 +147,8 @@ class VllmEngine:
                 records=records,
             )
         )
-        rendezvous = self._llm.collective_rpc("marsrl_started")[0]
-        self._rendezvous = Path(rendezvous) if rendezvous else None
-        if options.tensor_parallel == 1:
-            self._forget_rendezvous()  # workers on several GPUs may still make groups through it
-        elif device == "cpu":
+        self._llm.collective_rpc("marsrl_started")
+        if options.tensor_parallel > 1 and device == "cpu":
             wait_asleep()
         self._core: Any = self._llm.llm_engine
         self._shares = TimeShares(options.max_num_seqs)
@@ -168,21 +157,23 @@ class VllmEngine:
         logging.getLogger("vllm").setLevel(logging.ERROR)
 
     def info(self) -> EngineInfo:
+        import vllm
+
         core = type(self._llm)
         return EngineInfo(
             kind="vllm",
             engine_class=f"{core.__module__}.{core.__qualname__}",
             library="vllm",
-            library_version=self._library_version,
+            library_version=str(vllm.__version__),
             device=self._device,
             dtype=self._dtype,
             settings=_together(self._llm.collective_rpc("marsrl_settings")),
             shards=tuple(self._llm.collective_rpc("marsrl_shard")),
-            sampler=self._sampler,
+            sampler=who_draws(self._options, self._device),
         )
 
     def num_decoded(self) -> int:
-        return max(self._num_ended, self._num_seen)
+        return self._num_decoded
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         """Take more requests, also while another thread decodes; they enter vLLM before its next step."""
@@ -234,14 +225,14 @@ class VllmEngine:
         once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
         if self._records.kept_tokens:  # vLLM wants draws then, and a top_k
             once |= {"temperature": 1, "top_k": self._vocab_size, "seed": 0}
-        before = self._num_ended, self._num_seen
+        before = self._num_ended
         last = self._outputs([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
         none_has_anothers_prefix = len({tuple(s[:8]) for s in sequences}) == len(sequences)
         if self._has_new_weights and none_has_anothers_prefix:
             self._refuse_old_prefixes(last)
         self._has_new_weights = False
         first = self._outputs([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences])
-        self._num_ended, self._num_seen = before  # the tokens that vLLM made beside the scores are nobody's
+        self._num_ended = self._num_decoded = before  # the tokens that vLLM made beside the scores are nobody's
         scores = []
         for sequence, prefill, step in zip(sequences, first, last, strict=True):
             ids = [int(token) for token in sequence]
@@ -256,25 +247,29 @@ class VllmEngine:
             raise RuntimeError(f"VllmEngine.update_weights: {QUANTIZED.format(self._options.quantization)}")
         self._settle()
         start = time.perf_counter()
-        what: str | list[bytes] = list(update.receive_plans) or update.path
         if update.receive_plans:
             self._version = TORN  # of weights that arrived in part nothing is decoded
-        said = self._ask_workers("marsrl_receive" if update.receive_plans else "marsrl_load", what)
-        if broken := [reason for reason in said if reason]:
-            return WeightReceipt(TORN, (), time.perf_counter() - start, broken=broken[0])
+            reasons = self._ask_workers("marsrl_receive", list(update.receive_plans))
+            if broken := next(filter(None, reasons), ""):
+                return WeightReceipt(TORN, (), time.perf_counter() - start, broken=broken)
+        else:
+            self._ask_workers("marsrl_load", update.path)
         self._reset_prefix_cache()
         loaded = time.perf_counter()
-        method = "marsrl_received_checksums" if update.receive_plans else "marsrl_checksums"
-        checksums = self._ask_workers(method, what)
+        checksums = (
+            self._ask_workers("marsrl_received_checksums")
+            if update.receive_plans
+            else self._ask_workers("marsrl_checksums", update.path)
+        )
         self._version = update.version
         self._has_new_weights = True
         end = time.perf_counter()
         return WeightReceipt(update.version, checksums, end - start, end - loaded)
 
-    def _ask_workers(self, method: str, what: str | list[bytes]) -> list[Any]:
-        """What the method of WorkerExtension returns, by worker."""
+    def _ask_workers(self, method: str, *args: Any) -> list[Any]:
+        """Results of a method of WorkerExtension, by worker."""
         try:
-            return list(self._llm.collective_rpc(method, args=(what,)))
+            return list(self._llm.collective_rpc(method, args=args))
         except RuntimeError as error:
             self._check_workers(error)
             raise
@@ -296,11 +291,6 @@ class VllmEngine:
     def close(self) -> None:
         """Shut vLLM's core and its workers down; the engine is not used afterwards."""
         self._core.engine_core.shutdown()
-        self._forget_rendezvous()
-
-    def _forget_rendezvous(self) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.unlink(missing_ok=True)
 
     def _check_workers(self, cause: BaseException | None = None) -> None:
         if getattr(self._core.model_executor, "is_failed", False):  # one with a process for each GPU says so
@@ -369,8 +359,6 @@ class VllmEngine:
             prompt = {"prompt_token_ids": request.token_ids.tolist()}
             self._core.add_request(key, prompt, self._sampling_params(key, request))
             self._under_way[key] = request
-            if request.sampling.stop:
-                self._watched.add(key)
             self._shares.add(request.uid)
         return refused
 
@@ -384,16 +372,17 @@ class VllmEngine:
             raise
         self._shares.step(time.perf_counter() - start)
         finished = [output for output in outputs if output.finished]
-        self._num_ended += sum(len(output.outputs[0].token_ids) for output in finished)
-        if time.monotonic() >= self._next_look:
-            self._num_seen = self._num_ended + sum(map(len, self._tokens_under_way().values()))
-            self._next_look = time.monotonic() + _PROGRESS_S
+        self._count(finished)
         return finished
 
+    def _count(self, ended: Sequence[Any]) -> None:
+        """Count the tokens of RequestOutputs that have ended, and of the requests that have not."""
+        self._num_ended += sum(len(output.outputs[0].token_ids) for output in ended)
+        self._num_decoded = self._num_ended + sum(map(len, self._tokens_under_way().values()))
+
     def _results(self, outputs: Sequence[Any], finish: Finish | None = None) -> list[DecodeResult]:
-        """What vLLM's RequestOutputs tell of requests that are under way, which they are no longer; finish: of all of them."""
+        """Results of requests that were under way, from their RequestOutputs; finish: of all of them."""
         requests = [self._under_way.pop(output.request_id) for output in outputs]
-        self._watched.difference_update(output.request_id for output in outputs)
         completions = [output.outputs[0] for output in outputs]
         return [
             DecodeResult(
@@ -413,20 +402,18 @@ class VllmEngine:
         ]
 
     def _stopped(self) -> list[DecodeResult]:
-        """Those whose last token completed a text of Sampling.stop; vLLM has no tokenizer here and goes on."""
-        if not self._watched:
-            return []
-        tokens = self._tokens_under_way()
+        """Results of requests whose last token completed a text of Sampling.stop; vLLM has no tokenizer here and goes on."""
+        watched = {key: request for key, request in self._under_way.items() if request.sampling.stop}
+        tokens = self._tokens_under_way() if watched else {}
         keys = [
             key
-            for key in self._watched
-            for request in [self._under_way[key]]
+            for key, request in watched.items()
             if self._stops.is_ended(request.token_ids, tokens[key], request.sampling.stop)
         ]
         return self._results(self._ended_here(keys), Finish.STOP)
 
     def _give_up(self) -> list[DecodeResult]:
-        """What is under way as far as it got; leaves an engine that can go on."""
+        """Results of all requests as far as they got; leaves an engine that can go on."""
         self._is_aborting = False
         results = self._results(self._ended_here(list(self._under_way)), Finish.UNFINISHED)
         self._settle()
@@ -443,7 +430,7 @@ class VllmEngine:
         states = self._states()
         outputs = [states[key].make_request_output([], None, FinishReason.ABORT, None) for key in keys]
         self._core.abort_request(keys)
-        self._num_ended += sum(len(output.outputs[0].token_ids) for output in outputs)
+        self._count(outputs)
         return outputs
 
     def _settle(self) -> None:
@@ -482,7 +469,7 @@ class VllmEngine:
         return {key: state.detokenizer.output_token_ids for key, state in self._states().items() if state.detokenizer}
 
     def _states(self) -> dict[str, Any]:
-        """What vLLM's output side knows of every request under way, by its key."""
+        """The state of every request under way on vLLM's output side, by its key."""
         return {state.external_req_id: state for state in self._core.output_processor.request_states.values()}
 
 
