@@ -14,7 +14,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -90,9 +89,10 @@ class FileSender:
             num_elements = sum(torch.Size(shape).numel() for shape in shapes.values())
             check_room(self._folder.path, num_elements * self._dtype.itemsize)
             num_bytes = write_shards(folder, checked(), self._shard_bytes)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise RuntimeError(
-                f"weight sync: version {version} could not be written to {folder}: {error.strerror or error}; make room "
+                f"weight sync: version {version} could not be written to {folder}: {reason}; make room "
                 "there (the version before stays until this one is proven, so it takes the model twice): a larger shared "
                 "memory (docker run --shm-size), or another folder (sync.directory)"
             ) from error
@@ -172,7 +172,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
     A shard holds shard_bytes at most, or one tensor that is larger.
 
     Raises:
-        OSError: no room is left, or the folder cannot be written; nothing of it stays.
+        OSError, SafetensorError: no room is left, or the folder cannot be written; nothing of it stays.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -182,7 +182,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
         partial.mkdir()
         for number, shard in enumerate(in_shards(tensors, shard_bytes)):
             name = f"shard_{number:05d}.safetensors"
-            _save(shard, partial / name)
+            save_file(shard, partial / name, metadata={"format": "pt"})
             place.update(dict.fromkeys(shard, name))
             num_bytes += sum(tensor.nbytes for tensor in shard.values())
         index = {"metadata": {"total_size": num_bytes}, "weight_map": place}
@@ -193,14 +193,6 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return num_bytes
-
-
-def _save(shard: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(shard, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # tells the system's error in its text alone
-        number = int(found[1]) if (found := re.search(r"os error (\d+)", str(error))) else errno.EIO
-        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:

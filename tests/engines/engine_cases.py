@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, Sampling
+from marsrl.rollout.engines.sampler import RowSampling, truncated
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -95,6 +96,21 @@ class GivenLearner:
 # nats, between two float32 forwards of a tiny model that add in different orders (another engine, another batch): two
 # layers and the head add some 64 products, of size 10 in all, each time: 3 * 2 sqrt(64) 2^-24 * 10 = 3e-5
 ROUNDING = 1e-4
+
+
+def assert_drawn_from(model: Any, ask: DecodeRequest, result: DecodeResult) -> None:
+    """Log-probs and kept tokens are those of the distribution that our sampler would draw from, by transformers' logits."""
+    whole, n = np.concatenate([ask.token_ids, result.token_ids]).astype(np.int64), len(result.token_ids)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(whole)[None]).logits[0, len(ask.token_ids) - 1 : -1]
+    scaled = truncated(logits, RowSampling.of([ask.sampling] * n, torch.device("cpu")))
+    right = scaled.log_softmax(-1).gather(-1, torch.from_numpy(whole[-n:])[:, None])[:, 0]
+    np.testing.assert_allclose(result.logprobs, right.numpy(), atol=ROUNDING, rtol=0)
+    assert (result.kept_tokens is not None) == ask.sampling.records_kept
+    if result.kept_tokens is not None:
+        kept = [np.flatnonzero(row > -np.inf) for row in scaled.numpy()]
+        np.testing.assert_array_equal(result.kept_tokens.counts, [len(ids) for ids in kept])
+        np.testing.assert_array_equal(result.kept_tokens.ids, np.concatenate(kept))
 
 
 def request(

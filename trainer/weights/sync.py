@@ -277,10 +277,8 @@ class DirectSync(WeightSync):
                 self._send(held)
                 is_again = bool(broadcast_bytes(None))
             return None
-        pool, is_repeated = (
-            self._engines.pool,
-            False,
-        )  # repeated: after a transfer that has broken without a lost engine
+        pool = self._engines.pool
+        is_repeated = False  # after a transfer that has broken without a lost engine
         while True:
             pool.stand_by()
             is_other, self._generation = pool.generation != self._generation, pool.generation
