@@ -96,7 +96,7 @@ def test_a_resumed_trace_goes_on_behind_the_old_one(tmp_path: Path) -> None:
 class Quick:
     """An engine that scores nothing."""
 
-    def score(self, sequences: list[Any], temperature: float) -> list[Any]:
+    def score(self, sequences: list[Any]) -> list[Any]:
         return sequences
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt
+from marsrl.rollout.engines.protocol import WeightReceipt
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack

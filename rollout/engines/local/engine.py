@@ -116,12 +116,12 @@ class LocalEngine:
         self._is_aborting = True
 
     @torch.inference_mode()
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         scores = []
         for sequence in sequences:
             hidden = self._prefill([sequence], None)
             ids = torch.from_numpy(sequence.astype(np.int64)).to(self._device)
-            logprobs = (self._model.logits(hidden[:-1]) / temperature).log_softmax(-1)
+            logprobs = self._model.logits(hidden[:-1]).log_softmax(-1)
             scores.append(logprobs.gather(-1, ids[1:, None])[:, 0].cpu().numpy())
         return scores
 

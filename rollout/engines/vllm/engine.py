@@ -199,7 +199,7 @@ class VllmEngine:
     def abort(self) -> None:
         self._is_aborting = True
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
 
         All but the last by a fresh prefill; the last one through the prefix cache, as a decoded token would be, so that
@@ -207,15 +207,10 @@ class VllmEngine:
 
         Raises:
             RuntimeError: right after an update, vLLM finds a prefix in its cache: it is of older weights.
-            ValueError: temperature is not 1 (vLLM scores prompts at 1 only), or a sequence has fewer than 2 tokens or
-                more than max_model_len.
+            ValueError: a sequence has fewer than 2 tokens or more than max_model_len.
         """
         from vllm import SamplingParams
 
-        if temperature != 1.0:
-            raise ValueError(
-                f"VllmEngine.score: temperature is {temperature}; vLLM scores given tokens at temperature 1 only"
-            )
         for sequence in sequences:
             if not 2 <= len(sequence) <= self._max_model_len:
                 raise ValueError(
