@@ -86,20 +86,13 @@ class Rendezvous:
         return TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where a process keeps its tensors: its host, and the GPU's UUID ("" on a CPU)."""
-
-    host: str
-    gpu: str
+def site_of(device: torch.device) -> str:
+    """The place of a process's tensors: its host, and the GPU's UUID."""
+    gpu = f" {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+    return socket.gethostname() + gpu
 
 
-def site_of(device: torch.device) -> Site:
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return Site(socket.gethostname(), gpu)
-
-
-def relay_ranks(ranks: Sequence[Site], shards: Sequence[Site]) -> list[int]:
+def relay_ranks(ranks: Sequence[str], shards: Sequence[str]) -> list[int]:
     """For each engine shard the trainer rank that shares memory with it: one on its GPU; on a CPU one of its host in turn.
 
     Raises:
@@ -298,8 +291,7 @@ class SharedBuffer:
             data, handle = self._make(num_bytes)
             self._store.set(self._key("buffer"), json.dumps(handle))
         else:
-            site = site_of(device)
-            self._store.set(f"site{shard}", f"{site.host}\n{site.gpu}")
+            self._store.set(f"site{shard}", site_of(device))
             data = self._map(json.loads(self._store.get(self._key("buffer"))), num_bytes)
         self._buffer = data.view(rendezvous.torch_dtype)
 

@@ -35,7 +35,6 @@ from marsrl.rollout.weights.connections import (
     GroupConnection,
     Rendezvous,
     SharedBuffer,
-    Site,
     TransferBroken,
     TransferStore,
     relay_ranks,
@@ -363,13 +362,13 @@ class SharedSender(DirectSender):
     def _connect(self, store: TransferStore, device: torch.device) -> None:
         if self._relays:
             return
-        ranks = [decode(Site, told) for told in self._ranks.gather(encode(site_of(device)))]
-        sites: list[Site] = []
+        ranks = [told.decode() for told in self._ranks.gather(site_of(device).encode())]
+        told = None
         if self._ranks.rank == 0:  # one rank asks, so that all know the same
+            told = b""
             with self._unless_broken():
-                sites = [Site(*store.get(f"site{shard}").split("\n")) for shard in range(len(self._shards))]
-        sites = decode(list[Site], self._ranks.broadcast(encode(sites) if self._ranks.rank == 0 else None))
-        self._relays = relay_ranks(ranks, sites)
+                told = "\n".join(store.get(f"site{shard}") for shard in range(len(self._shards))).encode()
+        self._relays = relay_ranks(ranks, self._ranks.broadcast(told).decode().splitlines())
         for target, relay in enumerate(self._relays):
             if relay == self._ranks.rank:
                 self._connections[target] = SharedBuffer(store, target, device, is_relay=True)

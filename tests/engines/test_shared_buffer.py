@@ -44,8 +44,7 @@ def test_an_engine_of_another_process_reads_each_bucket_where_the_trainer_wrote_
         try:
             store = TransferStore(meeting(server.port))
             relay = SharedBuffer(store, 0, device, is_relay=True)
-            site = site_of(device)
-            assert store.get("site0") == f"{site.host}\n{site.gpu}"  # one host, and where there is one the same GPU
+            assert store.get("site0") == site_of(device)  # one host, and where there is one the same GPU
             generator = torch.Generator().manual_seed(0)
             for number, size in enumerate(SIZES):
                 values = torch.randn(size, generator=generator).to(device, torch.bfloat16)
