@@ -59,7 +59,7 @@ class TransferBroken(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where and how the trainer's ranks and the engines' shards meet. session: a new one makes them connect anew.
+    """The meeting point of trainer ranks and engine shards. session: a new one makes them connect anew.
 
     num_ranks: of the trainer; shard t is member num_ranks + t of num_ranks + num_shards.
     timeout_s: a wait that takes longer gives the transfer up.
@@ -229,7 +229,7 @@ class GroupConnection:
         return flat
 
     def release(self) -> None:
-        """What was received last has been copied to its place."""
+        """The last bucket has been copied to its place."""
         _finish(self._device)
 
     def close(self, *, is_broken: bool = False) -> None:

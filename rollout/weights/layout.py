@@ -73,7 +73,7 @@ class Box:
         return max(0, self.row_end - self.row) * max(0, self.col_end - self.col)
 
     def overlap(self, other: Box) -> Box:
-        """What both cover; num_elements is 0 where that is nothing."""
+        """The part that both cover; num_elements is 0 where there is none."""
         return Box(
             max(self.row, other.row), min(self.row_end, other.row_end),
             max(self.col, other.col), min(self.col_end, other.col_end),
@@ -123,7 +123,7 @@ class EngineShard:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a shard keeps a box of an HF tensor: from `row` on in `fused` seen as a matrix [.., last dimension]."""
+    """A box of an HF tensor in a shard: from `row` on in `fused` seen as a matrix [.., last dimension]."""
 
     fused: str
     row: int

@@ -95,7 +95,7 @@ class Judge:
         tensors: dict[str, torch.Tensor] | None,
         cache_dtype: torch.dtype | None = None,
     ) -> TrainerScores:
-        """What a trainer of these weights scores for the comparison of a sync."""
+        """A trainer's scores of the probe, with these weights."""
         model, sequences = self._model(directory, tensors), comparison_sequences(SHAPE["vocab_size"])
         with other_roundings(model, torch.float32, cache_dtype=cache_dtype):
             rounded = [self._logprobs(model, sequence, 1.0).numpy() for sequence in sequences]

@@ -40,7 +40,7 @@ def model_shape(*, experts: int, bias: bool, tied: bool) -> ModelShape:
 def ranks_of(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int, pipeline: int, world: int
 ) -> list[dict[str, Box]]:
-    """What each rank of a layout holds: ranks in the order of Megatron's groups, tensor first, pipeline last."""
+    """The boxes of each rank of a layout: ranks in the order of Megatron's groups, tensor first, pipeline last."""
     held = []
     for rank in range(world):
         inner, stage = rank % (world // pipeline), rank // (world // pipeline)

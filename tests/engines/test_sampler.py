@@ -40,7 +40,7 @@ def draw(logits, sampling, points):
 
 
 def noise(n, position):
-    """Of the seeds 0 to n - 1."""
+    """Noise of the seeds 0 to n - 1."""
     return torch.from_numpy(uniform(low_bits(range(n)), np.full(n, position)))
 
 
@@ -108,7 +108,7 @@ def test_the_least_likely_tokens_are_told_apart():
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 511, 512, 513, 1025])  # around the blocks of 512 of csrc/cpu
 def test_draws_are_those_of_float64_whatever_the_vocabulary(vocab_size):
-    """Of logits with gaps, in a row whose strides are not those of a packed matrix."""
+    """Logits have gaps, in rows whose strides are not those of a packed matrix."""
     n, generator = 300, torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(vocab_size, n, generator=generator).T * 4
     logits[:, 1:][torch.rand(n, vocab_size - 1, generator=generator) < 0.5] = -torch.inf

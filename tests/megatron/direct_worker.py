@@ -116,7 +116,7 @@ class Processes:
         return [answer.value for answer in self.call(method, dict.fromkeys(range(len(self)), args)).values()]  # type: ignore[union-attr]
 
     def tell(self, engine: int, method: str, *args: Any) -> Any:
-        """What one engine says."""
+        """An engine's answer."""
         answer = self.call_one(engine, method, args)
         assert isinstance(answer, Timed), answer
         return answer.value
@@ -180,13 +180,13 @@ LOSSES: dict[str, list[tuple[int, str, int]]] = {
     "both, before and after": [(0, "before", signal.SIGKILL), (1, "after", signal.SIGKILL)],
     "killed while it is compared": [(1, "score", signal.SIGKILL)],
 }
-"""What befalls engines in one publish: (engine, where, signal)."""
+"""Losses in one publish: (engine, where, signal)."""
 
 
 def publishes_with_losses(
     sync: WeightSync, learner: Learner, checked: CheckedEngines | None, engines: Processes | None
 ) -> dict[str, Any]:
-    """What the engines hold after each loss, their versions, who was made anew, and the same after a quiet publish."""
+    """Weights of the engines after each loss, their versions, who was made anew; the same after a quiet publish."""
     found: dict[str, Any] = {}
     versions = {"main": 2}
     standby = Standby({"main": sync}, {"main": learner}, versions, {"main": checked.pool} if checked else None)
@@ -234,7 +234,7 @@ def publish_to_halves(learner: Learner, engines: Processes | None, folder: Path)
 
 
 def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> dict[str, Any]:
-    """What publishes() found in each case, on rank 0; with engines in halves too, in the case that says so."""
+    """Findings of publishes() in each case, on rank 0; with engines in halves too, in the case that says so."""
     found: dict[str, Any] = {}
     engines: Processes | None = None
     for name, (model, layout, dtype, engine_dtype) in cases.items():

@@ -46,7 +46,7 @@ class TrainerScores:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonReport:
-    """How far an engine's log-probs are from the trainer's, over num_tokens of them. Of several engines: the farthest.
+    """Distance of an engine's log-probs from the trainer's, over num_tokens of them; the farthest engine's of several.
 
     largest, median: of |difference|, nats. noise: the median that rounding alone makes, nats.
     share, num_last: the part of the tokens, and how many of the sequences' last ones, that differ by more than `bound`, which
@@ -278,7 +278,7 @@ class CheckedEngines:
                 )
 
     def compare(self, scores: TrainerScores, version: int) -> ComparisonReport:
-        """How far the engines' log-probs are from the trainer's; RuntimeError where that is too far (comparison.py)."""
+        """Compare the engines' log-probs with the trainer's; RuntimeError where they differ by more than rounding."""
         return self._comparison.compare(scores, self.pool.score(self._sequences), version)
 
 

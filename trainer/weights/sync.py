@@ -378,7 +378,7 @@ class Standby:
             pool.set_feed(functools.partial(self._feed, policy))
 
     def during(self, work: Callable[[], _T]) -> _T | None:
-        """What rank 0's work returns; None elsewhere. Collective; the learners hold what the engines are to hold.
+        """The result of rank 0's work; None elsewhere. Collective; the learners hold what the engines are to hold.
 
         Raises:
             Stopped: rank 0's work did, on all ranks.

@@ -126,10 +126,7 @@ class WorkerExtension:
     def _drawer(self) -> DrawTokens:
         from marsrl.rollout.engines.vllm.sampling import DrawTokens
 
-        found = [each for each in self.model_runner.input_batch.logitsprocs.all if isinstance(each, DrawTokens)]
-        if not found:
-            raise RuntimeError("vLLM did not load marsrl's DrawTokens; was the engine made by VllmEngine?")
-        return found[0]
+        return next(each for each in self.model_runner.input_batch.logitsprocs.all if isinstance(each, DrawTokens))
 
 
 def wait_asleep() -> None:
