@@ -207,16 +207,9 @@ class VllmEngine:
 
         Raises:
             RuntimeError: right after an update, vLLM finds a prefix in its cache: it is of older weights.
-            ValueError: a sequence has fewer than 2 tokens or more than max_model_len.
         """
         from vllm import SamplingParams
 
-        for sequence in sequences:
-            if not 2 <= len(sequence) <= self._max_model_len:
-                raise ValueError(
-                    f"VllmEngine.score: a sequence has {len(sequence)} tokens; expected 2 to "
-                    f"{self._max_model_len} (max_model_len)"
-                )
         once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
         if self._records.kept_tokens:  # vLLM wants draws then, and a top_k
             once |= {"temperature": 1, "top_k": self._vocab_size, "seed": 0}
@@ -251,11 +244,8 @@ class VllmEngine:
             self._ask_workers("marsrl_load", update.path)
         self._reset_prefix_cache()
         loaded = time.perf_counter()
-        checksums = (
-            self._ask_workers("marsrl_received_checksums")
-            if update.receive_plans
-            else self._ask_workers("marsrl_checksums", update.path)
-        )
+        ask = ("marsrl_received_checksums",) if update.receive_plans else ("marsrl_checksums", update.path)
+        checksums = self._ask_workers(*ask)
         self._version = update.version
         self._has_new_weights = True
         end = time.perf_counter()
