@@ -58,9 +58,9 @@ def late_function(module: str, name: str) -> Callable[..., Any]:
     return lambda *args: find()(*args)
 
 
-def late_object(module: str, name: str, wrap: Callable[[Any], Any] = lambda made: made) -> Callable[[], Any]:
-    """Makes wrap(an object of that class of marsrl.kernels.<module>) when it is first asked for; always the same one."""
-    return cache(lambda: wrap(getattr(import_module(f"marsrl.kernels.{module}"), name)()))
+def late_object(module: str, name: str) -> Callable[[], Any]:
+    """Makes an object of that class of marsrl.kernels.<module> when it is first asked for; always the same one."""
+    return cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name)())
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from peers.plain import compiled
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective
-from marsrl.kernels.head.rows.protocol import RowKernels
+from marsrl.kernels.head.rows.protocol import RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.providers import ROW_PROVIDERS
 from marsrl.kernels.head.rows.subset import Rows
-from marsrl.kernels.head.rows.terms import Slopes, Statistics
 from marsrl.kernels.head.vocabulary import make_head
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.terms import policy_terms

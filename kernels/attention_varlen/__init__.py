@@ -1,6 +1,5 @@
 """attention_varlen: attention within the sequences of a packed batch, never across them."""
 
-from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -13,7 +12,7 @@ from marsrl.kernels.attention_varlen.cpu import attention_varlen_cpu
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.checks import FLOATS, check, check_cu_seqlens
 from marsrl.kernels.differentiable import Gradient
-from marsrl.kernels.dispatch import Explanation, Implementation, Op, late_object, of_first, why_not_host
+from marsrl.kernels.dispatch import Implementation, Op, late_object, of_first, why_not_host
 from marsrl.kernels.traced_op import register
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
 
@@ -99,30 +98,6 @@ def _checked(
 def _results(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of each head and query."""
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-
-
-@dataclass(frozen=True)
-class _Queries:
-    """As much of q as a reason looks at."""
-
-    device: torch.device
-    dtype: torch.dtype
-    shape: tuple[int, int, int]
-
-
-def attention_choice(
-    device: torch.device | str, dtype: torch.dtype, head_size: int, *, deterministic: bool = False
-) -> Explanation:
-    """Which implementation serves packed attention of that kind on this machine, and why the others do not.
-
-    The op itself asks the same reasons in the same order at each call.
-    """
-    q = _Queries(torch.device(device), dtype, (1, 1, head_size))
-
-    def why_not(each: Implementation) -> str | None:
-        return each.machine_lacks() or each.why_not(q, deterministic)
-
-    return _OP.explain(why_not)
 
 
 def _check_keys_suffice(bounds_q: list[int], bounds_k: list[int]) -> None:

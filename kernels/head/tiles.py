@@ -24,9 +24,8 @@ from torch import Tensor
 
 from marsrl.kernels.head.gradients import HeadGradients
 from marsrl.kernels.head.host_memory import HostBudget, host_buffer, host_chunks
-from marsrl.kernels.head.rows.protocol import RowKernels
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes
 from marsrl.kernels.head.rows.subset import Rows
-from marsrl.kernels.head.rows.terms import PolicyTerms, Slopes
 from marsrl.kernels.head.shards import ShardStatistics, combined, put_statistics
 from marsrl.kernels.head.vocabulary import Head
 
@@ -60,7 +59,7 @@ def policy_gradients_by_tiles(
     columns = gemms.tiles()[0].stop
     largest = max(sizes, default=0)
     exponentials, pieces = _buffers(largest, width, columns)
-    for number, chunk in enumerate(rows.pieces(sizes)):
+    for number, chunk in enumerate(rows.chunks(sizes)):
         parts = _exponentials(tiles, head, chunk, gradients, exponentials, pieces)
         whole = combined(parts, head.inverse_temperature_at(chunk))
         if head.is_sharded:
@@ -107,7 +106,7 @@ def gradients_by_tiles(kernels: RowKernels, head: Head, rows: Rows, slopes: Slop
     largest = max(sizes, default=0)
     room, pieces = _buffers(largest, head.width if gemms.collects_dz else 0, gemms.tiles()[0].stop)
     tokens = torch.empty(largest, dtype=torch.int64, device="cpu")
-    for number, chunk in enumerate(rows.pieces(sizes)):
+    for number, chunk in enumerate(rows.chunks(sizes)):
         hidden = chunk.take(gradients.hidden).float()
 
         def dz_of(tile: slice, hidden: Tensor = hidden, chunk: Rows = chunk) -> Tensor:

@@ -1,13 +1,23 @@
 """Value and gradients of packed attention against a masked softmax per segment, for any implementation and device."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels import attention_varlen
+from marsrl.kernels.attention_varlen import _OP
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
+from marsrl.kernels.dispatch import Explanation
 from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
+
+
+def choice(device: str, dtype: torch.dtype, head_size: int, *, deterministic: bool = False) -> Explanation:
+    """Which implementation serves packed attention of that kind on this machine, and why the others do not."""
+    q = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, head_size))
+    return _OP.explain(lambda each: each.machine_lacks() or each.why_not(q, deterministic))
+
 
 Attention = Callable[..., Tensor]
 SCALES = (-0.7, -1e-3, 0.0, 3.0)

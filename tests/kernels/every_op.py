@@ -25,8 +25,6 @@ from marsrl.kernels import (
 
 HEADS = {name: partial(results, op) for name, op in {**LAID_OUT_HEADS, **MORE_HEADS}.items()}
 CALLS: dict[str, Callable[[], list[Tensor]]] = {**HEADS, **{name: partial(results, op) for name, op in OPS.items()}}
-BY_OWN_PRODUCT = [name for name in HEADS if "without support" in name and "bfloat16" in name]
-"""Calls that triton_gemm serves."""
 
 
 def _leaf(*shape: int) -> Tensor:
@@ -37,9 +35,14 @@ def _ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
+WITHOUT_TIERS = ("pack", "kept_rows")
+"""PyTorch's operations, whatever the device."""
+
+
 def force(monkeypatch: pytest.MonkeyPatch, name: str, tier: str) -> None:
     """The op of this call is served by that implementation."""
-    monkeypatch.setenv("MARSRL_KERNELS", ",".join(f"{op}={tier}" for op in _ops(name)))
+    if _ops(name)[0] not in WITHOUT_TIERS:
+        monkeypatch.setenv("MARSRL_KERNELS", ",".join(f"{op}={tier}" for op in _ops(name)))
 
 
 def _ops(name: str) -> tuple[str, ...]:
@@ -50,9 +53,11 @@ def _ops(name: str) -> tuple[str, ...]:
 
 def that_run_here(name: str) -> list[str]:
     """Implementations that this machine does not lack, unless they are Triton's: the interpreter's tests take these."""
+    if _ops(name)[0] in WITHOUT_TIERS:
+        return ["reference"]
     found = next(each for each in explain() if each.op == _ops(name)[0])
     preferred = [tier for tier, reason in found.reasons.items() if reason.endswith(" is preferred")]
-    tiers = [tier for tier in (found.chosen, *preferred) if tier is not None and not tier.startswith("triton")]
+    tiers = [tier for tier in (found.chosen, *preferred) if tier not in (None, "triton")]
     # the reference leaves the gradient of the weight to autograd
     return [tier for tier in tiers if not ("main_grad" in name and tier == "reference")]
 

@@ -66,16 +66,6 @@ def test_one_op_can_be_forced_and_the_others_choose(monkeypatch):
         first()
 
 
-def test_the_heads_own_first_gemm_needs_a_device(arguments, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("MARSRL_KERNELS", "triton_gemm")
-    with pytest.raises(RuntimeError, match="MARSRL_KERNELS=triton_gemm .* PyTorch sees no CUDA device"):
-        linear_logprob(*arguments)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(RuntimeError, match="hidden is on cpu, Triton kernels read CUDA memory"):
-        linear_logprob(*arguments)
-
-
 def test_where_no_implementation_can_serve_every_reason_is_given(arguments):
     hidden, weight, targets = arguments
     with pytest.raises(RuntimeError, match=r"no implementation .* cpu: float64 input.*; reference: main_grad is given"):
@@ -97,7 +87,7 @@ def test_explain_names_the_choice_and_the_reasons_against_the_others(monkeypatch
     assert by_op["linear_policy_loss"].chosen == "cpu"
     reasons = by_op["linear_policy_loss"].reasons
     assert reasons["reference"] == "cpu is preferred" and "PyTorch sees no CUDA device" in reasons["triton"]
-    assert by_op["pack"].chosen == by_op["group_advantage"].chosen == "cpu"
+    assert by_op["sequence_sums"].chosen == by_op["group_advantage"].chosen == "cpu"
     monkeypatch.setenv("MARSRL_KERNELS", "reference")
     by_op = {each.op: each for each in explain()}
     assert by_op["linear_logprob"].chosen == "reference"

@@ -1,21 +1,17 @@
 """The Triton kernels of the fused head, at production sizes and constants, for GPUs that are not here."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
+from policy_cases import OBJECTIVES
 
 from marsrl.kernels import PolicyObjective
-from marsrl.kernels.head.gradients import Wanted
 from marsrl.kernels.head.objective import PolicyTokens
+from marsrl.kernels.head.rows.protocol import Slopes, Statistics
 from marsrl.kernels.head.rows.subset import Rows
-from marsrl.kernels.head.rows.terms import Slopes, Statistics
 from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
 from marsrl.kernels.head.vocabulary import Head
-from marsrl.kernels.linear_policy_loss.fused import fused_loss
 from marsrl.kernels.policy_loss.terms import policy_terms
-from marsrl.kernels.testing import OBJECTIVES
 
 ROWS, TOKENS = 768, 65537
 META = torch.device("meta")
@@ -82,27 +78,6 @@ def test_rows_of_an_odd_vocabulary_are_read_and_written_in_128_bits(target):
     of = {report.kernel: report for report in reports}
     assert of["row_partials"].num_wide_loads and of["row_gradients"].num_wide_loads, of
     assert of["row_gradients"].num_wide_stores, of
-
-
-def test_without_compaction_nothing_asks_for_a_value():
-    """What a CUDA graph captures: on meta tensors there is no value, and whoever asks for one fails, as the count of rows
-    does that compaction needs."""
-    head, count = head_of(32000, 32000, False), 4000
-    tokens = replace(
-        PolicyTokens(PolicyObjective(), floats(count), None, ids(2), ids(count), None, 1, None, None, None, None, 8.0),
-        mask=floats(count, dtype=torch.bool),
-        old_logprobs=floats(count),
-    )
-    head = replace(head, targets=ids(count))
-    wanted = Wanted(hidden=True, weight=True, weight_dtype=torch.bfloat16)
-    for ratio in ("token", "sequence"):
-        given = replace(tokens, objective=PolicyObjective(ratio=ratio))
-        with compiled_launches(90) as reports:
-            fused = fused_loss(TritonRowKernels(), head, floats(count, 2048), given, wanted, compacts=False)
-            with pytest.raises(RuntimeError, match="meta"):
-                fused_loss(TritonRowKernels(), head, floats(count, 2048), given, wanted)
-        assert "row_gradients" in {report.kernel for report in reports}
-        assert fused.gradients.of_hidden.shape == (count, 2048) and fused.gradients.of_weight.shape == (32000, 2048)
 
 
 @pytest.mark.parametrize("target", TARGETS)

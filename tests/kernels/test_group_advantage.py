@@ -1,7 +1,6 @@
 """group_advantage: groups computed by hand, and properties that hold for any batch."""
 
 import math
-import os
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from hypothesis import strategies as st
 from marsrl.kernels import group_advantage
 
 NAN = math.nan
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # these tests again: interpreter/test_segments.py
 EXAMPLES = settings(
-    max_examples=3 if IS_INTERPRETED else 80,
+    max_examples=80,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # the fixture is the same for every example
 )
@@ -119,8 +117,7 @@ def test_every_implementation_equals_the_definition(batch, normalise, std, singl
         patch.setenv("MARSRL_KERNELS", "reference")
         expected = advantage(*batch, **options)
     # The C++ adds in the order of the definition; only PyTorch's vectorised sqrt may be an ulp off.
-    tolerance = 1e-12 if IS_INTERPRETED else 1e-15
-    assert found == pytest.approx(expected, rel=tolerance, abs=0 if not IS_INTERPRETED else tolerance)
+    assert found == pytest.approx(expected, rel=1e-15, abs=0)
 
 
 def test_no_samples_give_no_advantages():

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from marsrl.kernels import library
 from marsrl.kernels.head.objective import METRICS, PolicyObjective, PolicyTokens
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
-from marsrl.kernels.head.rows.terms import PolicyTerms, Slopes, Statistics, multiply
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
 
@@ -28,16 +28,13 @@ def c_temperature(head: Head) -> tuple[Tensor | None, float]:
     return head.inverse_temperature, head.inverse_temperature_of_all
 
 
-class CpuRowKernels:
+class CpuRowKernels(RowKernels):
     """RowKernels through ctypes; every call is complete when it returns."""
 
     is_host = True
-    first_gemm = None
-    multiply = staticmethod(multiply)
 
-    @property
-    def tiles(self) -> "CpuTileKernels":
-        return CpuTileKernels()
+    def __init__(self) -> None:
+        self.tiles = CpuTileKernels()
 
     def statistics(self, product: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         bad = library.cpu_library().marsrl_row_logprobs(
@@ -54,10 +51,9 @@ class CpuRowKernels:
         return CpuPolicyTerms(tokens, logprobs, entropy)
 
     def gradients(
-        self, product: Tensor, rows: Rows, head: Head, slopes: Slopes, out: Tensor, active: Tensor | None
+        self, product: Tensor, rows: Rows, head: Head, slopes: Slopes, out: Tensor, active: Tensor
     ) -> LateCount:
         _check_place(product, out)
-        assert active is not None, "a host has nothing to wait for: rows without a coefficient are left out"
         kept = library.cpu_library().marsrl_row_gradients(
             *c_rows(product, rows, head),
             head.first_column,

@@ -4,15 +4,13 @@ import far_cases
 import pytest
 import torch
 from far_cases import far_apart
-from row_cases import head_for
-from small_tiles import use_small_tiles
+from small_tiles import use_small_blocks
 
 from marsrl.kernels.attention_varlen import triton_impl as attention
 from marsrl.kernels.grouped_linear import triton_impl as grouped
-from marsrl.kernels.head.first_gemm import triton_impl as first
 from marsrl.kernels.head.rows import triton_impl as rows
+from marsrl.kernels.head.rows.protocol import Slopes, Statistics
 from marsrl.kernels.head.rows.subset import Rows
-from marsrl.kernels.head.rows.terms import Slopes, Statistics
 from marsrl.kernels.head.vocabulary import make_head
 
 BF16 = torch.bfloat16
@@ -20,20 +18,14 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def _small_blocks_on_clean_memory(monkeypatch):
-    use_small_tiles(monkeypatch)
+    use_small_blocks(monkeypatch)
     tiles = attention.Tiles(8, 8, 4, 1)
     monkeypatch.setattr(attention, "plan_tiles", lambda head_size, dtype: attention.TilePlan(tiles, tiles, tiles))
     monkeypatch.setattr(grouped, "plan_tiles", lambda dtype: grouped.Tiles(4, 16, 16, 4, 1))
-    monkeypatch.setattr(rows, "BLOCK_COLUMNS", 64)
-    monkeypatch.setattr(rows, "PIECE_COLUMNS", 64)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("names", ["triton", "triton_gemm"])
-def test_hidden_states_and_weights(names, dim, monkeypatch):
-    if names != "triton":
-        monkeypatch.setenv("MARSRL_KERNELS", f"linear_policy_loss={names},linear_logprob=triton_gemm")
-        monkeypatch.setattr(first, "capability", lambda: 80 if dim == 0 else 90)
+def test_hidden_states_and_weights(dim):
     far_cases.check_head(dim, BF16)
 
 
@@ -44,7 +36,8 @@ def test_what_other_ops_read(check):
 
 def test_rows_of_logits_and_of_their_gradients():
     logits, targets = torch.randn(3, 40), torch.tensor([0, 39, 7])
-    head, taken, kernels = head_for(targets, 40, 40), Rows(None, 0, 3), rows.TritonRowKernels()
+    head = make_head("case", torch.zeros(3, 1), torch.zeros(40, 1), targets, 1.0, None, None)
+    taken, kernels = Rows(None, 0, 3), rows.TritonRowKernels()
     found = []
     for of, dz in (
         (logits, torch.zeros(3, 40, dtype=BF16)),
@@ -57,26 +50,3 @@ def test_rows_of_logits_and_of_their_gradients():
         found.append([statistics.logprobs, statistics.entropy, kernels.partials(of, taken, head), dz])
     for one, other in zip(*found, strict=True):
         assert one.any(1 if one.dim() > 1 else 0).all() and torch.equal(one, other)
-
-
-@pytest.mark.parametrize("has_entropy", [False, True])
-@pytest.mark.parametrize("capability", [80, 90])
-def test_rows_of_exponentials(capability, has_entropy, monkeypatch):
-    monkeypatch.setattr(first, "capability", lambda: capability)
-    hidden, weight, targets = torch.randn(3, 16).to(BF16), torch.randn(128, 16).to(BF16), torch.tensor([0, 127, 7])
-    head, taken, gemm = (
-        make_head("op", hidden, weight, targets, 1.0, None, None),
-        Rows(None, 0, 3),
-        first.TritonFirstGemm(),
-    )
-    found = []
-    for out in (torch.zeros(3, 128, dtype=BF16), far_apart(torch.zeros(3, 128, dtype=BF16))):
-        statistics = Statistics.zeros(3, hidden.device)
-        product = gemm.multiply(None, hidden, taken, head, out)
-        gemm.statistics(product, taken, head, statistics)
-        dz, active = torch.empty(3, 128), torch.empty(3, dtype=torch.int64)
-        slopes = Slopes(statistics, torch.tensor([1.0, -2.0, 0.5]), torch.zeros(3), has_entropy)
-        gemm.gradients(product, taken, head, slopes, dz, active)
-        found.append([out.clone(), dz])
-    for one, other in zip(*found, strict=True):
-        assert one.any(1).all() and torch.equal(one, other)

@@ -12,24 +12,20 @@ from fused_head import (
     run_policy_loss,
 )
 from head_tests import use_device_chunks
+from policy_cases import OBJECTIVES
+from small_tiles import use_small_blocks
 
 from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head.gemms import HeadGemms
-from marsrl.kernels.head.rows import triton_impl
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.linear_policy_loss import _add_scaled_
-from marsrl.kernels.testing import OBJECTIVES
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(triton_impl, "BLOCK_COLUMNS", 64)
-    monkeypatch.setattr(triton_impl, "PIECE_COLUMNS", 128)
-    monkeypatch.setattr(triton_impl, "JOIN_ELEMENTS", 16)
-    monkeypatch.setattr(triton_impl, "JOIN_PIECES", 2)
-    monkeypatch.setattr(triton_impl, "BLOCK_TOKENS", 4)
+    use_small_blocks(monkeypatch)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -40,17 +36,6 @@ def test_every_objective_of_given_logprobs_equals_its_definition(name):
 @pytest.mark.parametrize("name", CASES)
 def test_log_ratios_are_clamped_to_20_nats_and_counted(name):
     check_clamp(name, "triton")
-
-
-@pytest.mark.parametrize("name", ["clip", "sequence ratio"])
-def test_without_compaction_no_count_comes_from_the_device(name, monkeypatch):
-    use_device_chunks(3, monkeypatch, 131)
-    counts = []
-    make = LateCount.__init__
-    monkeypatch.setattr(LateCount, "__init__", lambda self, value: (counts.append(value), make(self, value))[1])
-    case = head_case(8, 8)
-    compare_policy_loss(case, arguments_for(case, name, compacts=False))
-    assert counts and all(isinstance(count, int) for count in counts)
 
 
 def test_gradients_of_bfloat16_are_formed_in_bfloat16(monkeypatch):
