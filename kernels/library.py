@@ -125,5 +125,5 @@ def why_not_float_or_bfloat16(name: str, tensor: Tensor) -> str | None:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor's data lies; None stays the null pointer."""
+    """Address of a tensor's data; None stays the null pointer."""
     return None if tensor is None else tensor.data_ptr()

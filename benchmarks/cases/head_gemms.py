@@ -85,7 +85,7 @@ def _of_logits(hidden: Tensor, weight: Tensor) -> tuple[list[Variant], list[Miss
 def _bench(
     shape: Shape, variants: list[Variant], missing: list[Missing], left: Tensor, right: Tensor, passes: int
 ) -> Bench:
-    """What compares variants of left @ right, its float32 result moved so many times, and torch.mm beside ours."""
+    """The comparison of variants of left @ right, its float32 result moved so many times, and torch.mm beside ours."""
     dtype = getattr(torch, shape.dtype)
     left, right = left.to(dtype), right.to(dtype)
     out = torch.empty(left.shape[0], right.shape[1], dtype=dtype, device=left.device)

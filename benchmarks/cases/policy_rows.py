@@ -87,7 +87,7 @@ class _Ours:
         self.tokens = policy_tokens("policy_rows", num_tokens, device, inputs)
 
     def fill(self) -> None:
-        """What a batch does once is not a chunk's cost: arrays of all tokens, the evaluator of the objective."""
+        """Work of a batch, not of a chunk: arrays of all tokens, the evaluator of the objective."""
         self.logits.copy_(self.source)
         found = self.statistics = Statistics.zeros(self.active.numel(), self.logits.device)
         self.terms = policy_terms(self.kernels, self.tokens, found.logprobs, found.entropy)

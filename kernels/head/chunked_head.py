@@ -26,7 +26,7 @@ from marsrl.kernels.head.host_memory import HostBudget, host_buffer, host_chunks
 from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.shards import ShardStatistics
-from marsrl.kernels.head.tiles import gradients_by_tiles, policy_gradients_by_tiles, tiles_for
+from marsrl.kernels.head.tiles import gradients_by_tiles, host_kernels_of_tiles, policy_gradients_by_tiles
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import num_multiprocessors
 
@@ -113,7 +113,11 @@ class Chunks:
     def policy_rows(
         self, product: Any, chunk: Rows, statistics: Statistics, terms: PolicyTerms, slopes: Slopes
     ) -> None:
-        """Statistics, terms.evaluate and gradients of a chunk."""
+        """Statistics, terms.evaluate and gradients of a chunk; in one walk where the implementation has that."""
+        if terms.in_one_walk is not None and not self._head.is_sharded and self._gradients.wanted.any:
+            to = self.waiting.room(chunk.count)
+            self.waiting.add(terms.in_one_walk(product, chunk, self._head, statistics, *to))
+            return
         self.statistics(product, chunk, statistics)
         terms.evaluate(chunk)
         self.add_gradients(product, chunk, slopes)
@@ -142,18 +146,7 @@ class HostChunks(Chunks):
 
     def __iter__(self) -> Iterator[tuple[Rows, Tensor]]:
         for chunk in self._rows.chunks(self._sizes):
-            if chunk.count:
-                yield chunk, self._multiply(chunk, self.waiting.room(chunk.count)[0][: chunk.count])
-
-    def policy_rows(
-        self, product: Any, chunk: Rows, statistics: Statistics, terms: PolicyTerms, slopes: Slopes
-    ) -> None:
-        """In one walk where the implementation has that."""
-        if terms.in_one_walk is None or self._head.is_sharded or not self._gradients.wanted.any:
-            super().policy_rows(product, chunk, statistics, terms, slopes)
-        else:
-            to = self.waiting.room(chunk.count)
-            self.waiting.add(terms.in_one_walk(product, chunk, self._head, statistics, *to))
+            yield chunk, self._multiply(chunk, self.waiting.room(chunk.count)[0][: chunk.count])
 
 
 class DeviceChunks(Chunks):
@@ -230,13 +223,13 @@ def _device_buffer(num_rows: int, dtype: torch.dtype, head: Head) -> Tensor:
 
 
 def _device_rows(row_bytes: int, num_bytes: int) -> int:
-    """How many rows of this size a chunk of a device has."""
+    """Rows of this size in a chunk on a device."""
     tiles = max(1, num_bytes // (row_bytes * DEVICE_ROW_MULTIPLE))
     return min(DEVICE_MAX_ROWS, tiles * DEVICE_ROW_MULTIPLE)
 
 
 def _rows_of_dz(row_bytes: int, hidden: Tensor) -> int:
-    """How many rows of dz wait for the backward GEMMs on a device."""
+    """Rows of dz that wait for the backward GEMMs on a device."""
     tiles = _device_rows(row_bytes, DEVICE_GRADIENT_BYTES) // DEVICE_ROW_MULTIPLE
     return whole_waves(tiles, ceil(hidden.shape[1] / TILE_COLUMNS), num_multiprocessors(hidden)) * DEVICE_ROW_MULTIPLE
 
@@ -272,10 +265,10 @@ def policy_gradients(
 ) -> HeadGradients:
     """Statistics, terms.evaluate and gradients of these rows of hidden [T, H], the logits computed once."""
     slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient)
-    tiles = tiles_for(kernels, head, hidden)
-    if tiles is not None and wanted.any:
+    of_tiles = host_kernels_of_tiles(kernels, head, hidden)
+    if of_tiles is not None and wanted.any:
         gradients = HeadGradients(head, hidden, wanted, in_pieces=True)
-        policy_gradients_by_tiles(tiles, head, rows, terms, slopes, gradients)
+        policy_gradients_by_tiles(of_tiles, head, rows, terms, slopes, gradients)
         return gradients
     chunks = _chunks(kernels, head, hidden, rows, wanted)
     for chunk, product in chunks:
@@ -288,7 +281,7 @@ def head_gradients(kernels: RowKernels, head: Head, hidden: Tensor, slopes: Slop
     any."""
     is_active = (slopes.coefficient != 0) | (slopes.entropy_coefficient != 0)
     rows = Rows.of(is_active, hidden.shape[0], is_late=not kernels.is_host)
-    if tiles_for(kernels, head, hidden) is not None:
+    if host_kernels_of_tiles(kernels, head, hidden) is not None:
         gradients = HeadGradients(head, hidden, wanted, in_pieces=True)
         gradients_by_tiles(kernels, head, rows, slopes, gradients)
         return gradients

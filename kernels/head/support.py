@@ -17,7 +17,7 @@ from marsrl.kernels.head.rows.subset import Rows
 
 @dataclass(frozen=True)
 class Support:
-    """Which columns of the whole vocabulary each of T tokens was drawn from.
+    """Columns of the whole vocabulary that each of T tokens was drawn from.
 
     ids [n] int32: of all tokens, one after the other. starts, counts [T] int64: those of token t are ids[starts[t]:][:counts[t]],
     each once; count 0: every column. most: no count is above it; the host knows it.

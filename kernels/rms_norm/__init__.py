@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from marsrl.kernels.checks import FLOATS, check
+from marsrl.kernels.checks import FLOATS, check, why_not_double
 from marsrl.kernels.differentiable import Gradient
 from marsrl.kernels.dispatch import Op, late_object
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
@@ -54,17 +54,13 @@ def _results(rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[T
 
 
 def _why_not_cpu(rows: Tensor, weight: Tensor, *_: float) -> str | None:
-    return why_not_float_or_bfloat16("x", rows) or _why_not_wide(weight)
+    return why_not_float_or_bfloat16("x", rows) or why_not_double("weight", weight)
 
 
 def _why_not_triton(rows: Tensor, weight: Tensor, *_: float) -> str | None:
     if rows.shape[1] > WIDEST:
         return f"x has {rows.shape[1]} columns, the kernels hold rows of up to {WIDEST}"
-    return why_not_triton_float32("x", rows) or _why_not_wide(weight)
-
-
-def _why_not_wide(weight: Tensor) -> str | None:
-    return "weight is float64, the kernels compute in float32" if weight.dtype == torch.float64 else None
+    return why_not_triton_float32("x", rows) or why_not_double("weight", weight)
 
 
 _GRADIENT = Gradient("rms_norm", num_tensors=2)

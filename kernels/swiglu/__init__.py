@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from marsrl.kernels.checks import FLOATS, check
+from marsrl.kernels.checks import FLOATS, check, why_not_double
 from marsrl.kernels.differentiable import Gradient
 from marsrl.kernels.dispatch import Op, late_object
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
@@ -48,16 +48,11 @@ def _results(products: Tensor, weights: Tensor | None) -> tuple[Tensor]:
 
 
 def _why_not_cpu(products: Tensor, weights: Tensor | None) -> str | None:
-    return why_not_float_or_bfloat16("products", products) or _why_not_wide(weights)
+    return why_not_float_or_bfloat16("products", products) or why_not_double("weights", weights)
 
 
 def _why_not_triton(products: Tensor, weights: Tensor | None) -> str | None:
-    return why_not_triton_float32("products", products) or _why_not_wide(weights)
-
-
-def _why_not_wide(weights: Tensor | None) -> str | None:
-    is_wide = weights is not None and weights.dtype == torch.float64
-    return "weights is float64, the kernels compute in float32" if is_wide else None
+    return why_not_triton_float32("products", products) or why_not_double("weights", weights)
 
 
 _GRADIENT = Gradient("swiglu", num_tensors=2)

@@ -186,7 +186,7 @@ def compare_policy_loss(
 def plain_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """What one writes without a kernel: logits at the input's dtype, then float32 statistics."""
+    """The same without a kernel: logits at the input's dtype, then float32 statistics."""
     logits = (hidden @ weight[:columns].t()).float()
     logits = logits / (temperature.float()[:, None] if isinstance(temperature, Tensor) else temperature)
     logp = torch.log_softmax(logits, -1)

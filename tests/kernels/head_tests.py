@@ -1,4 +1,4 @@
-"""What every implementation of the fused heads must do, at sizes that it bears: test_head*.py, interpreter/test_head.py."""
+"""Tests that every implementation of the fused heads must pass, at sizes that it bears."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -281,7 +281,7 @@ OTHERS = {
     ),
     "grouped_linear": Taken(
         _of(grouped_linear),
-        lambda: {"x": _randn(6, 16), "weights": _randn(2, 16, 16), "counts": _ints(3, 3)},
+        lambda: {"x": _randn(TOKENS, 16), "weights": _randn(2, 16, 16), "counts": _ints(4, 5)},
         ("x", "weights"),
     ),
     "rms_norm": Taken(
@@ -296,7 +296,7 @@ UPSTREAM = "the incoming gradient"
 
 
 def results(op: Taken) -> list[Tensor]:
-    """Of a call on tensors as they are made."""
+    """Results of a call on tensors as they are made."""
     return _results(op, op.tensors(), _same)
 
 

@@ -90,7 +90,7 @@ def check_loss(kind: str) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides which inputs are read. ratio: "none" is pseudo on-policy, without old log-probs."""
+    """The options that decide which inputs are read. ratio: "none" is pseudo on-policy, without old log-probs."""
 
     correction: str = "none"
     kl: str = "none"

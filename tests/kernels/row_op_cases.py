@@ -19,7 +19,7 @@ def eager_norm(x: Tensor, weight: Tensor, *, eps: float = EPS, is_zero_centred: 
 
 
 def eager_swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:
-    """What plain PyTorch makes of it, each step rounded to its dtype."""
+    """Plain PyTorch, each step rounded to its dtype."""
     gate, up = products.chunk(2, dim=-1)
     out = silu(gate) * up
     return (out if weights is None else out * weights.unsqueeze(-1)).to(products.dtype)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import SCALES, check_scale, choice, compare
+from attention_cases import SCALES, check_scale, check_without_queries, choice, compare
 
 from marsrl.kernels import attention_varlen
 
@@ -103,9 +103,10 @@ def test_a_single_token_attends_to_itself():
     torch.testing.assert_close(q.grad, torch.zeros_like(q), atol=1e-5, rtol=0)
 
 
-def test_no_tokens():
-    x = torch.randn(0, 2, 8)
-    assert attention_varlen(x, x, x, torch.tensor([0, 0])).shape == (0, 2, 8)
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+def test_no_tokens(implementation, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", implementation)
+    check_without_queries()
 
 
 @pytest.mark.parametrize(

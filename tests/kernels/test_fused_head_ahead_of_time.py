@@ -39,22 +39,26 @@ def head_of(width, columns, has_temperature):
     )
 
 
-# Qwen's vocabulary, listed rows and a temperature for each token; an odd one, neighbouring rows
+# Qwen's vocabulary, listed rows and a temperature for each token; an odd one, neighbouring rows; GPT-2's 50,257 columns in
+# the rows of 50,272 that the head's buffers have
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    "width, columns, is_listed, dtype",
-    [(151936, 151669, True, torch.bfloat16), (152063, 152063, False, torch.float32)],
+    "width, stride, columns, is_listed, dtype",
+    [
+        (151936, 151936, 151669, True, torch.bfloat16),
+        (152063, 152063, 152063, False, torch.float32),
+        (50257, 50272, 50257, False, torch.bfloat16),
+    ],
 )
-def test_statistics_and_gradients_of_a_chunk(target, width, columns, is_listed, dtype):
+def test_statistics_and_gradients_of_a_chunk(target, width, stride, columns, is_listed, dtype):
     head, kernels = head_of(width, columns, is_listed), TritonRowKernels()
     rows = Rows(ids(ROWS), 0, ROWS) if is_listed else Rows(None, 768, ROWS)
     statistics = Statistics(*(floats(TOKENS) for _ in range(4)))
-    logits = floats(ROWS, width)
+    logits, dz = floats(ROWS, stride)[:, :width], floats(ROWS, stride, dtype=dtype)[:, :width]
     with compiled_launches(target) as reports:
         kernels.statistics(logits, rows, head, statistics)
         kernels.partials(logits, rows, head)
-        slopes = Slopes(statistics, floats(TOKENS), floats(TOKENS))
-        kernels.gradients(logits, rows, head, slopes, floats(ROWS, width, dtype=dtype), ids(ROWS))
+        kernels.gradients(logits, rows, head, Slopes(statistics, floats(TOKENS), floats(TOKENS)), dz, ids(ROWS))
     names = [report.kernel for report in reports]
     assert names == ["row_partials", "finish_rows", "row_partials", "join_pieces", "list_active", "row_gradients"]
     for report in reports:
@@ -62,22 +66,10 @@ def test_statistics_and_gradients_of_a_chunk(target, width, columns, is_listed, 
         assert_compiled_well(report, dots=False, spill_allowance_bytes=8 if report.kernel == "row_gradients" else 0)
         # Two programs of 8 warps on a multiprocessor at least, or reads would wait for each other.
         assert report.registers <= 128, report
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_rows_of_an_odd_vocabulary_are_read_and_written_in_128_bits(target):
-    """GPT-2's 50,257 columns in the rows of 50,272 that the head's buffers have."""
-    head, rows = head_of(50257, 50257, False), Rows(None, 0, ROWS)
-    logits, dz = floats(ROWS, 50272)[:, :50257], floats(ROWS, 50272, dtype=torch.bfloat16)[:, :50257]
-    statistics = Statistics(*(floats(TOKENS) for _ in range(4)))
-    with compiled_launches(target) as reports:
-        TritonRowKernels().statistics(logits, rows, head, statistics)
-        TritonRowKernels().gradients(
-            logits, rows, head, Slopes(statistics, floats(TOKENS), floats(TOKENS)), dz, ids(ROWS)
-        )
-    of = {report.kernel: report for report in reports}
-    assert of["row_partials"].num_wide_loads and of["row_gradients"].num_wide_loads, of
-    assert of["row_gradients"].num_wide_stores, of
+    if stride % 16 == 0:
+        of = {report.kernel: report for report in reports}
+        assert of["row_partials"].num_wide_loads and of["row_gradients"].num_wide_loads, of
+        assert of["row_gradients"].num_wide_stores, of
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -1,4 +1,4 @@
-"""How flash-attn, PyTorch's packed attention and its grouped GEMM are called, when they are not, and which attention serves."""
+"""Calls of flash-attn, PyTorch's packed attention and its grouped GEMM, and the choice among the attentions."""
 
 import ast
 import sys
@@ -13,7 +13,7 @@ from attention_cases import compare as compare_attention
 from grouped_linear_cases import compare as compare_grouped_linear
 
 from marsrl import kernels
-from marsrl.kernels.attention_varlen import flash, torch_impl
+from marsrl.kernels.attention_varlen import flash
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.grouped_linear import torch_impl as grouped_mm
 
@@ -103,10 +103,10 @@ def test_varlen_attn_of_torch_is_called_as_ours(monkeypatch):
         return attention_varlen_reference(query, key, value, cu_seq_q, cu_seq_k, scale, window_size == (-1, 0))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    torch_impl._words.cache_clear()
-    assert torch_impl.machine_lacks_varlen_attn() is None  # the installed PyTorch has all the words that are used
+    flash._torch_words.cache_clear()
+    assert flash.machine_lacks_varlen_attn() is None  # the installed PyTorch has all the words that are used
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    attend = as_ours(partial(torch_impl.attention_varlen_torch, max_seqlen=5))
+    attend = as_ours(partial(flash.attention_varlen_torch, max_seqlen=5))
     compare_attention([5, 0, 3], attention=attend)
     compare_attention([2, 4], [5, 4], causal=False, attention=attend)
 

@@ -76,22 +76,6 @@ batches = st.integers(1, 24).flatmap(
 
 
 @EXAMPLES
-@given(batches, st.sampled_from(["biased", "unbiased"]))
-def test_of_each_group_the_mean_is_zero_and_the_spread_one_or_nothing(batch, std):
-    rewards, group_of, agent_of, instance_of = batch
-    found = advantage(rewards, group_of, agent_of, instance_of, std=std)
-    for group in set(group_of):
-        members = [i for i, g in enumerate(group_of) if g == group and not math.isnan(rewards[i])]
-        values = [found[i] for i in members]
-        if len({rewards[i] for i in members}) < 2:
-            assert values == [0.0] * len(members)
-        else:
-            assert sum(values) == pytest.approx(0, abs=1e-9)
-            assert sum(v * v for v in values) == pytest.approx(len(members) - (std == "unbiased"))
-    assert all(found[i] == 0 for i, r in enumerate(rewards) if math.isnan(r))
-
-
-@EXAMPLES
 @given(batches, st.sampled_from(["group", "agent", "global", "agent_mean", "agent_std"]), st.randoms())
 def test_the_order_of_samples_and_a_shift_of_all_rewards_change_nothing(batch, normalise, random):
     order = list(range(len(batch[0])))

@@ -1,4 +1,4 @@
-"""What the ops beside the head launch compiles for A100 and H100: on tensor cores, without spills, 128 bits at once."""
+"""The kernels of the ops beside the head compile for A100 and H100: on tensor cores, without spills, 128 bits at once."""
 
 import pytest
 import torch

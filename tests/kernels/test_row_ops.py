@@ -40,7 +40,7 @@ def test_the_gradient_of_a_norms_weight_is_as_exact_over_many_rows():
 
 
 def kept_by_norm(x):
-    """What rms_norm keeps for its backward."""
+    """Tensors that rms_norm keeps for its backward."""
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         rms_norm(x.detach().requires_grad_(), torch.ones(x.shape[-1]), eps=EPS)

@@ -144,7 +144,7 @@ def fork_ranks(world: int, *words: Any) -> None:
 
 
 def run_ranks(world: int, tokens: int, chunk: int, folder: Path, **environment: str) -> list[OfRank]:
-    """What each rank found in CASES. A script, not mp.spawn: that cannot import a test's file by name."""
+    """Results of each rank for CASES. A script, not mp.spawn: that cannot import a test's file by name."""
     words = [str(world), str(tokens), str(chunk), str(folder)]
     subprocess.run([sys.executable, __file__, *words], env={**os.environ, **environment}, timeout=240, check=True)
     return [OfRank(*torch.load(folder / str(rank))) for rank in range(world)]

@@ -1,4 +1,4 @@
-"""What an implementation does to rows of logits, and the values it hands on. Chunks, GEMMs and autograd are shared.
+"""Interface of the row kernels, and the values that they hand on. Chunks, GEMMs and autograd are shared.
 
     for each chunk of tokens                                      who
         logits [R, V] float32 = hidden @ weight.T                 RowKernels, by default gemms.py
@@ -8,7 +8,7 @@
         (on the CPU these three in one: terms.in_one_walk)
         dX, dW from dz when enough rows are together              gemms.py, chunked_head.py
 
-A bfloat16 model on the CPU takes a tile of the vocabulary at a time (tiles.py), with CpuTileKernels.
+A bfloat16 model on the CPU takes a tile of the vocabulary at a time (tiles.py).
 
 Arrays named [T] belong to all packed tokens; a kernel reads and writes them at the tokens of its rows.
 """
@@ -25,7 +25,6 @@ from marsrl.kernels.head.rows.subset import LateCount, Rows
 
 if TYPE_CHECKING:
     from marsrl.kernels.head.gemms import HeadGemms
-    from marsrl.kernels.head.rows.cpu import CpuTileKernels
     from marsrl.kernels.head.vocabulary import Head
 
 
@@ -95,7 +94,6 @@ class RowKernels:
     """
 
     is_host: bool
-    tiles: "CpuTileKernels | None" = None
 
     def multiply(self, gemms: "HeadGemms", hidden: Tensor, rows: Rows, head: "Head", out: Tensor) -> Any:
         """The product of hidden [R, H] of these rows, in the memory of out [R, V] float32; -inf outside of what the rows

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from marsrl.kernels import library
+from marsrl.kernels.checks import why_not_double
 from marsrl.kernels.dispatch import late_object, why_not_host
 from marsrl.kernels.head.rows.protocol import RowKernels
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
@@ -27,12 +27,10 @@ class RowProvider:
 
     def why_not(self, **tensors: Tensor) -> str | None:
         """None where these arguments, named as the caller knows them, can be served; else the reason."""
-        for name, tensor in tensors.items():
-            if (reason := self.why_not_tensor(name, tensor)) is not None:
-                return reason
-        for name, tensor in tensors.items():
-            if tensor.dtype == torch.float64:
-                return f"float64 input ({name}), the row kernels compute in float32"
+        for why_not in (self.why_not_tensor, why_not_double):
+            for name, tensor in tensors.items():
+                if (reason := why_not(name, tensor)) is not None:
+                    return reason
         return None
 
 

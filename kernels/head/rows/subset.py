@@ -1,4 +1,4 @@
-"""Which packed tokens a head visits, and numbers that a device computes and the host needs a little later."""
+"""Packed tokens that a head visits, and numbers that a device computes and the host needs a little later."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -131,7 +131,7 @@ def _pieces(logits: Tensor, rows: Rows, head: Head) -> Tensor:
 
 
 def _token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | None, ...]:
-    """What a kernel that reads logits asks of their rows: ids, first, targets, first_column, inverse temperatures."""
+    """Arguments that describe the rows to a kernel that reads logits: ids, first, targets, first_column, inverse temperatures."""
     return (
         rows.ids,
         rows.first,
