@@ -4,9 +4,6 @@ A script of its own: `python vocab_parallel.py WORLD TOKENS CHUNK FOLDER` forks 
 what they need; CHUNK: rows of float32 logits.
 """
 
-import importlib
-import multiprocessing
-import multiprocessing.connection
 import os
 import subprocess
 import sys
@@ -19,6 +16,7 @@ import torch
 import torch.distributed as dist
 from fused_head import forced, in_double, linear_policy_loss, support_of, without_target
 from torch import Tensor
+from torch.multiprocessing import start_processes
 
 from marsrl.kernels import PolicyObjective, linear_logprob, mpt_gate
 from marsrl.kernels.head import chunked_head
@@ -128,21 +126,6 @@ def run_rank(rank: int, world: int, tokens: int, chunk: int, folder: str) -> Non
     dist.destroy_process_group()
 
 
-def fork_ranks(world: int, *words: Any) -> None:
-    """run_rank(rank, world, *words) in a process for each; the first that fails ends all, for the others wait for it."""
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run_rank, args=(rank, world, *words), daemon=True) for rank in range(world)]
-    for each in ranks:
-        each.start()
-    running = {each.sentinel: each for each in ranks}
-    while running:
-        for sentinel in multiprocessing.connection.wait(list(running)):
-            ended = running.pop(sentinel)  # type: ignore[call-overload]
-            ended.join()
-            if ended.exitcode:
-                sys.exit(f"a rank ended with exit code {ended.exitcode}")
-
-
 def run_ranks(world: int, tokens: int, chunk: int, folder: Path, **environment: str) -> list[OfRank]:
     """Results of each rank for CASES. A script, not mp.spawn: that cannot import a test's file by name."""
     words = [str(world), str(tokens), str(chunk), str(folder)]
@@ -177,8 +160,6 @@ def assert_shards_equal_the_whole(number: int, tokens: int, of_ranks: list[OfRan
 
 
 if __name__ == "__main__":
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        sys.path.append(str(Path(__file__).parent / "interpreter"))
-        importlib.import_module("guarded_interpreter").install()  # bfloat16
     _, WORLD, TOKENS, CHUNK, FOLDER = sys.argv
-    fork_ranks(int(WORLD), int(TOKENS), int(CHUNK), FOLDER)
+    words = int(WORLD), int(TOKENS), int(CHUNK), FOLDER
+    start_processes(run_rank, words, nprocs=int(WORLD), start_method="fork")  # the first that fails ends all
