@@ -62,7 +62,7 @@ $(OTHER_TRITON):
 
 test-triton: install $(OTHER_TRITON)  ## the Triton kernels, interpreted and compiled for GPUs, with another Triton (TRITON=3.7.1)
 	PYTHONPATH=$(OTHER_TRITON) $(INTERPRETED)
-	PYTHONPATH=$(OTHER_TRITON) python -m pytest tests/kernels -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter -k "ahead or triton or layouts" -q
+	PYTHONPATH=$(OTHER_TRITON) python -m pytest tests/kernels -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter -k "ahead or triton" -q
 
 cluster: install  ## hosts made of namespaces (as root): what one host trains, and what clusters suffer
 	tests/apt.sh ip iproute2 "so no cluster in a box"

@@ -40,7 +40,6 @@ from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import resolve
 from marsrl.trainer.plan.batch_plan import longest_sequence
-from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.prometheus import MetricsPort, served
 from marsrl.trainer.report.step_log import StepLog
@@ -127,7 +126,7 @@ def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | Non
     cache_dtype = _CACHE_DTYPES.get(config.rollout_of(policy).vllm.kv_cache_dtype) if is_vllm else None
     common: dict[str, Any] = {"verify_every": sync.verify_every, "cache_dtype": cache_dtype}
     if sync.backend == "shm":
-        return FileSync(engines, dtype, directory=sync.directory, num_elements=elements(shape).total, **common)
+        return FileSync(engines, dtype, directory=sync.directory, **common)
     assert sync.backend != "auto", "resolved by preflight"
     host, num_bytes = pool.host if pool is not None else "", sync.bucket_mib << 20
     return DirectSync(

@@ -307,7 +307,7 @@ class EnginePool:
         faults, self._faults = self._faults, Faults()
         return faults
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
+    def score(self, sequences: Sequence[IntArray]) -> list[list[FloatArray]]:
         """Log-probs of the same sequences from each replica: scores[i][sequence] of the i-th of engines, [N-1], nats.
 
         One that was lost and has no weights yet is left out: it proves them when it gets them.
@@ -315,7 +315,7 @@ class EnginePool:
         self._wake()
         self.feed_unfed()
         fed = [replica for replica in self.engines if replica not in self._recovery.needs_weights]
-        scores = self._call("score", by_replica=dict.fromkeys(fed, (list(sequences), temperature)))
+        scores = self._call("score", by_replica=dict.fromkeys(fed, (list(sequences),)))
         if not scores and self._recovery.needs_weights:
             raise RuntimeError(
                 f"engines of policy {self.name}: score needs them, and engines {sorted(self._recovery.needs_weights)} were lost "

@@ -68,8 +68,8 @@ class EngineActor:
     def abort(self) -> None:
         self._thread.abort()
 
-    def score(self, sequences: list[IntArray], temperature: float) -> Timed:
-        return self._timed(lambda: self._engine.score(sequences, temperature))
+    def score(self, sequences: list[IntArray]) -> Timed:
+        return self._timed(lambda: self._engine.score(sequences))
 
     def update_weights(self, update: WeightUpdate) -> Timed:
         return self._timed(lambda: self._engine.update_weights(update))

@@ -40,8 +40,8 @@ class ScriptedWithWeights(ScriptedEngine):
         super().__init__(*args, **options)
         self._local = LocalEngine(model, dtype="float32", max_model_len=256)
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
-        return self._local.score(sequences, temperature)
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        return self._local.score(sequences)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         super().update_weights(update)

@@ -59,10 +59,10 @@ class Recorded(ScriptedWithWeights):
         CALLS.append("submit")
         super().submit(requests, version=version)
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         self._need("weights", "kv_cache")
         CALLS.append("score")
-        return super().score(sequences, temperature)
+        return super().score(sequences)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         CALLS.append("update_weights")
@@ -472,9 +472,9 @@ def test_weights_that_are_not_finite_and_a_policy_that_diverged_are_told_as_such
     small = ("run.steps=3", "run.evaluate=false", "rollout.prompts_per_step=4")
     score = Recorded.score
 
-    def as_another_program(self: Recorded, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+    def as_another_program(self: Recorded, sequences: Sequence[IntArray]) -> list[FloatArray]:
         rounded = 1.01 if CALLS.count("update_weights") > 1 else 1.0  # of large numbers
-        return [each * rounded for each in score(self, sequences, temperature)]
+        return [each * rounded for each in score(self, sequences)]
 
     monkeypatch.setattr(Recorded, "score", as_another_program)
     diverged = r"version 1: .* own log-probs have a median of -\S+ nats, so the policy has diverged, .*optimizer\.lr"

@@ -76,7 +76,7 @@ def test_spans_of_many_threads_are_kept_in_named_lanes(tmp_path: Path) -> None:
 class Quick:
     """An engine that scores nothing."""
 
-    def score(self, sequences: list[Any], temperature: float) -> list[Any]:
+    def score(self, sequences: list[Any]) -> list[Any]:
         return sequences
 
 

@@ -123,7 +123,6 @@ class VllmEngine:
             ValueError: it sleeps on a CPU, or options do not go together (vllm_refusals).
         """
         import torch
-        import vllm
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -148,11 +147,8 @@ class VllmEngine:
         self._is_aborting = False
         self._num_decoded = 0  # tokens
         self._has_new_weights = False  # and nothing was computed with them yet
-        self._device = str(current_platform.device_type)
-        self._options, self._records = options, records
+        self._device, self._options, self._records = device, options, records
         self._draws = options.sampler_on(device)
-        self._sampler = who_draws(options, device)
-        self._library_version = str(vllm.__version__)
         self._llm: Any = LLM(
             **engine_arguments(
                 model_dir,
@@ -165,11 +161,8 @@ class VllmEngine:
                 records=records,
             )
         )
-        rendezvous = self._llm.collective_rpc("marsrl_started")[0]
-        self._rendezvous = Path(rendezvous) if rendezvous else None
-        if options.tensor_parallel == 1:
-            self._forget_rendezvous()  # workers on several GPUs may still make groups through it
-        elif device == "cpu":
+        self._llm.collective_rpc("marsrl_started")
+        if options.tensor_parallel > 1 and device == "cpu":
             wait_asleep()
         self._core: Any = self._llm.llm_engine.engine_core
         self._shares = TimeShares(options.max_num_seqs)
@@ -178,17 +171,19 @@ class VllmEngine:
         logging.getLogger("vllm").setLevel(logging.ERROR)
 
     def info(self) -> EngineInfo:
+        import vllm
+
         core = type(self._llm)
         return EngineInfo(
             kind="vllm",
             engine_class=f"{core.__module__}.{core.__qualname__}",
             library="vllm",
-            library_version=self._library_version,
+            library_version=str(vllm.__version__),
             device=self._device,
             dtype=self._dtype,
             settings=_together(self._llm.collective_rpc("marsrl_settings")),
             shards=tuple(self._llm.collective_rpc("marsrl_shard")),
-            sampler=self._sampler,
+            sampler=who_draws(self._options, self._device),
         )
 
     def num_decoded(self) -> int:
@@ -218,7 +213,7 @@ class VllmEngine:
     def abort(self) -> None:
         self._is_aborting = True
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
 
         All but the last by a fresh prefill; the last one through the prefix cache, as a decoded token would be, so that
@@ -226,21 +221,9 @@ class VllmEngine:
 
         Raises:
             RuntimeError: right after an update, vLLM finds a prefix in its cache: it is of older weights.
-            ValueError: temperature is not 1 (vLLM scores prompts at 1 only), or a sequence has fewer than 2 tokens or
-                more than max_model_len.
         """
         from vllm import SamplingParams
 
-        if temperature != 1.0:
-            raise ValueError(
-                f"VllmEngine.score: temperature is {temperature}; vLLM scores given tokens at temperature 1 only"
-            )
-        for sequence in sequences:
-            if not 2 <= len(sequence) <= self._max_model_len:
-                raise ValueError(
-                    f"VllmEngine.score: a sequence has {len(sequence)} tokens; expected 2 to "
-                    f"{self._max_model_len} (max_model_len)"
-                )
         once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
         if self._records.kept_tokens:  # vLLM wants draws then, and a top_k
             once |= {"temperature": 1, "top_k": self._vocab_size, "seed": 0}
@@ -264,25 +247,26 @@ class VllmEngine:
             raise RuntimeError(f"VllmEngine.update_weights: {QUANTIZED.format(self._options.quantization)}")
         self._settle()
         start = time.perf_counter()
-        what: str | list[bytes] = list(update.receive_plans) or update.path
         if update.receive_plans:
             self._version = TORN  # of weights that arrived in part nothing is decoded
-        said = self._ask_workers("marsrl_receive" if update.receive_plans else "marsrl_load", what)
-        if broken := [reason for reason in said if reason]:
-            return WeightReceipt(TORN, (), time.perf_counter() - start, broken=broken[0])
+            reasons = self._ask_workers("marsrl_receive", list(update.receive_plans))
+            if broken := next(filter(None, reasons), ""):
+                return WeightReceipt(TORN, (), time.perf_counter() - start, broken=broken)
+        else:
+            self._ask_workers("marsrl_load", update.path)
         self._reset_prefix_cache()
         loaded = time.perf_counter()
-        method = "marsrl_received_checksums" if update.receive_plans else "marsrl_checksums"
-        checksums = self._ask_workers(method, what)
+        ask = ("marsrl_received_checksums",) if update.receive_plans else ("marsrl_checksums", update.path)
+        checksums = self._ask_workers(*ask)
         self._version = update.version
         self._has_new_weights = True
         end = time.perf_counter()
         return WeightReceipt(update.version, checksums, end - start, end - loaded)
 
-    def _ask_workers(self, method: str, what: str | list[bytes]) -> list[Any]:
-        """What the method of WorkerExtension returns, by worker."""
+    def _ask_workers(self, method: str, *args: Any) -> list[Any]:
+        """Results of a method of WorkerExtension, by worker."""
         try:
-            return list(self._llm.collective_rpc(method, args=(what,)))
+            return list(self._llm.collective_rpc(method, args=args))
         except RuntimeError as error:
             self._check_workers(error)
             raise
@@ -304,11 +288,6 @@ class VllmEngine:
     def close(self) -> None:
         """Shut vLLM's core and its workers down; the engine is not used afterwards."""
         self._core.shutdown()
-        self._forget_rendezvous()
-
-    def _forget_rendezvous(self) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.unlink(missing_ok=True)
 
     def _check_workers(self, cause: BaseException | None = None) -> None:
         if getattr(self._llm.llm_engine.model_executor, "is_failed", False):  # one with a process for each GPU says so
@@ -433,7 +412,9 @@ class VllmEngine:
                 finish=ended[each.key],
                 version=self._version,
                 num_cached_tokens=each.num_cached_tokens,
-                routed_experts=None if each.request.experts_from is None else experts_told(each.told, self._num_experts),
+                routed_experts=None
+                if each.request.experts_from is None
+                else experts_told(each.told, self._num_experts),
                 kept_tokens=kept if each.request.sampling.records_kept else None,
                 seconds=self._shares.end(each.request.uid),
             )
@@ -453,7 +434,7 @@ class VllmEngine:
         )
 
     def _give_up(self) -> list[DecodeResult]:
-        """What is under way as far as it got; leaves an engine that can go on."""
+        """Results of all requests as far as they got; leaves an engine that can go on."""
         self._is_aborting = False
         results = self._end_here(list(self._under_way), Finish.UNFINISHED)
         self._settle()
