@@ -17,7 +17,7 @@ from simulation.engine_timeline import EngineTimeline, Job
 from simulation.lengths import Lengths
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
-from marsrl.rollout.pool.replicas import Irreplaceable, OnLost, Timed, ignore_loss
+from marsrl.rollout.pool.replicas import OnLost, Replicas, Timed, ignore_loss
 from marsrl.rollout.types import Finish
 
 TOKEN_GRAIN = 128
@@ -38,7 +38,7 @@ class _UnderWay:
     version: int
 
 
-class SimulatedReplicas(Irreplaceable):
+class SimulatedReplicas(Replicas):
     """The engines of one policy. `collect` lasts until something ends.
 
     lengths: whole lengths of completions, in real tokens. last_token: the final token of a finished one, by uid.

@@ -231,19 +231,6 @@ class Trainer:
         return self.pool.receive_weights({replica: WeightUpdate("", 4)})[replica] if self.can else None
 
 
-def test_an_engine_that_is_lost_while_weights_are_proven_gets_them_from_the_trainer_later() -> None:
-    replicas = MortalReplicas(2)
-    pool = replicas.pool()
-    trainer = Trainer(pool)
-    publish_from_memory(pool, 4)
-    trainer.can = False  # in the middle of a publish
-    replicas.dead.add(0)
-    assert len(pool.score([np.arange(5, dtype=np.int32)])) == 1 and replicas.restarts == [0]
-    trainer.can = True
-    assert {result.version for result in served(pool, asks(8), "at once", version=4)} == {4}
-    assert trainer.asked[-1] == 0 and all(replicas.had)
-
-
 @pytest.mark.parametrize("how", ["at once", "slots"])
 def test_weights_of_no_file_come_from_the_trainer_again(how: str) -> None:
     replicas = MortalReplicas(2)
@@ -266,16 +253,11 @@ def test_an_engine_without_weights_gets_nothing_to_do_until_the_trainer_can_send
     assert all(map(is_whole, served(pool, asks(8), "slots", version=4)))  # the other one has them all
     had = len(replicas.had[1])
     assert all(map(is_whole, served(pool, asks(8), "at once", version=4)))
-    assert len(pool.score([np.arange(5, dtype=np.int32)])) == 1  # the proof of a publish is the others'
     assert len(replicas.had[1]) == had
     replicas.dead.add(0)
     pool.submit(asks(4), version=4)
     for _ in range(3):
         assert pool.collect(0.0) == []  # nobody can
-    pool.drain()
-    with pytest.raises(RuntimeError, match=r"score needs them, and engines \[0, 1\] were lost"):
-        pool.score([np.arange(5, dtype=np.int32)])
-    pool.submit(asks(4), version=4)
     trainer.can = True
     pool.feed_unfed()
     results = [result for _ in range(100) for result in pool.collect(0.0)]
@@ -290,7 +272,7 @@ def test_the_next_publish_brings_weights_to_an_engine_that_has_none() -> None:
     trainer.can = False
     replicas.dead.add(0)
     pool.stand_by()
-    assert not trainer.asked and replicas.restarts == [0]
+    assert trainer.asked == replicas.restarts == [0]
     publish_from_memory(pool, 5)
     assert [result.version for result in served(pool, asks(4), "slots", version=5)] == [5] * 4
 
@@ -408,9 +390,9 @@ class Unlucky(MortalReplicas):
         if self._rng.random() < self._share:
             getattr(self, self._rng.choice(["dead", "hung", "doomed"])).add(self._rng.randrange(len(self.engines)))
 
-    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Any:
+    def call(self, method: str, arguments: Any, on_lost: Any = None) -> Any:
         self._strike()
-        return super().call_one(replica, method, arguments)
+        return super().call(method, arguments)
 
     def collect(self, busy: Any, timeout_s: float, *, is_urgent: bool = True) -> Any:
         self._strike()
