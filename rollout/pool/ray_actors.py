@@ -198,7 +198,8 @@ class RayReplicas(Replicas):
 
     def _start(self, spec: EngineSpec) -> Any:
         # num_cpus 0: threads are set by us, and the trainer's own cores must not keep an engine from being placed
-        options = ray.remote(concurrency_groups={_REQUESTS: 1})(EngineActor).options(
+        actor_class = ray.remote(concurrency_groups={_REQUESTS: 1})(EngineActor)  # type: ignore[call-overload]
+        options = actor_class.options(
             num_cpus=0,
             num_gpus=self.takes.get(GPU, 0.0),
             resources={name: amount for name, amount in self.takes.items() if name != GPU},

@@ -34,7 +34,7 @@ class MortalReplicas(LocalReplicas):
 
     deadly(request): the engine that gets this request dies once it has decoded something.
     dead, hung: may be filled in at any time; a restart makes the replica whole. Time passes while one hangs.
-    seconds: of an engine that each result has taken. dies_in_update: at the next one. cannot_receive: whatever process serves, weights never get there.
+    seconds: of an engine that each result has taken. dies_in_update: at the next one.
     places: for replicas that are made, which several may share; None: always one.
     """
 
@@ -56,7 +56,6 @@ class MortalReplicas(LocalReplicas):
         self.hung: set[int] = set()
         self.doomed: set[int] = set()  # dead after their next step
         self.dies_in_update: set[int] = set()
-        self.cannot_receive: set[int] = set()
         self.had: list[list[str]] = [[] for _ in range(count)]  # uids of all requests, by replica
         self.restarts: list[int] = []
         self.is_beyond_repair = False
@@ -72,8 +71,6 @@ class MortalReplicas(LocalReplicas):
 
     def _call(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
         if method == "update_weights":
-            if replica in self.cannot_receive:
-                return Lost("no way")
             self.dead |= self.dies_in_update & {replica}
             self.dies_in_update.discard(replica)
         return self._lost(replica) or super().call(method, {replica: arguments})[replica]

@@ -137,23 +137,6 @@ def test_a_policy_s_only_engine_cannot_be_done_without() -> None:
         served(pool, asks(20), "slots")
 
 
-def test_requests_that_are_retried_alone_go_to_another_engine_where_theirs_is_not_replaced() -> None:
-    replicas = MortalReplicas(2)
-    pool = replicas.pool(slots=4, attempts=1)
-    replicas.doomed |= {0, 1}  # all of them are suspected
-    pool.submit(asks(12), version=0)
-    while len(replicas.restarts) < 2:
-        pool.collect(0.0)
-    replicas.places = Places()
-    results: list[DecodeResult] = []
-    while pool.num_under_way:
-        if len(pool.engines) == 2:
-            replicas.dead.add(1)
-        results += pool.collect(0.0)
-    assert pool.engines == [0] and len(results) == 12
-    assert all(map(is_whole, results[1:]))
-
-
 def test_an_engine_that_dies_while_all_is_ended_loses_no_request() -> None:
     replicas = MortalReplicas(2)
     pool = replicas.pool(slots=2)
@@ -290,16 +273,6 @@ def test_an_engine_that_is_lost_while_the_trainer_s_ranks_send_weights_gets_them
     assert all(map(is_whole, results)) and {result.version for result in results} == {4}
 
 
-def test_an_engine_that_no_weights_reach_is_tried_as_often_as_allowed() -> None:
-    replicas = MortalReplicas(2)
-    pool = replicas.pool(most_restarts=3)
-    trainer = Trainer(pool)
-    replicas.cannot_receive.add(1)
-    with pytest.raises(RuntimeError, match=r"engine 1 is lost \(no way\), .* restarted 3 times .*max_engine_restarts"):
-        publish_from_memory(pool, 4)
-    assert trainer.asked == [1] * 3
-
-
 @pytest.mark.parametrize("how", ["at once", "slots"])
 def test_too_many_restarts_end_the_run_with_the_reason(how: str) -> None:
     replicas = MortalReplicas(2, deadly=lambda request: True)
@@ -328,15 +301,6 @@ def test_an_engine_that_dies_asleep_wakes_as_a_new_one() -> None:
     pool.sleep(keeps_weights=True)
     replicas.dead.add(1)
     assert all(map(is_whole, served(pool, asks(6), "at once", version=1))) and replicas.restarts == [1]
-
-
-def test_a_listener_hears_of_a_restart() -> None:
-    replicas = MortalReplicas(2)
-    pool, heard = replicas.pool(), []
-    pool.on_call = lambda replica, method, start, end: heard.append((replica, method, end >= start > 0))
-    replicas.dead.add(1)
-    generate(pool, asks(6), version=0)
-    assert (1, "restart", True) in heard
 
 
 # Stages.

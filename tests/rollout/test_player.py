@@ -73,7 +73,7 @@ def stages_of(questions: Sequence[str] = (), **options: Any) -> Stages:
 
 def sent(stages: Stages) -> dict[str, DecodeRequest]:
     """What engines have."""
-    stages.submit()
+    stages.player.submit()
     return stages.team.pools["main"].sent  # type: ignore[attr-defined, no-any-return]
 
 
