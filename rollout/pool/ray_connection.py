@@ -99,21 +99,19 @@ class RayCluster:
             counts[name] = counts.get(name, 0) + node["Resources"].get(GPU, 0)
         wrong = []
         for host in hosts:
-            count, free = counts.get(host.name, 0), range(host.num_ranks, host.num_gpus)
-            if is_shared and count != host.num_ranks:
-                shared = ",".join(map(str, range(host.num_ranks)))
-                wrong.append(
-                    f"{host.name}: {count:g} counted, {host.num_ranks} trainer rank(s): CUDA_VISIBLE_DEVICES={shared}"
+            count, ranks = counts.pop(host.name, 0), range(host.num_ranks)
+            right = ranks if is_shared else range(host.num_ranks, host.num_gpus)
+            if count != len(right) if is_shared else host.num_gpus and count > len(right):
+                how = (
+                    f"CUDA_VISIBLE_DEVICES={','.join(map(str, right))}"
+                    if right
+                    else "--num-gpus 0, or no Ray there at all"
                 )
-            elif not is_shared and host.num_gpus and count > len(free):
-                rest = ",".join(map(str, free))
-                wrong.append(
-                    f"{host.name}: {count:g} counted of {host.num_gpus}, of which {host.num_ranks} trainer rank(s) hold the "
-                    "first: "
-                    + (f"CUDA_VISIBLE_DEVICES={rest}" if rest else "no GPU: --num-gpus 0, or no Ray there at all")
-                )
-        if is_shared and (strangers := sorted(set(counts) - {host.name for host in hosts})):
-            wrong += [f"{name}: {counts[name]:g} counted, and no trainer rank" for name in strangers if counts[name]]
+                wrong.append(f"{host.name}: {count:g} counted, {len(ranks)} trainer rank(s) on the first: {how}")
+        if is_shared:
+            wrong += [
+                f"{name}: {count:g} counted, and no trainer rank" for name, count in sorted(counts.items()) if count
+            ]
         if wrong:
             aim = (
                 "would not give engines the trainer's GPUs" if is_shared else "would give engines what the trainer uses"

@@ -116,13 +116,11 @@ def test_a_cluster_is_joined_with_its_token_or_the_token_is_named(head: tuple[st
     # engines have GPUs of their own: what ranks of any host hold is not counted
     assert said[0] == "fine"
     assert said[1].startswith(f"{cluster} would give engines what the trainer uses")
-    assert said[1].endswith(
-        f"{here}: 2 counted of 8, of which 7 trainer rank(s) hold the first: CUDA_VISIBLE_DEVICES=7"
-    )
-    assert said[2].endswith("hold the first: no GPU: --num-gpus 0, or no Ray there at all")
+    assert said[1].endswith(f"{here}: 2 counted, 7 trainer rank(s) on the first: CUDA_VISIBLE_DEVICES=7")
+    assert said[2].endswith(f"{here}: 2 counted, 8 trainer rank(s) on the first: --num-gpus 0, or no Ray there at all")
     # colocated: it counts the ranks' GPUs, and no others
     assert said[3] == "fine"
-    assert said[4].endswith(f"{here}: 2 counted, 4 trainer rank(s): CUDA_VISIBLE_DEVICES=0,1,2,3")
+    assert said[4].endswith(f"{here}: 2 counted, 4 trainer rank(s) on the first: CUDA_VISIBLE_DEVICES=0,1,2,3")
     assert said[5].endswith(f"CUDA_VISIBLE_DEVICES=0,1; {here}: 2 counted, and no trainer rank")
     # and there are enough of them
     assert said[6:8] == ["fine"] * 2
