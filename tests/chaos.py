@@ -148,7 +148,7 @@ def full_disk(run: Trial) -> str:
 
 
 def limit_files(run: Trial) -> str:
-    """What a quota does: files may not grow beyond a size."""
+    """Files may not grow beyond a size, as with a quota."""
     resource.prlimit(run.trainers()[0].pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     return run.ended(END_S, rf"(File too large|no room).*{GO_ON}")
 
@@ -247,7 +247,7 @@ def strike(run: Trial, kind: str) -> str:
 
 
 def bring_to_its_end(run: Trial) -> None:
-    """What a user who goes on gets."""
+    """Go on as a user does, to the end."""
     if run.life is not None:
         sigterm_torchrun(run)
     last, before = run.step() + 1, run.files()

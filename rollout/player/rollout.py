@@ -125,7 +125,7 @@ class Rollout:
         if not self._is_beside:
             if (batch := self.stages.take()) is None:
                 for pool in self._pools.values():
-                    pool.feed_unfed()
+                    pool.give_weights()
                 self.stages.advance(_PROGRESS_S)
             return batch
         with self._changed:

@@ -15,8 +15,8 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 from marsrl.rollout.engines.protocol import (
@@ -51,7 +51,7 @@ class _Sent:
     since: float
 
 
-class EnginePool:
+class EnginePool(AbstractContextManager["EnginePool"]):
     """n replicas of one policy. Every method is called by one thread at a time; close() may be called twice.
 
         pool.submit(requests, version=3)          # at any time; dispatch.py says which replica gets what, and when
@@ -111,12 +111,7 @@ class EnginePool:
         self._spans = CollectSpans(lambda replica, *span: self._tell(replica, "collect", *span))
         self._is_closed = False
 
-    def __enter__(self) -> EnginePool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -169,11 +164,11 @@ class EnginePool:
     def set_feed(self, feed: Callable[[int], Timed | Lost | None]) -> None:
         """feed(replica): have the trainer's ranks send a replica the weights of now (`hand`); None: they cannot at the moment.
 
-        Called for a replica that was replaced, where no file has the weights: by whoever calls the pool, or `feed_unfed`.
+        Called for a replica that was replaced, where no file has the weights: by whoever calls the pool, or `give_weights`.
         """
         self._recovery.feed = feed
 
-    def feed_unfed(self) -> None:
+    def give_weights(self) -> None:
         """Give the weights of now to replicas that were replaced while nobody could send them. Beside `collect`, too."""
         for replica in sorted(self._recovery.needs_weights):
             if (lost := self._recovery.load(replica)) is not None:
@@ -300,7 +295,7 @@ class EnginePool:
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
         """Log-probs of the same sequences from each replica: scores[i][sequence] of the i-th of engines, [N-1], nats."""
         self._wake()
-        self.feed_unfed()
+        self.give_weights()
         return self._call("score", (list(sequences), temperature))
 
     def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:

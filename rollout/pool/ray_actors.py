@@ -61,7 +61,7 @@ class EngineActor:
 
     @ray.method(concurrency_group=_REQUESTS)
     def submit(self, requests: bytes, version: int) -> None:
-        """What it raises is raised to whoever collects."""
+        """Whoever collects gets its error."""
         try:
             self._thread.submit(pickle.loads(requests), version)
         except Exception as error:

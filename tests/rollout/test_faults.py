@@ -195,7 +195,7 @@ def test_weights_that_nobody_has_cannot_be_given_to_a_new_engine() -> None:
 
 
 def publish_from_memory(pool: EnginePool, version: int) -> None:
-    """As a channel does, where the trainer's ranks send weights without a file."""
+    """Send weights without a file, as DirectSync does."""
     pool.stand_by()
     answers = pool.receive_weights({replica: WeightUpdate("", version) for replica in pool.engines})
     pool.note_weights(version, [{"name": 0}])
@@ -242,7 +242,7 @@ def test_an_engine_without_weights_gets_nothing_to_do_until_the_trainer_can_send
     for _ in range(3):
         assert pool.collect(0.0) == []  # nobody can
     trainer.can = True
-    pool.feed_unfed()
+    pool.give_weights()
     results = [result for _ in range(100) for result in pool.collect(0.0)]
     assert len(results) == 4 and all(map(is_whole, results)) and len(replicas.had[1]) > had
 

@@ -1,4 +1,4 @@
-"""What holds whatever the order in which samples end: many random scripts, no model, no thread (6 s)."""
+"""Invariants of stages, in whatever order samples end: many random scripts, no model, no thread (6 s)."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_sample_is_trained_once_and_its_group_is_whole(name: str, seed: int) -
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_restored_run_goes_on_with_every_problem_once(name: str) -> None:
-    """What was trained up to a checkpoint and after it is what one run trains: nothing twice, nothing lost."""
+    """Up to a checkpoint and after it, all is trained that one run trains: nothing twice, nothing lost."""
     play = Play(CONFIGS[name])
     trained = play.train(3)
     state = decode(RolloutState, encode(play.stages.snapshot()))

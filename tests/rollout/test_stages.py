@@ -36,7 +36,7 @@ def play(rollout: Rollout, engine: ScriptedEngine, stages: Sequence[int]) -> lis
 
 
 def submissions(rollout: Rollout) -> list[tuple[list[str], bool]]:
-    """What is submitted from now on: the uids, and whether all are sent at once."""
+    """Submissions from now on: their uids, and True where all are sent at once."""
     sent: list[tuple[list[str], bool]] = []
     pool = rollout.stages.team.pools["main"]
     submit = pool.submit

@@ -97,7 +97,7 @@ ENDED = {  # each of these episodes, whole
 
 
 def script(request: DecodeRequest) -> list[int]:
-    """What comes next of a completion, told by what is there of it."""
+    """Next tokens of a completion, told by what is there of it."""
     known = LetterRenderer().decode(request.token_ids).rpartition("\xff")[2]
     if "/helper" in request.uid:
         return [*map(ord, "help!!!"[len(known) :]), END]
@@ -371,7 +371,7 @@ class OneByOne(Looker):
 
 
 class Twice(Seeker):
-    """What it looks up is looked up again."""
+    """It looks up twice."""
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
         asks: list[Ask | ToolCall] = [episode.ask("solver")]
@@ -387,7 +387,7 @@ class Twice(Seeker):
 
 
 class AsksThen(Twice):
-    """What it looks up is told to the helper."""
+    """It tells the helper what it has looked up."""
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
         asks: list[Ask | ToolCall] = [episode.ask("solver")]
@@ -431,7 +431,7 @@ def test_a_helper_that_cannot_read_its_prompt_keeps_nobody_waiting(overlap: int)
 
 
 class LooksAfter(Seeker):
-    """What the Solver has ended with is looked up, and then told to the helper."""
+    """Looks up what the Solver has ended with, and then tells it to the helper."""
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
         asks: list[Ask | ToolCall] = [episode.ask("solver")]
