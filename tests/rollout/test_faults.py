@@ -92,15 +92,19 @@ def test_a_request_that_was_lost_too_often_is_retried_alone() -> None:
     pool.submit(asks(4), version=0)
     while len(replicas.restarts) < 2:
         pool.collect(0.0)
-    pool.submit([replace(request, uid=f"9{request.uid}") for request in asks(3)], version=0)
+    newcomers = [replace(request, uid=f"9{request.uid}") for request in asks(3)]
     results: list[DecodeResult] = []
-    under_way: list[set[str]] = []  # uids on the engine whenever one of the suspects came there
+    engine: set[str] = set()  # uids that it has
     while pool.num_under_way:
-        num_had, back = len(replicas.had[0]), {result.uid for result in results}
-        results += pool.collect(0.0)
-        if any(uid in suspects for uid in replicas.had[0][num_had:]):
-            under_way.append(set(replicas.had[0][num_had:]) - back)
-    assert all(len(each) == 1 for each in under_way)
+        num_had, num_restarts = len(replicas.had[0]), len(replicas.restarts)
+        if newcomers and engine & set(suspects):
+            pool.submit([newcomers.pop()], version=0)
+        found = pool.collect(0.0)
+        results += found
+        engine = set() if len(replicas.restarts) > num_restarts else engine - {result.uid for result in found}
+        engine |= set(replicas.had[0][num_had:])
+        assert len(engine) == 1 or not engine & set(suspects)
+    assert not newcomers
     assert sorted(r.uid for r in results if not is_whole(r)) == ["1/solver:0"] and len(results) == 7
 
 

@@ -190,8 +190,8 @@ def test_a_request_expects_the_mean_of_what_was_left_of_longer_completions() -> 
     assert stages.request(last).expected_new_tokens is None  # nothing has ended
     for each, length in zip(others, (10, 20, 40), strict=True):
         says(stages, each, length)
-    says(stages, last, 12, Finish.UNFINISHED)
-    assert stages.request(last).expected_new_tokens == (20 + 40) / 2 - 12
+    says(stages, last, 10, Finish.UNFINISHED)
+    assert stages.request(last).expected_new_tokens == (20 + 40) / 2 - 10
 
 
 def test_an_agent_s_own_limit_ends_its_completions() -> None:
