@@ -52,7 +52,7 @@ train: install  ## MarsRL end to end on this machine: warm start, RL, report
 
 test: install $(OTHER_TRITON)  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium, bubblewrap and iproute2, for some of them)
 	tests/report/chromium.sh install
-	tests/apt.sh bwrap bubblewrap "so sandboxes are tested by unshare alone"
+	tests/apt.sh bwrap bubblewrap "so no sandboxes are tested"
 	tests/apt.sh ip iproute2 "so no cluster in a box"
 	$(INTERPRETED)
 	$(PYTEST) -n 4 --dist loadscope --no-loadscope-reorder -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter --durations=20
@@ -62,7 +62,7 @@ $(OTHER_TRITON):
 
 test-triton: install $(OTHER_TRITON)  ## the Triton kernels, interpreted and compiled for GPUs, with another Triton (TRITON=3.7.1)
 	PYTHONPATH=$(OTHER_TRITON) $(INTERPRETED)
-	PYTHONPATH=$(OTHER_TRITON) python -m pytest tests/kernels -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter -k "ahead or triton or layouts" -q
+	PYTHONPATH=$(OTHER_TRITON) python -m pytest tests/kernels -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter -k "ahead or triton" -q
 
 cluster: install  ## hosts made of namespaces (as root): what one host trains, and what clusters suffer
 	tests/apt.sh ip iproute2 "so no cluster in a box"

@@ -30,7 +30,7 @@ DTYPES_OF = {
     "attention_decode": DTYPES, "grouped_linear": DTYPES[:2], "swiglu": DTYPES, "rms_norm": DTYPES,
 }  # fmt: skip
 HEADS = ("linear_policy_loss", "linear_logprob")
-OPS = {"mpt_gate": ("sequence_sums",), "packing": ("pack", "kept_rows"), "policy_rows": (), "head_gemms": ()}
+OPS = {"mpt_gate": ("sequence_sums",), "packing": (), "policy_rows": (), "head_gemms": ()}
 """The ops that a case calls, where they are not named as it is; none: its variants that begin with `ours` are tried."""
 
 

@@ -57,6 +57,13 @@ def check_range(op: str, name: str, values: Tensor, largest: int) -> None:
         raise ValueError(f"{op}: {name} holds {low}..{high}, expected 0..{largest}")
 
 
+def why_not_double(name: str, tensor: Tensor | None) -> str | None:
+    """The reason where kernels that compute in float32 would be given float64, else None; None: not given."""
+    if tensor is None or tensor.dtype != torch.float64:
+        return None
+    return f"{name} is float64, the kernels compute in float32"
+
+
 def _fits(found: torch.Size, shape: tuple[int | None, ...]) -> bool:
     return len(found) == len(shape) and all(want is None or have == want for have, want in zip(found, shape))
 

@@ -1,4 +1,4 @@
-"""Which implementation of an op serves a call, and why the others do not.
+"""Chooses the implementation of an op that serves a call, with the reasons against the others.
 
 Each op registers its implementations in order of preference. `MARSRL_KERNELS=<name>` (say `cpu` or `reference`) forces
 one for every op: it is used or the call is refused with the reason, never replaced. An op that lacks it refuses too.
@@ -58,9 +58,9 @@ def late_function(module: str, name: str) -> Callable[..., Any]:
     return lambda *args: find()(*args)
 
 
-def late_object(module: str, name: str, wrap: Callable[[Any], Any] = lambda made: made) -> Callable[[], Any]:
-    """Makes wrap(an object of that class of marsrl.kernels.<module>) when it is first asked for; always the same one."""
-    return cache(lambda: wrap(getattr(import_module(f"marsrl.kernels.{module}"), name)()))
+def late_object(module: str, name: str) -> Callable[[], Any]:
+    """Makes an object of that class of marsrl.kernels.<module> when it is first asked for; always the same one."""
+    return cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name)())
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _check_known(text: str, word: str, known: set[str]) -> None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `marsrl doctor` prints for one op, or for a kind of call of it."""
+    """Choice for one op, or for a kind of call of it, as `marsrl doctor` prints it."""
 
     op: str
     chosen: str | None  # None: the op cannot run here

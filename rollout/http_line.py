@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus, urlencode, urlsplit
 from weakref import WeakSet
@@ -188,14 +187,8 @@ def _shut(stream: Any) -> None:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Seconds that a Retry-After header asks to wait: it holds seconds, or a date; None where it cannot be read."""
-    if retry_after is None:
-        return None
-    try:
-        seconds = float(retry_after)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return None
-    return seconds if 0 < seconds < math.inf else None
+    """Seconds that a Retry-After header asks to wait; None where it names a date, or none can be read."""
+    with suppress(ValueError):
+        seconds = float(retry_after or "")
+        return seconds if 0 < seconds < math.inf else None
+    return None

@@ -1,7 +1,7 @@
 """Worker processes for work that may hang, crash or take all memory: judges of answers, parsers of a stranger's pages.
 
     with pool.worker() as worker:                                 # one that is free, started where there is none
-        reply = worker.ask({"answer": "1/2"}, timeout_s=10)       # a JSON object each way; bytes may go along
+        reply = worker.ask({"answer": "1/2"}, timeout_s=10)       # plain values each way, bytes too
 
 A worker past its deadline is killed with all processes that it has started, and the next caller gets another one. Not
 multiprocessing or a pool on top of it: their children import the trainer's main script, and what a child has started
@@ -11,7 +11,6 @@ outlives it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import resource
@@ -24,10 +23,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgpack
+
 START_TIMEOUT_S = 120.0  # loading sympy or lxml on a busy machine
 
-Answer = Callable[[dict[str, Any], bytes], Mapping[str, object]]
-"""A worker's function: (request, body) -> reply. An exception is the reply {"error": its type and text}."""
+Answer = Callable[[dict[str, Any]], Mapping[str, object]]
+"""A worker's function: request -> reply. An exception is the reply {"error": its type and text}."""
 
 
 class NotStarted(Exception):
@@ -72,12 +73,11 @@ class WorkerProcess:
         except Crashed as error:
             raise NotStarted(f"{error} before it was ready") from None
 
-    def ask(self, request: Mapping[str, object], body: bytes = b"", *, timeout_s: float) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, object], *, timeout_s: float) -> dict[str, Any]:
         """Its reply. Raises Late or Crashed; the worker has ended then."""
         with contextlib.suppress(OSError):  # it has died; the end of its replies says so next
-            self._line.send_bytes(json.dumps({**request, "timeout_s": timeout_s}).encode())
-            self._line.send_bytes(body)
-        return dict(json.loads(self._reply(timeout_s)))
+            self._line.send_bytes(_packed((timeout_s, request)))
+        return dict(_unpacked(self._reply(timeout_s)))
 
     def _reply(self, timeout_s: float) -> bytes:
         try:
@@ -114,7 +114,7 @@ class WorkerPool:
         for _ in range(number):
             self._idle.put(None)
         self._all: set[WorkerProcess] = set()
-        self._lock = threading.Lock()  # of _all and is_closed
+        self._lock = threading.Lock()  # none is started once it is closed
         self.is_closed = False
 
     @contextlib.contextmanager
@@ -133,7 +133,8 @@ class WorkerPool:
             yield worker
         except BaseException:
             if worker is not None:
-                self._end(worker)
+                worker.kill()
+                self._all.discard(worker)
                 worker = None
             raise
         finally:
@@ -143,8 +144,7 @@ class WorkerPool:
         """Kill all workers, busy ones too, and start no more; may be called twice."""
         with self._lock:
             self.is_closed = True
-            left = list(self._all)
-        for worker in left:
+        for worker in list(self._all):
             worker.kill()
 
     def _start(self) -> WorkerProcess:
@@ -154,11 +154,6 @@ class WorkerPool:
             worker = WorkerProcess(*self._command)
             self._all.add(worker)
         return worker
-
-    def _end(self, worker: WorkerProcess) -> None:
-        worker.kill()
-        with self._lock:
-            self._all.discard(worker)
 
 
 def serve(line: str, memory_bytes: int, load: Callable[[], Answer]) -> None:
@@ -174,23 +169,30 @@ def serve(line: str, memory_bytes: int, load: Callable[[], Answer]) -> None:
     os.set_inheritable(int(line), False)
     connection = Connection(int(line))
     answer = load()
-    requests: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                requests.put((connection.recv_bytes(), connection.recv_bytes()))
-        os._exit(0)
+                requests.put(connection.recv_bytes())
+        os._exit(0)  # the parent is gone; an answer may hang with its signals blocked
 
     threading.Thread(target=read, daemon=True).start()
     connection.send_bytes(b"ready")
     while True:
-        asked, body = requests.get()
-        request = json.loads(asked)
-        signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])  # where C code keeps Python's lock, this ends it
+        timeout_s, request = _unpacked(requests.get())
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)  # where C code keeps Python's lock, this ends it
         try:
-            reply = dict(answer(request, body))
-        except (Exception, RecursionError) as error:  # any failure of what answers is the parent's to count
+            reply = dict(answer(request))
+        except Exception as error:  # any failure of what answers is the parent's to count
             reply = {"error": f"{type(error).__name__}: {error}"[:300]}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send_bytes(json.dumps(reply).encode())
+        connection.send_bytes(_packed(reply))
+
+
+def _packed(value: object) -> bytes:
+    return msgpack.packb(value, unicode_errors="surrogatepass")  # a page can spell half of a surrogate pair
+
+
+def _unpacked(data: bytes) -> Any:
+    return msgpack.unpackb(data, unicode_errors="surrogatepass")

@@ -197,7 +197,7 @@ def flip_checkpoint(run: Trial) -> str:
 def remove_latest(run: Trial) -> str:
     sigterm_torchrun(run)
     pointer = run.directory.checkpoints / "latest"
-    if run.rng.random() < 0.5:
+    if run.rng.random() < 0.5 and len(run.directory.steps_on_disk()) > 1:  # of a single one a run goes on without it
         pointer.unlink()
     else:
         pointer.write_text(f"{NO_STEP}\n")

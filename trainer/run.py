@@ -113,13 +113,13 @@ class Run:
 
     @property
     def keeps_tokens(self) -> bool:
-        """Are tokens of this step logged?"""
+        """True if tokens of this step are logged."""
         every = self.config.run.token_log_every
         return bool(every) and self.step % every == 0
 
     @property
     def measures_agents(self) -> bool:
-        """Is each agent's share of the gradient measured in this step?"""
+        """True if each agent's share of the gradient is measured in this step."""
         every = self.config.trainer.agent_grad_norm_every
         return bool(every) and self.step % every == 0
 
@@ -229,12 +229,12 @@ class Run:
 
     @property
     def engines_drop_weights(self) -> bool:
-        """Do engines keep no weights while their policy is trained, so that they need some after a skipped step too?"""
+        """True if engines drop their weights while their policy is trained, and need them again even after a skipped step."""
         return self.config.rollout.placement == "colocated"
 
     @contextmanager
     def engines_asleep(self, policy: str) -> Iterator[None]:
-        """With rollout.placement=colocated the GPUs' memory is the trainer's in the body. Collective then.
+        """With rollout.placement=colocated, give the GPUs' memory to the trainer in the body. Collective then.
 
         Whoever asks something of the engines next wakes them: of this policy, and of those whose turn to train is still to
         come in this step, the publish, so that they drop their weights; of others the next stage.

@@ -14,7 +14,6 @@ from head_problem import (
     judge,
     make_inputs,
     result_bytes,
-    with_own_gemms,
 )
 from peers import LogprobFunction, LogprobPeer
 from peers.fused import fused_peers
@@ -41,9 +40,7 @@ def _build(shape: Shape) -> Bench:
         *fused_peers(shape.device),
     ]
     run_peer = _evaluate if shape.note == NO_GRADIENT else _run
-    ours = partial(run_peer, inputs, gradients, _ours)
-    variants, missing = with_own_gemms("linear_logprob", inputs, ours)
-    variants = [replace(variant, prepare=inputs.clear) for variant in variants]
+    variants, missing = list[Variant](), list[Missing]()
     for peer in peers:
         if isinstance(peer, Missing):
             missing.append(peer)

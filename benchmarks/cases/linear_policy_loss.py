@@ -17,7 +17,6 @@ from head_problem import (
     judge,
     make_inputs,
     result_bytes,
-    with_own_gemms,
 )
 from peers import CrossEntropyPeer, LogprobFunction, LogprobPeer, PolicyLossPeer, PolicyProblem
 from peers.fused import fused_peers
@@ -33,8 +32,7 @@ KEPT_ROWS = ", unmasked rows only"
 def _build(shape: Shape) -> Bench:
     inputs = make_inputs(shape)
     bare, sentence = floors(inputs, shape)
-    by_name, missing = with_own_gemms("linear_policy_loss", inputs, partial(_ours, inputs))
-    variants = [Variant("ours", partial(_ours, inputs)), *bare, *by_name]
+    variants, missing = [Variant("ours", partial(_ours, inputs)), *bare], list[Missing]()
     kept = None if inputs.mask is None else inputs.mask.nonzero()[:, 0]
     baselines = {"torch eager": _eager_loss, "torch.compile": compiled(_eager_loss)}
     for name, loss in baselines.items():

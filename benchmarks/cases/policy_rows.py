@@ -10,10 +10,9 @@ from peers.plain import compiled
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective
-from marsrl.kernels.head.rows.protocol import RowKernels
+from marsrl.kernels.head.rows.protocol import RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.providers import ROW_PROVIDERS
 from marsrl.kernels.head.rows.subset import Rows
-from marsrl.kernels.head.rows.terms import Slopes, Statistics
 from marsrl.kernels.head.vocabulary import make_head
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.terms import policy_terms
@@ -88,7 +87,7 @@ class _Ours:
         self.tokens = policy_tokens("policy_rows", num_tokens, device, inputs)
 
     def fill(self) -> None:
-        """What a batch does once is not a chunk's cost: arrays of all tokens, the evaluator of the objective."""
+        """Work of a batch, not of a chunk: arrays of all tokens, the evaluator of the objective."""
         self.logits.copy_(self.source)
         found = self.statistics = Statistics.zeros(self.active.numel(), self.logits.device)
         self.terms = policy_terms(self.kernels, self.tokens, found.logprobs, found.entropy)

@@ -1,6 +1,5 @@
 """attention_varlen: attention within the sequences of a packed batch, never across them."""
 
-from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -8,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsrl.kernels.attention_varlen import flash, torch_impl
+from marsrl.kernels.attention_varlen import flash
 from marsrl.kernels.attention_varlen.cpu import attention_varlen_cpu
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.checks import FLOATS, check, check_cu_seqlens
 from marsrl.kernels.differentiable import Gradient
-from marsrl.kernels.dispatch import Explanation, Implementation, Op, late_object, of_first, why_not_host
+from marsrl.kernels.dispatch import Implementation, Op, late_object, of_first, why_not_host
 from marsrl.kernels.traced_op import register
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
 
@@ -91,48 +90,18 @@ def _checked(
     else:
         check("attention_varlen", "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens.shape), (cu_seqlens.dtype,))
         check_cu_seqlens("attention_varlen", cu_seqlens_k, k.shape[0], q.device, "cu_seqlens_k")
-        if q.device.type == "cpu":
-            _check_keys_suffice(cu_seqlens.tolist(), cu_seqlens_k.tolist())
+        if q.device.type == "cpu" and (lacks := cu_seqlens_k.diff() < cu_seqlens.diff()).any():
+            s = int(lacks.nonzero()[0])
+            raise ValueError(
+                f"attention_varlen: cu_seqlens_k gives sequence {s} {int(cu_seqlens_k.diff()[s])} keys for "
+                f"{int(cu_seqlens.diff()[s])} queries, expected at least as many keys"
+            )
     return q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, max_seqlen, deterministic
 
 
 def _results(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of each head and query."""
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-
-
-@dataclass(frozen=True)
-class _Queries:
-    """As much of q as a reason looks at."""
-
-    device: torch.device
-    dtype: torch.dtype
-    shape: tuple[int, int, int]
-
-
-def attention_choice(
-    device: torch.device | str, dtype: torch.dtype, head_size: int, *, deterministic: bool = False
-) -> Explanation:
-    """Which implementation serves packed attention of that kind on this machine, and why the others do not.
-
-    The op itself asks the same reasons in the same order at each call.
-    """
-    q = _Queries(torch.device(device), dtype, (1, 1, head_size))
-
-    def why_not(each: Implementation) -> str | None:
-        return each.machine_lacks() or each.why_not(q, deterministic)
-
-    return _OP.explain(why_not)
-
-
-def _check_keys_suffice(bounds_q: list[int], bounds_k: list[int]) -> None:
-    for s in range(len(bounds_q) - 1):
-        num_queries, num_keys = bounds_q[s + 1] - bounds_q[s], bounds_k[s + 1] - bounds_k[s]
-        if num_keys < num_queries:
-            raise ValueError(
-                f"attention_varlen: cu_seqlens_k gives sequence {s} {num_keys} keys for {num_queries} queries, "
-                "expected at least as many keys"
-            )
 
 
 def why_not_triton_heads(q: Tensor, *_: object) -> str | None:
@@ -157,10 +126,7 @@ _OP = Op(
             for version in (flash.FLASH_4, flash.FLASH_3, flash.FLASH_2)
         ),
         Implementation(
-            "torch",
-            torch_impl.attention_varlen_torch,
-            torch_impl.why_not_varlen_attn,
-            torch_impl.machine_lacks_varlen_attn,
+            "torch", flash.attention_varlen_torch, flash.why_not_varlen_attn, flash.machine_lacks_varlen_attn
         ),
         _GRADIENT.implementation(
             "triton",

@@ -5,10 +5,9 @@ from torch import Tensor
 
 from marsrl.kernels import library
 from marsrl.kernels.checks import INTEGERS, check, check_range
-from marsrl.kernels.dispatch import Implementation, Op, late_function, of_first, why_not_host
+from marsrl.kernels.dispatch import Implementation, Op, of_first, why_not_host
 from marsrl.kernels.group_advantage.cpu import group_advantage_cpu
 from marsrl.kernels.group_advantage.reference import group_advantage_reference
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 # normalise -> (set of the mean, set of the standard deviation)
 _SETS = {
@@ -81,12 +80,6 @@ _OP = Op(
     "group_advantage",
     (
         Implementation("cpu", group_advantage_cpu, of_first(why_not_host, "rewards"), library.why_no_cpu_library),
-        Implementation(
-            "triton",
-            late_function("group_advantage.triton_impl", "group_advantage_triton"),
-            of_first(why_not_triton, "rewards"),
-            machine_lacks_triton,
-        ),
         Implementation("reference", group_advantage_reference),
     ),
 )

@@ -10,9 +10,7 @@ On the CPU (HostChunks) the gradients of a chunk take the place of its logits, a
 wait; bfloat16 models go another way there (tiles.py). On a device (DeviceChunks) there are two buffers, and the number of
 gradients of a chunk is read after the next chunk is queued: the device never runs dry. With a vocabulary shard on a device
 there are two buffers of logits: while the statistics of a chunk travel between the ranks the logits of the next are computed
-(ShardChunks). A first_gemm leaves exponentials in place of logits; their gradients go to the other buffer all the same: to
-close the gaps of rows without a coefficient in one buffer, a row would have to wait until the one whose place it takes was
-read. Where statistics and coefficients are known before its product, that writes dz itself (_known_gradients).
+(ShardChunks).
 """
 
 from collections import deque
@@ -25,11 +23,10 @@ from torch import Tensor
 
 from marsrl.kernels.head.gradients import NOTHING, HeadGradients, Wanted
 from marsrl.kernels.head.host_memory import HostBudget, host_buffer, host_chunks
-from marsrl.kernels.head.rows.protocol import RowKernels
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
-from marsrl.kernels.head.rows.terms import PolicyTerms, Slopes, Statistics
 from marsrl.kernels.head.shards import ShardStatistics
-from marsrl.kernels.head.tiles import gradients_by_tiles, policy_gradients_by_tiles, tiles_for
+from marsrl.kernels.head.tiles import gradients_by_tiles, host_kernels_of_tiles, policy_gradients_by_tiles
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import num_multiprocessors
 
@@ -37,15 +34,11 @@ from marsrl.kernels.triton_machine import num_multiprocessors
 # rows: at V = 151936 chunks of 86 rows cost 13% more than chunks of 128, at V = 32000 chunks of 256 rows save nothing.
 # 70 MiB at V = 151936 are below a quarter of what plain PyTorch holds for 256 rows.
 HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
-# A device: at V = 151936 chunks of 768 rows of float32 logits, or 1536 of bfloat16 exponentials (first_gemm), and 4224
-# rows of bfloat16 gradients: 1.75 GB in all. The
+# A device: at V = 151936 chunks of 768 rows of float32 logits and 4224 rows of bfloat16 gradients: 1.75 GB in all. The
 # second is the larger one because each weight-gradient GEMM reads and writes all of dW in float32 (2.5 GB, the time of
 # some 1000 rows), and 4224 because dX has then whole waves of tiles (whole_waves). Not measured yet.
 DEVICE_LOGITS_BYTES = 448 * 2**20
 DEVICE_GRADIENT_BYTES = 1225 * 2**20
-# Where logits are never written (first_gemm, statistics alone): 3456 rows at V = 151936, so that reading the weight
-# takes a tenth of the time of multiplying it. Not measured yet.
-DEVICE_PIECES_BYTES = 64 * 2**20
 # Chunks of a device: whole GEMM tiles where they are large, and never a grid axis above 65535.
 DEVICE_ROW_MULTIPLE = 128
 DEVICE_MAX_ROWS = 16384
@@ -120,7 +113,11 @@ class Chunks:
     def policy_rows(
         self, product: Any, chunk: Rows, statistics: Statistics, terms: PolicyTerms, slopes: Slopes
     ) -> None:
-        """Statistics, terms.evaluate and gradients of a chunk."""
+        """Statistics, terms.evaluate and gradients of a chunk; in one walk where the implementation has that."""
+        if terms.in_one_walk is not None and not self._head.is_sharded and self._gradients.wanted.any:
+            to = self.waiting.room(chunk.count)
+            self.waiting.add(terms.in_one_walk(product, chunk, self._head, statistics, *to))
+            return
         self.statistics(product, chunk, statistics)
         terms.evaluate(chunk)
         self.add_gradients(product, chunk, slopes)
@@ -148,54 +145,22 @@ class HostChunks(Chunks):
         self.waiting = WaitingGradients(self._gradients, host_buffer(held * head.width).view(held, head.width))
 
     def __iter__(self) -> Iterator[tuple[Rows, Tensor]]:
-        for chunk in self._rows.pieces(self._sizes):
-            if chunk.count:
-                yield chunk, self._multiply(chunk, self.waiting.room(chunk.count)[0][: chunk.count])
-
-    def policy_rows(
-        self, product: Any, chunk: Rows, statistics: Statistics, terms: PolicyTerms, slopes: Slopes
-    ) -> None:
-        """In one walk where the implementation has that."""
-        if terms.in_one_walk is None or self._head.is_sharded or not self._gradients.wanted.any:
-            super().policy_rows(product, chunk, statistics, terms, slopes)
-        else:
-            to = self.waiting.room(chunk.count)
-            self.waiting.add(terms.in_one_walk(product, chunk, self._head, statistics, *to))
+        for chunk in self._rows.chunks(self._sizes):
+            yield chunk, self._multiply(chunk, self.waiting.room(chunk.count)[0][: chunk.count])
 
 
 class DeviceChunks(Chunks):
-    """Chunks on a device.
+    """Chunks on a device, which tells the host how many rows of each have a coefficient."""
 
-    compacts: rows without a coefficient are left out of the backward GEMMs, how many a device tells the host; else dz has
-    every row, and the host waits for nothing.
-    has_entropy: dL/dH is not 0. Exponentials are then float32: one in bfloat16 is off by up to 0.4%, its logarithm by
-    0.004, and c + e (log p + H) may be no larger than that.
-    """
-
-    def __init__(
-        self,
-        kernels: RowKernels,
-        head: Head,
-        hidden: Tensor,
-        rows: Rows,
-        wanted: Wanted,
-        compacts: bool,
-        has_entropy: bool,
-    ):
+    def __init__(self, kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows, wanted: Wanted):
         super().__init__(kernels, head, hidden, rows, wanted)
-        self._compacts = compacts
-        own, dtype = kernels.first_gemm, self._gradients.gemms.gradient_dtype
-        self._dtype = torch.float32 if own is None or has_entropy else dtype
-        padded = _padded(head)
-        if own is not None and not wanted.any:  # nothing but the statistics of its product
-            self._columns, at_most = 0, _device_rows(own.row_bytes(head.width), DEVICE_PIECES_BYTES)
-        else:
-            self._columns, at_most = head.width, _device_rows(self._dtype.itemsize * padded, DEVICE_LOGITS_BYTES)
+        dtype, padded = self._gradients.gemms.gradient_dtype, _padded(head)
+        at_most = _device_rows(4 * padded, DEVICE_LOGITS_BYTES)
         waiting = max(at_most, _rows_of_dz(dtype.itemsize * padded, hidden)) if wanted.any else 0
         full, rest = divmod(waiting, at_most)
         self._sizes = [at_most] * max(1, full) + [rest] * (rest > 0)
         self._rows_at_once = min(rows.count, at_most)
-        self._out = self._product_buffer()
+        self._out = self._logits_buffer()
         self.waiting = WaitingGradients(self._gradients, _device_buffer(min(rows.count, waiting), dtype, head))
 
     def __iter__(self) -> Iterator[tuple[Rows, Any]]:
@@ -205,18 +170,8 @@ class DeviceChunks(Chunks):
             if known.count > 0:
                 yield known, product[: known.count]
 
-    def add_gradients(self, product: Any, chunk: Rows, slopes: Slopes) -> None:
-        if self._compacts or not self._gradients.wanted.any:
-            super().add_gradients(product, chunk, slopes)
-            return
-        dz, tokens = self.waiting.room(chunk.count)
-        tokens[: chunk.count] = chunk.tokens(tokens.device)
-        self.waiting.add(self._kernels.gradients(product, chunk, self._head, slopes, dz, None))
-
-    def _product_buffer(self) -> Tensor:
-        columns = _padded(self._head) if self._columns else 0
-        buffer = torch.empty(self._rows_at_once, columns, dtype=self._dtype, device=self._hidden.device)
-        return buffer[:, : self._columns]
+    def _logits_buffer(self) -> Tensor:
+        return _device_buffer(self._rows_at_once, torch.float32, self._head)
 
 
 class ShardChunks(DeviceChunks):
@@ -225,7 +180,7 @@ class ShardChunks(DeviceChunks):
 
     def __iter__(self) -> Iterator[tuple[Rows, Any]]:
         self._flights: deque[ShardStatistics] = deque()
-        buffers = [self._out, self._product_buffer() if self._rows.count > self._rows_at_once else self._out]
+        buffers = [self._out, self._logits_buffer() if self._rows.count > self._rows_at_once else self._out]
         before: tuple[Rows, Any] | None = None
         for turn, chunk in enumerate(self._rows.chunks(self._sizes)):
             product = self._multiply(chunk, buffers[turn % 2][: chunk.count])
@@ -251,13 +206,11 @@ def _chunks(
     rows: Rows,
     wanted: Wanted = NOTHING,
     wants_statistics: bool = True,
-    compacts: bool = True,
-    has_entropy: bool = False,
 ) -> Chunks:
     if kernels.is_host:
         return HostChunks(kernels, head, hidden, rows, wanted)
     mode = ShardChunks if head.is_sharded and wants_statistics else DeviceChunks
-    return mode(kernels, head, hidden, rows, wanted, compacts, has_entropy)
+    return mode(kernels, head, hidden, rows, wanted)
 
 
 def _padded(head: Head) -> int:
@@ -270,13 +223,13 @@ def _device_buffer(num_rows: int, dtype: torch.dtype, head: Head) -> Tensor:
 
 
 def _device_rows(row_bytes: int, num_bytes: int) -> int:
-    """How many rows of this size a chunk of a device has."""
+    """Rows of this size in a chunk on a device."""
     tiles = max(1, num_bytes // (row_bytes * DEVICE_ROW_MULTIPLE))
     return min(DEVICE_MAX_ROWS, tiles * DEVICE_ROW_MULTIPLE)
 
 
 def _rows_of_dz(row_bytes: int, hidden: Tensor) -> int:
-    """How many rows of dz wait for the backward GEMMs on a device."""
+    """Rows of dz that wait for the backward GEMMs on a device."""
     tiles = _device_rows(row_bytes, DEVICE_GRADIENT_BYTES) // DEVICE_ROW_MULTIPLE
     return whole_waves(tiles, ceil(hidden.shape[1] / TILE_COLUMNS), num_multiprocessors(hidden)) * DEVICE_ROW_MULTIPLE
 
@@ -309,55 +262,30 @@ def policy_gradients(
     statistics: Statistics,
     terms: PolicyTerms,
     wanted: Wanted,
-    compacts: bool,
-    has_entropy: bool,
 ) -> HeadGradients:
     """Statistics, terms.evaluate and gradients of these rows of hidden [T, H], the logits computed once."""
-    slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient, has_entropy)
-    tiles = tiles_for(kernels, head, hidden)
-    if tiles is not None and wanted.any:
+    slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient)
+    of_tiles = host_kernels_of_tiles(kernels, head, hidden)
+    if of_tiles is not None and wanted.any:
         gradients = HeadGradients(head, hidden, wanted, in_pieces=True)
-        policy_gradients_by_tiles(tiles, head, rows, terms, slopes, gradients)
+        policy_gradients_by_tiles(of_tiles, head, rows, terms, slopes, gradients)
         return gradients
-    chunks = _chunks(kernels, head, hidden, rows, wanted, compacts=compacts, has_entropy=has_entropy)
+    chunks = _chunks(kernels, head, hidden, rows, wanted)
     for chunk, product in chunks:
         chunks.policy_rows(product, chunk, statistics, terms, slopes)
     return chunks.finish()
 
 
-def head_gradients(
-    kernels: RowKernels, head: Head, hidden: Tensor, slopes: Slopes, wanted: Wanted, compacts: bool = True
-) -> HeadGradients:
+def head_gradients(kernels: RowKernels, head: Head, hidden: Tensor, slopes: Slopes, wanted: Wanted) -> HeadGradients:
     """dX and dW from statistics, dL/dlogp and dL/dH that are known, with logits computed again: 6THV for the rows that have
-    any, for all where not compacts."""
-    c, e = slopes.coefficient, slopes.entropy_coefficient
-    is_active = (c != 0) | (e != 0) if compacts or kernels.is_host else None
+    any."""
+    is_active = (slopes.coefficient != 0) | (slopes.entropy_coefficient != 0)
     rows = Rows.of(is_active, hidden.shape[0], is_late=not kernels.is_host)
-    if tiles_for(kernels, head, hidden) is not None:
+    if host_kernels_of_tiles(kernels, head, hidden) is not None:
         gradients = HeadGradients(head, hidden, wanted, in_pieces=True)
         gradients_by_tiles(kernels, head, rows, slopes, gradients)
         return gradients
-    if kernels.first_gemm is not None:
-        return _known_gradients(kernels, head, hidden, rows, slopes, wanted)
-    chunks = _chunks(kernels, head, hidden, rows, wanted, wants_statistics=False, compacts=compacts)
+    chunks = _chunks(kernels, head, hidden, rows, wanted, wants_statistics=False)
     for chunk, product in chunks:
         chunks.add_gradients(product, chunk, slopes)
     return chunks.finish()
-
-
-def _known_gradients(
-    kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows, slopes: Slopes, wanted: Wanted
-) -> HeadGradients:
-    """Gradients of all these rows, those without a coefficient too, as they leave our own product."""
-    assert kernels.first_gemm is not None, "whose product would it be?"
-    gradients = HeadGradients(head, hidden, wanted)
-    dtype = gradients.gemms.gradient_dtype
-    size = _rows_of_dz(dtype.itemsize * _padded(head), hidden) if wanted.any else 1
-    waiting = WaitingGradients(gradients, _device_buffer(min(rows.count, size), dtype, head))
-    for chunk in rows.chunks([size]):
-        dz, tokens = waiting.room(chunk.count)
-        kernels.first_gemm.gradients_at_once(chunk.take(hidden), chunk, head, slopes, dz[: chunk.count])
-        settled = chunk.settled()
-        tokens[: settled.count] = settled.tokens(tokens.device)
-        waiting.add(LateCount(settled.count))
-    return waiting.finish()

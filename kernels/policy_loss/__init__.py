@@ -9,9 +9,9 @@ from marsrl.kernels.checks import FLOATS, check
 from marsrl.kernels.differentiable import first_derivative_only
 from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyTokens
+from marsrl.kernels.head.rows.protocol import PolicyTerms
 from marsrl.kernels.head.rows.providers import ROW_PROVIDERS, RowProvider
 from marsrl.kernels.head.rows.subset import Rows
-from marsrl.kernels.head.rows.terms import PolicyTerms
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.reference import policy_loss_reference
 from marsrl.kernels.policy_loss.terms import agent_sums, as_read, policy_terms, total_loss

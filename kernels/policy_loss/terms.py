@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels.head.objective import METRICS, PolicyTokens
-from marsrl.kernels.head.rows.protocol import RowKernels
-from marsrl.kernels.head.rows.terms import PolicyTerms
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels
 from marsrl.kernels.sequence_sums import sequence_sums
 
 

@@ -20,9 +20,7 @@ from typing import ClassVar
 
 from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.parsers import COMPATS, Compat, visible
-from marsrl.rollout.agents.picks import is_right
-from marsrl.rollout.agents.prompt_file import PromptSet
-from marsrl.rollout.agents.prompts import prompt_set, require_words
+from marsrl.rollout.agents.prompts import PromptSet, prompt_set, require_words
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import READS, AgentSpec, Role
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
@@ -236,6 +234,10 @@ class Orchestration:
         values |= {"problem": episode.problem.question, "solution": solution, "report": report}
         return self._prompts[agent].fill(role, **values)
 
+    def accepts(self, report: Sample) -> bool:
+        """Is the verdict "correct", or missing and agents.<name>.missing_verdict "correct"?"""
+        return self.settings[report.agent].missing_verdict == "correct" if report.verdict is None else report.verdict
+
     # What those who play it ask.
 
     def spec(self, agent: str) -> AgentSpec:
@@ -281,3 +283,8 @@ class Orchestration:
 
     def _is_compat(self, agent: str) -> bool:
         return self.spec(agent).gives_verdicts and self.settings[agent].parser == "compat"
+
+
+def is_right(sample: Sample) -> bool:
+    """Did the task (for a Verifier: the agreement of its verdict) judge the sample right, before penalties?"""
+    return sample.reward.correct >= 1

@@ -220,7 +220,7 @@ class Engine(Protocol):
     def num_decoded(self) -> int:
         """Tokens decoded since the engine started (for progress bars)."""
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats: the probe that checks a weight sync."""
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:

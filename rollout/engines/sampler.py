@@ -42,11 +42,6 @@ class RowSampling:
         return RowSampling(*chosen, self.truncates, self.is_greedy)
 
 
-def draw(logits: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """draw_from what `truncated` makes of logits [B, V] float32."""
-    return draw_from(truncated(logits, sampling), sampling, noise)
-
-
 def truncated(logits: Tensor, sampling: RowSampling) -> Tensor:
     """[B, V] float32: logits over temperature, -inf for the tokens that top_k and top_p leave out."""
     temperature = sampling.temperature

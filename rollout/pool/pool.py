@@ -292,11 +292,11 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         faults, self._faults = self._faults, Faults()
         return faults
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
+    def score(self, sequences: Sequence[IntArray]) -> list[list[FloatArray]]:
         """Log-probs of the same sequences from each replica: scores[i][sequence] of the i-th of engines, [N-1], nats."""
         self._wake()
         self.give_weights()
-        return self._call("score", (list(sequences), temperature))
+        return self._call("score", (list(sequences),))
 
     def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
         """Have every replica read the new weights; returns when all of them hold them.

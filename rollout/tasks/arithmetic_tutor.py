@@ -12,7 +12,7 @@ from marsrl.rollout.agents.prompts import prompt_set
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic import LETTERS, OPERATIONS, Chain, apply
 from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.rollout.tasks.trace import Trace
+from marsrl.rollout.tasks.word_tokenizer import Trace
 from marsrl.rollout.types import Message
 
 

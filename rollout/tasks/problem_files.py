@@ -6,17 +6,19 @@ To train on, several files have counts or weights (data.train); to evaluate on, 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.config import EvalFile, TrainFile
-from marsrl.rollout.tasks.data import DataCursor, ReadResult, draw_held_out, read_problems
+from marsrl.rollout.tasks.data import DataCursor, ReadResult, draw_held_out
 from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
 from marsrl.rollout.types import Problem
 
 _File = TypeVar("_File", TrainFile, EvalFile)
+Read = Callable[[str], ReadResult]
+"""Reads the problems behind a path: data.read_problems with the settings of all files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,7 @@ class Mixture(tuple[Problem, ...]):
         return Mixture(files, self.weights)
 
 
-def read_train(
-    train: str | Sequence[TrainFile],
-    task: str,
-    seed: int,
-    question_key: str | None = None,
-    answer_key: str | None = None,
-    on_bad_line: Literal["error", "skip"] = "error",
-) -> ReadResult:
+def read_train(train: str | Sequence[TrainFile], read: Read, seed: int) -> ReadResult:
     """The problems of data.train: a file's or directory's, of files with counts so many of each, of files with weights a Mixture.
 
     Ids of a list's problems begin with the place of their file, `0/train.jsonl:7`.
@@ -69,32 +64,25 @@ def read_train(
         ValueError: as read_problems; of a list the text names the place.
     """
     if isinstance(train, str):
-        return read_problems(train, task, question_key, answer_key, on_bad_line)
+        return read(train)
     files: list[list[Problem]] = []
     num_bad = 0
     notes: list[str] = []
-    for place, (file, read) in enumerate(_each("data.train", train, task, question_key, answer_key, on_bad_line)):
-        problems: Sequence[Problem] = read.problems
+    for place, (file, found) in enumerate(_each("data.train", train, read)):
+        problems: Sequence[Problem] = found.problems
         if file.count is not None:
             drawn = random.Random(f"data/{seed}/count/{place}").sample(range(len(problems)), file.count)
             problems = [problems[i] for i in sorted(drawn)]
         files.append([replace(problem, id=f"{place}/{problem.id}") for problem in problems])
-        num_bad += read.num_bad
-        notes += read.notes
+        num_bad += found.num_bad
+        notes += found.notes
     weights = [file.weight for file in train if file.weight is not None]
     listed = Mixture(files, weights) if weights else tuple(problem for file in files for problem in file)
     return ReadResult(listed, num_bad, tuple(notes))
 
 
 def read_eval(
-    files: Sequence[EvalFile],
-    task: str,
-    seed: int,
-    num_problems: int | None,
-    repeat: int,
-    question_key: str | None = None,
-    answer_key: str | None = None,
-    on_bad_line: Literal["error", "skip"] = "error",
+    files: Sequence[EvalFile], read: Read, task: str, seed: int, num_problems: int | None, repeat: int
 ) -> tuple[tuple[HeldOut, ...], int]:
     """(a set a file, number of lines that were skipped). Ids begin with the set's name, `aime25/aime25.jsonl:7`.
 
@@ -107,34 +95,27 @@ def read_eval(
         ValueError: as read_problems; the text names the place.
     """
     sets, num_bad = [], 0
-    for file, read in _each("data.eval", files, task, question_key, answer_key, on_bad_line):
-        drawn = draw_held_out(read.problems, file.count or num_problems, task, seed)
+    for file, found in _each("data.eval", files, read):
+        drawn = draw_held_out(found.problems, file.count or num_problems, task, seed)
         problems = [replace(problem, id=f"{file.set_name}/{problem.id}") for problem in drawn]
-        sets.append(HeldOut(file.set_name, problems, file.repeat or repeat, len(read.problems)))
-        num_bad += read.num_bad
+        sets.append(HeldOut(file.set_name, problems, file.repeat or repeat, len(found.problems)))
+        num_bad += found.num_bad
     return tuple(sets), num_bad
 
 
-def _each(
-    key: str,
-    files: Sequence[_File],
-    task: str,
-    question_key: str | None,
-    answer_key: str | None,
-    on_bad_line: Literal["error", "skip"],
-) -> Iterator[tuple[_File, ReadResult]]:
+def _each(key: str, files: Sequence[_File], read: Read) -> Iterator[tuple[_File, ReadResult]]:
     """Each file with its problems; ValueError names the one that cannot be read, or has fewer than its count."""
     for place, file in enumerate(files):
         try:
-            read = read_problems(file.path, task, question_key, answer_key, on_bad_line)
+            found = read(file.path)
         except (ValueError, OSError) as error:
             raise ValueError(f"{key}[{place}]: {str(error).removeprefix('data: ')}") from error
-        if file.count is not None and len(read.problems) < file.count:
+        if file.count is not None and len(found.problems) < file.count:
             raise ValueError(
-                f"{key}[{place}]: {file.path} has {len(read.problems):,} problems, fewer than count = {file.count:,}; "
+                f"{key}[{place}]: {file.path} has {len(found.problems):,} problems, fewer than count = {file.count:,}; "
                 "lower it"
             )
-        yield file, read
+        yield file, found
 
 
 class MixtureCursor:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from pydantic import ValidationError
-
-from marsrl.rollout.config import problems_of
+from marsrl.rollout.config import OptionValues, read_settings
 from marsrl.rollout.own_classes import is_own
-from marsrl.rollout.rewards.workers import MATH_JUDGE, RewardPool
+from marsrl.rollout.rewards.judge import RewardPool
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask
-from marsrl.rollout.tasks.config import ArithmeticOptions, JudgeOptions, MathOptions, QaOptions
+from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions, QaOptions
 from marsrl.rollout.tasks.data import draw_held_out
-from marsrl.rollout.tasks.facts_tokenizer import CALLS_TOKENIZER, FACTS_TOKENIZER
-from marsrl.rollout.tasks.own_task import OptionValues, make_own_task
+from marsrl.rollout.tasks.facts_tutor import CALLS_TOKENIZER, FACTS_TOKENIZER
+from marsrl.rollout.tasks.own_task import make_own_task
 from marsrl.rollout.tasks.problem_files import draw_endlessly
 from marsrl.rollout.tasks.protocol import ProblemSource, Task
 from marsrl.rollout.tasks.qa import QaTask
@@ -31,20 +29,14 @@ TOKENIZERS = {"arithmetic": ARITHMETIC_TOKENIZER, "facts": FACTS_TOKENIZER, "cal
 """Tokenizers of policies that a school makes, by School.tokenizer."""
 
 
-class ListedTask:
-    """A list of problems, of files or of a user's class, and the pool that judges their answers. Close it: it owns processes.
-
-    prompts: name of the prompt set. train, held_out: problems of the two splits, which do not change.
-    """
+class ListedTask(Task):
+    """A list of problems, of files or of a user's class, and the pool that judges their answers. Close it: it owns processes."""
 
     def __init__(
         self, name: str, prompts: str, train: Sequence[Problem], held_out: Sequence[Problem], pool: RewardPool
     ) -> None:
-        self.name = name
-        self.prompts = prompts
-        self._train = train
-        self._held_out = tuple(held_out)
-        self._pool = pool
+        self.name, self.prompts = name, prompts
+        self._train, self._held_out, self._pool = train, tuple(held_out), pool
 
     def problems(self, seed: int) -> ProblemSource:
         return draw_endlessly(self._train, seed)
@@ -61,10 +53,7 @@ class ListedTask:
 
 
 def build_task(
-    name: str,
-    options: OptionValues,
-    train: Sequence[Problem] = (),
-    held_out: Sequence[Problem] = (),
+    name: str, options: OptionValues, train: Sequence[Problem] = (), held_out: Sequence[Problem] = ()
 ) -> Task:
     """The task of this name.
 
@@ -72,14 +61,12 @@ def build_task(
     """
     if is_own(name):
         own = make_own_task(name, options)
-        pool = _pool(own.options, "marsrl.rollout.tasks.own_task:own_judge", {"task": name, "options": dict(options)})
+        given = {"task": name, "options": dict(options)}
+        pool = RewardPool(own.options, "marsrl.rollout.tasks.own_task:own_judge", given)
         return ListedTask(own.name, own.prompts, train, held_out, pool)
     if name not in TASKS:
         raise ValueError(f"task is {name!r}; there are {', '.join(TASKS)}, and your own as FILE.py:CLASS")
-    try:
-        checked = TASKS[name].model_validate(dict(options))
-    except ValidationError as error:
-        raise ValueError(f"task {name}: {problems_of(error, 'task_options.', TASKS[name].model_fields)}") from error
+    checked = read_settings(TASKS[name], options, "task_options.", f"task {name}: ")
     if isinstance(checked, ArithmeticOptions):
         return ArithmeticTask(checked)
     if isinstance(checked, QaOptions):
@@ -87,15 +74,4 @@ def build_task(
     assert isinstance(checked, MathOptions)
     if not train:
         raise ValueError("task=math needs problems: set data.train to a jsonl or parquet file or a dataset directory")
-    return ListedTask("math", "math", train, held_out, _pool(checked))
-
-
-def _pool(options: JudgeOptions, judge: str = MATH_JUDGE, arguments: Mapping[str, object] | None = None) -> RewardPool:
-    return RewardPool(
-        options.workers,
-        options.timeout_s,
-        options.max_answer_chars,
-        judge=judge,
-        arguments=arguments,
-        needs_reference=judge == MATH_JUDGE,
-    )
+    return ListedTask("math", "math", train, held_out, RewardPool(checked))

@@ -27,6 +27,7 @@ from marsrl.rollout.tools.config import PagesConfig
 from marsrl.rollout.tools.protocol import ToolError
 
 _REDIRECTS = (301, 302, 303, 307, 308)
+_MOST_REDIRECTS = 5
 _TEXTS = ("application/xhtml+xml", "application/pdf")  # beside text/*
 _UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")  # what it is, its first bytes say
 _GZIP = 16 + zlib.MAX_WBITS
@@ -93,7 +94,7 @@ class Fetcher:
         backend = _PublicNetwork(self._limits.allow_hosts, deadline, self._count_bytes)
         address = _checked(url)
         with httpcore.ConnectionPool(self._ssl_context, network_backend=backend) as pool:
-            for _ in range(self._limits.max_redirects + 1):
+            for _ in range(_MOST_REDIRECTS + 1):
                 try:
                     page = self._ask(pool, address)
                 except httpcore.TimeoutException:
@@ -105,7 +106,7 @@ class Fetcher:
                 if isinstance(page, Fetched):
                     return page
                 address = page
-        raise Refused(f"it redirects more than tools.pages.max_redirects = {self._limits.max_redirects} times")
+        raise Refused(f"it redirects more than {_MOST_REDIRECTS} times")
 
     def _ask(self, pool: httpcore.ConnectionPool, address: httpx.URL) -> Fetched | httpx.URL:
         """The page, or where it redirects to."""

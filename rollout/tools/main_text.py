@@ -3,24 +3,18 @@
 
     python -P -m marsrl.rollout.tools.main_text CONNECTION MEMORY_MIB
 
-A request is {"media_type", "charset", "most_chars"} with the bytes of the page, a reply {"text"} or {"error"}.
+A request is {"body", "media_type", "charset", "most_chars"}, a reply {"text"} or {"error"}.
 """
 
 from __future__ import annotations
 
 import io
 import logging
-import re
 import sys
+from contextlib import suppress
 from typing import Any
 
 from marsrl.rollout.worker_process import Answer, serve
-
-# Of what servers say of their texts: names of encodings, and of no other codec of Python's (`zip`, `idna`).
-_CHARSETS = re.compile(
-    r"utf-?(8|16|16le|16be)|us-ascii|iso-8859-\d+|latin-?1|windows-\d+|cp\d+|koi8-[ru]|gb(k|2312|18030)|big5|euc-(jp|kr)|"
-    r"shift_jis"
-)
 
 
 def main_text(body: bytes, media_type: str, charset: str, most_chars: int) -> str:
@@ -48,11 +42,8 @@ def main_text(body: bytes, media_type: str, charset: str, most_chars: int) -> st
 def _decoded(body: bytes, charset: str) -> str:
     """By its server's word, if that fits; else by its own, or what it looks like."""
     for name in (charset, "utf-8"):
-        if _CHARSETS.fullmatch(name):
-            try:
-                return body.decode(name)
-            except (UnicodeError, LookupError):
-                pass
+        with suppress(UnicodeError, LookupError):  # LookupError: no encoding of texts has this name
+            return body.decode(name)
     from trafilatura.utils import decode_file
 
     return str(decode_file(body))
@@ -77,9 +68,8 @@ def main(line: str, memory_mib: int) -> None:
 
         return answer
 
-    def answer(asked: dict[str, Any], body: bytes) -> dict[str, object]:
-        most_chars = asked["most_chars"]
-        return {"text": main_text(body, asked["media_type"], asked["charset"], most_chars).strip()[: most_chars + 1]}
+    def answer(asked: dict[str, Any]) -> dict[str, object]:
+        return {"text": main_text(**asked).strip()[: asked["most_chars"] + 1]}
 
     serve(line, memory_mib << 20, load)
 

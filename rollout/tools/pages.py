@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from marsrl.rollout.tools.config import PagesConfig, VisitTool
 from marsrl.rollout.tools.fetch import Fetched, Fetcher, Refused
@@ -66,10 +67,10 @@ class Pages:
 
     def _main_text(self, page: Fetched, deadline: float) -> str:
         """The main text of a page. ToolError: it has none that could be read by then."""
-        asked = {"media_type": page.media_type, "charset": page.charset, "most_chars": self._limits.max_output_chars}
+        asked = {**asdict(page), "most_chars": self._limits.max_output_chars}
         try:
             with self._workers.worker(max(0.0, deadline - time.monotonic())) as worker:
-                reply = worker.ask(asked, page.body, timeout_s=max(0.001, deadline - time.monotonic()))
+                reply = worker.ask(asked, timeout_s=max(0.001, deadline - time.monotonic()))
         except queue.Empty:
             raise ToolError("no process was free to parse the page in time (tools.pages.workers)") from None
         except Late:

@@ -15,13 +15,13 @@ not built and on GPUs, give the same number.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels import library
-from marsrl.rollout.weights.layout import EMBEDDING, HEAD, fusion_plan
+from marsrl.rollout.weights.layout import Box, ShardLayout, fuse
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
@@ -34,54 +34,44 @@ def checksum(tensor: Tensor) -> int:
 
     -0.0 and 0.0 differ; so do equal bytes of another dtype or shape.
     """
-    return checksum_of_parts([tensor], tensor.shape)
-
-
-def checksum_of_parts(parts: Iterable[Tensor], shape: Sequence[int]) -> int:
-    """checksum(the parts one after the other, as a tensor of `shape`), without making that tensor.
-
-    Args:
-        parts: at least one; all of one dtype, each on any device. One is held at a time.
-
-    Raises:
-        ValueError: the parts have not one dtype, or other numbers of elements than the shape.
-    """
-    total, num_bytes, num_elements = 0, 0, 0
-    rest: Tensor | None = None  # the bytes of a word whose end is in the next part
-    dtype: torch.dtype | None = None
-    for part in parts:
-        dtype = dtype or part.dtype
-        if part.dtype != dtype:
-            raise ValueError(f"checksum: a part has dtype {part.dtype} where others have {dtype}; expected one dtype")
-        num_elements += part.numel()
-        data = part.detach().contiguous().view(-1).view(torch.uint8)
-        if rest is not None:
-            data = torch.cat([rest.to(data.device), data])
-        whole = data.numel() // 8 * 8
-        total += _word_sum(data[:whole], num_bytes // 8)
-        num_bytes += whole
-        rest = data[whole:] if whole < data.numel() else None
-    if rest is not None:
-        last = torch.zeros(8, dtype=torch.uint8, device=rest.device)
-        last[: len(rest)] = rest
-        total += _word_sum(last, num_bytes // 8)
-    if num_elements != torch.Size(shape).numel():
-        raise ValueError(f"checksum: the parts have {num_elements} elements; expected shape {tuple(shape)}")
-    assert dtype is not None, "checksum_of_parts: no parts"
-    return checksum_of_sum(total, dtype, shape)
+    total = block_sum(tensor.contiguous().view(1, tensor.numel()), 0, 0, (1, tensor.numel()))
+    return checksum_of_sum(total, tensor.dtype, tensor.shape)
 
 
 def fused_checksums(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
-    """{name of the fused tensor: checksum}, as an engine that computes in dtype must hold them; nothing is fused for it."""
-    found = {}
-    for name, fusion in fusion_plan(tensors, ties_head=False).items():
-        shapes = [tensors[part].shape for part in fusion.parts[0]]
-        shape = [sum(part[0] for part in shapes), *shapes[0][1:]] if len(shapes) > 1 else list(shapes[0])
-        parts = (tensors[part].to(dtype) for expert in fusion.parts for part in expert)
-        found[name] = checksum_of_parts(parts, [len(fusion.parts), *shape] if fusion.is_stacked else shape)
-    if EMBEDDING in found:
-        found.setdefault(HEAD, found[EMBEDDING])
-    return found
+    """{name of the fused tensor: checksum} of a whole model's HF tensors, as an engine that computes in dtype holds them."""
+    return {name: checksum(tensor) for name, tensor in fuse(tensors, dtype)}
+
+
+class ShardSums:
+    """Checksums of the fused tensors that a shard is to hold, without putting one together: block by block, in any order.
+
+    sums = ShardSums(layout, torch.bfloat16)
+    sums.add("model.layers.0.self_attn.q_proj.weight", box, matrix); ...; sums.merge(another_rank.totals)
+    sums.checksums() == {"model.layers.0.self_attn.qkv_proj.weight": 0x5EED, ...}
+    """
+
+    def __init__(self, layout: ShardLayout, dtype: torch.dtype) -> None:
+        self.layout, self._dtype = layout, dtype
+        self.totals = dict.fromkeys(layout.shapes, 0)
+
+    def add(self, name: str, box: Box, values: Tensor) -> None:
+        """values [rows, columns]: what `box`, a part of the shard's own, holds of an HF tensor."""
+        col, places = self.layout.placed(name, box)
+        for place in places:
+            shape = self.layout.shapes[place.fused]
+            num_cols = shape[-1] if len(shape) > 1 else 1
+            matrix = (torch.Size(shape).numel() // num_cols, num_cols)
+            self.merge({place.fused: block_sum(values.to(self._dtype), place.row, col, matrix)})
+
+    def merge(self, totals: Mapping[str, int]) -> None:
+        """Sums of blocks that another rank has added up."""
+        for name, total in totals.items():
+            self.totals[name] = (self.totals[name] + total) % (1 << 64)
+
+    def checksums(self) -> dict[str, int]:
+        """{fused tensor: checksum}, once every block is in."""
+        return {n: checksum_of_sum(self.totals[n], self._dtype, shape) for n, shape in self.layout.shapes.items()}
 
 
 def checksum_of_sum(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -91,7 +81,7 @@ def checksum_of_sum(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int
 
 
 def block_sum(block: Tensor, row: int, col: int, matrix: tuple[int, int]) -> int:
-    """What a block adds to the checksum of the tensor that it is a part of, whoever holds the rest.
+    """A block's share of the checksum of the tensor that it is a part of, whoever holds the rest.
 
     Args:
         block: [R, C], at (row, col) of the tensor seen as a matrix of shape `matrix`.

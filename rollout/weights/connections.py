@@ -43,8 +43,7 @@ ConnectionKind = Literal["nccl", "ipc"]
 GIVE_UP_S = 0.2
 """Between two looks of whoever waits whether the transfer has been given up."""
 
-_LOOK_S = 0.02  # between two looks for a key that may take long
-_LONG = timedelta(days=1)  # TransferStore has a limit of its own
+_LOOK_S = 0.02  # between two looks for a key, at most
 _ABORT_S = 5.0  # that an abort of NCCL is waited for: it may wait itself, for CUDA graphs that know the communicator
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch's watchdog ends the process of whoever loses a peer
@@ -60,7 +59,7 @@ class TransferBroken(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where and how the trainer's ranks and the engines' shards meet. session: a new one makes them connect anew.
+    """The meeting point of trainer ranks and engine shards. session: a new one makes them connect anew.
 
     num_ranks: of the trainer; shard t is member num_ranks + t of num_ranks + num_shards.
     timeout_s: a wait that takes longer gives the transfer up.
@@ -87,20 +86,13 @@ class Rendezvous:
         return TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where a process keeps its tensors: its host, and the GPU's UUID ("" on a CPU)."""
-
-    host: str
-    gpu: str
+def site_of(device: torch.device) -> str:
+    """The place of a process's tensors: its host, and the GPU's UUID."""
+    gpu = f" {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+    return socket.gethostname() + gpu
 
 
-def site_of(device: torch.device) -> Site:
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return Site(socket.gethostname(), gpu)
-
-
-def relay_ranks(ranks: Sequence[Site], shards: Sequence[Site]) -> list[int]:
+def relay_ranks(ranks: Sequence[str], shards: Sequence[str]) -> list[int]:
     """For each engine shard the trainer rank that shares memory with it: one on its GPU; on a CPU one of its host in turn.
 
     Raises:
@@ -119,27 +111,15 @@ def relay_ranks(ranks: Sequence[Site], shards: Sequence[Site]) -> list[int]:
 
 
 class TransferStore:
-    """A transfer's keys in the store at rank 0, and whether it has been given up; one a process.
+    """A transfer's keys in the store at rank 0, and whether it has been given up; one a process. Nobody blocks its connection.
 
-    What may block, because of a peer that is gone, runs in a thread of its own (`unless_given_up`), and is left behind where the
-    transfer is given up meanwhile. It has two connections: nobody waits in that of `_keys`, for that blocks whoever uses it.
+    A call that a lost peer may block runs in a thread of its own (`unless_given_up`), left behind where the transfer is given up.
     """
 
     def __init__(self, rendezvous: Rendezvous, server: TCPStore | None = None) -> None:
         """server: rank 0's own."""
         self.rendezvous = rendezvous
         self._keys = PrefixStore(rendezvous.session, server or rendezvous.client())
-        self._blocking: TCPStore | None = None
-
-    def blocking(self) -> PrefixStore:
-        """The keys, for what runs `unless_given_up`, one at a time."""
-        if self._blocking is None:
-            self._blocking = self.rendezvous.client()
-        return PrefixStore(self.rendezvous.session, self._blocking)
-
-    def leave(self) -> None:
-        """Somebody still waits in `blocking`: from now on it is another one."""
-        self._blocking = None
 
     def set(self, key: str, value: str = "") -> None:
         self._keys.set(key, value)
@@ -153,21 +133,17 @@ class TransferStore:
         self._keys.delete_key(key)
 
     def wait(self, key: str) -> None:
-        """Return once the key is there, by looking again and again; raises as `unless_given_up`."""
-        end = time.monotonic() + self.rendezvous.timeout_s
+        """Return once the key is there, by looking again and again, less often the longer; raises as `unless_given_up`."""
+        start = time.monotonic()
         while not self._keys.check([key]):
             self.check()
-            if time.monotonic() >= end:
+            waited = time.monotonic() - start
+            if waited >= self.rendezvous.timeout_s:
                 self._give_up_in_time(f"waiting for {key}")
-            time.sleep(_LOOK_S)
+            time.sleep(min(_LOOK_S, 2e-4 + waited / 16))
 
-    def wait_soon(self, key: str) -> None:
-        """The same for a key that is set often, and soon: without a delay."""
-        store = self.blocking()
-        self.unless_given_up(lambda: store.wait([key], _LONG), f"waiting for {key}", self.leave)
-
-    def unless_given_up(self, work: Callable[[], _T], what: str, on_give_up: Callable[[], None]) -> _T:
-        """What `work` returns; what it raises gives the transfer up, and so does its taking timeout_s.
+    def unless_given_up(self, work: Callable[[], _T], what: str, on_give_up: Callable[[], None] = lambda: None) -> _T:
+        """The result of `work`; an error that it raises gives the transfer up, and so does its taking timeout_s.
 
         what: the work, in words. on_give_up: called where the transfer is given up before the work has ended, for which nobody
             waits any more.
@@ -235,10 +211,7 @@ class GroupConnection:
             store.set(f"member{member}")
         for shard in range(self._rendezvous.num_shards):  # a group whose member never comes cannot be aborted
             store.wait(f"member{self._rendezvous.num_ranks + shard}")
-        keys = store.blocking()
-        self._group = store.unless_given_up(
-            lambda: _process_group(keys, self._rendezvous, member, device), "connecting", store.leave
-        )
+        self._group = store.unless_given_up(lambda: _process_group(self._rendezvous, member, device), "connecting")
 
     def send(self, flat: Tensor, shard: int) -> None:
         """Hand the numbers to an engine shard; returns when the tensor may be reused."""
@@ -256,7 +229,7 @@ class GroupConnection:
         return flat
 
     def release(self) -> None:
-        """What was received last has been copied to its place."""
+        """The last bucket has been copied to its place."""
         _finish(self._device)
 
     def close(self, *, is_broken: bool = False) -> None:
@@ -288,8 +261,9 @@ class GroupConnection:
         self._group = None
 
 
-def _process_group(store: PrefixStore, rendezvous: Rendezvous, member: int, device: torch.device) -> Any:
+def _process_group(rendezvous: Rendezvous, member: int, device: torch.device) -> Any:
     """The group, whose members all make theirs at the same time."""
+    store = PrefixStore(rendezvous.session, rendezvous.client())
     timeout = timedelta(seconds=rendezvous.timeout_s)
     size = rendezvous.num_ranks + rendezvous.num_shards
     if device.type != "cuda":
@@ -317,8 +291,7 @@ class SharedBuffer:
             data, handle = self._make(num_bytes)
             self._store.set(self._key("buffer"), json.dumps(handle))
         else:
-            site = site_of(device)
-            self._store.set(f"site{shard}", f"{site.host}\n{site.gpu}")
+            self._store.set(f"site{shard}", site_of(device))
             data = self._map(json.loads(self._store.get(self._key("buffer"))), num_bytes)
         self._buffer = data.view(rendezvous.torch_dtype)
 
@@ -329,16 +302,15 @@ class SharedBuffer:
     def hand_over(self) -> None:
         """The relay: tell that the slot is filled, and wait until it has been emptied; TransferBroken: it will not be."""
         _finish(self._device)
-        full, empty = self._key(f"full{self._count}"), self._key(f"empty{self._count}")
-        self._store.set(full)
-        self._store.wait_soon(empty)
-        self._store.delete(full)
-        self._store.delete(empty)
+        self._store.set(self._key(f"full{self._count}"))
+        self._store.wait(self._key(f"empty{self._count}"))
+        for key in ("full", "empty"):
+            self._store.delete(self._key(f"{key}{self._count}"))
         self._count += 1
 
     def receive(self, rank: int, num_elements: int) -> Tensor:
         """The shard: the next bucket, in the relay's memory, whichever rank it is from; TransferBroken: none comes."""
-        self._store.wait_soon(self._key(f"full{self._count}"))
+        self._store.wait(self._key(f"full{self._count}"))
         return self._buffer[:num_elements]
 
     def release(self) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,14 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.weights.checksum import block_sum, checksum_of_sum
+from marsrl.rollout.weights.checksum import ShardSums
 from marsrl.rollout.weights.connections import (
     Connection,
     ConnectionKind,
     GroupConnection,
     Rendezvous,
     SharedBuffer,
-    Site,
     TransferBroken,
     TransferStore,
     relay_ranks,
@@ -46,9 +44,9 @@ from marsrl.rollout.weights.layout import (
     Box,
     EngineShard,
     Piece,
-    Place,
     ShardLayout,
     WeightBucket,
+    as_matrix,
     plan_buckets,
     plan_pieces,
     shard_layout,
@@ -58,57 +56,25 @@ from marsrl.rollout.weights.layout import (
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Rows of a bucket: [rows, cols] numbers that go to `places`, each with the block's first row there, from `col` on."""
-
-    rows: int
-    cols: int
-    col: int
-    places: tuple[Place, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class IncomingBucket:
-    """A bucket of trainer rank `source`."""
-
-    source: int
-    num_elements: int
-    blocks: tuple[Block, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ReceivePlan:
-    """What one shard of an engine receives, in order, and where from. shapes: of the fused tensors that it is to hold.
+    """The buckets that one shard of an engine receives, in order, and where from.
 
-    It goes to its engine with every version, encoded once (WeightUpdate.receive_plans).
+    It goes to its engine with every version, encoded once (WeightUpdate.receive_plans). number: of the shard among those of
+    all engines. hf_shapes: of the whole model.
     """
 
     rendezvous: Rendezvous
-    shard: int
-    buckets: tuple[IncomingBucket, ...]
-    shapes: Mapping[str, tuple[int, ...]]
-
-    @classmethod
-    def of(
-        cls, rendezvous: Rendezvous, shard: int, layout: ShardLayout, buckets: Sequence[WeightBucket]
-    ) -> ReceivePlan:
-        """As a shard of this layout has to know it. buckets: those that go to it."""
-        incoming = [
-            IncomingBucket(
-                bucket.source,
-                bucket.num_elements,
-                tuple(Block(*piece.box.shape, *layout.placed(piece.name, piece.box)) for piece in bucket.pieces),
-            )
-            for bucket in buckets
-        ]
-        return cls(rendezvous, shard, tuple(incoming), layout.shapes)
+    number: int
+    shard: EngineShard
+    hf_shapes: Mapping[str, tuple[int, ...]]
+    buckets: tuple[WeightBucket, ...]
 
 
 class WeightReceiver:
     """One engine shard's connection to the trainer, opened by the first plan of a session.
 
     receiver = WeightReceiver(device)
-    receiver.receive(plan, {"model.layers.0.self_attn.qkv_proj.weight": tensor, ...})     # the same call for every version
+    receiver.receive(plan, {"model.layers.0.self_attn.qkv_proj.weight": tensor, ...}.get)     # the same call for every version
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,31 +83,38 @@ class WeightReceiver:
         self._session = ""
 
     @torch.no_grad()
-    def receive(self, plan: ReceivePlan, targets: Mapping[str, Tensor]) -> None:
-        """Receive every bucket of the plan and write it to the targets, which may hold more rows (padding) than is sent.
+    def receive(self, plan: ReceivePlan, target: Callable[[str], Tensor | None]) -> Mapping[str, tuple[int, ...]]:
+        """Receive every bucket of the plan and write it to the targets: {fused tensor: shape} of what is there then.
+
+        target: the tensor of a fused name, which may hold more rows (padding) than is sent.
 
         Raises:
             ValueError: a target is missing or has another shape; nothing was received then.
             TransferBroken: the transfer was given up; the targets are a mix of two versions.
         """
-        for name, shape in plan.shapes.items():
-            held = tuple(targets[name].shape) if name in targets else None
-            if held is None or held[1:] != tuple(shape[1:]) or held[0] < shape[0]:
-                raise ValueError(f"weight sync: {name} is to be {tuple(shape)}, and the engine holds {held}")
+        layout, targets = shard_layout(plan.hf_shapes, plan.shard), {}
+        for name, shape in layout.shapes.items():
+            tensor = target(name)
+            held = None if tensor is None else tuple(tensor.shape)
+            if tensor is None or held is None or held[1:] != shape[1:] or held[0] < shape[0]:
+                raise ValueError(f"weight sync: {name} is to be {shape}, and the engine holds {held}")
+            targets[name] = as_matrix(tensor)
         try:
             connection = self._opened(plan)
             for bucket in plan.buckets:
                 flat, at = connection.receive(bucket.source, bucket.num_elements), 0
-                for block in bucket.blocks:
-                    values = flat[at : at + block.rows * block.cols].view(block.rows, block.cols)
+                for piece in bucket.pieces:
+                    rows, cols = piece.box.shape
+                    values = flat[at : at + rows * cols].view(rows, cols)
                     at += values.numel()
-                    for place in block.places:
-                        rows = _matrix(targets[place.fused])[place.row : place.row + block.rows]
-                        rows[:, block.col : block.col + block.cols].copy_(values)
+                    col, places = layout.placed(piece.name, piece.box)
+                    for place in places:
+                        targets[place.fused][place.row : place.row + rows, col : col + cols].copy_(values)
                 connection.release()
         except BaseException:
             self.close(is_broken=True)
             raise
+        return layout.shapes
 
     def close(self, *, is_broken: bool = False) -> None:
         """Give the connection up; the next plan opens another."""
@@ -150,28 +123,23 @@ class WeightReceiver:
         self._connection, self._session = None, ""
 
     def _opened(self, plan: ReceivePlan) -> Connection:
-        rendezvous, shard = plan.rendezvous, plan.shard
+        rendezvous = plan.rendezvous
         if self._connection is None or self._session != rendezvous.session:
             self.close(is_broken=True)  # another session: somebody of the old one is gone
             store = TransferStore(rendezvous)
             if rendezvous.kind == "nccl":
-                self._connection = GroupConnection(store, rendezvous.num_ranks + shard, self._device)
+                self._connection = GroupConnection(store, rendezvous.num_ranks + plan.number, self._device)
             else:
-                self._connection = SharedBuffer(store, shard, self._device, is_relay=False)
+                self._connection = SharedBuffer(store, plan.number, self._device, is_relay=False)
             self._session = rendezvous.session
         return self._connection
-
-
-def _matrix(tensor: Tensor) -> Tensor:
-    """The tensor as rows of its last dimension; a vector as one column. A view."""
-    return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(-1, 1)
 
 
 # The trainer's end.
 
 
 class HeldWeights(Protocol):
-    """What a trainer rank holds of the weights (Learner.held)."""
+    """A trainer rank's part of the weights (Learner.held)."""
 
     @property
     def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -199,7 +167,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class _Agreement:
-    """What rank 0 tells the others. shards: of all engines, one engine after the other."""
+    """Rank 0's word to the others. shards: of all engines, one engine after the other."""
 
     rendezvous: Rendezvous
     shards: tuple[EngineShard, ...]
@@ -207,9 +175,9 @@ class _Agreement:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """One rank's share of the checksums' sums, by "target fused-tensor"; has_all: nothing is missing of what it sent."""
+    """One rank's share of the checksums' sums, by distinct shard; has_all: nothing is missing of what it sent."""
 
-    sums: dict[str, int]
+    totals: list[dict[str, int]]
     has_all: bool
 
 
@@ -217,7 +185,7 @@ class DirectSender(ABC):
     """One rank's end of transfers to engines. Made and used on all ranks together.
 
     sender.agree(held, shards)      whenever the engines are others than before, or a transfer has broken
-    plans = sender.plans()          rank 0, which hands them to the engines
+    sender.plans                    rank 0 hands them to the engines: the encoded ReceivePlan of each shard
     expected = sender.send(held)    {fused tensor: checksum} of each shard, when all have theirs
     """
 
@@ -236,14 +204,14 @@ class DirectSender(ABC):
         self._ranks, self._dtype = ranks, dtype
         self._max_elements = max(1, bucket_bytes // dtype.itemsize)  # of a bucket
         self._timeout_s, self._host = timeout_s, host
-        self._agreement: _Agreement | None = None
+        self.plans: list[bytes] = []
+        self._shards: tuple[EngineShard, ...] = ()
+        self._layouts: dict[EngineShard, ShardLayout] = {}
         self._store: TransferStore | None = None
         self._connections: dict[int, Any] = {}
         self._is_broken = False
-        self._layouts: list[ShardLayout] = []
         self._pieces: list[Piece] = []
         self._buckets: list[WeightBucket] = []
-        self._plans: list[bytes] = []
         self._buffer: Tensor | None = None
 
     def agree(self, held: HeldWeights, shards: Sequence[EngineShard] = ()) -> None:
@@ -256,7 +224,6 @@ class DirectSender(ABC):
         if self._ranks.rank == 0:
             told = b""
             if shards:
-                self.close(is_broken=True)
                 timeout = timedelta(seconds=self._timeout_s)
                 server = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
                 rendezvous = Rendezvous(
@@ -267,28 +234,21 @@ class DirectSender(ABC):
         told = self._ranks.broadcast(told)
         if not told:
             return
-        if self._ranks.rank != 0:
-            self.close(is_broken=True)
-        self._agreement = agreement = decode(_Agreement, told)
-        self._store = TransferStore(agreement.rendezvous, server)
-        self._plans, self._is_broken = [], False
-        layout_of = {shard: shard_layout(held.hf_shapes, shard) for shard in dict.fromkeys(agreement.shards)}
-        self._layouts = [layout_of[shard] for shard in agreement.shards]
-        self._pieces = plan_pieces(held.boxes_of_ranks(), [layout.needs for layout in self._layouts])
+        self.close(is_broken=True)
+        agreement = decode(_Agreement, told)
+        rendezvous, self._shards = agreement.rendezvous, agreement.shards
+        self._store, self._is_broken = TransferStore(rendezvous, server), False
+        self._layouts = {shard: shard_layout(held.hf_shapes, shard) for shard in dict.fromkeys(self._shards)}
+        self._pieces = plan_pieces(held.boxes_of_ranks(), [self._layouts[shard].needs for shard in self._shards])
         self._buckets = plan_buckets(self._pieces, self._ranks.size, self._max_elements)
-
-    def plans(self) -> list[bytes]:
-        """The encoded ReceivePlan of each shard: made at the first transfer of an agreement."""
-        if not self._plans:
-            assert self._agreement is not None, "agree comes first"
-            buckets_to: dict[int, list[WeightBucket]] = defaultdict(list)
+        if self._ranks.rank == 0:
+            buckets_to: list[list[WeightBucket]] = [[] for _ in self._shards]
             for bucket in self._buckets:
                 buckets_to[bucket.target].append(bucket)
-            self._plans = [
-                encode(ReceivePlan.of(self._agreement.rendezvous, shard, layout, buckets_to[shard]))
-                for shard, layout in enumerate(self._layouts)
+            self.plans = [
+                encode(ReceivePlan(rendezvous, number, shard, held.hf_shapes, tuple(buckets_to[number])))
+                for number, shard in enumerate(self._shards)
             ]
-        return self._plans
 
     def give_up(self, reason: str) -> None:
         """Any rank, in any thread: nobody waits for the engines any more."""
@@ -356,36 +316,22 @@ class DirectSender(ABC):
         ]
 
     def _expected(self, held: HeldWeights) -> list[dict[str, int]]:
-        """The checksums of all shards; shards of one layout hold the same, so the first of each is computed."""
-        assert self._agreement is not None
-        shards = self._agreement.shards
-        first = [shards.index(shard) for shard in shards]
-        sums: dict[str, int] = {}
+        """The checksums of all shards. Equal shards hold the same, so what goes to the first of them is added up."""
+        sums = {shard: ShardSums(layout, self._dtype) for shard, layout in self._layouts.items()}
         for piece in self._pieces:
-            if piece.source == self._ranks.rank and first[piece.target] == piece.target:
-                values = self._part(piece, held).to(self._dtype)
-                layout = self._layouts[piece.target]
-                col, places = layout.placed(piece.name, piece.box)
-                for place in places:
-                    shape = torch.Size(layout.shapes[place.fused])
-                    num_cols = shape[-1] if len(shape) > 1 else 1
-                    share = block_sum(values, place.row, col, (shape.numel() // num_cols, num_cols))
-                    key = f"{piece.target} {place.fused}"
-                    sums[key] = (sums.get(key, 0) + share) % (1 << 64)
-        told = [decode(_Sent, each) for each in self._ranks.gather(encode(_Sent(sums, not self._is_broken)))]
+            shard = self._shards[piece.target]
+            if piece.source == self._ranks.rank and self._shards.index(shard) == piece.target:
+                sums[shard].add(piece.name, piece.box, self._part(piece, held))
+        mine = _Sent([each.totals for each in sums.values()], not self._is_broken)
+        told = [decode(_Sent, each) for each in self._ranks.gather(encode(mine))]
         if not all(each.has_all for each in told):
             return []
-        total: dict[str, int] = defaultdict(int)
-        for each in told:
-            for key, value in each.sums.items():
-                total[key] += value
-        return [
-            {
-                name: checksum_of_sum(total[f"{shard} {name}"], self._dtype, shape)
-                for name, shape in self._layouts[shard].shapes.items()
-            }
-            for shard in first
-        ]
+        for number, others in enumerate(told):
+            if number != self._ranks.rank:
+                for each, totals in zip(sums.values(), others.totals, strict=True):
+                    each.merge(totals)
+        checksums = {shard: each.checksums() for shard, each in sums.items()}
+        return [checksums[shard] for shard in self._shards]
 
 
 class GroupSender(DirectSender):
@@ -416,13 +362,13 @@ class SharedSender(DirectSender):
     def _connect(self, store: TransferStore, device: torch.device) -> None:
         if self._relays:
             return
-        ranks = [decode(Site, told) for told in self._ranks.gather(encode(site_of(device)))]
-        sites: list[Site] = []
+        ranks = [told.decode() for told in self._ranks.gather(site_of(device).encode())]
+        told = None
         if self._ranks.rank == 0:  # one rank asks, so that all know the same
+            told = b""
             with self._unless_broken():
-                sites = [Site(*store.get(f"site{shard}").split("\n")) for shard in range(len(self._layouts))]
-        sites = decode(list[Site], self._ranks.broadcast(encode(sites) if self._ranks.rank == 0 else None))
-        self._relays = relay_ranks(ranks, sites)
+                told = "\n".join(store.get(f"site{shard}") for shard in range(len(self._shards))).encode()
+        self._relays = relay_ranks(ranks, self._ranks.broadcast(told).decode().splitlines())
         for target, relay in enumerate(self._relays):
             if relay == self._ranks.rank:
                 self._connections[target] = SharedBuffer(store, target, device, is_relay=True)

@@ -1,10 +1,10 @@
 """sync.backend=shm: a version's weights as safetensors files in a folder that the trainer's rank 0 and the engines see.
 
-    rank 0   FileSender.write: a layer -> its checksums -> shards          engine   WeightFiles: tensors by name
+    rank 0   FileSender.write: a tensor -> its part of the checksums -> shards      engine   WeightFiles: tensors by name
 
     version_7.partial/shard_00000.safetensors, shard_00001..., index  --rename-->  version_7/
 
-Tensors stream: no more than a layer and a shard of them are in memory, and a version is there whole or not at all.
+Tensors stream: no more than a shard of them is in memory, and a version is there whole or not at all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -28,8 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from marsrl.rollout.model_shape import weight_files
-from marsrl.rollout.weights.checksum import fused_checksums
-from marsrl.rollout.weights.layout import EngineShard, ShardTensors, by_layer
+from marsrl.rollout.weights.checksum import ShardSums
+from marsrl.rollout.weights.layout import EngineShard, shard_layout
 
 logger = logging.getLogger(__name__)
 
@@ -50,60 +49,55 @@ class WrittenWeights:
 
 
 class FileSender:
-    """Writes versions to a private folder (PrivateFolder). The last one stays until `forget_others` says that it may go.
+    """Writes versions to a private folder (PrivateFolder). The last one stays until `forget_others` says that it may go."""
 
-    num_elements: of the whole model, where it is known: room for it is checked before the first byte.
-    """
-
-    def __init__(
-        self,
-        directory: str | Path | None,
-        dtype: torch.dtype,
-        *,
-        num_elements: int = 0,
-        shard_bytes: int = SHARD_BYTES,
-    ) -> None:
-        self._folder, self._dtype = PrivateFolder(directory), dtype
-        self._num_bytes, self._shard_bytes = num_elements * dtype.itemsize, shard_bytes
+    def __init__(self, directory: str | Path | None, dtype: torch.dtype, *, shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder, self._dtype, self._shard_bytes = PrivateFolder(directory), dtype, shard_bytes
 
     def write(
-        self, tensors: Iterable[tuple[str, Tensor]], version: int, shards: Sequence[EngineShard]
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        tensors: Iterable[tuple[str, Tensor]],
+        version: int,
+        shards: Sequence[EngineShard],
     ) -> WrittenWeights:
-        """Write a model's HF-named tensors. shards: of an engine, whose checksums are noted on the way.
+        """Write a model's HF-named tensors, which have these shapes. shards: of an engine, whose checksums are noted on the way.
 
         Raises:
             RuntimeError: they cannot be written; what to do about it.
-            ValueError: the tensors of a layer do not come one after the other.
         """
         folder = self._folder.path / f"version_{version}"
-        expected: dict[EngineShard, dict[str, int]] = {shard: {} for shard in shards}
+        sums_of = {shard: ShardSums(shard_layout(shapes, shard), self._dtype) for shard in shards}
         seconds_of = {"export": 0.0, "checksum": 0.0}
         start = time.perf_counter()
 
         def checked() -> Iterator[tuple[str, Tensor]]:
-            """The same tensors, a layer at a time, as the engines get them."""
-            as_sent = ((name, each.detach().to("cpu", self._dtype).contiguous()) for name, each in tensors)
+            """The same tensors, as the engines get them."""
             asked = time.perf_counter()
-            for layer in by_layer(as_sent):
-                exported = time.perf_counter()
-                for shard, found in expected.items():  # a head of its own comes after the embedding, and counts
-                    found.update(fused_checksums(ShardTensors(layer, shard), self._dtype))
-                seconds_of["export"] += exported - asked
-                seconds_of["checksum"] += time.perf_counter() - exported
-                yield from layer.items()
+            for name, exported in tensors:
+                tensor = exported.detach().to("cpu", self._dtype).contiguous()
+                came = time.perf_counter()
+                for sums in sums_of.values():
+                    if box := sums.layout.needs.get(name):
+                        sums.add(name, box, box.of(tensor))
+                seconds_of["export"] += came - asked
+                seconds_of["checksum"] += time.perf_counter() - came
+                yield name, tensor
                 asked = time.perf_counter()
 
         try:
-            check_room(self._folder.path, self._num_bytes)
-            self._num_bytes = write_shards(folder, checked(), self._shard_bytes)
-        except OSError as error:
+            num_elements = sum(torch.Size(shape).numel() for shape in shapes.values())
+            check_room(self._folder.path, num_elements * self._dtype.itemsize)
+            num_bytes = write_shards(folder, checked(), self._shard_bytes)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise RuntimeError(
-                f"weight sync: version {version} could not be written to {folder}: {error.strerror or error}; make room "
+                f"weight sync: version {version} could not be written to {folder}: {reason}; make room "
                 "there (the version before stays until this one is proven, so it takes the model twice): a larger shared "
                 "memory (docker run --shm-size), or another folder (sync.directory)"
             ) from error
         seconds_of["write"] = time.perf_counter() - start - sum(seconds_of.values())
-        return WrittenWeights(folder, [expected[shard] for shard in shards], self._num_bytes, seconds_of)
+        return WrittenWeights(folder, [sums_of[shard].checksums() for shard in shards], num_bytes, seconds_of)
 
     @staticmethod
     def forget_others(folder: Path) -> None:
@@ -178,7 +172,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
     A shard holds shard_bytes at most, or one tensor that is larger.
 
     Raises:
-        OSError: no room is left, or the folder cannot be written; nothing of it stays.
+        OSError, SafetensorError: no room is left, or the folder cannot be written; nothing of it stays.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -187,11 +181,10 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
     try:
         partial.mkdir()
         for number, shard in enumerate(in_shards(tensors, shard_bytes)):
-            name, shard_size = f"shard_{number:05d}.safetensors", sum(tensor.nbytes for tensor in shard.values())
-            check_room(partial, shard_size)
-            _save(shard, partial / name)
+            name = f"shard_{number:05d}.safetensors"
+            save_file(shard, partial / name, metadata={"format": "pt"})
             place.update(dict.fromkeys(shard, name))
-            num_bytes += shard_size
+            num_bytes += sum(tensor.nbytes for tensor in shard.values())
         index = {"metadata": {"total_size": num_bytes}, "weight_map": place}
         (partial / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
@@ -200,14 +193,6 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return num_bytes
-
-
-def _save(shard: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(shard, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # tells the system's error in its text alone
-        number = int(found[1]) if (found := re.search(r"os error (\d+)", str(error))) else errno.EIO
-        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:

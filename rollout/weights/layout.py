@@ -17,8 +17,8 @@ Everything else keeps its name. An engine over several GPUs cuts them first; a *
     norms, router                        all of it
     experts that are spread              all of some experts, numbered from 0
 
-Our local engine and a vLLM engine on one GPU are the one shard of a whole model. The trainer uses this file on the tensors
-that it sends, the engine on those that it received and those that it computes with.
+Our local engine and a vLLM engine on one GPU are the one shard of a whole model. `shard_layout` says all of that for given
+shapes; the trainer asks it about the tensors that it sends, the engine about those that it received and computes with.
 
 A transfer without files (direct.py) sends every shard what it needs, by a plan that is a pure function of who holds what:
 
@@ -47,8 +47,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_MULTIPLE = 64  # vLLM's padding of the vocabulary
 _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _PART = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")
-_LAYER = re.compile(r"^model\.layers\.\d+\.")
 _PARTS_OF = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "w13": ("gate", "up"), "w2": ("down",), "": ("",)}
+_STACKED = ("w13_weight", "w2_weight")  # a matrix an expert
 _ROWS = (".q_proj.weight", ".q_proj.bias", ".gate_proj.weight", ".up_proj.weight")
 _KV_ROWS = (".k_proj.weight", ".k_proj.bias", ".v_proj.weight", ".v_proj.bias")
 _COLUMNS = (".o_proj.weight", ".down_proj.weight")
@@ -73,16 +73,25 @@ class Box:
         return max(0, self.row_end - self.row) * max(0, self.col_end - self.col)
 
     def overlap(self, other: Box) -> Box:
-        """What both cover; num_elements is 0 where that is nothing."""
+        """The part that both cover; num_elements is 0 where there is none."""
         return Box(
             max(self.row, other.row), min(self.row_end, other.row_end),
             max(self.col, other.col), min(self.col_end, other.col_end),
         )  # fmt: skip
 
+    def of(self, tensor: Tensor) -> Tensor:
+        """The numbers of a tensor in this box, [rows, columns]. A view."""
+        return as_matrix(tensor)[self.row : self.row_end, self.col : self.col_end]
+
 
 def whole_box(shape: Sequence[int]) -> Box:
     """All of a tensor of one or two dimensions."""
     return Box(0, shape[0], 0, shape[1] if len(shape) > 1 else 1)
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """The tensor as rows of its last dimension; a vector as one column. A view."""
+    return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(-1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,128 +122,8 @@ class EngineShard:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertName:
-    """The name of a tensor of one expert, in parts."""
-
-    base: str
-    number: int
-    part: str
-
-    def renamed(self, number: int) -> str:
-        """The same tensor's name in another expert."""
-        return f"{self.base}.{number}.{self.part}_proj.weight"
-
-
-def expert_of(name: str) -> ExpertName | None:
-    """None: the tensor is of no expert."""
-    found = _EXPERT.match(name)
-    return ExpertName(found[1], int(found[2]), found[3]) if found else None
-
-
-@dataclass(frozen=True, slots=True)
-class Fusion:
-    """The tensors that make up a fused one. parts[e]: those whose rows follow each other; is_stacked: a matrix an expert."""
-
-    parts: tuple[tuple[str, ...], ...]
-    is_stacked: bool
-
-
-def fusion_plan(names: Iterable[str], *, ties_head: bool = True) -> dict[str, Fusion]:
-    """{name of the fused tensor: what it is made of}, in the order of first appearance.
-
-    ties_head: a model without a head of its own has its embedding there.
-
-    Raises:
-        ValueError: a part is missing (q without k), or experts are not numbered 0..n-1.
-    """
-    groups: dict[tuple[str, str], dict[tuple[int, str], str]] = defaultdict(dict)
-    for name in names:
-        if expert := expert_of(name):
-            kind = "w2" if expert.part == "down" else "w13"
-            groups[f"{expert.base}.{kind}_weight", kind][expert.number, expert.part] = name
-        elif part_of := _PART.match(name):
-            base, part, suffix = part_of.groups()
-            kind = "qkv" if part in "qkv" else "gate_up"
-            groups[f"{base}.{kind}_proj.{suffix}", kind][0, part] = name
-        else:
-            groups[name, ""][0, ""] = name
-    plan = {fused: _fusion(fused, kind, members) for (fused, kind), members in groups.items()}
-    if ties_head and EMBEDDING in plan and HEAD not in plan:
-        plan[HEAD] = plan[EMBEDDING]
-    return plan
-
-
-def _fusion(fused: str, kind: str, members: Mapping[tuple[int, str], str]) -> Fusion:
-    parts = _PARTS_OF[kind]
-    experts = max(index for index, _ in members) + 1
-    missing = [(e, p) for e in range(experts) for p in parts if (e, p) not in members]
-    if missing:
-        raise ValueError(
-            f"weights: {fused} is fused from {', '.join(f'{p}_proj' for p in parts)}"
-            f"{f' of {experts} experts' if experts > 1 else ''}, but {len(missing)} of these tensors are missing, first "
-            f"{missing[0][1]}_proj{f' of expert {missing[0][0]}' if experts > 1 else ''}; found {sorted(members.values())[:4]}"
-        )
-    return Fusion(tuple(tuple(members[e, p] for p in parts) for e in range(experts)), kind in ("w13", "w2"))
-
-
-def fuse(
-    tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None, device: torch.device | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, fused tensor) one after the other, cast to dtype: only one fused tensor is held at a time.
-
-    device: where they are made, in memory of their own; None: where the parts are, and a tensor that is fused from
-    nothing may be the part itself. Each number is copied once at most.
-    """
-    for name, fusion in fusion_plan(tensors).items():
-        first = tensors[fusion.parts[0][0]]
-        if fusion.is_stacked or len(fusion.parts[0]) > 1:
-            yield name, _stacked(name, fusion, tensors, dtype or first.dtype, device or first.device)
-        else:
-            yield name, first.to(device or first.device, dtype or first.dtype, copy=device is not None)
-
-
-def _stacked(
-    name: str, fusion: Fusion, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    first = tensors[fusion.parts[0][0]]
-    shapes = [tensors[part].shape for part in fusion.parts[0]]
-    rows = sum(shape[0] for shape in shapes)
-    fused = first.new_empty((len(fusion.parts), rows, *shapes[0][1:]), dtype=dtype, device=device)
-    for out, parts in zip(fused, fusion.parts, strict=True):
-        at = 0
-        for part, shape in zip(parts, shapes, strict=True):
-            tensor = tensors[part]
-            if tensor.shape != shape or shape[1:] != shapes[0][1:]:
-                raise ValueError(
-                    f"weights: {part} has shape {list(tensor.shape)}, expected {[shape[0], *shapes[0][1:]]} as a part of {name}"
-                )
-            out[at : at + shape[0]].copy_(tensor)
-            at += shape[0]
-    return fused if fusion.is_stacked else fused[0]
-
-
-def by_layer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """HF-named tensors a decoder layer at a time; what lies before, between and after layers comes as it is.
-
-    Raises:
-        ValueError: the tensors of a layer do not come one after the other.
-    """
-    seen: set[str] = set()
-    for layer, members in itertools.groupby(
-        tensors, lambda named: found[0] if (found := _LAYER.match(named[0])) else ""
-    ):
-        if layer in seen:
-            raise ValueError(
-                f"weights: tensors of {layer}* come in several places; expected one layer after the other, each whole"
-            )
-        seen |= {layer} if layer else set()
-        yield dict(members)
-
-
-@dataclass(frozen=True, slots=True)
 class Place:
-    """Where a shard keeps its box of an HF tensor: from `row` on in `fused` seen as a matrix [.., last dimension]; a
-    vector is one column."""
+    """A box of an HF tensor in a shard: from `row` on in `fused` seen as a matrix [.., last dimension]."""
 
     fused: str
     row: int
@@ -242,12 +131,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """needs: its box of each HF tensor that it has a part of. places: where that box lies (a tied embedding lies in two
-    fused tensors). shapes: of its fused tensors."""
+    """The tensors of a shard.
 
+    shapes: of its fused tensors. parts: HF tensors that each is made of, one below the other.
+    needs: its box of each HF tensor that it has a part of. places: where that box lies; a tied embedding lies in two.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    parts: Mapping[str, tuple[str, ...]]
     needs: Mapping[str, Box]
     places: Mapping[str, tuple[Place, ...]]
-    shapes: Mapping[str, tuple[int, ...]]
 
     def placed(self, name: str, box: Box) -> tuple[int, tuple[Place, ...]]:
         """(first column, places with the first row) of a part of its box of an HF tensor."""
@@ -256,76 +149,103 @@ class ShardLayout:
         return box.col - need.col, places
 
 
-def shard_layout(shapes: Mapping[str, tuple[int, ...]], shard: EngineShard) -> ShardLayout:
-    """The layout of a shard of a model whose HF tensors have these shapes.
+def shard_layout(shapes: Mapping[str, tuple[int, ...]], shard: EngineShard = EngineShard()) -> ShardLayout:
+    """The layout of a shard of a model, or of a part of one, whose HF tensors have these shapes.
 
     Raises:
-        ValueError: a dimension cannot be cut into so many parts.
+        ValueError: a part of a fused tensor is missing (q without k) or has another shape than the others, experts are not
+            numbered 0..n-1, or a dimension cannot be cut into so many parts.
     """
-    hf_name = _names(shapes, shard)
-    needs = {name: _need(name, shapes[name], shard) for name in hf_name.values()}
+    num_experts = 1 + max((int(found[2]) for name in shapes if (found := _EXPERT.match(name))), default=-1)
+    experts = shard.experts(num_experts)
+    parts = _fused_parts(shapes, experts)
+    needs: dict[str, Box] = {}
     places: dict[str, list[Place]] = defaultdict(list)
     fused_shapes: dict[str, tuple[int, ...]] = {}
-    for fused, fusion in fusion_plan(hf_name).items():
+    for fused, names in parts.items():
         row = 0
-        for name in itertools.chain(*fusion.parts):
-            places[hf_name[name]].append(Place(fused, row))
-            row += needs[hf_name[name]].shape[0]
-        first = hf_name[fusion.parts[0][0]]
-        columns = needs[first].shape[1:] if len(shapes[first]) > 1 else ()
-        experts = len(fusion.parts)
-        fused_shapes[fused] = (experts, row // experts, *columns) if fusion.is_stacked else (row, *columns)
-    return ShardLayout(needs, {name: tuple(each) for name, each in places.items()}, fused_shapes)
+        for name in names:
+            needs[name] = _need(name, shapes[name], shard)
+            places[name].append(Place(fused, row))
+            row += needs[name].shape[0]
+        columns = needs[names[0]].shape[1:] if len(shapes[names[0]]) > 1 else ()
+        is_stacked = fused.endswith(_STACKED)
+        fused_shapes[fused] = (len(experts), row // len(experts), *columns) if is_stacked else (row, *columns)
+        each = len(names) // (len(experts) if is_stacked else 1)
+        for number, name in enumerate(names):
+            expected = [shapes[names[number % each]][0], *shapes[names[0]][1:]]
+            if list(shapes[name]) != expected:
+                has = list(shapes[name])
+                raise ValueError(f"weights: {name} has shape {has}, expected {expected} as a part of {fused}")
+    return ShardLayout(fused_shapes, parts, needs, {name: tuple(each) for name, each in places.items()})
 
 
-class ShardTensors(Mapping[str, "Tensor"]):
-    """What a shard holds of HF-named tensors (a model's, or those of whole layers), each cut when it is asked for.
+def _fused_parts(names: Iterable[str], experts: range) -> dict[str, tuple[str, ...]]:
+    """{fused tensor: its HF tensors, one below the other}, in the order of first appearance."""
+    groups: dict[tuple[str, str], dict[tuple[int, str], str]] = defaultdict(dict)
+    for name in names:
+        if found := _EXPERT.match(name):
+            base, number, part = found[1], int(found[2]), found[3]
+            kind = "w2" if part == "down" else "w13"
+            if number in experts:
+                groups[f"{base}.{kind}_weight", kind][number, part] = name
+        elif found := _PART.match(name):
+            base, part, suffix = found.groups()
+            kind = "qkv" if part in "qkv" else "gate_up"
+            groups[f"{base}.{kind}_proj.{suffix}", kind][0, part] = name
+        else:
+            groups[name, ""][0, ""] = name
+    plan = {}
+    for (fused, kind), members in groups.items():
+        is_stacked = fused.endswith(_STACKED)
+        wanted = list(itertools.product(experts if is_stacked else (0,), _PARTS_OF[kind]))
+        if missing := [each for each in wanted if each not in members]:
+            of_expert = f" of expert {missing[0][0]}" if is_stacked else ""
+            raise ValueError(
+                f"weights: {fused} is fused from {', '.join(f'{part}_proj' for part in _PARTS_OF[kind])}, but {len(missing)} of "
+                f"{len(wanted)} tensors are missing, first {missing[0][1]}_proj{of_expert}; found {sorted(members.values())[:4]}"
+            )
+        plan[fused] = tuple(members[each] for each in wanted)
+    if EMBEDDING in plan:
+        plan.setdefault(HEAD, plan[EMBEDDING])  # a model without a head of its own has its embedding there
+    return plan
 
-    Of experts that are spread it has its own, under the numbers that it gives them.
+
+def fuse(
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    shard: EngineShard = EngineShard(),
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, fused tensor) of a shard one after the other, cast to dtype: only one fused tensor is held at a time.
+
+    device: where they are made, in memory of their own; None: where the parts are, and a tensor that is fused from
+    nothing may be the part itself. Each number is copied once at most.
+
+    Raises:
+        ValueError: see shard_layout.
     """
-
-    def __init__(self, tensors: Mapping[str, Tensor], shard: EngineShard) -> None:
-        self._tensors, self._shard = tensors, shard
-        self._names = _names(tensors, shard)
-
-    def __getitem__(self, name: str) -> Tensor:
-        """A view.
-
-        Raises:
-            ValueError: it cannot be cut into so many parts.
-        """
-        name = self._names[name]
-        tensor = self._tensors[name]
-        need = _need(name, tuple(tensor.shape), self._shard)
-        rows = tensor[need.row : need.row_end]
-        return rows[:, need.col : need.col_end] if tensor.dim() > 1 else rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def _names(names: Iterable[str], shard: EngineShard) -> dict[str, str]:
-    """{name that the shard gives a tensor: its HF name} of those it has a part of."""
-    if not shard.spreads_experts:
-        return {name: name for name in names}
-    experts = {name: expert_of(name) for name in names}
-    num_experts = 1 + max((expert.number for expert in experts.values() if expert), default=-1)
-    mine = shard.experts(num_experts)
-    return {
-        expert.renamed(expert.number - mine.start) if expert else name: name
-        for name, expert in experts.items()
-        if expert is None or expert.number in mine
-    }
+    layout = shard_layout({name: tuple(tensors[name].shape) for name in tensors}, shard)
+    for fused, names in layout.parts.items():
+        shape, first = layout.shapes[fused], tensors[names[0]]
+        where, kind = device or first.device, dtype or first.dtype
+        if len(names) == 1 and len(shape) < 3:
+            yield fused, layout.needs[names[0]].of(first).view(shape).to(where, kind, copy=device is not None)
+            continue
+        out = first.new_empty(shape, dtype=kind, device=where)
+        row = 0
+        for name in names:
+            values = layout.needs[name].of(tensors[name])
+            as_matrix(out)[row : row + len(values)].copy_(values)
+            row += len(values)
+        yield fused, out
 
 
 def _need(name: str, shape: tuple[int, ...], shard: EngineShard) -> Box:
     whole = whole_box(shape)
     rows, columns = whole.shape
     part, parts = shard.part, shard.parts
-    if shard.spreads_experts and expert_of(name):
+    if shard.spreads_experts and _EXPERT.match(name):
         return whole
     if name in (EMBEDDING, HEAD):
         start, end = _share(name, -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, part, parts)

@@ -104,7 +104,7 @@ names = [trial.name for trial in smoke.trials(ORDER, "cuda")]
 assert len(names) == len(set(names)) and {name.partition(",")[0] for name in names} == set(ORDER)
 heads = [name for name in names if name.startswith("linear_policy_loss")]
 for dtype in smoke.DTYPES:
-    for implementation in ("triton", "triton_gemm", "reference"):
+    for implementation in ("triton", "reference"):
         assert any(dtype in name and name.endswith(f", {implementation}") for name in heads), (dtype, implementation)
 import gpu_suite
 titles = [shape.title() for shape in load("linear_policy_loss").shapes("cuda", False)]
@@ -119,7 +119,7 @@ raise SystemExit(smoke.main())
     assert done.returncode == 1, done.stderr
     assert "failed: group_advantage, S=64, float32, groups of 8, cpu" in done.stdout
     assert "AssertionError: ours, advantage: error " in done.stdout
-    assert done.stdout.splitlines()[-1] == "2 failed, 1 skipped, 9 passed"
+    assert done.stdout.splitlines()[-1] == "2 failed, 9 passed"
 
 
 def suite_checks(journal: Path) -> list[Any]:

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from curation import CutShort, Killed, run
+from curation import Killed, cut_short, run
 from pydantic import ValidationError
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -25,10 +25,10 @@ from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.team import WatchedJudge
 from marsrl.rollout.types import Problem, Reward
 from marsrl.trainer.config.curate import BestOfNConfig
-from marsrl.trainer.curate.best_of_n import BestOfN
+from marsrl.trainer.curate.best_of_n import best_of_n
 from marsrl.trainer.curate.missing import CurationStopped
-from marsrl.trainer.curate.rows import Row
-from marsrl.trainer.curate.rules import Readable
+from marsrl.trainer.curate.rows import Row, Stage
+from marsrl.trainer.curate.rules import readable
 from marsrl.trainer.evaluate.evaluator import Evaluator
 
 EVALUATE = EvaluateConfig(accept_after=1, max_iterations=2, temperature=1.0, top_p=1.0)
@@ -92,9 +92,9 @@ class Players:
             team = replace(team, orchestration=build_orchestration("solver", {}, task.prompts))
         yield Evaluator(team, EVALUATE, task, max_tokens=40, seed=0)
 
-    def stage(self, out: Path, team: Mapping[str, Any] | None = None, **settings: Any) -> BestOfN:
+    def stage(self, out: Path, team: Mapping[str, Any] | None = None, **settings: Any) -> Stage:
         config = BestOfNConfig(**{"n": N, "keep": (1, 2), "batch": 3, **settings})
-        return BestOfN(config, team or {"model": "a"}, self.open, out / "stages/best_of_n/answers.jsonl")
+        return best_of_n(config, team or {"model": "a"}, self.open, out / "stages/best_of_n/answers.jsonl")
 
 
 @pytest.fixture
@@ -102,8 +102,8 @@ def players(scripted_team: Any, tmp_path: Path) -> Callable[..., Players]:
     return lambda right, **more: Players(scripted_team, tmp_path / "tokenizer", right, **more)
 
 
-def read() -> Readable:
-    return Readable(5000, {})
+def read() -> Stage:
+    return readable(5000, {})
 
 
 @pytest.mark.parametrize("orchestration", ["solver", "verifier_corrector"])
@@ -137,7 +137,7 @@ def test_killed_it_plays_nothing_again_that_was_kept(players: Callable[..., Play
     given = rows(10)
     first, second = players(lambda question: 1), players(lambda question: 1)
     with pytest.raises(Killed):
-        run(tmp_path, [read(), CutShort(first.stage(tmp_path), 4)], given)
+        run(tmp_path, [read(), cut_short(first.stage(tmp_path), 4)], given)
     run(tmp_path, [read(), second.stage(tmp_path)], given)
     assert len(first.played) == 6 * N and len(second.played) == 4 * N
     assert not set(first.played) & set(second.played)

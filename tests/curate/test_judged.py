@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from curation import CutShort, Killed, rows_of, run
+from curation import Killed, cut_short, rows_of, run
 
 from marsrl.trainer.curate.criteria import CRITERIA, messages, read_verdict
 from marsrl.trainer.curate.missing import CurationStopped
-from marsrl.trainer.curate.rules import Readable
+from marsrl.trainer.curate.rows import Stage
+from marsrl.trainer.curate.rules import readable
 
 YES, NO = "It is. <verdict>yes</verdict>", "It is not. <verdict>no</verdict>"
 
@@ -22,8 +23,8 @@ def by_length(question: str) -> str:
     return YES if len(question) % 2 else NO
 
 
-def read() -> Readable:
-    return Readable(5000, {})
+def read() -> Stage:
+    return readable(5000, {})
 
 
 def kept_of(out: Path) -> list[str]:
@@ -40,9 +41,8 @@ def test_what_the_judge_says_yes_to_is_kept_with_its_reason(tmp_path: Path, judg
     assert record.tally.dropped_examples["unclear"][0].detail == NO
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [
+def test_only_a_tag_of_one_word_is_a_verdict() -> None:
+    for text, verdict in (
         (YES, True),
         (NO, False),
         ("<verdict>no</verdict> wait <VERDICT> Yes </VERDICT>", True),
@@ -51,10 +51,8 @@ def test_what_the_judge_says_yes_to_is_kept_with_its_reason(tmp_path: Path, judg
         ("<verdict>yes", None),
         ("<verdict></verdict>", None),
         ("", None),
-    ],
-)
-def test_only_a_tag_of_one_word_is_a_verdict(text: str, verdict: bool | None) -> None:
-    assert read_verdict(text) is verdict
+    ):
+        assert read_verdict(text) is verdict, text
 
 
 def test_a_thought_is_no_verdict(tmp_path: Path, judge: Any) -> None:
@@ -86,9 +84,7 @@ def test_a_judge_reads_the_reference_answer_behind_the_question(
     script = judge(by_length)
     (row,) = rows_of(["What is it?"])
     row = replace(row, problem=replace(row.problem, answer=reference))
-    stage = script.stage(tmp_path)
-    list(stage.decisions(iter([row])))
-    stage.close()
+    list(script.stage(tmp_path).decide(iter([row])))
     (prompt,) = script.prompts
     _, found = prompt.split("What is it?")
     assert f"answer begins after this line.{shown}The reference answer has ended." in found
@@ -140,7 +136,7 @@ def test_no_answer_that_was_kept_is_asked_for_again(seed: int, tmp_path: Path, j
     for number in sorted(drawn.sample(range(60), 3)):
         script = judge(by_length)
         with pytest.raises(Killed):
-            run(tmp_path, [read(), CutShort(script.stage(tmp_path), number)], rows)
+            run(tmp_path, [read(), cut_short(script.stage(tmp_path), number)], rows)
         calls += script.asked
         tear_answers(tmp_path / "stages/clarity/answers.jsonl")
     script = judge(by_length)
@@ -164,7 +160,7 @@ def test_equal_questions_are_asked_once_and_other_stages_do_not_matter(tmp_path:
     rows = rows_of(["abc", "abcd", "abc"], answer="7")
     run(tmp_path, [read(), script.stage(tmp_path)], rows)
     assert script.asked == ["abc", "abcd"] and kept_of(tmp_path) == ["abc", "abc"]
-    run(tmp_path, [Readable(3, {}), script.stage(tmp_path)], rows)
+    run(tmp_path, [readable(3, {}), script.stage(tmp_path)], rows)
     assert script.asked == ["abc", "abcd"] and script.num_opened == 1
 
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from marsrl.trainer.config.curate import NearDuplicatesConfig
-from marsrl.trainer.curate.near_duplicates import NearDuplicates, as_compared, jaccard, shingled
+from marsrl.trainer.curate.near_duplicates import as_compared, jaccard, near_duplicates, shingled
 from marsrl.trainer.curate.rows import Decision, Row
 
 
 def decisions(asked: list[Row], **more: float) -> list[Decision]:
-    return [decision for _, decision in NearDuplicates(NearDuplicatesConfig(**more)).decisions(iter(asked))]
+    return [decision for _, decision in near_duplicates(NearDuplicatesConfig(**more)).decide(iter(asked))]
 
 
 def similarity(one: str, other: str) -> float:

@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from curation import CutShort, Killed, rows_of, run
+from curation import Killed, cut_short, rows_of, run
 
 from marsrl.trainer.config.curate import LevelConfig, NearDuplicatesConfig
-from marsrl.trainer.curate.near_duplicates import NearDuplicates
-from marsrl.trainer.curate.rows import Decision, Row
-from marsrl.trainer.curate.rules import Level, Readable
+from marsrl.trainer.curate.near_duplicates import near_duplicates
+from marsrl.trainer.curate.rows import Decision, Decisions, Row, Stage
+from marsrl.trainer.curate.rules import level, readable
 
 
-class Thirds:
+def thirds(seen: list[int]) -> Stage:
     """Drops a third of the rows. seen: rows that it judged."""
 
-    name = "thirds"
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def settings(self) -> Mapping[str, Any]:
-        return {}
-
-    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
+    def decide(rows: Iterator[Row]) -> Decisions:
         for row in rows:
-            self.seen.append(row.number)
+            seen.append(row.number)
             yield row, Decision(row.number % 3 > 0, f"rest {row.number % 3}", f"{row.number}")
 
-    def close(self) -> None:
-        pass
+    return Stage("thirds", {}, decide)
 
 
-def stages(*levels: str) -> list[Any]:
-    wanted = [Level(LevelConfig(field="answer", keep=list(levels)))] if levels else []
-    return [Readable(1000, {}), *wanted, Thirds(), NearDuplicates(NearDuplicatesConfig())]
+def stages(*levels: str) -> list[Stage]:
+    wanted = [level(LevelConfig(field="answer", keep=list(levels)))] if levels else []
+    return [readable(1000, {}), *wanted, thirds([]), near_duplicates(NearDuplicatesConfig())]
 
 
 def rows() -> list[Row]:
@@ -58,7 +48,7 @@ def test_killed_at_any_row_of_any_stage_it_ends_as_if_it_had_not_been(seed: int,
     for _ in range(3):
         cut = stages()
         which = drawn.randrange(3)
-        cut[which] = CutShort(cut[which], drawn.randrange(120))
+        cut[which] = cut_short(cut[which], drawn.randrange(120))
         try:
             run(out, cut, rows())
         except Killed:
@@ -70,14 +60,13 @@ def test_killed_at_any_row_of_any_stage_it_ends_as_if_it_had_not_been(seed: int,
 
 
 def test_a_stage_that_has_finished_is_not_run_again(tmp_path: Path) -> None:
-    first, second = Thirds(), Thirds()
     with pytest.raises(Killed):
-        run(tmp_path, [Readable(1000, {}), CutShort(first, 50)], rows())
-    _, said = run(tmp_path, [Readable(1000, {}), second], rows())
-    assert "read: done before, 120 kept" in said and second.seen == list(range(120))
-    third = Thirds()
-    _, said = run(tmp_path, [Readable(1000, {}), third], rows())
-    assert not third.seen and "thirds: done before" in said and "Done again" not in said
+        run(tmp_path, [readable(1000, {}), cut_short(thirds([]), 50)], rows())
+    second, third = list[int](), list[int]()
+    _, said = run(tmp_path, [readable(1000, {}), thirds(second)], rows())
+    assert "read: done before, 120 kept" in said and second == list(range(120))
+    _, said = run(tmp_path, [readable(1000, {}), thirds(third)], rows())
+    assert not third and "thirds: done before" in said and "Done again" not in said
 
 
 def test_a_changed_setting_redoes_its_stage_and_those_behind_it_by_name(tmp_path: Path) -> None:
@@ -93,7 +82,7 @@ def test_rows_of_a_stage_that_was_killed_count_for_nothing_whichever_settings_co
     run(tmp_path, stages("3", "4", "5"), rows())
     whole = everything(tmp_path)
     changed = stages("4")
-    changed[1] = CutShort(changed[1], 50)
+    changed[1] = cut_short(changed[1], 50)
     with pytest.raises(Killed):
         run(tmp_path, changed, rows())
     run(tmp_path, stages("3", "4", "5"), rows())

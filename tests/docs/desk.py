@@ -107,7 +107,7 @@ class Desk:
             )
 
     def console(self) -> str:
-        """What the command that was started last has printed."""
+        """Output of the command that was started last."""
         return (self.folder / "console").read_text("utf-8", errors="replace")
 
     def until_version_1(self, words: list[str]) -> Path:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.weights.checksum import block_sum, checksum, checksum_of_sum
-from marsrl.rollout.weights.connections import Rendezvous, Site, relay_ranks
+from marsrl.rollout.weights.connections import Rendezvous, relay_ranks
 from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
 from marsrl.rollout.weights.layout import (
     Box,
     EngineShard,
-    ShardTensors,
+    as_matrix,
     fuse,
     plan_buckets,
     plan_pieces,
@@ -40,7 +40,7 @@ def model_shape(*, experts: int, bias: bool, tied: bool) -> ModelShape:
 def ranks_of(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int, pipeline: int, world: int
 ) -> list[dict[str, Box]]:
-    """What each rank of a layout holds: ranks in the order of Megatron's groups, tensor first, pipeline last."""
+    """The boxes of each rank of a layout: ranks in the order of Megatron's groups, tensor first, pipeline last."""
     held = []
     for rank in range(world):
         inner, stage = rank % (world // pipeline), rank // (world // pipeline)
@@ -102,26 +102,19 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
         assert max(sent) - min(sent) <= max(t.numel() for t in tensors.values())
     for number, one in enumerate(layouts):
         taken = taken_by(number, one, buckets, tensors)
-        right = dict(fuse(ShardTensors(tensors, shards[number])))
+        right = dict(fuse(tensors, shard=shards[number]))
         assert taken.keys() == right.keys() and all(torch.equal(taken[name], right[name]) for name in right)
 
 
 def taken_by(shard, layout, buckets, tensors):  # type: ignore[no-untyped-def]
-    """The fused tensors of a shard when every block of its buckets is at its places; what was not written is NaN."""
-    mine = [b for b in buckets if b.target == shard]
-    plan = ReceivePlan.of(RENDEZVOUS, shard, layout, mine)
-    held = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in plan.shapes.items()}
-    for bucket, incoming in zip(mine, plan.buckets, strict=True):
-        assert (bucket.source, bucket.num_elements) == (incoming.source, incoming.num_elements)
-        for piece, block in zip(bucket.pieces, incoming.blocks, strict=True):
-            b, whole = piece.box, tensors[piece.name]
-            values = whole.reshape(len(whole), -1)[b.row : b.row_end, b.col : b.col_end]
-            assert values.shape == (block.rows, block.cols)
-            for place in block.places:
-                matrix = held[place.fused].view(
-                    -1, layout.shapes[place.fused][-1] if held[place.fused].dim() > 1 else 1
-                )
-                target = matrix[place.row : place.row + block.rows, block.col : block.col + block.cols]
+    """The fused tensors of a shard when every piece of its buckets is at its places; what was not written is NaN."""
+    held = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in layout.shapes.items()}
+    for bucket in buckets:
+        for piece in bucket.pieces if bucket.target == shard else ():
+            values = piece.box.of(tensors[piece.name])
+            col, places = layout.placed(piece.name, piece.box)
+            for place in places:
+                target = as_matrix(held[place.fused])[place.row :][: len(values), col : col + values.shape[1]]
                 assert target.isnan().all(), "written twice"
                 target.copy_(values)
     return held
@@ -192,22 +185,21 @@ def test_what_nobody_holds_is_named():
 
 
 def test_an_engine_that_holds_other_shapes_is_left_alone():
-    plan = ReceivePlan.of(RENDEZVOUS, 0, shard_layout({"model.norm.weight": (4,)}, WHOLE), [])
+    plan = ReceivePlan(RENDEZVOUS, 0, WHOLE, {"model.norm.weight": (4,)}, ())
     with pytest.raises(ValueError, match=r"model\.norm\.weight is to be \(4,\), and the engine holds \(3,\)"):
-        WeightReceiver(torch.device("cpu")).receive(plan, {"model.norm.weight": torch.zeros(3)})
+        WeightReceiver(torch.device("cpu")).receive(plan, {"model.norm.weight": torch.zeros(3)}.get)
 
 
 def test_a_plan_travels_as_bytes():
-    layout = shard_layout({"model.embed_tokens.weight": (70, 4), "model.norm.weight": (4,)}, WHOLE)
-    buckets = plan_buckets(plan_pieces([layout.needs], [layout.needs]), 1, 64)
-    plan = ReceivePlan.of(RENDEZVOUS, 0, layout, buckets)
+    shapes = {"model.embed_tokens.weight": (70, 4), "model.norm.weight": (4,)}
+    needs = shard_layout(shapes, WHOLE).needs
+    plan = ReceivePlan(RENDEZVOUS, 0, WHOLE, shapes, tuple(plan_buckets(plan_pieces([needs], [needs]), 1, 64)))
     assert len(plan.buckets) == 5 and decode(ReceivePlan, encode(plan)) == plan
 
 
 def test_an_engine_is_served_by_the_rank_on_its_gpu():
-    ranks = [Site("a", "gpu0"), Site("a", "gpu1"), Site("b", "gpu2")]
-    assert relay_ranks(ranks, [Site("b", "gpu2"), Site("a", "gpu0")]) == [2, 0]
+    ranks = ["a gpu0", "a gpu1", "b gpu2"]
+    assert relay_ranks(ranks, ["b gpu2", "a gpu0"]) == [2, 0]
     with pytest.raises(RuntimeError, match=r"ipc: engine shard 0 is on .*gpu9.* one GPU: use sync\.backend=nccl"):
-        relay_ranks(ranks, [Site("a", "gpu9")])
-    cpus = [Site("a", "")] * 2
-    assert relay_ranks(cpus, [Site("a", "")] * 3) == [0, 1, 0]
+        relay_ranks(ranks, ["a gpu9"])
+    assert relay_ranks(["a", "a"], ["a"] * 3) == [0, 1, 0]  # CPUs

@@ -25,6 +25,7 @@ from marsrl.rollout.weights.connections import (
     TransferStore,
 )
 from marsrl.rollout.weights.direct import ReceivePlan
+from marsrl.rollout.weights.layout import EngineShard
 
 CPU = torch.device("cpu")
 HUNG_S = 60.0  # nothing here waits so long, or the test fails
@@ -138,7 +139,7 @@ def test_an_engine_whose_weights_did_not_arrive_says_why_and_decodes_nothing(
 ) -> None:
     engine = LocalEngine(checkpoint("qwen3"), dtype="float32", max_model_len=128)
     TransferStore(rendezvous).give_up("rank 3 cannot reach it")
-    receipt = engine.update_weights(WeightUpdate("", 1, (encode(ReceivePlan(rendezvous, 0, (), {})),)))
+    receipt = engine.update_weights(WeightUpdate("", 1, (encode(ReceivePlan(rendezvous, 0, EngineShard(), {}, ())),)))
     assert (receipt.version, receipt.checksums, receipt.broken) == (TORN, (), "rank 3 cannot reach it")
     for version in (0, 1):
         with pytest.raises(WrongVersion, match=f"version {TORN} is loaded"):
@@ -158,5 +159,5 @@ class Worker(WorkerExtension):
 
 def test_a_worker_of_vllm_says_what_broke_and_raises_nothing(rendezvous: Rendezvous) -> None:
     TransferStore(rendezvous).give_up("rank 3 cannot reach it")
-    plan = ReceivePlan(rendezvous, 0, (), {"norm.weight": (4,)})
+    plan = ReceivePlan(rendezvous, 0, EngineShard(), {"norm.weight": (4,)}, ())
     assert Worker().marsrl_receive([encode(plan)]) == "rank 3 cannot reach it"

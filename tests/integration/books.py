@@ -1,4 +1,4 @@
-"""What must hold of a run's directory whenever its processes have ended, however they ended."""
+"""Invariants of a run's directory after its processes have ended, however they ended."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: i
 
 
 def _check_tokens(run: RunDirectory) -> None:
-    """Where a step has kept tokens, they are whole, and of the very samples that the step has."""
+    """Logged tokens are whole, and those of the step's samples."""
     files = sample_files(run)
     for step, file in token_files(run).items():
         samples, log = list(read_samples(files[step])), read_tokens(file)

@@ -47,7 +47,7 @@ def untimed(directory: Path) -> list[dict[str, object]]:
 
 
 def without_seconds(found: Evaluation | None) -> Evaluation:
-    """What no clock measures of it."""
+    """The evaluation without measured seconds."""
     assert found is not None
     usage = {agent: used.model_copy(update={"seconds": None}) for agent, used in found.usage.items()}
     return found.model_copy(update={"usage": usage, "latency": None})
@@ -151,7 +151,7 @@ def test_trainer_and_engine_agree_on_what_was_sampled(first_run: Path) -> None:
 
 
 def warm_started(cache: Path, config_file: Path | None, *words: str) -> Path:
-    """Where the warm-started policy of a config (None: the default) is kept in a cache."""
+    """Folder of a config's warm-started policy in a cache; None: of the default config."""
     config, _ = read_config(config_file, words)
     return cache / "warm_start" / name_of(recipe_of(config))
 
@@ -190,7 +190,7 @@ def test_commands_on_a_run_are_as_they_are_written(
 
 @pytest.mark.parametrize("command", run_by("test_the_default_run_starts_as_it_is_written"))
 def test_the_default_run_starts_as_it_is_written(command: str, first_run: Path, runner: Runner, tmp_path: Path) -> None:
-    """What `make train` starts, and with a team of one's own. It finds its policy in the cache: the one that the first run has
+    """`make train`'s command, and one with a user's team. It finds its policy in the cache: the one that the first run has
     taught, less well."""
     desk = Desk(tmp_path)
     words = desk.words(command, Path)

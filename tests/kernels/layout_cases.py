@@ -74,7 +74,7 @@ class Taken:
     leaves: tuple[str, ...] = ()
 
 
-# Tensors that name their device and dtype: test_surroundings.py changes the defaults.
+# Tensors that name their device and dtype: test_every_tier.py changes the defaults.
 def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, dtype=torch.float32, device="cpu").to(dtype)
 
@@ -153,9 +153,7 @@ def _logprob(tensors: Tensors) -> list[Tensor]:
     return list(vars(linear_logprob(tensors["hidden"], tensors["weight"], tensors["targets"], **words)).values())
 
 
-def _head_loss(
-    objective: PolicyObjective, has_main_grad: bool = False, compacts: bool = True
-) -> Callable[[Tensors], list[Tensor]]:
+def _head_loss(objective: PolicyObjective, has_main_grad: bool = False) -> Callable[[Tensors], list[Tensor]]:
     def run(tensors: Tensors) -> list[Tensor]:
         found = linear_policy_loss(
             tensors["hidden"],
@@ -165,7 +163,6 @@ def _head_loss(
             temperature=tensors["temperature"],
             main_grad=tensors["main_grad"] if has_main_grad else None,
             support=_support(tensors),
-            compacts=compacts,
         )
         return [found.loss, found.logprobs, found.entropy, found.coefficient, *found.agent_sums.values()]
 
@@ -222,17 +219,10 @@ def _heads() -> dict[str, Taken]:
 HEADS = _heads()
 # Not tried in every layout: they read no other tensors.
 MORE_HEADS = {
-    "linear_policy_loss of all rows, float32": Taken(
-        _head_loss(OBJECTIVES[""], compacts=False),
-        lambda: {**_head_tensors(torch.float32), **_loss_tensors()},
-        ("hidden", "weight"),
-    ),
-    **{
-        f"linear_policy_loss without support{which}, bfloat16": Taken(
-            _head_loss(objective), lambda: {**_without_support(BF16), **_loss_tensors()}, ("hidden", "weight")
-        )
-        for which, objective in OBJECTIVES.items()
-    },
+    f"linear_policy_loss without support{which}, bfloat16": Taken(
+        _head_loss(objective), lambda: {**_without_support(BF16), **_loss_tensors()}, ("hidden", "weight")
+    )
+    for which, objective in OBJECTIVES.items()
 }
 OTHERS = {
     "policy_loss": Taken(
@@ -291,7 +281,7 @@ OTHERS = {
     ),
     "grouped_linear": Taken(
         _of(grouped_linear),
-        lambda: {"x": _randn(6, 16), "weights": _randn(2, 16, 16), "counts": _ints(3, 3)},
+        lambda: {"x": _randn(TOKENS, 16), "weights": _randn(2, 16, 16), "counts": _ints(4, 5)},
         ("x", "weights"),
     ),
     "rms_norm": Taken(
@@ -306,7 +296,7 @@ UPSTREAM = "the incoming gradient"
 
 
 def results(op: Taken) -> list[Tensor]:
-    """Of a call on tensors as they are made."""
+    """Results of a call on tensors as they are made."""
     return _results(op, op.tensors(), _same)
 
 

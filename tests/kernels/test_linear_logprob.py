@@ -67,27 +67,31 @@ def test_a_temperature_that_is_none_is_named(name, implementation, value, monkey
         assert with_temperature(name, of_tokens, mask).isfinite()
 
 
-def test_bad_temperatures_of_a_device_are_kept_until_they_are_asked_for():
-    temperature = torch.tensor([1.0, -1.5, float("nan")])
-    for is_bad in (temperature.isnan(), ~(temperature > 0)):  # two calls; the earliest token of both is named
-        bad_values._keep_first("linear_logprob", "temperature", temperature, is_bad, "a positive, finite number")
-    with pytest.raises(ValueError, match=r"temperature\[1\] is -1.5, expected a positive, finite number"):
-        raise_bad_values()
-    raise_bad_values()
-
-
-def test_bad_targets_of_a_device_are_kept_until_they_are_asked_for():
-    targets = torch.tensor([0, 7, -100, 9])
-    for mask in (targets < 0, targets >= 7):  # two calls; the earliest token of both is named
-        bad_values._keep_first("linear_logprob", "targets", targets, mask, "0..4")
-    with pytest.raises(ValueError, match=r"linear_logprob: targets\[1\] is 7, expected 0..4"):
+@pytest.mark.parametrize(
+    "name, values, first, second",
+    [
+        ("targets", torch.tensor([0, -7, -100, 9]), r"targets\[1\] is -7, expected", r"targets\[2\] is -100"),
+        (
+            "temperature",
+            torch.tensor([1.0, -1.5, torch.nan]),
+            r"temperature\[1\] is -1.5, expected",
+            r"temperature\[2\] is nan",
+        ),
+    ],
+)
+def test_bad_values_of_a_device_are_kept_until_they_are_asked_for(name, values, first, second):
+    is_bad = ~(values >= 0)
+    for part in (is_bad & (torch.arange(len(values)) != 1), is_bad):  # two calls; the earliest token of both is named
+        bad_values._keep_first("linear_logprob", name, values, part, "something else")
+    with pytest.raises(ValueError, match=f"linear_logprob: {first} something else"):
         raise_bad_values()
     raise_bad_values()  # said once
-    bad_values._keep_first("linear_logprob", "targets", targets, targets < 0, "0..4")
-    with pytest.raises(ValueError, match=r"targets\[2\] is -100"):
+    is_bad[1] = False
+    bad_values._keep_first("linear_logprob", name, values, is_bad, "something else")
+    with pytest.raises(ValueError, match=second):
         raise_bad_values()
-    bad_values._keep_first("linear_logprob", "targets", targets, targets < -100, "0..4")
-    bad_values._keep_first("linear_logprob", "targets", targets[:0], targets[:0] < 0, "0..4")
+    bad_values._keep_first("linear_logprob", name, values, is_bad & False, "")
+    bad_values._keep_first("linear_logprob", name, values[:0], is_bad[:0], "")
     raise_bad_values()
 
 

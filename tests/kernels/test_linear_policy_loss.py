@@ -1,7 +1,7 @@
 """linear_policy_loss: the single pass and the recompute route against full logits and autograd in float64."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,21 +10,20 @@ from fused_head import (
     arguments_for,
     chunks_of,
     compare_policy_loss,
-    forced,
     head_case,
-    in_double,
     linear_policy_loss,
 )
 from fused_head import run_policy_loss as run
+from head_tests import Tier, weight_gradient
+from head_tests import simple as without_mask
+from policy_cases import OBJECTIVES
 from torch.utils.checkpoint import checkpoint
 
-from marsrl.kernels import PolicyObjective, linear_logprob
+from marsrl.kernels import linear_logprob
 from marsrl.kernels.head import chunked_head, gemms, host_memory, tiles
-from marsrl.kernels.head.rows.subset import Rows
-from marsrl.kernels.testing import OBJECTIVES
 
-PLAIN = PolicyObjective(mpt_probability=None)
-linear_policy_loss_module = sys.modules["marsrl.kernels.linear_policy_loss"]  # the function hides it in the package
+TIER = Tier("cpu", (torch.float32,), (20, 16, 131), (), lambda *_: None)
+simple = partial(without_mask, TIER)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
@@ -93,36 +92,6 @@ def test_the_exponentials_of_256_rows_and_a_tile_are_below_a_quarter_of_what_pla
     assert 256 * vocab / 2 + logits + weight <= 0.24 * copies * 256 * vocab
 
 
-def test_one_product_gives_dw_at_the_dtype_of_the_weight_and_several_give_their_float32_sum(monkeypatch):
-    hidden, weight, targets = head_case(60)
-    arguments = {**arguments_for((hidden, weight, targets), "pseudo on-policy"), "mask": None}
-    hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
-    seen = []
-    backward = linear_policy_loss_module._FusedLoss.backward
-    monkeypatch.setattr(
-        linear_policy_loss_module._FusedLoss,
-        "backward",
-        staticmethod(lambda ctx, gradient: (seen.append(ctx.gradients.of_weight.dtype), backward(ctx, gradient))[1]),
-    )
-    for rows, main_grad in ((60, None), (10, None), (60, torch.zeros(weight.shape))):
-        chunks_of(rows, monkeypatch)
-        linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad).loss.backward()
-    assert seen == [torch.bfloat16, torch.float32, torch.float32]
-
-
-def simple(num_tokens=20, **changes):
-    """A batch without a mask: weights of supervised training, one sequence."""
-    hidden, weight, targets = head_case(num_tokens)
-    arguments = {
-        "objective": PLAIN,
-        "token_advantages": torch.randn(num_tokens),
-        "cu_seqlens": torch.tensor([0, num_tokens]),
-        "normaliser": 5.0,
-        **changes,
-    }
-    return hidden.requires_grad_(), weight.requires_grad_(), targets, arguments
-
-
 def test_token_advantages_give_the_gradient_of_weighted_log_likelihood():
     hidden, weight, targets, arguments = simple()
     linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
@@ -132,38 +101,13 @@ def test_token_advantages_give_the_gradient_of_weighted_log_likelihood():
     torch.testing.assert_close(hidden.grad.double(), expected.grad, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_scaled_dw_is_rounded_once(dtype):
-    values = torch.randn(40, 8)
-    found = linear_policy_loss_module._scaled_to(values.clone(), torch.tensor(1.7), dtype)
-    assert torch.equal(found, (values * 1.7).to(dtype))
-    assert torch.equal(linear_policy_loss_module._scaled_to(values.clone(), 1.7, dtype), found)
-
-
-def test_rows_of_dz_fill_whole_waves():
+def test_rows_of_dz_fill_whole_waves_and_are_a_whole_number_of_chunks_at_qwens_vocabulary():
     assert chunked_head.whole_waves(33, 8, 132) == 33  # an H100 at H = 2048: 264 tiles
     assert chunked_head.whole_waves(31, 8, 108) == 27  # an A100: 216
-    assert chunked_head.whole_waves(64, 16, 132) == 33  # H = 4096: 528
     assert chunked_head.whole_waves(1, 3, 132) == 1
-    for at_most in range(1, 40):
-        assert at_most // 2 < chunked_head.whole_waves(at_most, 10, 132) <= at_most
-
-
-def test_the_buffer_of_dz_is_filled_to_the_last_row():
-    """Chunks of logits are cut so that 4224 rows of dz are a whole number of them at Qwen's vocabulary."""
     rows = chunked_head._rows_of_dz(2 * 151936, torch.empty(0, 2048))
     chunk = chunked_head._device_rows(4 * 151936, chunked_head.DEVICE_LOGITS_BYTES)
     assert (rows, chunk) == (4224, 768)
-    sizes = [each.count for each in Rows(None, 0, 10_000).chunks([768] * 5 + [384])]
-    assert sizes == [768, 768, 768, 768, 768, 384] * 2 + [768, 768, 16] and sum(sizes[:6]) == rows
-
-
-def exact_dw(hidden, weight, targets, arguments):
-    """dW of simple()'s loss in float64."""
-    leaf = weight.detach().double().requires_grad_()
-    with forced("reference"):
-        linear_policy_loss(hidden.detach().double(), leaf, targets, **in_double(arguments)).loss.backward()
-    return leaf.grad
 
 
 OPS_AROUND = {
@@ -192,7 +136,9 @@ def test_main_grad_gets_dw_once_under_activation_checkpointing(place, use_reentr
         kept = main_grad.clone()
         loss.backward()
         assert not torch.equal(main_grad, kept)
-    exact = exact_dw(before(hidden), weight, targets, arguments) * (loss.item() if place in ("behind", "both") else 1)
+    exact = weight_gradient(before(hidden), weight, targets, arguments) * (
+        loss.item() if place in ("behind", "both") else 1
+    )
     torch.testing.assert_close(main_grad.double(), 2 * exact, rtol=0, atol=exact.abs().max().item() * DW_ERROR[dtype])
 
 
@@ -205,15 +151,10 @@ def test_two_heads_on_one_weight_add_to_one_main_grad():
     first = linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad).loss
     second = linear_policy_loss(2 * hidden, weight, targets, **arguments, main_grad=main_grad).loss
     (first + 3 * second).backward()
-    exact = exact_dw(hidden, weight, targets, arguments) + 3 * exact_dw(2 * hidden, weight, targets, arguments)
+    exact = weight_gradient(hidden, weight, targets, arguments) + 3 * weight_gradient(
+        2 * hidden, weight, targets, arguments
+    )
     torch.testing.assert_close(main_grad.double(), exact, atol=1e-6, rtol=1e-5)
-
-
-def test_megatrons_flag_is_set_and_its_hooks_get_a_placeholder():
-    hidden, weight, targets, arguments = simple()
-    weight.grad_added_to_main_grad = False
-    linear_policy_loss(hidden, weight, targets, **arguments, main_grad=torch.zeros_like(weight)).loss.backward()
-    assert weight.grad_added_to_main_grad is True and weight.grad.shape == weight.shape
 
 
 def test_masked_rows_never_enter_the_first_gemm(monkeypatch):
@@ -225,6 +166,13 @@ def test_masked_rows_never_enter_the_first_gemm(monkeypatch):
     )
     linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
     assert seen == [12]
+
+
+def test_megatrons_flag_is_set_and_its_hooks_get_a_placeholder():
+    hidden, weight, targets, arguments = simple()
+    weight.grad_added_to_main_grad = False
+    linear_policy_loss(hidden, weight, targets, **arguments, main_grad=torch.zeros_like(weight)).loss.backward()
+    assert weight.grad_added_to_main_grad is True and weight.grad.shape == weight.shape
 
 
 def test_a_compiled_caller_gets_the_same():

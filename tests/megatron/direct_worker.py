@@ -7,20 +7,18 @@ the middle of publishes, too. A last publish is spoiled at one.
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import torch
 import torch.distributed as dist
-from foreign_bytes import counted, peak
+from direct_engine import serve
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.engines.protocol import EngineLost
@@ -29,7 +27,6 @@ from marsrl.rollout.pool.replicas import Lost, OnLost, Timed, ignore_loss
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
-from marsrl.trainer.runs.collective import gather_bytes
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import DirectSync, FileSync, Standby, WeightSync
 
@@ -47,37 +44,25 @@ class Processes:
 
     def __init__(self, num: int) -> None:
         """They end when this process does, or lets go of its connections."""
-        self._control, theirs = socket.socketpair()
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            str(Path(__file__).parent / "direct_engine.py"),
-            str(theirs.fileno()),
-        ]
-        self._nursery = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        theirs.close()
-        self._born = Connection(self._control.fileno())
-        self.connections: list[Connection] = []
-        self.processes: list[psutil.Process] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["marsrl.rollout.engines.local.engine"])
         self.restarts: list[int] = []
         self._local: tuple[str, str] = ("", "")
-        for _ in range(num):
-            connection, process = self._new()
-            self.connections.append(connection)
-            self.processes.append(process)
+        self.connections: dict[int, Connection] = {}
+        self.processes: dict[int, psutil.Process] = {}
+        for engine in range(num):
+            self._start(engine)
 
-    def _new(self) -> tuple[Connection, psutil.Process]:
-        mine, theirs = socket.socketpair()
-        send_handle(self._born, theirs.fileno(), self._nursery.pid)
+    def _start(self, engine: int) -> None:
+        self.connections[engine], theirs = self._context.Pipe()  # type: ignore[assignment]
+        process = self._context.Process(target=serve, args=(theirs,), daemon=True)
+        process.start()
         theirs.close()
-        return Connection(mine.detach()), psutil.Process(self._born.recv())
+        self.processes[engine] = psutil.Process(process.pid)
 
     def end(self) -> None:
-        for connection in self.connections:
-            connection.send(("end", ()))
-        self._control.shutdown(socket.SHUT_RDWR)
-        self._nursery.wait()
+        for connection in self.connections.values():
+            connection.close()
 
     def __len__(self) -> int:
         return len(self.connections)
@@ -113,7 +98,7 @@ class Processes:
         return self.call(method, {replica: arguments})[replica]
 
     def stop(self, replica: int) -> None:
-        if self.processes[replica].is_running():
+        with contextlib.suppress(psutil.NoSuchProcess):
             self.processes[replica].kill()
 
     def has_place(self, within_s: float) -> bool:
@@ -121,7 +106,7 @@ class Processes:
 
     def restart(self, replica: int) -> Lost | None:
         self.restarts.append(replica)
-        self.connections[replica], self.processes[replica] = self._new()
+        self._start(replica)
         self.call("local", {replica: self._local})
         return None
 
@@ -131,7 +116,7 @@ class Processes:
         return [answer.value for answer in self.call(method, dict.fromkeys(range(len(self)), args)).values()]  # type: ignore[union-attr]
 
     def tell(self, engine: int, method: str, *args: Any) -> Any:
-        """What one engine says."""
+        """An engine's answer."""
         answer = self.call_one(engine, method, args)
         assert isinstance(answer, Timed), answer
         return answer.value
@@ -161,7 +146,6 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
     if engines:
         engines.ask("local", model, dtype)
         checked = CheckedEngines(EnginePool(engines), vocab_size=learner.vocab_size)  # type: ignore[arg-type]
-        engines.ask("peak")
     for kind, sync in syncs_of(checked, dtype).items():
         versions = [1] if kind == "shm" else [1, 2]  # the second over the same connection
         for version in versions:
@@ -173,12 +157,9 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
                 "held": engines.ask("held"),
                 "bytes": report.num_bytes,
                 "probe": report.comparison and report.comparison.largest,
-                "peak": engines.ask("peak"),
             }
-        if kind == "shm":  # rank 0 gathers whole tensors for files
-            found.setdefault(kind, {})["rank_peak"] = peak()
-        else:
-            found.setdefault(kind, {})
+        found.setdefault(kind, {})
+        if kind != "shm":
             if with_losses:
                 found[kind]["losses"] = publishes_with_losses(sync, learner, checked, engines)
             name = ""
@@ -190,7 +171,6 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
             except RuntimeError as error:  # on rank 0
                 found[kind]["spoiled"] = [name, str(error)]
         sync.close()
-    found["rank_peaks"] = [int(told) for told in gather_bytes(str(peak()).encode())]
     return found
 
 
@@ -200,13 +180,13 @@ LOSSES: dict[str, list[tuple[int, str, int]]] = {
     "both, before and after": [(0, "before", signal.SIGKILL), (1, "after", signal.SIGKILL)],
     "killed while it is compared": [(1, "score", signal.SIGKILL)],
 }
-"""What befalls engines in one publish: (engine, where, signal)."""
+"""Losses in one publish: (engine, where, signal)."""
 
 
 def publishes_with_losses(
     sync: WeightSync, learner: Learner, checked: CheckedEngines | None, engines: Processes | None
 ) -> dict[str, Any]:
-    """What the engines hold after each loss, their versions, who was made anew, and the same after a quiet publish."""
+    """Weights of the engines after each loss, their versions, who was made anew; the same after a quiet publish."""
     found: dict[str, Any] = {}
     versions = {"main": 2}
     standby = Standby({"main": sync}, {"main": learner}, versions, {"main": checked.pool} if checked else None)
@@ -254,18 +234,17 @@ def publish_to_halves(learner: Learner, engines: Processes | None, folder: Path)
 
 
 def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> dict[str, Any]:
-    """What publishes() found in each case, on rank 0; with engines in halves too, in the case that says so."""
+    """Findings of publishes() in each case, on rank 0; with engines in halves too, in the case that says so."""
     found: dict[str, Any] = {}
     engines: Processes | None = None
-    with counted():
-        for name, (model, layout, dtype, engine_dtype) in cases.items():
-            learner = new_learner(model, layout, dtype)
-            if engines is None and dist.get_rank() == 0:
-                engines = Processes(2)
-            found[name] = publishes(learner, model, engine_dtype, engines, with_losses=not found)
-            if name.endswith("halves"):
-                found[name]["halves"] = publish_to_halves(learner, engines, Path(folder))
-            parallel.stop(keep_world=True)
+    for name, (model, layout, dtype, engine_dtype) in cases.items():
+        learner = new_learner(model, layout, dtype)
+        if engines is None and dist.get_rank() == 0:
+            engines = Processes(2)
+        found[name] = publishes(learner, model, engine_dtype, engines, with_losses=not found)
+        if name.endswith("halves"):
+            found[name]["halves"] = publish_to_halves(learner, engines, Path(folder))
+        parallel.stop(keep_world=True)
     if engines:
         engines.end()
     return found

@@ -1,4 +1,4 @@
-"""What `marsrl export` writes is loaded by vLLM as it is, and says what the trainer said: about 25 s on one core."""
+"""vLLM loads the directory of `marsrl export` as it is, and scores tokens as the trainer does: about 25 s on one core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What agents and policies used, what that cost, and how long episodes took."""
+"""Usage and cost of agents and policies, and latency of episodes."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.rewards.judge import Judge, known
 from marsrl.rollout.tasks.data import DataCursor
 from marsrl.rollout.team import Team, WatchedJudge
-from marsrl.rollout.types import Group, Message, Problem, Reward
+from marsrl.rollout.types import Finish, Group, Message, Problem, Reward, Sample, Segment
 
 AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 END = 1
@@ -129,3 +130,13 @@ def groups_of_a_while(stages: Stages, versions: Mapping[str, int], rng: random.R
         stages.advance(0.01)
     batch = stages.take()
     return batch.groups if batch is not None else ()
+
+
+def bare(uid: str, agent: str = "solver", text: str = "t", **changes: Any) -> Sample:
+    """A completion without tokens that ended by itself."""
+    none = np.zeros(0, np.int32)
+    made = Sample(
+        uid, "r", "p", agent, "g", None, none, none, none.astype(bool), none.astype(np.float32), (Segment(0, 0, 0),),
+        Finish.STOP, full_text=text,
+    )  # fmt: skip
+    return replace(made, **changes)

@@ -214,7 +214,7 @@ def test_under_the_same_weights_trainer_and_rollout_agree_and_would_not_without_
 
 
 def without_one(sequence: TrainSequence) -> KeptTokens:
-    """What was kept without the first token, at any place, that was not drawn there."""
+    """The kept tokens without the first one that was not drawn at its place."""
     kept = sequence.kept_tokens
     assert kept is not None
     place = np.arange(len(kept.counts)).repeat(kept.counts)

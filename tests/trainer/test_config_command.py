@@ -15,7 +15,7 @@ import yaml
 from marsrl.trainer.cli import main
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.explain import explained, help_line, page_of
-from marsrl.trainer.config.keys import every_key, key_names
+from marsrl.trainer.config.keys import all_keys
 from marsrl.trainer.config.read import read_config
 
 ROOT = Path(__file__).parents[2]
@@ -66,15 +66,16 @@ def test_a_section_is_explained_by_the_keys_of_its_kind(capsys) -> None:
     assert "  url: http://h/retrieve  # " in text and "corpus:" not in text and "api_key_env:" not in text
 
 
-def test_every_key_says_what_it_means_once_and_has_a_page() -> None:
-    keys = list(every_key())
-    assert not [key.name for key in keys if not key.meaning.strip()]
-    assert len({key.name for key in keys}) == len(keys) > 300
-    assert not {page for key in keys if not (ROOT / (page := page_of(key.name))).is_file()}
+def test_every_key_says_what_it_means_and_has_a_page_that_exists(capsys) -> None:
+    assert not [key.name for key in all_keys().values() if not key.meaning.strip()] and len(all_keys()) > 300
+    pages = {page_of(name) for name in all_keys()} | set(
+        re.findall(r"docs/\w+\.md", shown(capsys, "config", "--markdown"))
+    )
+    assert not [page for page in pages if not (ROOT / page).is_file()]
 
 
 def test_a_key_of_some_kinds_of_a_section_says_which() -> None:
-    keys = {key.name: key for key in every_key()}
+    keys = all_keys()
     assert keys["tools.search.kind"].kind == "index or http or serpapi"
     assert keys["tools.search.url"].meaning.startswith("http: ")
     assert keys["tools.search.retries"].meaning.startswith("http, serpapi: ")
@@ -95,7 +96,7 @@ def test_the_page_of_the_settings_has_each_key_once_with_its_meaning(capsys) -> 
         name for line in page.splitlines() if line.startswith("As in ") for name in line.split(": ", 1)[1].split(", ")
     ]
     names = sorted(name.strip("`.") for name in [*(row[0] for row in rows), *referred])
-    assert names == sorted(key.name for key in every_key() if key.kind != "section")
+    assert names == sorted(key.name for key in all_keys().values() if key.kind != "section")
 
 
 def test_a_section_that_repeats_another_refers_to_it(capsys) -> None:
@@ -108,12 +109,6 @@ def test_a_section_that_repeats_another_refers_to_it(capsys) -> None:
         re.sub(r"[^\w-]", "", name).lower() for name in sections
     }  # tests/docs/test_site.py: as mkdocs makes them
     assert set(re.findall(r"\]\(#(.*?)\)", page)) <= anchors
-
-
-def test_every_key_has_a_page_that_exists(capsys) -> None:
-    pages = {page_of(name) for name in key_names()}
-    pages |= set(re.findall(r"docs/\w+\.md", shown(capsys, "config", "--markdown")))
-    assert not [page for page in pages if not (ROOT / page).is_file()]
 
 
 def test_an_error_of_a_setting_ends_with_what_to_read(capsys) -> None:

@@ -163,23 +163,9 @@ def test_the_same_seed_draws_the_same_evaluation(tmp_path: Path, scripted_team: 
     assert results[0] == results[1]
 
 
-def test_repeats_are_counted(tmp_path: Path, scripted_team: Any) -> None:
-    judged = evaluator(
-        tmp_path, scripted_team, perfect_critics, CONFIG.model_copy(update={"repeat": 3, "num_problems": 5})
-    )
-    assert judged.evaluate(VERSIONS).agents["solver"].n == 15
-
-
-def test_a_prompt_that_does_not_fit_counts_as_wrong(tmp_path: Path, scripted_team: Any) -> None:
-    judged = evaluator(tmp_path, scripted_team, perfect_critics)
-    agents = judged.team.agents
-    agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 2})  # type: ignore[index]
-    result = judged.evaluate(VERSIONS)
-    assert result.agents["solver"].mean == 0.0
-    assert result.system.mean == 0.0
-
-
-def test_a_prompt_that_is_cut_is_asked(tmp_path: Path, scripted_team: Any) -> None:
+def test_a_prompt_that_does_not_fit_counts_as_wrong_and_one_that_is_cut_is_asked(
+    tmp_path: Path, scripted_team: Any
+) -> None:
     asked: list[int] = []
 
     def script(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
@@ -187,8 +173,13 @@ def test_a_prompt_that_is_cut_is_asked(tmp_path: Path, scripted_team: Any) -> No
         return "Answer: 1"
 
     judged = evaluator(tmp_path, scripted_team, script)
-    agents = judged.team.agents
-    agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 8, "long_prompts": "cut_left"})  # type: ignore[index]
+    agents: Any = judged.team.agents
+    agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 2})
+    result = judged.evaluate(VERSIONS)
+    assert (
+        (result.agents["solver"].mean, result.agents["solver"].n) == (0, 40) and result.system.mean == 0 and not asked
+    )
+    agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 8, "long_prompts": "cut_left"})
     solver = judged.evaluate(VERSIONS).agents["solver"]
     assert asked == [8] * solver.n and solver.n == 40 and solver.mean is not None and solver.mean > 0
 
@@ -326,6 +317,17 @@ def test_draws_of_other_weights_or_settings_are_not_taken(tmp_path: Path, script
         assert more.num_kept(VERSIONS, kept) == (16, 24)
 
 
+def test_a_draw_that_an_engine_gave_up_is_not_kept(tmp_path: Path, scripted_team: Any) -> None:
+    def fail(request: DecodeRequest) -> str | None:
+        return "on fire" if request.uid.startswith("eval00000.0/") else None
+
+    team, _, task = scripted_team(tmp_path, script=perfect_critics, evaluate=SMALL, fail=fail)
+    judged = Evaluator(team, SMALL, task, max_tokens=40, seed=0)
+    with Kept(tmp_path / "kept") as kept:
+        assert judged.evaluate(VERSIONS, kept=kept).num_episodes == 16
+    assert len(read_draws(tmp_path / "kept")) == 15
+
+
 def test_the_solver_alone_and_the_whole_team_are_of_the_same_rollouts(tmp_path: Path, scripted_team: Any) -> None:
     asked: list[str] = []
     found = evaluator(tmp_path, scripted_team, counting(asked), SMALL).evaluate(VERSIONS)
@@ -395,7 +397,7 @@ def test_files_to_evaluate_on_are_played_whole_and_a_cut_is_told(
     one, both = f"data.eval={tmp_path}/beyondaime.jsonl", f"[{tmp_path}/aime25.jsonl, {tmp_path}/beyondaime.jsonl]"
     config, _ = read_config(None, [*words, one])
     assert len(preflight(config, world_size=1).task.held_out(config.evaluate.num_problems, 0)) == 100
-    sets = preflight(read_config(None, [*words, f"data.eval={both}"])[0], world_size=1).eval_sets
+    sets = preflight(read_config(None, [*words, f"data.eval={both}"])[0], world_size=1).problems.sets
     assert [len(each.problems) for each in sets] == [30, 100]
     assert told(one) == told(f"data.eval={both}") == told() == []
     assert told(one, "evaluate.num_problems=64") == [

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -7,9 +8,10 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from marsrl.kernels import PolicyObjective
 from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions
 from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config import LossConfig, RunConfig
 from marsrl.trainer.config.read import ConfigError, read_config
 
 
@@ -57,9 +59,12 @@ SERVER = (
         (["sync.backend=nccl", "rollout.placement=colocated"], "NCCL refuses two processes on one GPU"),
         (["sync.backend=ipc"], "gives engines GPUs of their own: set sync.backend=nccl"),
         (["sync.backend=nccl", "sync.directory=/x"], "writes no files"),
-        (["sync.backend=shm", "sync.cpu_twin=true"], "sync.backend=shm is for weights in files, which need no GPU"),
-        (["sync.directory=/x", "sync.cpu_twin=true"], "sync.directory is for weights in files, which need no GPU"),
         (["rollout.ray_address=here:0"], "expected here or here:port, 1 to 65535"),
+        (["credit.train_agents=solvr"], "credit.train_agents names 'solvr'; the agents are solver, "),
+        (["credit.balance=uniform"], "set rollout.pipeline=trajectory, or credit.normalise=agent"),
+        (["credit.train_agents=[]"], "credit.train_agents is empty, and nothing is left to train: "),
+        (["rollout.stage_size=total", "rollout.segments=4", "rollout.pipeline=trajectory"],
+         "rollout.pipeline=trajectory carries none"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_reason_and_where_it_was_given(words: list[str], says: str) -> None:
@@ -67,14 +72,24 @@ def test_what_cannot_be_is_refused_with_the_reason_and_where_it_was_given(words:
     assert says in said and "command line" in said
 
 
-def test_later_words_win_and_a_word_may_refer_to_another_setting() -> None:
-    run = read_config(None, ["run.steps=3", "run.steps=4", "run.eval_every=${run.steps}"])[0].run
-    assert (run.steps, run.eval_every) == (4, 4)
-
-
-def test_off_is_a_word_and_not_yamls_false() -> None:
-    config, _ = read_config(None, ["mpt.scope=off", "run.resume=off"])
-    assert (config.mpt.scope, config.run.resume) == ("off", "off")
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["run.steps=3", "run.steps=4", "run.eval_every=${run.steps}"], "run.eval_every", 4),
+        (["mpt.scope=off"], "mpt.scope", "off"),  # a word, and not YAML's false
+        (["run.resume=off"], "run.resume", "off"),
+        ([], "mpt.temperature", "sampling"),
+        (["mpt.temperature=1"], "mpt.temperature", 1),
+        (["credit.train_agents=solver"], "credit.train_agents", ("solver",)),
+        (["credit.train_agents=all"], "credit.train_agents", "all"),
+        (["credit.balance=uniform", "credit.normalise=agent"], "credit.balance", "uniform"),
+        (["rollout.stage_size=total", "rollout.segments=4"], "rollout.stage_size", "total"),
+    ],
+)
+def test_words_are_read_as_settings(words: list[str], key: str, value: object) -> None:
+    config, _ = read_config(None, words)
+    section, _, name = key.partition(".")
+    assert getattr(getattr(config, section), name) == value
 
 
 def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
@@ -126,15 +141,6 @@ def test_trajectories_are_compared_where_a_problem_has_several() -> None:
     assert config.trains_whole  # with rollout.pipeline=agentic too
 
 
-def test_one_agent_to_train_needs_no_brackets_and_none_is_refused() -> None:
-    assert read_config(None, ["credit.train_agents=solver"])[0].credit.train_agents == ("solver",)
-    assert read_config(None, ["credit.train_agents=all"])[0].credit.train_agents == "all"
-    assert "credit.train_agents names 'solvr'; the agents are solver, " in refusal("credit.train_agents=solvr")
-    assert "set rollout.pipeline=trajectory, or credit.normalise=agent" in refusal("credit.balance=uniform")
-    assert read_config(None, ["credit.balance=uniform", "credit.normalise=agent"])[0].credit.balance == "uniform"
-    assert refusal("credit.train_agents=[]").startswith("credit.train_agents is empty, and nothing is left to train: ")
-
-
 def bounds(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
     """Every count and size, and whether it has a largest value."""
     for name, field in model.model_fields.items():
@@ -152,6 +158,12 @@ def test_every_count_and_size_has_a_largest_value(model: type[BaseModel]) -> Non
     assert len(found) > 1 and [name for name, is_bound in found.items() if not is_bound] == []
 
 
+def test_the_loss_has_every_key_of_the_objective() -> None:
+    """build.py hands them over by name."""
+    names = {field.name for field in dataclasses.fields(PolicyObjective)}
+    assert names - LossConfig.model_fields.keys() == {"mpt_probability"}  # of the section mpt
+
+
 @pytest.mark.parametrize(
     "word", ["credit.normalise=agent", "credit.reward_scheme=outcome", "rollout.pipeline=trajectory"]
 )
@@ -159,17 +171,6 @@ def test_credit_over_an_instance_trains_whole_ones(word: str) -> None:
     assert not read_config(None)[0].has_whole_instances
     config = read_config(None, [word])[0]
     assert config.has_whole_instances and config.trains_whole == word.startswith("credit")
-
-
-def test_a_size_that_counts_what_is_carried_over_needs_a_pipeline_that_carries() -> None:
-    words = ("rollout.stage_size=total", "rollout.segments=4")
-    assert "rollout.pipeline=trajectory carries none" in refusal(*words, "rollout.pipeline=trajectory")
-    assert read_config(None, words)[0].rollout.stage_size == "total"
-
-
-def test_a_temperature_of_the_gate_is_a_word_or_one() -> None:
-    assert read_config(None)[0].mpt.temperature == "sampling"
-    assert read_config(None, ["mpt.temperature=1"])[0].mpt.temperature == 1
 
 
 def test_a_missing_file_lists_the_presets() -> None:
@@ -182,10 +183,6 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
     path.write_text("- 1\n- 2\n")
     with pytest.raises(ConfigError, match="list.yaml"):
         read_config(path)
-
-
-def test_the_task_chooses_its_preset() -> None:
-    assert read_config(None, ["task=math"])[1].name == "math_default"
 
 
 PLACEMENT_OF = {"nccl": "disaggregated", "ipc": "colocated"}

@@ -15,7 +15,7 @@ import pytest
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
-from marsrl.rollout.tasks.facts_tokenizer import FACTS_TOKENIZER
+from marsrl.rollout.tasks.facts_tutor import FACTS_TOKENIZER
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import PolicyConfig, RunConfig, WarmStartConfig
 from marsrl.trainer.config.read import read_config

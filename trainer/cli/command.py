@@ -1,4 +1,4 @@
-"""What the commands of `marsrl` share. None imports what it needs before it runs: `marsrl --help` is fast."""
+"""Shared parts of the `marsrl` commands. A command imports what it needs when it runs: `marsrl --help` is fast."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def command(group: str, example: str, *, name: str | None = None) -> Callable[[C
 
 
 def console(width: int) -> Console:
-    """For tables: as wide as the terminal, or so wide where the output is none."""
+    """Console for tables: as wide as the terminal; `width` columns where the output is not a terminal."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else width)

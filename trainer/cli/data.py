@@ -99,6 +99,6 @@ def tool(
     built_in = [] if config else ["task=qa", "tools.scholar.kind=index", "tools.python={}"]
     read, origin = read_config(config, [*built_in, *(settings or ())])
     with origin.places_in_errors():
-        called = call_tool(read, name, argument)
-    print(called.text())
-    return int(called.output.is_error)
+        said, is_error = call_tool(read, name, argument)
+    print(said)
+    return int(is_error)

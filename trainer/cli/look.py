@@ -1,4 +1,4 @@
-"""What came of runs."""
+"""Results of runs."""
 
 from __future__ import annotations
 
@@ -52,9 +52,6 @@ def evaluate(
             metavar="DIR", help="keep every draw that has ended, and the numbers, here; where it has begun, it goes on"
         ),
     ] = None,
-    compare: Annotated[
-        list[str] | None, Option(metavar="FILE", help="evaluate this config too, and set both side by side")
-    ] = None,
 ) -> None:
     """Evaluate a team without training it: each agent and the whole team, with 95% intervals.
 
@@ -72,7 +69,7 @@ def evaluate(
         config, weights = settings_of_run(Path(runs[0]))
         print("# weights:", *weights, file=sys.stderr)
         words = [*weights, *words]
-    evaluate_alone(config, words, json, compare or (), out)
+    evaluate_alone(config, words, json, out)
 
 
 @command("look", "marsrl compare runs/one runs/two --html compare.html")

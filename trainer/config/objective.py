@@ -1,4 +1,4 @@
-"""What a token is trained towards: credit, loss, and the gate of well-mastered positive tokens."""
+"""Training objective: credit, loss, and the mask of well-mastered positive tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and 
 
 
 class CreditConfig(Settings):
-    """What a sample is compared with, which gives its advantage."""
+    """Comparison that turns a sample's reward into its advantage."""
 
     normalise: Literal["group", "agent", "trajectory", "global", "agent_mean", "agent_std"] = Field(
         "group",
@@ -50,7 +50,7 @@ class CreditConfig(Settings):
     )
 
     def trains(self, agent: str) -> bool:
-        """Do the agent's samples have a gradient?"""
+        """True if the agent's samples are trained."""
         return self.train_agents == "all" or agent in self.train_agents
 
 

@@ -1,4 +1,4 @@
-"""Where each setting was given, file and line, so that an error that names a setting can say it."""
+"""File and line of each setting, for the errors that name it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ConfigOrigin:
-    """What a config was made of; as text "preset cpu_default.yaml < my.yaml < command line", later ones win."""
+    """Layers of a config, later ones win; as text "preset cpu_default.yaml < my.yaml < command line"."""
 
     layers: Sequence[Layer]
 
@@ -92,7 +92,7 @@ class ConfigOrigin:
         return {key: place for layer in self.layers for key, place in layer.places.items()}
 
     def place(self, key: Sequence[str]) -> str:
-        """Where a key was given, or else the innermost section around it; "" where it is a default."""
+        """File and line of a key, or else of the innermost section around it; "" for a default."""
         places = self.places
         return next((places[k] for end in range(len(key), 0, -1) if (k := ".".join(key[:end])) in places), "")
 

@@ -11,7 +11,7 @@ from marsrl.trainer.config.sections import Ranks, Share, ZeroOrMore
 
 
 class LayoutConfig(Settings):
-    """How a policy is cut over ranks (Megatron's sizes); all trained policies alike."""
+    """Split of a policy over ranks (Megatron's sizes); the same for all trained policies."""
 
     tensor: Ranks = Field(
         1,
@@ -102,7 +102,7 @@ class PriceConfig(Settings):
     output: float = Field(ge=0, description="decoded tokens")
 
     def of(self, input_tokens: float, cached_tokens: float, output_tokens: float) -> float:
-        """What so many cost; cached_tokens are among input_tokens."""
+        """Cost of so many tokens; cached_tokens are among input_tokens."""
         cached = self.input if self.cached_input is None else self.cached_input
         whole = (input_tokens - cached_tokens) * self.input + cached_tokens * cached + output_tokens * self.output
         return whole / 1e6

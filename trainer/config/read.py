@@ -16,15 +16,15 @@ from marsrl.rollout.agents.prompts import is_prompt_file
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, agent_names
 from marsrl.rollout.own_classes import is_own
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config.keys import as_written, kinds_of, nearest, sections_with_kinds
+from marsrl.trainer.config.keys import all_keys, as_written, kinds_of, nearest
 from marsrl.trainer.config.origin import ConfigError, ConfigOrigin, Layer, layer_of_file, layer_of_words
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # in a checkout, and in an installed package
 DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default", "qa": "qa_default"}
-_PATHS = (
-    "task", "orchestration", "data.train", "data.train.*", "data.train.*.path", "data.eval", "data.eval.*",
-    "data.eval.*.path", "policies.*.model", "policies.*.reference", "tools.*.corpus", "tools.*.index", "agents.*.prompt",
-)  # fmt: skip
+_PATHS = re.compile(
+    r"task|orchestration|data\.(train|eval)|policies\.[^.]+\.(model|reference)|tools\.[^.]+\.(corpus|index)"
+    r"|agents\.[^.]+\.prompt"
+)
 
 
 def read_config(
@@ -79,7 +79,7 @@ def preset_names() -> list[str]:
 
 
 def _find(name: str) -> Layer:
-    """What --config means: a file that is there, else a shipped preset by its name."""
+    """The file that --config names, or else the shipped preset of that name."""
     if Path(name).is_file():
         return layer_of_file(Path(name), name)
     if Path(name).name == name and name.removesuffix(".yaml") in preset_names():
@@ -119,52 +119,41 @@ def _last(layers: Sequence[Layer], key: str) -> str | None:
 
 
 def _make_paths_absolute(merged: dict[str, Any], layers: Sequence[Layer]) -> None:
-    """Paths in a user's YAML file are relative to it, those in a word to the working directory.
+    """Paths in a user's YAML file are relative to it, those in a word to the working directory."""
+    givers = {key: layer for layer in layers for key in layer.places}  # the last one's value holds
+    for key, giver in givers.items():
+        above, _, name = key.rpartition(".")
+        section = _section(merged, above) if above else merged
+        if _PATHS.fullmatch(key) and name in section and not _is_shipped(giver):
+            folder = giver.file.parent if giver.file is not None else Path.cwd()
+            section[name] = _absolute(section[name], name, folder)
+
+
+def _absolute(value: Any, name: str, folder: Path) -> Any:
+    """The path or paths of a setting called `name`.
 
     Left as they are: malformed values, for the models to refuse, the words that a key takes in place of a path, and the names
     of models that are nowhere here (Qwen3-8B of `marsrl plan`; Qwen/Qwen3-8B, of which read_shape says how to get it).
     """
-    for pattern in _PATHS:
-        for holder, key, where in _matching(merged, pattern.split(".")):
-            value = holder[key]
-            givers = [layer for layer in layers if where in layer.places]
-            if not isinstance(value, str) or not value or not givers or _is_shipped(givers[-1]):
-                continue
-            folder = givers[-1].file.parent if givers[-1].file is not None else Path.cwd()
-            file, colon, kind = value.rpartition(":") if pattern in ("task", "orchestration") else (value, "", "")
-            path = f"{os.path.normpath(folder / Path(file).expanduser())}{colon}{kind}"
-            if not _is_word(pattern, value, path):
-                holder[key] = path
-
-
-def _matching(
-    settings: Any, pattern: Sequence[str], where: str = "", in_list: bool = False
-) -> Iterator[tuple[Any, Any, str]]:
-    """(its mapping or list, its key or index there, dotted key) of each setting; * is any name or entry, and what is in a list
-    has the list's key, as in a layer's places."""
-    first, *rest = pattern
-    is_list = isinstance(settings, list) and first == "*"
-    for key in range(len(settings)) if is_list else list(settings) if isinstance(settings, dict) else ():
-        if first in ("*", key):
-            name = where if in_list or is_list else f"{where}.{key}".lstrip(".")
-            if rest:
-                yield from _matching(settings[key], rest, name, in_list or is_list)
-            else:
-                yield settings, key, name
-
-
-def _is_word(pattern: str, value: str, path: str) -> bool:
-    """Is the value no path? A model is none, as far as can be seen, that is OWNER/NAME or NAME, and no such directory."""
-    if pattern in ("task", "orchestration"):
-        return not is_own(value)
-    if pattern == "agents.*.prompt":
-        return not is_prompt_file(value)
-    if pattern == "policies.*.reference" and value in ("none", "start"):
-        return True
-    is_there = os.path.exists(path) or os.path.exists(value)
-    return (
-        pattern.startswith("policies.") and not is_there and re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", value) is not None
+    if isinstance(value, list):
+        return [_absolute(each, name, folder) for each in value]
+    if isinstance(value, dict):
+        return {key: _absolute(each, name, folder) if key == "path" else each for key, each in value.items()}
+    if not isinstance(value, str) or not value:
+        return value
+    is_class = name in ("task", "orchestration")
+    file, colon, kind = value.rpartition(":") if is_class else (value, "", "")
+    path = f"{os.path.normpath(folder / Path(file).expanduser())}{colon}{kind}"
+    is_of_a_hub = (
+        re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", value) and not os.path.exists(path) and not os.path.exists(value)
     )
+    is_word = (
+        (is_class and not is_own(value))
+        or (name == "prompt" and not is_prompt_file(value))
+        or (name == "reference" and value in ("none", "start"))
+        or (name in ("model", "reference") and is_of_a_hub)
+    )
+    return value if is_word else path
 
 
 def _leave_out_other_choices(merged: dict[str, Any], origin: ConfigOrigin) -> None:
@@ -185,11 +174,11 @@ def _of_other_choices(merged: dict[str, Any]) -> Iterator[tuple[str, str, set[st
     if (mine := _team(merged.get("orchestration"))) is not None:
         others = {agent for other in ORCHESTRATIONS for agent in agent_names(other)}
         yield "orchestration", "agents", others - mine
-    for where in sections_with_kinds():
-        name, kinds = ".".join(where), kinds_of(where)
+    for name in all_keys():
+        kinds = kinds_of(name)
         if (kind := kinds.get(str(_section(merged, name).get("kind")))) is not None:
-            keys = {key for each in kinds.values() for key in each.model_fields}
-            yield f"{name}.kind", name, keys - kind.model_fields.keys()
+            of_all = {key for each in kinds.values() for key in each.model_fields}
+            yield f"{name}.kind", name, of_all - kind.model_fields.keys()
     engine = str(_section(merged, "rollout").get("engine"))
     if engine in (names := {"vllm": "rollout.local", "local": "rollout.vllm"}):
         yield "rollout.engine", names[engine], set(_section(merged, names[engine]))

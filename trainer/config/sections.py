@@ -23,7 +23,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class RunSection(Settings):
-    """What the run is called, how long it is, and what it keeps."""
+    """Name and length of the run, and the files that it keeps."""
 
     name: str | None = Field(None, description="directory under `dir`; default: preset and UTC time, never a collision")
     dir: str = Field("runs", description="where run directories go")
@@ -103,7 +103,7 @@ class DataConfig(Settings):
 
 
 class TrainerConfig(Settings):
-    """How a step's batch is computed, and when the run gives up."""
+    """Computation of a step's batch, and when the run gives up."""
 
     max_tokens_per_micro_batch: Tokens = Field(
         16384,
@@ -135,7 +135,7 @@ SyncBackend = Literal["auto", "shm", "nccl", "ipc"]
 
 
 class SyncConfig(Settings):
-    """How new weights reach the engines."""
+    """Transport of new weights to the engines."""
 
     backend: SyncBackend = Field(
         "auto",

@@ -1,4 +1,4 @@
-"""warm_start: what a school teaches random weights."""
+"""warm_start: lessons that turn random weights into a team."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _ACCURACY = (
 
 
 class SearchTeamLessons(SearchSlips):
-    """What the search team is taught about linked facts."""
+    """Lessons of the search team about linked facts."""
 
     drills: ZeroOrMore = Field(4, description="documents and questions about them, a step in phase 2")
     accuracy: tuple[float, float] = Field((0.35, 0.65), description=_ACCURACY.format("the whole team"))
 
 
 class DualSystemLessons(DualSystemSlips):
-    """What System 2 and System 1 are taught about linked facts and calculations."""
+    """Lessons of System 2 and System 1 about linked facts and calculations."""
 
     drills: ZeroOrMore = Field(4, description="documents and questions about them, a step in phase 2")
     accuracy: tuple[float, float] = Field((0.35, 0.65), description=_ACCURACY.format("the whole team"))

@@ -9,30 +9,32 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from marsrl.trainer.config.curate import NearDuplicatesConfig
-from marsrl.trainer.curate.rows import Decision, Row
+from marsrl.trainer.curate.rows import Decision, Decisions, Row, Stage
 
 _BATCH = 1024  # rows whose hashes are computed by one call
 _COMPARED = 64  # candidates whose shingles are compared: a template can have thousands
 
 
-class NearDuplicates:
-    """See the module."""
+def near_duplicates(config: NearDuplicatesConfig) -> Stage:
+    """See the module. Raises ValueError where rensa is not installed."""
+    if importlib.util.find_spec("rensa") is None:
+        raise ValueError(
+            "curate.near_duplicates needs the package rensa, which is not installed here: pip install rensa "
+            "(marsrl[curate]), or set curate.near_duplicates=null"
+        )
+    return Stage("near_duplicates", config.model_dump(mode="json"), lambda rows: _Questions(config).decisions(rows))
 
-    name = "near_duplicates"
+
+class _Questions:
+    """The questions that were kept, and an index of them."""
 
     def __init__(self, config: NearDuplicatesConfig) -> None:
-        """Raises ValueError where rensa is not installed."""
-        if importlib.util.find_spec("rensa") is None:
-            raise ValueError(
-                "curate.near_duplicates needs the package rensa, which is not installed here: pip install rensa "
-                "(marsrl[curate]), or set curate.near_duplicates=null"
-            )
         import rensa
 
         self._config = config
@@ -42,10 +44,7 @@ class NearDuplicates:
         self._kept: list[tuple[str, str, str | None]] = []  # question as compared, id, answer
         self._hashes = np.empty((_BATCH, self._num_hashes), np.uint16)  # of the kept rows, then room: their low halves
 
-    def settings(self) -> Mapping[str, Any]:
-        return self._config.model_dump(mode="json")
-
-    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
+    def decisions(self, rows: Iterator[Row]) -> Decisions:
         while batch := list(itertools.islice(rows, _BATCH)):
             for row, text, sketch in self._sketched(batch):
                 decision = self._decision(row, text, sketch)
@@ -83,13 +82,10 @@ class NearDuplicates:
         return Decision(False, "near duplicate", f"similarity {similarity:.2f} to {uid}{other}")
 
     def _most_alike(self, candidates: Sequence[int], sketch: Any) -> list[int]:
-        """Those that share the most hashes, which estimates the similarity; of equals the earliest."""
+        """The candidates that share the most hashes, which estimates the similarity; of equals the earliest."""
         places = np.sort(np.asarray(candidates))
         shared = (self._hashes[places] == _low_halves(sketch)).sum(axis=1)
         return places[np.argsort(-shared, kind="stable")[:_COMPARED]].tolist()
-
-    def close(self) -> None:
-        """The memory goes with it."""
 
 
 def _low_halves(sketch: Any) -> np.ndarray:

@@ -11,11 +11,12 @@ A stage that was stopped is run again from its first row; no model is asked agai
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,7 +44,7 @@ class Example(Settings):
 
 
 class Tally(Settings):
-    """How many rows a stage kept and dropped for what, and some of them."""
+    """Counts of the rows that a stage kept and dropped, by kind, and some of them."""
 
     kept: dict[str, int] = Field(default_factory=dict)
     dropped: dict[str, int] = Field(default_factory=dict)
@@ -76,25 +77,22 @@ class _Decided:
         with names_file(path):
             self._file: BinaryIO = open(path, "wb")  # noqa: SIM115 - close() does
         self.counts: Counter[str] = Counter()
-        self._chosen: dict[str, list[tuple[int, int, Example]]] = {}  # heaps by kind: the highest hash first
+        self._chosen: dict[str, list[tuple[int, Example]]] = {}  # by kind: with the hash of the row's number
 
     def add(self, row: Row, decision: Decision, line: bytes) -> None:
         with names_file(self._path):
             self._file.write(line)
         self.counts[decision.kind] += 1
-        texts = (row.problem.id, row.problem.question[:MAX_EXAMPLE_CHARS], decision.detail[:MAX_EXAMPLE_CHARS])
-        chosen = self._chosen.setdefault(decision.kind, [])
         # those whose number has the lowest hash: spread over the rows, and the same ones every time
-        entry = (-zlib.crc32(str(row.number).encode()), row.number, Example(**dict(zip(Example.model_fields, texts))))
-        if len(chosen) < NUM_EXAMPLES:
-            heapq.heappush(chosen, entry)
-        else:
-            heapq.heappushpop(chosen, entry)
+        order, chosen = zlib.crc32(str(row.number).encode()), self._chosen.setdefault(decision.kind, [])
+        if len(chosen) < NUM_EXAMPLES or order < chosen[-1][0]:
+            question, detail = row.problem.question[:MAX_EXAMPLE_CHARS], decision.detail[:MAX_EXAMPLE_CHARS]
+            example = Example(id=row.problem.id, question=question, detail=detail)
+            bisect.insort(chosen, (order, example), key=lambda each: each[0])
+            del chosen[NUM_EXAMPLES:]
 
     def examples(self) -> dict[str, list[Example]]:
-        return {
-            kind: [example for *_, example in sorted(chosen, reverse=True)] for kind, chosen in self._chosen.items()
-        }
+        return {kind: [example for _, example in chosen] for kind, chosen in self._chosen.items()}
 
     def close(self) -> None:
         """On disk."""
@@ -117,68 +115,55 @@ class Pipeline:
         task: str,
         console: RunConsole,
     ) -> None:
-        self._folder, self._out = out / "stages", out
-        self._stages, self._open_rows, self._task, self._console = stages, open_rows, task, console
+        self._out, self._stages, self._open_rows, self._task, self._console = out, stages, open_rows, task, console
 
     def run(self) -> list[StageRecord]:
         """Every stage to its end, and curated.jsonl; the records of all."""
         records: list[StageRecord] = []
         key, is_told = "", False
-        for stage in self._stages:
-            settings = dict(stage.settings())
-            key = key_of(before=key, name=stage.name, settings=settings)
+        for number, stage in enumerate(self._stages):
+            key = key_of(before=key, name=stage.name, settings=stage.settings)
             found = self._record(stage.name)
             if found is not None and found.key == key:
                 self._console.message(f"{stage.name}: done before, {_counts(found.tally)}")
                 records.append(found)
                 continue
             if not is_told:
-                self._tell_what_is_redone(self._stages[len(records) :], found, settings)
+                self._tell_what_is_redone(self._stages[number:], found)
                 is_told = True
             self._file(stage.name, "stage.json").unlink(missing_ok=True)  # before the rows that it counts
             tally = self._run(stage, records[-1] if records else None)
-            records.append(StageRecord(name=stage.name, settings=settings, key=key, tally=tally))
+            records.append(StageRecord(name=stage.name, settings=dict(stage.settings), key=key, tally=tally))
             write_json(self._file(stage.name, "stage.json"), records[-1].model_dump(mode="json"))
             self._console.message(f"{stage.name}: {_counts(tally)}")
         self._write_result(records[-1].name)
         return records
 
     def _run(self, stage: Stage, before: StageRecord | None) -> Tally:
-        (self._folder / stage.name).mkdir(parents=True, exist_ok=True)
-        kept, dropped = (_Decided(self._file(stage.name, f"{name}.jsonl")) for name in ("kept", "dropped"))
+        self._file(stage.name, "").mkdir(parents=True, exist_ok=True)
         rows, total = (self._open_rows(), None) if before is None else (self._kept(before.name), before.tally.num_kept)
-        with self._console.progress(f"curate: {stage.name}", total, "rows") as bar:
-            try:
-                for row, decision in stage.decisions(rows):
-                    try:
-                        line = to_line(row, decision)
-                    except BadLine as reason:  # it has no JSON: dropped, whatever the decision
-                        row, decision = replace(row, fields={}), Decision(False, "unreadable row", str(reason))
-                        line = to_line(row, decision)
-                    (kept if decision.is_kept else dropped).add(row, decision, line)
-                    bar.advance()
-            finally:
-                stage.close()
-                kept.close()
-                dropped.close()
+        with (
+            closing(_Decided(self._file(stage.name, "kept.jsonl"))) as kept,
+            closing(_Decided(self._file(stage.name, "dropped.jsonl"))) as dropped,
+            closing(stage.decide(rows)) as decisions,
+            self._console.progress(f"curate: {stage.name}", total, "rows") as bar,
+        ):
+            for row, decision in decisions:
+                try:
+                    line = to_line(row, decision)
+                except BadLine as reason:  # it has no JSON: dropped, whatever the decision
+                    row, decision = replace(row, fields={}), Decision(False, "unreadable row", str(reason))
+                    line = to_line(row, decision)
+                (kept if decision.is_kept else dropped).add(row, decision, line)
+                bar.advance()
         return Tally(
-            kept=dict(kept.counts),
-            dropped=dict(dropped.counts),
-            kept_examples=kept.examples(),
-            dropped_examples=dropped.examples(),
+            kept=kept.counts, dropped=dropped.counts, kept_examples=kept.examples(), dropped_examples=dropped.examples()
         )
 
     def _kept(self, name: str) -> Iterator[Row]:
-        path = self._file(name, "kept.jsonl")
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    row = from_line(line, self._task)
-                except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    raise ValueError(
-                        f"{path}:{number} is no line that marsrl curate wrote ({error}); remove {path.parent}"
-                    ) from error
-                yield row
+        with self._file(name, "kept.jsonl").open("rb") as lines:
+            for line in lines:
+                yield from_line(line, self._task)
 
     def _write_result(self, last: str) -> None:
         """curated.jsonl, whole or not at all."""
@@ -194,29 +179,23 @@ class Pipeline:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _tell_what_is_redone(
-        self, stages: Sequence[Stage], found: StageRecord | None, settings: Mapping[str, Any]
-    ) -> None:
+    def _tell_what_is_redone(self, stages: Sequence[Stage], found: StageRecord | None) -> None:
         """A warning where decisions on disk are of no use any more. found: of the first of these stages."""
         if any(self._file(stage.name, "stage.json").exists() for stage in stages):
-            changed = ["it was not there"] if found is None else _changed(found.settings, settings)
+            changed = ["it was not there"] if found is None else _changed(found.settings, stages[0].settings)
             why = "; ".join(changed) or "the stages before it are others"
             names = ", ".join(stage.name for stage in stages)
             self._console.warning(f"curate.{stages[0].name}: {why}. Done again: {names}")
 
     def _record(self, name: str) -> StageRecord | None:
-        path = self._file(name, "stage.json")
-        if not path.exists():
-            return None
+        """The record of a stage that has finished; None too for a file that is none, and the stage runs again."""
         try:
-            return StageRecord.model_validate_json(path.read_bytes())
-        except pydantic.ValidationError as error:
-            raise ValueError(
-                f"{path} is no record of a stage: {error}; remove it, and the stage is run again"
-            ) from error
+            return StageRecord.model_validate_json(self._file(name, "stage.json").read_bytes())
+        except (FileNotFoundError, pydantic.ValidationError):
+            return None
 
     def _file(self, stage: str, name: str) -> Path:
-        return self._folder / stage / name
+        return self._out / "stages" / stage / name
 
 
 def _counts(tally: Tally) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from marsrl.rollout.jsonl import BadLine
 from marsrl.rollout.tasks.data import problem_of, read_problem_rows
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a stage says of a row.
+    """A stage's word on a row.
 
     kind: why, in a few words that many rows share, by which they are counted; detail: what is the row's own.
     """
@@ -48,19 +48,20 @@ class Decision:
     detail: str = ""
 
 
-class Stage(Protocol):
-    """A reason to keep rows or drop them."""
+Decisions = Generator[tuple[Row, Decision], None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A reason to keep rows or drop them.
+
+    settings: everything that its decisions depend on beside the rows, as JSON. decide: gives each row with what is decided about
+    it, in their order; it may read as many rows ahead as it likes, and gives back what it holds when it is closed.
+    """
 
     name: str
-
-    def settings(self) -> Mapping[str, Any]:
-        """Everything that its decisions depend on beside the rows, as JSON."""
-
-    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
-        """Each row with what is decided about it, in their order; it may read as many rows ahead as it likes."""
-
-    def close(self) -> None:
-        """Give back what it holds; may be called twice."""
+    settings: Mapping[str, Any]
+    decide: Callable[[Iterator[Row]], Decisions]
 
 
 def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answer_key: str | None) -> Iterator[Row]:
@@ -84,7 +85,7 @@ def to_line(row: Row, decision: Decision) -> bytes:
 
 
 def from_line(line: bytes, task: str) -> Row:
-    """The row that to_line wrote, where it was kept. ValueError, KeyError or TypeError where the line is no such thing."""
+    """The row that to_line wrote, where it was kept."""
     held = json.loads(line)
     keys = (held["keys"][0], held["keys"][1])
     return Row(held["row"], problem_of(held["id"], held["fields"], task, keys), held["fields"], keys)

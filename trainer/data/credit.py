@@ -22,7 +22,6 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.machine import training_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[
     rewards = np.array([_mean_reward(calls) for calls in compared.values()], dtype=np.float32)
     advantages = group_advantage(
         *(
-            torch.from_numpy(each).to(training_device())
+            torch.from_numpy(each)
             for each in (
                 rewards,
                 _indices(s.rollout_id if whole else s.group_id for s in first),
@@ -142,7 +141,7 @@ def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[
         singleton=config.singleton,
     )
     of_sample = _indices(sample.episode_id if whole else sample.uid for sample in samples)  # `compared` in its order
-    return advantages.double().cpu().numpy()[of_sample]
+    return advantages.double().numpy()[of_sample]
 
 
 def _mean_reward(samples: Sequence[Sample]) -> float:

@@ -23,10 +23,9 @@ from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.config import Settings
 from marsrl.rollout.tasks.arithmetic import draw_chain
 from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, equality_drill, solver_trace, table_drill, team_traces
-from marsrl.rollout.tasks.calls_tutor import call_traces, distilling_drill
 from marsrl.rollout.tasks.config import ArithmeticOptions, QaOptions
-from marsrl.rollout.tasks.facts_tutor import another_world, reading_drill, search_traces
-from marsrl.rollout.tasks.trace import Trace
+from marsrl.rollout.tasks.facts_tutor import another_world, call_traces, distilling_drill, reading_drill, search_traces
+from marsrl.rollout.tasks.word_tokenizer import Trace
 from marsrl.trainer.config import RunConfig, WarmStartConfig
 
 
@@ -51,7 +50,7 @@ class School(ABC):
     @classmethod
     @abstractmethod
     def teaches(cls, config: RunConfig) -> bool:
-        """Is the team of these settings its own?"""
+        """True if the school teaches the team of these settings."""
 
     @classmethod
     @abstractmethod
@@ -61,7 +60,7 @@ class School(ABC):
     @classmethod
     @abstractmethod
     def bounds(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
-        """By row of the evaluation before RL ("system", or an agent's name): the bounds of a mediocre team."""
+        """Accuracy of a mediocre team, from and to, by row of the evaluation before RL ("system", or an agent's name)."""
 
     @abstractmethod
     def first_lesson(self, step: int) -> list[Trace]:
@@ -217,11 +216,11 @@ def school_of(config: RunConfig) -> type[School] | None:
 
 
 def accuracy_before_rl(config: RunConfig) -> dict[str, tuple[float, float]]:
-    """By row of the evaluation: the bounds between which a taught team is mediocre; nothing where no school teaches it."""
+    """Accuracy of a taught team before RL, from and to, by row of the evaluation; {} where no school teaches it."""
     school = school_of(config)
     return school.bounds(config.warm_start) if school is not None else {}
 
 
 def who_is_taught() -> str:
-    """For people: the settings with which a policy needs no model."""
+    """Settings with which a policy needs no model, in words."""
     return ", or ".join(school.wants for school in SCHOOLS)

@@ -30,7 +30,7 @@ import numpy as np
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
-from marsrl.rollout.tasks.trace import Trace
+from marsrl.rollout.tasks.word_tokenizer import Trace
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig, RunConfig
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import BatchShard, micro_batches

@@ -2,17 +2,16 @@
 
     Run.publish -> WeightSync.publish(learner, version)       every rank, after an update; rank 0 has the engines
         trainer_scores                  the trainer's log-probs of fixed tokens, where a comparison is due  (comparison.py)
-        _prepare                        what can be done while the engines still decode
+        _prepare                        files are written while the engines still decode
         _deliver                        the engines are at rest and take the weights
         CheckedEngines.check            checksums of every tensor agree                                     (comparison.py)
         CheckedEngines.compare          log-probs agree
-        _settle                         the version is proven: what was kept for its sake may go
 
 The path of one tensor, in rollout/weights but for both ends:
 
-    sync.backend=shm    Learner.export, whole on rank 0 -> FileSender: its checksum, a file -> EnginePool.update_weights
+    sync.backend=shm    Converter.export, whole on rank 0 -> FileSender: its checksum, a file -> EnginePool.update_weights
                         -> the engine: WeightFiles -> its place in a fused tensor -> checksum                  (files.py)
-    nccl, ipc           Learner.held, a part on each rank -> DirectSender: its part of a checksum, a bucket
+    nccl, ipc           Converter.matrix, a part on each rank -> DirectSender: its part of a checksum, a bucket
                         -> GroupConnection or SharedBuffer                                               (connections.py)
                         -> the engine: WeightReceiver -> its place in a fused tensor -> checksum              (direct.py)
 
@@ -39,12 +38,12 @@ import torch
 from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Lost, Timed
-from marsrl.rollout.weights.direct import DirectSender, GroupSender, HeldWeights, Ranks, SharedSender
+from marsrl.rollout.weights.direct import GroupSender, HeldWeights, Ranks, SharedSender
 from marsrl.rollout.weights.files import SHARD_BYTES, FileSender, WrittenWeights
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank, world_size
 from marsrl.trainer.runs.stop import Stopped
-from marsrl.trainer.weights.comparison import CheckedEngines, ComparisonReport, TrainerScores, trainer_scores
+from marsrl.trainer.weights.comparison import CheckedEngines, ComparisonReport, trainer_scores
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -88,14 +87,8 @@ class SyncReport:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Delivered:
-    """expected: of each shard of an engine {fused tensor: checksum}; receipts: what each engine reports, by its number;
-    num_bytes: of the model."""
-
-    expected: Sequence[Mapping[str, int]]
-    receipts: Mapping[int, WeightReceipt]
-    num_bytes: int
+_Delivered = tuple[Sequence[Mapping[str, int]], Mapping[int, WeightReceipt], int]
+"""({fused tensor: checksum} of each shard of an engine, the receipt of each engine by its number, bytes of the model)."""
 
 
 class WeightSync(ABC):
@@ -138,7 +131,7 @@ class WeightSync(ABC):
         Raises:
             RuntimeError: the weights did not arrive, an engine holds other numbers than were sent (the tensors are
                 named), or trainer and engine disagree on the log-probs (comparison.py).
-            ValueError: the tensors of a layer do not come one after the other, or some are missing.
+            ValueError: tensors of the model are missing.
         """
         scores = trainer_scores(learner, self._dtype, self._cache_dtype) if version % self._verify_every == 0 else None
         start, seconds_of = time.perf_counter(), dict[str, float]()
@@ -147,32 +140,28 @@ class WeightSync(ABC):
             barrier()  # they are, which may have taken rank 0 a while
             with _timed(seconds_of, "load"):
                 delivered = self._deliver(learner, version)
-            report = (standing_by or _alone)(lambda: self._proven(delivered, scores, version, start, seconds_of))
-        if report is not None:
-            self._settle()
-        return report
 
-    def _proven(
-        self,
-        delivered: _Delivered | None,
-        scores: TrainerScores | None,
-        version: int,
-        start: float,
-        seconds_of: dict[str, float],
-    ) -> SyncReport:
-        """Rank 0's: every engine that serves holds what was sent, those too that were replaced, and computes what it should."""
-        assert self._engines is not None and delivered is not None, "of rank 0"
-        slowest_s = max((receipt.checksum_seconds for receipt in delivered.receipts.values()), default=0.0)
-        seconds_of["engine_checksum"] = min(slowest_s, seconds_of["load"])
-        seconds_of["load"] -= seconds_of["engine_checksum"]
-        self._engines.check(delivered.expected, delivered.receipts, version)
-        found: ComparisonReport | None = None
-        if scores is not None:
-            with _timed(seconds_of, "probe"):
-                found = self._engines.compare(scores, version)
-        seconds = time.perf_counter() - start
-        num_tensors = len(delivered.expected[0])
-        return SyncReport(version, seconds, delivered.num_bytes, num_tensors, found, seconds_of, self.is_direct)
+            def proven() -> SyncReport:
+                """Rank 0: every engine that serves, replaced ones too, holds what was sent and computes what it should."""
+                assert self._engines is not None and delivered is not None, "of rank 0"
+                expected, receipts, num_bytes = delivered
+                slowest_s = max((receipt.checksum_seconds for receipt in receipts.values()), default=0.0)
+                seconds_of["engine_checksum"] = min(slowest_s, seconds_of["load"])
+                seconds_of["load"] -= seconds_of["engine_checksum"]
+                self._engines.check(expected, receipts, version)
+                found: ComparisonReport | None = None
+                if scores is not None:
+                    with _timed(seconds_of, "probe"):
+                        found = self._engines.compare(scores, version)
+                seconds = time.perf_counter() - start
+                return SyncReport(version, seconds, num_bytes, len(expected[0]), found, seconds_of, self.is_direct)
+
+            if standing_by is not None:
+                report = standing_by(proven)
+            else:
+                report = proven() if rank() == 0 else None
+        self._settle()
+        return report
 
     def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
         """Send one engine the present weights once more. Collective; where a file has them nobody asks.
@@ -189,7 +178,7 @@ class WeightSync(ABC):
         """Every rank, while the engines are at rest; what they hold then, on rank 0."""
 
     def _settle(self) -> None:  # noqa: B027
-        """Rank 0, once the version is proven."""
+        """Every rank, once the version is proven."""
 
     @abstractmethod
     def close(self) -> None:
@@ -209,25 +198,22 @@ class FileSync(WeightSync):
         verify_every: int = 1,
         cache_dtype: torch.dtype | None = None,
         directory: str | Path | None = None,
-        num_elements: int = 0,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """directory, num_elements, shard_bytes: of rank 0's FileSender."""
+        """directory, shard_bytes: of rank 0's FileSender."""
         super().__init__(engines, dtype, verify_every=verify_every, cache_dtype=cache_dtype)
-        self._sender: FileSender | None = None
+        self._sender = FileSender(directory, dtype, shard_bytes=shard_bytes) if engines is not None else None
         self._written: WrittenWeights | None = None
-        if engines is not None:
-            self._sender = FileSender(directory, dtype, num_elements=num_elements, shard_bytes=shard_bytes)
 
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
-        """Rank 0 writes the tensors, which all ranks gather. The last version stays until this one is proven."""
+        """Rank 0 writes the tensors, which all ranks gather."""
         with _timed(seconds_of, "export"):
-            tensors = learner.export()
+            held = learner.held()
         if self._sender is None or self._engines is None:
-            for _ in tensors:
+            for _ in held.export():
                 raise AssertionError("only rank 0 exports")
             return
-        self._written = self._sender.write(tensors, version, self._engines.shards_of_each)
+        self._written = self._sender.write(held.hf_shapes, held.export(), version, self._engines.shards_of_each)
         for part, seconds in self._written.seconds_of.items():
             seconds_of[part] = seconds_of.get(part, 0.0) + seconds
 
@@ -236,11 +222,12 @@ class FileSync(WeightSync):
             return None
         receipts = self._engines.pool.update_weights(WeightUpdate(str(self._written.folder), version))
         by_engine = dict(zip(self._engines.pool.engines, receipts, strict=True))
-        return _Delivered(self._written.expected, by_engine, self._written.num_bytes)
+        return self._written.expected, by_engine, self._written.num_bytes
 
     def _settle(self) -> None:
-        assert self._written is not None, "it was delivered"
-        FileSender.forget_others(self._written.folder)
+        """The version before stayed until this one was proven."""
+        if self._written is not None:
+            FileSender.forget_others(self._written.folder)
 
     def close(self) -> None:
         if self._sender is not None:
@@ -267,15 +254,13 @@ class DirectSync(WeightSync):
         """bucket_bytes, timeout_s, host: of the DirectSender."""
         super().__init__(engines, dtype, verify_every=verify_every, cache_dtype=cache_dtype)
         self.kind = kind
-        self._new_sender: Callable[[], DirectSender] = functools.partial(
-            GroupSender if kind == "nccl" else SharedSender,
+        self._sender = (GroupSender if kind == "nccl" else SharedSender)(
             Ranks(rank(), world_size(), broadcast_bytes, gather_bytes),
             dtype,
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
             host=host,
         )
-        self._sender = self._new_sender()
         self._generation: int | None = None  # of the engines that the sender has agreed with; rank 0's
 
     def _deliver(self, learner: Learner, version: int) -> _Delivered | None:
@@ -289,17 +274,15 @@ class DirectSync(WeightSync):
         if self._engines is None:
             is_again = True
             while is_again:
-                self._sender.agree(held)
-                self._sender.send(held)
+                self._send(held)
                 is_again = bool(broadcast_bytes(None))
             return None
-        pool, shards = self._engines.pool, self._engines.shards_of_each
+        pool = self._engines.pool
         is_repeated = False  # after a transfer that has broken without a lost engine
         while True:
             pool.stand_by()
             is_other, self._generation = pool.generation != self._generation, pool.generation
-            self._sender.agree(held, [*shards] * pool.num_engines if is_other else ())
-            answers, expected = _transfer(self._sender, held, pool, pool.engines, version)
+            answers, expected = self._transfer(held, version, pool.engines, meets_anew=is_other)
             receipts = {engine: answer.value for engine, answer in answers.items() if isinstance(answer, Timed)}
             lost = {engine: answer.reason for engine, answer in answers.items() if isinstance(answer, Lost)}
             broken = [receipt.broken for receipt in receipts.values() if receipt.broken]
@@ -317,52 +300,56 @@ class DirectSync(WeightSync):
             pool.replace(lost)
             broadcast_bytes(b"again")
         broadcast_bytes(b"")
-        pool.note_weights(version, expected[: len(shards)])
+        pool.note_weights(version, expected)
         num_elements = sum(torch.Size(shape).numel() for shape in held.hf_shapes.values())
-        return _Delivered(expected[: len(shards)], receipts, num_elements * self._dtype.itemsize)
+        return expected, receipts, num_elements * self._dtype.itemsize
 
     def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
-        """The same by a sender of its own: nobody else's connection is touched; the next publish makes new ones."""
-        sender, held = self._new_sender(), learner.held()
-        try:
-            if self._engines is None or engine is None:
-                sender.agree(held)
-                sender.send(held)
-                return None
-            sender.agree(held, self._engines.shards_of_each)
-            answer = _transfer(sender, held, self._engines.pool, [engine], version)[0][engine]
-            if isinstance(answer, Timed) and answer.value.broken:
-                return Lost(f"its weights did not arrive: {answer.value.broken}")
-            return answer
-        finally:
-            sender.close()
+        """The same over new connections; the next publish makes others."""
+        held, self._generation = learner.held(), None
+        if engine is None:
+            self._send(held)
+            return None
+        answer = self._transfer(held, version, [engine], meets_anew=True)[0][engine]
+        if isinstance(answer, Timed) and answer.value.broken:
+            return Lost(f"its weights did not arrive: {answer.value.broken}")
+        return answer
+
+    def _send(self, held: HeldWeights) -> None:
+        """The part of a rank other than 0 in a transfer."""
+        self._sender.agree(held)
+        self._sender.send(held)
+
+    def _transfer(
+        self, held: HeldWeights, version: int, engines: Sequence[int], *, meets_anew: bool
+    ) -> tuple[Mapping[int, Timed | Lost], list[dict[str, int]]]:
+        """Rank 0's part: (answer of each engine, checksums of each shard of an engine; none where the transfer has broken).
+
+        meets_anew: over new connections, to other engines than the last one or after it has broken.
+        """
+        assert self._engines is not None, "of rank 0"
+        pool, shards, sender = self._engines.pool, self._engines.shards_of_each, self._sender
+        sender.agree(held, [*shards] * len(engines) if meets_anew else ())
+        plans, each = sender.plans, len(shards)
+        updates = {
+            engine: WeightUpdate("", version, tuple(plans[each * i : each * (i + 1)]))
+            for i, engine in enumerate(engines)
+        }
+        answers: Future[Mapping[int, Timed | Lost]] = Future()
+
+        def receive() -> None:
+            try:
+                answers.set_result(pool.receive_weights(updates, lambda engine, reason: sender.give_up(reason)))
+            except BaseException as error:  # raised by the caller's thread, which waits for no engine any more
+                answers.set_exception(error)
+                sender.give_up("an engine has failed")
+
+        threading.Thread(target=receive, name="marsrl-sync", daemon=True).start()
+        expected = sender.send(held)
+        return answers.result(), expected[:each]
 
     def close(self) -> None:
         self._sender.close()
-
-
-def _transfer(
-    sender: DirectSender, held: HeldWeights, pool: EnginePool, engines: Sequence[int], version: int
-) -> tuple[Mapping[int, Timed | Lost], list[dict[str, int]]]:
-    """Rank 0's part of a transfer to these engines, with whom the sender has agreed: (what each answers, checksums of each
-    shard; none where it has broken)."""
-    plans = sender.plans()
-    each = len(plans) // len(engines)
-    updates = {
-        engine: WeightUpdate("", version, tuple(plans[each * i : each * (i + 1)])) for i, engine in enumerate(engines)
-    }
-    answers: Future[Mapping[int, Timed | Lost]] = Future()
-
-    def receive() -> None:
-        try:
-            answers.set_result(pool.receive_weights(updates, lambda engine, reason: sender.give_up(reason)))
-        except BaseException as error:  # raised by the caller's thread, which waits for no engine any more
-            answers.set_exception(error)
-            sender.give_up("an engine has failed")
-
-    threading.Thread(target=receive, name="marsrl-sync", daemon=True).start()
-    expected = sender.send(held)
-    return answers.result(), expected
 
 
 class Standby:
@@ -391,7 +378,7 @@ class Standby:
             pool.set_feed(functools.partial(self._feed, policy))
 
     def during(self, work: Callable[[], _T]) -> _T | None:
-        """What rank 0's work returns; None elsewhere. Collective; the learners hold what the engines are to hold.
+        """The result of rank 0's work; None elsewhere. Collective; the learners hold what the engines are to hold.
 
         Raises:
             Stopped: rank 0's work did, on all ranks.
@@ -427,10 +414,6 @@ class Standby:
 
     def _send(self, policy: str, engine: int | None) -> Timed | Lost | None:
         return self._syncs[policy].send_again(self._learners[policy], self._versions[policy], engine)
-
-
-def _alone(work: Callable[[], SyncReport]) -> SyncReport | None:
-    return work() if rank() == 0 else None
 
 
 @contextmanager

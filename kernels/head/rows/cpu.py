@@ -8,8 +8,8 @@ from torch import Tensor
 
 from marsrl.kernels import library
 from marsrl.kernels.head.objective import METRICS, PolicyObjective, PolicyTokens
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
-from marsrl.kernels.head.rows.terms import PolicyTerms, Slopes, Statistics, multiply
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
 
@@ -28,16 +28,10 @@ def c_temperature(head: Head) -> tuple[Tensor | None, float]:
     return head.inverse_temperature, head.inverse_temperature_of_all
 
 
-class CpuRowKernels:
+class CpuRowKernels(RowKernels):
     """RowKernels through ctypes; every call is complete when it returns."""
 
     is_host = True
-    first_gemm = None
-    multiply = staticmethod(multiply)
-
-    @property
-    def tiles(self) -> "CpuTileKernels":
-        return CpuTileKernels()
 
     def statistics(self, product: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         bad = library.cpu_library().marsrl_row_logprobs(
@@ -54,10 +48,9 @@ class CpuRowKernels:
         return CpuPolicyTerms(tokens, logprobs, entropy)
 
     def gradients(
-        self, product: Tensor, rows: Rows, head: Head, slopes: Slopes, out: Tensor, active: Tensor | None
+        self, product: Tensor, rows: Rows, head: Head, slopes: Slopes, out: Tensor, active: Tensor
     ) -> LateCount:
         _check_place(product, out)
-        assert active is not None, "a host has nothing to wait for: rows without a coefficient are left out"
         kept = library.cpu_library().marsrl_row_gradients(
             *c_rows(product, rows, head),
             head.first_column,
@@ -67,6 +60,38 @@ class CpuRowKernels:
             torch.get_num_threads(),
         )
         return LateCount(kept)
+
+    def exponentials(
+        self, logits: Tensor, head: Head, targets: Tensor, inverse_temperature: Tensor, partials: Tensor, out: Tensor
+    ) -> None:
+        """Partials [4, R] of a tile of the vocabulary, as RowKernels.partials gives them, and out [R, columns] bfloat16 = e^d,
+        0 in padding; its rows may lie apart.
+
+        logits [R, columns] float32, row-major; head: Head.tile of these columns; targets, inverse_temperature [R].
+        """
+        _put_partials(logits, head, targets, inverse_temperature, partials, out)
+
+    def exponential_gradients(
+        self,
+        exponentials: Tensor,
+        maxima: Tensor,
+        kept: Tensor,
+        tokens: Tensor,
+        head: Head,
+        slopes: Slopes,
+        out: Tensor,
+    ) -> None:
+        """out [n, columns] float32 = dz of the rows kept [n] int64 of exponentials [R, columns], whose tokens are given.
+
+        maxima [R] float64: the first line of their partials. dz as RowKernels.gradients has it, that of the target from
+        the float32 statistics.
+        """
+        library.cpu_library().marsrl_exponential_gradients(
+            *(exponentials, exponentials.stride(0), maxima, kept, tokens, kept.numel()),
+            *(head.num_columns, head.targets, head.first_column, *c_temperature(head)),
+            *slopes.arrays,
+            *(out, out.shape[1], torch.get_num_threads()),
+        )
 
 
 class CpuPolicyTerms:
@@ -106,42 +131,6 @@ class CpuPolicyTerms:
 
     def _structures(self) -> tuple[Any, Any]:
         return ctypes.byref(self._objective), ctypes.byref(self._tokens)
-
-
-class CpuTileKernels:
-    """Logits of a tile of the vocabulary, which leave bfloat16 exponentials behind, and the gradients from those."""
-
-    def exponentials(
-        self, logits: Tensor, head: Head, targets: Tensor, inverse_temperature: Tensor, partials: Tensor, out: Tensor
-    ) -> None:
-        """partials [4, R] as RowKernels.partials gives them, and out [R, columns] bfloat16 = e^d, 0 in padding; its
-        rows may lie apart.
-
-        logits [R, columns] float32, row-major; head: Head.tile of these columns; targets, inverse_temperature [R].
-        """
-        _put_partials(logits, head, targets, inverse_temperature, partials, out)
-
-    def gradients(
-        self,
-        exponentials: Tensor,
-        maxima: Tensor,
-        kept: Tensor,
-        tokens: Tensor,
-        head: Head,
-        slopes: Slopes,
-        out: Tensor,
-    ) -> None:
-        """out [n, columns] float32 = dz of the rows kept [n] int64 of exponentials [R, columns], whose tokens are given.
-
-        maxima [R] float64: the first line of their partials. dz as RowKernels.gradients has it, that of the target from
-        the float32 statistics.
-        """
-        library.cpu_library().marsrl_exponential_gradients(
-            *(exponentials, exponentials.stride(0), maxima, kept, tokens, kept.numel()),
-            *(head.num_columns, head.targets, head.first_column, *c_temperature(head)),
-            *slopes.arrays,
-            *(out, out.shape[1], torch.get_num_threads()),
-        )
 
 
 def _put_partials(

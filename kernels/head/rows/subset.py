@@ -1,6 +1,6 @@
-"""Which packed tokens a head visits, and numbers that a device computes and the host needs a little later."""
+"""Packed tokens that a head visits, and numbers that a device computes and the host needs a little later."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -83,13 +83,6 @@ class Rows:
             begin += size
             if begin >= rows.count:
                 return
-
-    def pieces(self, sizes: Iterable[int]) -> "Iterator[Rows]":
-        """These rows in order, cut into pieces of these sizes, whose sum is the count."""
-        begin = 0
-        for count in sizes:
-            yield self.part(begin, count)
-            begin += count
 
     def part(self, begin: int, count: int) -> "Rows":
         """So many of these rows, from the one at begin on."""

@@ -1,15 +1,13 @@
 """The row kernels in Triton: how triton_kernels.py is launched."""
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
 from marsrl.kernels.head.objective import METRICS, PolicyTokens
 from marsrl.kernels.head.rows import triton_kernels
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
-from marsrl.kernels.head.rows.terms import PolicyTerms, Slopes, Statistics, multiply
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import on_device_of
 
@@ -23,19 +21,13 @@ JOIN_PIECES = 32
 BLOCK_TOKENS = 1024
 
 
-class TritonRowKernels:
+class TritonRowKernels(RowKernels):
     """RowKernels on the current stream of the tensors' device; the host never waits here."""
 
     is_host = False
-    tiles = None
-    multiply = staticmethod(multiply)
 
-    @property
-    def first_gemm(self) -> Any:
-        return None
-
-    def statistics(self, product: Any, rows: Rows, head: Head, out: Statistics) -> None:
-        pieces = self._pieces(product, rows, head)
+    def statistics(self, product: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
+        pieces = _pieces(product, rows, head)
         block = _join_block(pieces)
         with on_device_of(pieces):
             triton_kernels.finish_rows[(triton.cdiv(rows.count, block["BLOCK"]),)](
@@ -44,8 +36,8 @@ class TritonRowKernels:
                 **block,
             )
 
-    def partials(self, product: Any, rows: Rows, head: Head) -> Tensor:
-        pieces = self._pieces(product, rows, head)
+    def partials(self, product: Tensor, rows: Rows, head: Head) -> Tensor:
+        pieces = _pieces(product, rows, head)
         block = _join_block(pieces)
         out = torch.empty(4, rows.count, dtype=torch.float64, device=pieces.device)
         with on_device_of(pieces):
@@ -56,31 +48,25 @@ class TritonRowKernels:
             )
         return out
 
-    def _pieces(self, product: Any, rows: Rows, head: Head) -> Tensor:
-        """[4, pieces, >= R] float32: the rows in pieces of PIECE_COLUMNS, in the form of row_partials."""
-        pieces = triton.cdiv(head.width, PIECE_COLUMNS)
-        partials = torch.empty(4, pieces, rows.count, dtype=torch.float32, device=product.device)
-        with on_device_of(product):
-            triton_kernels.row_partials[(rows.count, pieces)](
-                *(with_padding(product), product.stride(0), rows.count, head.num_columns),
-                *token_arguments(rows, head),
-                partials,
-                **_pieces_of_rows(head.width),
-            )
-        return partials
-
     def policy_terms(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
         return TritonPolicyTerms(tokens, logprobs, entropy)
 
     def gradients(
-        self, product: Any, rows: Rows, head: Head, slopes: Slopes, out: Tensor, active: Tensor | None
+        self, product: Tensor, rows: Rows, head: Head, slopes: Slopes, out: Tensor, active: Tensor
     ) -> LateCount:
+        place_of = torch.empty(rows.count, dtype=torch.int32, device=active.device)
+        count = torch.empty(1, dtype=torch.int32, device=active.device)
         with on_device_of(product):
-            place_of, late = list_active(rows, slopes, active)
+            triton_kernels.list_active[(1,)](
+                *(rows.count, rows.ids, rows.first, slopes.coefficient, slopes.entropy_coefficient),
+                *(place_of, active, count),
+                BLOCK=BLOCK_TOKENS,
+            )
+            late = LateCount(count)  # its copy is queued before what comes after: the host learns it early
             triton_kernels.row_gradients[(rows.count, triton.cdiv(head.width, PIECE_COLUMNS))](
-                *(with_padding(product), product.stride(0), head.num_columns),
-                *token_arguments(rows, head),
-                *(slopes.arrays, place_of, with_padding(out), out.stride(0)),
+                *(_with_padding(product), product.stride(0), head.num_columns),
+                *_token_arguments(rows, head),
+                *(slopes.arrays, place_of, _with_padding(out), out.stride(0)),
                 **_pieces_of_rows(head.width),
             )
         return late
@@ -130,22 +116,22 @@ class TritonPolicyTerms:
         return torch.cat(self._sums).sum(0)
 
 
-def list_active(rows: Rows, slopes: Slopes, active: Tensor | None) -> tuple[Tensor | None, LateCount]:
-    """(place of each row [R] int32 among those that have a coefficient, -1: it has none; how many have), and the tokens
-    of these to active. Where that is None every row has its own place: (None, R). On the device of the tensors."""
-    if active is None:
-        return None, LateCount(rows.count)
-    place_of = torch.empty(rows.count, dtype=torch.int32, device=active.device)
-    count = torch.empty(1, dtype=torch.int32, device=active.device)
-    triton_kernels.list_active[(1,)](
-        *(rows.count, rows.ids, rows.first, slopes.coefficient, slopes.entropy_coefficient, place_of, active, count),
-        BLOCK=BLOCK_TOKENS,
-    )
-    return place_of, LateCount(count)  # its copy is queued before what comes after: the host learns it early
+def _pieces(logits: Tensor, rows: Rows, head: Head) -> Tensor:
+    """[4, pieces, R] float32: the rows in pieces of PIECE_COLUMNS, in the form of row_partials."""
+    pieces = triton.cdiv(head.width, PIECE_COLUMNS)
+    partials = torch.empty(4, pieces, rows.count, dtype=torch.float32, device=logits.device)
+    with on_device_of(logits):
+        triton_kernels.row_partials[(rows.count, pieces)](
+            *(_with_padding(logits), logits.stride(0), rows.count, head.num_columns),
+            *_token_arguments(rows, head),
+            partials,
+            **_pieces_of_rows(head.width),
+        )
+    return partials
 
 
-def token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | None, ...]:
-    """What a kernel that reads logits asks of their rows: ids, first, targets, first_column, inverse temperatures."""
+def _token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | None, ...]:
+    """Arguments that describe the rows to a kernel that reads logits: ids, first, targets, first_column, inverse temperatures."""
     return (
         rows.ids,
         rows.first,
@@ -162,7 +148,7 @@ def _join_block(pieces: Tensor) -> dict[str, int]:
     return {"BLOCK": JOIN_ELEMENTS // at_once, "BLOCK_PIECES": at_once}
 
 
-def with_padding(rows: Tensor) -> Tensor:
+def _with_padding(rows: Tensor) -> Tensor:
     """[R, stride]: the rows [R, V] with what lies between them, and behind the last one."""
     return rows.as_strided((rows.shape[0], rows.stride(0)), (rows.stride(0), 1))
 

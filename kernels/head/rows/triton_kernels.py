@@ -43,37 +43,6 @@ def exact_expm1(x):
     return tl.where(tl.abs(x) < 1e-4, x + 0.5 * x * x, (tl.exp(x.to(tl.float64)) - 1.0).to(tl.float32))
 
 
-@triton.jit
-def gradient_of(p, logp, entropy, c, e, inverse):
-    """dz of a column that is not the target; logp is finite."""
-    return -p * (c + e * (logp + entropy)) * inverse
-
-
-@triton.jit
-def gradient_of_target(logp, entropy, c, e, inverse):
-    """dz of the target; 1 - p through expm1: p is close to 1 in a trained model, where 1 - p would round to 0."""
-    bounded = tl.where(logp < NOTHING, NOTHING, logp)  # p is 0 there, and 0 times -inf would be NaN
-    return (-c * exact_expm1(logp) - e * exact_exp(logp) * (bounded + entropy)) * inverse
-
-
-@triton.jit
-def slopes_at(slopes, token, inverse):
-    """(maximum, log_sum, entropy, c, e, dz of the target) of tokens, from the arrays of Slopes."""
-    logprobs, entropies, maxima, log_sums, coefficient, entropy_coefficient = slopes
-    c = tl.load(coefficient + token)
-    e = tl.load(entropy_coefficient + token)
-    entropy = tl.load(entropies + token)
-    at_target = gradient_of_target(tl.load(logprobs + token), entropy, c, e, inverse)
-    return tl.load(maxima + token), tl.load(log_sums + token), entropy, c, e, at_target
-
-
-@triton.jit
-def with_target(dz, at_target, column, target, columns):
-    """dz of these columns with the target's own in its place, and 0 in padding."""
-    dz = tl.where(column == target, at_target, dz)
-    return tl.where(column < columns, dz, 0.0)
-
-
 @triton.jit(do_not_specialize=VARYING)
 def row_partials(
     logits,  # [num_rows, stride] float32
@@ -430,7 +399,7 @@ def row_gradients(
     inverse_temperature,
     inverse_of_all,
     slopes,  # [T] arrays of Slopes
-    place_of,  # None: every row has its own place
+    place_of,  # [num_rows] int32 of list_active
     out,  # [.., out_stride] of the GEMM's dtype; 0 behind the real columns
     out_stride,
     PIECE: tl.constexpr,
@@ -438,15 +407,19 @@ def row_gradients(
 ):
     """Grid (num_rows, pieces)."""
     row = tl.program_id(0).to(tl.int64)
-    place = row
-    if place_of is not None:
-        place = tl.load(place_of + row).to(tl.int64)
+    place = tl.load(place_of + row).to(tl.int64)
     if place >= 0:
         token = token_of(ids, first, row)
         inverse = inverse_of_all
         if inverse_temperature is not None:
             inverse = tl.load(inverse_temperature + token)
-        maximum, log_sum, ent, c, e, at_target = slopes_at(slopes, token, inverse)
+        logprobs, entropies, maxima, log_sums, coefficient, entropy_coefficient = slopes
+        maximum, log_sum, ent = tl.load(maxima + token), tl.load(log_sums + token), tl.load(entropies + token)
+        c, e = tl.load(coefficient + token), tl.load(entropy_coefficient + token)
+        # 1 - p of the target through expm1: p is close to 1 in a trained model, where 1 - p would round to 0.
+        own = tl.load(logprobs + token)
+        bounded = tl.where(own < NOTHING, NOTHING, own)  # p is 0 there, and 0 times -inf would be NaN
+        at_target = (-c * exact_expm1(own) - e * exact_exp(own) * (bounded + ent)) * inverse
         target = tl.load(targets + token) - first_column
         begin = tl.program_id(1) * PIECE
         stop = tl.minimum(begin + PIECE, stride)
@@ -457,6 +430,7 @@ def row_gradients(
             x = tl.load(logits + row * stride + column, mask=column < stop, other=0.0)
             logp = (x - maximum) * inverse - log_sum
             logp = tl.where(logp < NOTHING, NOTHING, logp)  # a logit of -inf: p = 0, not 0 times infinity
-            dz = gradient_of(tl.exp(logp), logp, ent, c, e, inverse)
-            dz = with_target(dz, at_target, column, target, columns)
+            dz = -tl.exp(logp) * (c + e * (logp + ent)) * inverse
+            dz = tl.where(column == target, at_target, dz)
+            dz = tl.where(column < columns, dz, 0.0)
             tl.store(out + place * out_stride + column, dz.to(out.dtype.element_ty), mask=column < out_stop)

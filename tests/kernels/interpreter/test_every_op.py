@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 from every_op import (
-    BY_OWN_PRODUCT,
     CALLS,
     EMPTY,
     check_an_empty_batch_has_gradients_of_zero,
     check_autocast_changes_nothing,
     check_the_defaults_are_not_used,
-    force,
 )
 from layout_cases import OPS, check_every_layout
 from nonfinite_cases import FEW, KINDS, check_given_logprobs, check_head, check_logprobs, check_loss
@@ -21,25 +19,18 @@ from triton.runtime.interpreter import GridExecutor
 
 from marsrl import kernels
 
-TIERS = [*((name, "triton") for name in CALLS), *((name, "triton_gemm") for name in BY_OWN_PRODUCT)]
+IN_TRITON = [name for name in CALLS if name not in ("pack", "kept_rows", "group_advantage")]
 # one head of each kind: a call takes the interpreter a quarter of a second, and one has 20 tensors in 4 layouts
 LAID_OUT = ("linear_logprob, float32", "linear_policy_loss with main_grad, bfloat16")
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op in LAID_OUT or not op.startswith("linear_")])
+@pytest.mark.parametrize("op", [op for op in OPS if op in LAID_OUT or (op in IN_TRITON and "linear_" not in op)])
 def test_every_tensor_is_read_as_it_lies(op):
     check_every_layout(op)
 
 
-def test_every_tensor_of_the_heads_own_product_is_read_as_it_lies(monkeypatch):
-    name = "linear_logprob without support, bfloat16"
-    force(monkeypatch, name, "triton_gemm")
-    check_every_layout(name)
-
-
-@pytest.mark.parametrize("name, tier", TIERS)
-def test_autocast_changes_nothing(name, tier, monkeypatch):
-    force(monkeypatch, name, tier)
+@pytest.mark.parametrize("name", IN_TRITON)
+def test_autocast_changes_nothing(name):
     check_autocast_changes_nothing(name)
 
 
@@ -76,14 +67,10 @@ def launched(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("name, tier", TIERS)
-def test_kernels_run_on_the_device_of_their_tensors_whatever_the_default_device_and_dtype(
-    name, tier, launched, monkeypatch
-):
-    force(monkeypatch, name, tier)
+@pytest.mark.parametrize("name", IN_TRITON)
+def test_kernels_run_on_the_device_of_their_tensors_whatever_the_default_device_and_dtype(name, launched):
     check_the_defaults_are_not_used(name)
-    assert launched or name == "kept_rows"  # PyTorch's operations serve there
-    assert tier == "triton" or "first_product_by_copies" in launched
+    assert launched
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -107,7 +94,6 @@ def test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_d
     check_given_logprobs(setting, "triton")
 
 
-@pytest.mark.parametrize("design", ["triton", "triton without compaction", "triton_gemm"])
 @pytest.mark.parametrize("setting", FEW, ids=str)
-def test_the_same_of_a_head(setting, design):
-    check_head(setting, design)
+def test_the_same_of_a_head(setting):
+    check_head(setting, "triton")

@@ -4,22 +4,22 @@ token   a0 a1 a2 | b0 b1 b2 b3 |            the prompts a0, b0 b1 were given, th
 target  a1 a2 -  | b1 b2 b3 -  |            a position predicts the token behind it, the last one of a sequence none
 mask     x  x    |     x  x    |            where that token was sampled
 row      0  1          4  5                 kept_rows(mask)
+
+Whole-array operations of PyTorch, on a device too: there the host waits for nothing.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad as pad_end
 
-from marsrl.kernels.checks import INTEGERS, check, check_cu_seqlens
-from marsrl.kernels.dispatch import Implementation, Op, late_function, of_first, why_not_host
-from marsrl.kernels.packing.reference import kept_rows_reference, pack_reference
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
+from marsrl.kernels.checks import INTEGERS, check, check_cu_seqlens, kept_first, sequence_of_tokens
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What T positions read and predict, all [T].
+    """Inputs and targets of T positions, all [T].
 
     token_ids int64. position_ids int64: from 0 in every sequence. targets int64: the next token of the sequence, 0 where
     there is none. mask bool: that token was sampled. logprobs, weights float32: of that token, 0 where the mask is off;
@@ -64,7 +64,22 @@ def pack(
     for name, values in (("logprobs", logprobs), ("weights", weights)):
         if values is not None:
             check("pack", name, values, (num_given,), (torch.float32,), device)
-    return Packed(*_PACK(token_ids, is_sampled, cu_seqlens, num_tokens, logprobs, weights))
+    sequence_of = sequence_of_tokens(cu_seqlens, num_tokens)
+    is_last = torch.ones(num_tokens, dtype=torch.bool, device=device)
+    is_last[:-1] = sequence_of[1:] != sequence_of[:-1]
+
+    def padded(values: Tensor) -> Tensor:
+        return pad_end(values, (0, num_tokens - values.numel()))
+
+    def of_next(values: Tensor) -> Tensor:
+        return padded(values).roll(-1).masked_fill(is_last, 0)
+
+    def where_masked(values: Tensor | None) -> Tensor | None:
+        return None if values is None else torch.where(mask, of_next(values), 0)
+
+    token_ids, mask = token_ids.long(), of_next(is_sampled)
+    places = torch.arange(num_tokens, device=device) - cu_seqlens.long()[sequence_of]
+    return Packed(padded(token_ids), places, of_next(token_ids), mask, where_masked(logprobs), where_masked(weights))
 
 
 def kept_rows(mask: Tensor, *, num_kept: int | None = None) -> Tensor:
@@ -82,30 +97,6 @@ def kept_rows(mask: Tensor, *, num_kept: int | None = None) -> Tensor:
         if num_kept is not None and num_kept != found:
             raise ValueError(f"kept_rows: num_kept is {num_kept}, expected {found}, the number of set elements of mask")
         num_kept = found
-    return _KEPT_ROWS(mask, num_kept)
-
-
-_FIRST = "the first tensor"
-# On a CPU whole-array operations of PyTorch are as fast as a loop of our own: the reference serves there.
-_PACK = Op(
-    "pack",
-    (
-        Implementation("cpu", pack_reference, of_first(why_not_host, _FIRST)),
-        Implementation(
-            "triton",
-            late_function("packing.triton_impl", "pack_triton"),
-            of_first(why_not_triton, _FIRST),
-            machine_lacks_triton,
-        ),
-        Implementation("reference", pack_reference),
-    ),
-)
-# Nor has a device anything to wait for in it.
-_KEPT_ROWS = Op(
-    "kept_rows",
-    (
-        Implementation("cpu", kept_rows_reference, of_first(why_not_host, _FIRST)),
-        Implementation("triton", kept_rows_reference, of_first(why_not_triton, _FIRST), machine_lacks_triton),
-        Implementation("reference", kept_rows_reference),
-    ),
-)
+    number, tokens = kept_first(mask)
+    rows = pad_end(tokens[:num_kept], (0, max(0, num_kept - tokens.numel())), value=-1)
+    return torch.where(torch.arange(num_kept, device=mask.device) < number, rows, -1)
