@@ -189,7 +189,7 @@ class Run:
         before = self._rollout_state()
 
         def look() -> None:
-            self.standby.feed_unfed()
+            self.standby.give_weights()
             if self.stop.is_asked:
                 raise Stopped
 

@@ -146,10 +146,10 @@ class Simulation:
     def _play_until(self, end_s: float) -> None:
         """The engines go on while the trainer works."""
         while self.clock.now_s < end_s:
-            self.stages.submit()
+            self.stages.player.submit()
             if not self.stages.player.is_decoding:
                 break  # as far ahead as rollout.overlap allows
-            self.stages.absorb(self.stages.collect(end_s - self.clock.now_s))
+            self.stages.absorb(self.stages.player.collect(end_s - self.clock.now_s))
 
 
 def play(setting: Setting, constants: Constants, lengths: Lengths) -> Outcome:

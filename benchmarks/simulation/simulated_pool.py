@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
-from marsrl.rollout.pool.replicas import Irreplaceable, OnLost, Timed, ignore_loss
+from marsrl.rollout.pool.replicas import OnLost, Replicas, Timed, ignore_loss
 from marsrl.rollout.types import Finish
 from simulation.cost_model import CostModel
 from simulation.engine_timeline import EngineTimeline, Job
@@ -38,7 +38,7 @@ class _UnderWay:
     version: int
 
 
-class SimulatedReplicas(Irreplaceable):
+class SimulatedReplicas(Replicas):
     """The engines of one policy. `collect` lasts until something ends.
 
     lengths: whole lengths of completions, in real tokens. last_token: the final token of a finished one, by uid.

@@ -28,10 +28,11 @@ made late in a stage belong to the next).
 
 from __future__ import annotations
 
-import bisect
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
@@ -160,8 +161,8 @@ class Stages:
         self.player = Player(team, self, in_step=self.rule.in_step, is_urgent=is_urgent)
         self.state = StagesState(open=self.player.open)
         self._num_wanted = self._num_played = 0  # batches; stages of the batch in the making
-        self._lengths: dict[str, list[int]] = defaultdict(list)  # by agent, sorted: of finished completions
-        self._recent: dict[str, list[int]] = defaultdict(list)  # the same in order of their end
+        # by agent: of completions that have finished
+        self._lengths: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_KNOWN_LENGTHS))
         self.on_stage: Callable[[], None] | None = None  # told when a stage begins
         # told an episode's id when it begins, and (True) when it ends
         self.on_episode: Callable[[str, bool], None] | None = None
@@ -220,16 +221,8 @@ class Stages:
 
     def advance(self, timeout_s: float) -> None:
         """Submit what is due, wait for results (timeout_s at most), and do all that they make possible."""
-        self.submit()
-        self.absorb(self.collect(timeout_s))
-
-    def submit(self) -> None:
-        """Everything that is due to the engines."""
         self.player.submit()
-
-    def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """Results that the engines have; see Player.collect."""
-        return self.player.collect(timeout_s)
+        self.absorb(self.player.collect(timeout_s))
 
     def absorb(self, results: Sequence[DecodeResult]) -> None:
         """Enter results, with all that follows from them."""
@@ -265,7 +258,7 @@ class Stages:
     def judged(self, completion: Completion) -> None:
         self.rule.finished(completion)
         if not self.rule.in_step:
-            self._note_length(completion.agent, len(completion.token_ids))
+            self._lengths[completion.agent].append(len(completion.token_ids))
 
     def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
         dropped = ask.unfinished
@@ -426,17 +419,9 @@ class Stages:
         age = self.player.versions[self.team.agents[ask.ask.agent].policy] - ask.opened_version
         return self.config.group_completion == "drop_stragglers" and age > self.config.max_group_age
 
-    # Guesses of how long a completion gets: the longest are sent first.
-
     def _expected(self, agent: str, known: int, max_new_tokens: int) -> float | None:
-        """The mean of what is left of those that got at least this far, capped by the segment; None: none did."""
-        lengths = self._lengths[agent]
-        longer = lengths[bisect.bisect_right(lengths, known) :]
-        return min(sum(longer) / len(longer) - known, max_new_tokens) if longer else None
-
-    def _note_length(self, agent: str, length: int) -> None:
-        bisect.insort(self._lengths[agent], length)
-        self._recent[agent].append(length)
-        if len(self._recent[agent]) > _KNOWN_LENGTHS:
-            oldest = self._recent[agent].pop(0)
-            del self._lengths[agent][bisect.bisect_left(self._lengths[agent], oldest)]
+        """A guess, by which the longest are sent first: the mean of what is left of those that got at least this far, capped by
+        the segment; None: none did."""
+        lengths = np.asarray(self._lengths[agent])
+        longer = lengths[lengths > known]
+        return min(float(longer.mean()) - known, max_new_tokens) if len(longer) else None

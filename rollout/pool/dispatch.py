@@ -90,13 +90,6 @@ class Dispatcher:
             self._send(request, idle, shares)
         return shares
 
-    def place(self, requests: Sequence[DecodeRequest], replica: int) -> None:
-        """Requests that are sent to this replica past all queues."""
-        for request in requests:
-            self._place[request.uid] = (replica, _cost(request))
-            self._work[replica] += _cost(request)
-            self._running[replica].add(request.uid)
-
     def end(self, uid: str) -> int:
         """A request has ended; returns the replica that had it."""
         replica, work = self._place.pop(uid)

@@ -35,7 +35,6 @@ GPU, ENGINE_SLOT = "GPU", "engine_slot"  # what Ray counts; a slot is room for a
 _NAMES = {GPU: "GPU(s)", ENGINE_SLOT: "engine slot(s)"}
 _SETTLE_S = 10.0  # until what an actor has left, or a node has brought, is counted everywhere
 _SAY_S = 15.0  # between two words of one who waits
-_LOOK_S = 0.5
 _PLACED_S = 0.3  # that Ray takes to reserve what is free
 
 
@@ -84,13 +83,8 @@ class RayCluster:
         if self._address is None:
             return "the Ray cluster of this machine"
         if is_started_here(self._address):
-            return f"the Ray cluster that was started here ({self.joins_by})"
+            return f"the Ray cluster that was started here (others run `marsrl join {self.host}:{self._port}`)"
         return f"the Ray cluster at rollout.ray_address={self._address}"
-
-    @property
-    def joins_by(self) -> str:
-        """The command that other hosts run to join a cluster that was started `here`."""
-        return f"marsrl join {self.host}:{self._port}"
 
     def check_owners(self, hosts: Sequence[RankHost], *, is_shared: bool) -> None:
         """Raises RuntimeError where Ray would give engines a GPU that a trainer rank of any host holds.
@@ -105,21 +99,19 @@ class RayCluster:
             counts[name] = counts.get(name, 0) + node["Resources"].get(GPU, 0)
         wrong = []
         for host in hosts:
-            count, free = counts.get(host.name, 0), range(host.num_ranks, host.num_gpus)
-            if is_shared and count != host.num_ranks:
-                shared = ",".join(map(str, range(host.num_ranks)))
-                wrong.append(
-                    f"{host.name}: {count:g} counted, {host.num_ranks} trainer rank(s): CUDA_VISIBLE_DEVICES={shared}"
+            count, ranks = counts.pop(host.name, 0), range(host.num_ranks)
+            right = ranks if is_shared else range(host.num_ranks, host.num_gpus)
+            if count != len(right) if is_shared else host.num_gpus and count > len(right):
+                how = (
+                    f"CUDA_VISIBLE_DEVICES={','.join(map(str, right))}"
+                    if right
+                    else "--num-gpus 0, or no Ray there at all"
                 )
-            elif not is_shared and host.num_gpus and count > len(free):
-                rest = ",".join(map(str, free))
-                wrong.append(
-                    f"{host.name}: {count:g} counted of {host.num_gpus}, of which {host.num_ranks} trainer rank(s) hold the "
-                    "first: "
-                    + (f"CUDA_VISIBLE_DEVICES={rest}" if rest else "no GPU: --num-gpus 0, or no Ray there at all")
-                )
-        if is_shared and (strangers := sorted(set(counts) - {host.name for host in hosts})):
-            wrong += [f"{name}: {counts[name]:g} counted, and no trainer rank" for name in strangers if counts[name]]
+                wrong.append(f"{host.name}: {count:g} counted, {len(ranks)} trainer rank(s) on the first: {how}")
+        if is_shared:
+            wrong += [
+                f"{name}: {count:g} counted, and no trainer rank" for name, count in sorted(counts.items()) if count
+            ]
         if wrong:
             aim = (
                 "would not give engines the trainer's GPUs" if is_shared else "would give engines what the trainer uses"
@@ -129,58 +121,30 @@ class RayCluster:
                 + "; ".join(wrong)
             )
 
-    def await_room(self, policy: str, each: Mapping[str, float], num: int, total: float, wait_s: float) -> None:
-        """Return when there is a place for all engines of a policy; an engine host may still have to join.
+    def await_place(self, who: str, each: Mapping[str, float], num: int, wait_s: float) -> None:
+        """Return when there is a place for `num` engines: hosts may have to join, or be gone with a lost one.
 
         Args:
+            who: the engines, in words.
             each: what one engine takes of one host: {"GPU": 2.0}, {"engine_slot": 1.0}, or nothing.
-            total: what the engines of all policies take.
-            wait_s: for hosts that join a cluster that was started `here`; other clusters are as they are.
-
-        Raises:
-            RuntimeError: there is not enough; with both numbers, and who has what.
-        """
-        for resource, amount in each.items():
-            waits = self._address is not None and is_started_here(self._address)
-            end = time.monotonic() + (wait_s if waits else 0)
-            said = time.monotonic() - _SAY_S
-            while (there := ray.cluster_resources().get(resource, 0.0)) < total and time.monotonic() < end:
-                check_head()
-                if time.monotonic() - said >= _SAY_S:
-                    said = time.monotonic()
-                    _LOG.warning(
-                        "engines need %g %s, %g are there (%s): waiting for hosts that run `%s`, %.0f s left of rollout.join_s",
-                        total, _NAMES[resource], there, _held(resource), self.joins_by, end - time.monotonic(),
-                    )  # fmt: skip
-                time.sleep(_LOOK_S)
-            if there >= total and self.has_place({resource: amount}, _SETTLE_S, num):
-                return
-            on_one = f", {amount:g} of one host for each" if amount > 1 else ""
-            more = f"run `{self.joins_by}` on more hosts within rollout.join_s" if waits else "start Ray on more hosts"
-            raise RuntimeError(
-                f"the engines of policy {policy} need {amount * num:g} {_NAMES[resource]}{on_one} ({total:g} of all policies), "
-                f"and {self._name} has {there:g}: {_held(resource)}; lower rollout.engines, or {more}"
-            )
-
-    def await_place(self, engine: str, each: Mapping[str, float], wait_s: float) -> None:
-        """Return when there is a place for one engine that was lost: its host may be gone, and another one have to join.
 
         Raises:
             RuntimeError: there is none within wait_s; who has what.
         """
         for resource, amount in each.items():
-            end = time.monotonic() + wait_s
-            while not self.has_place({resource: amount}, min(_SAY_S, end - time.monotonic())):
+            end, within_s = time.monotonic() + wait_s, _SETTLE_S
+            while not self.has_place({resource: amount}, min(within_s, end - time.monotonic()), num):
+                left, within_s = end - time.monotonic(), _SAY_S
+                on_one = f", {amount:g} of one host for each" if amount > 1 else ""
                 lack = (
-                    f"{engine} has no place: it needs {amount:g} {_NAMES[resource]} of one host, and {self._name} has"
+                    f"no place for {who}: {amount * num:g} {_NAMES[resource]} needed{on_one}, and {self._name} has "
+                    f"{ray.cluster_resources().get(resource, 0.0):g}: {_held(resource)}"
                 )
-                if time.monotonic() >= end:
+                if left <= 0:
                     raise RuntimeError(
-                        f"{lack} {_held(resource)}; none became free within rollout.join_s = {wait_s:g} s"
+                        f"{lack}; lower rollout.engines, or start Ray (`marsrl join`) on more hosts within rollout.join_s"
                     )
-                _LOG.warning(
-                    "%s %s; waiting, %.0f s left of rollout.join_s", lack, _held(resource), end - time.monotonic()
-                )
+                _LOG.warning("%s; waiting for hosts that join, %.0f s left of rollout.join_s", lack, left)
 
     def has_place(self, each: Mapping[str, float], within_s: float, num: int = 1) -> bool:
         """True if there is room for `num` engines, at the latest in within_s; each: resources that one takes of one host."""

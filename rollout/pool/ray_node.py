@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import platform
 import signal
@@ -42,8 +43,6 @@ _LEAVE_S = 10.0  # that engines get to end by themselves
 _LOGS = "/tmp/ray/session_latest/logs"
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl
 
-Head = Literal["there", "refuses", "silent"]
-
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -66,17 +65,12 @@ def offer_of_this_host(gpus: Sequence[int] | None, engines: int | None) -> Offer
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     chosen = tuple(range(num_gpus)) if gpus is None else tuple(gpus)
-    if len(set(chosen)) < len(chosen) or any(not 0 <= gpu < num_gpus for gpu in chosen):
+    if not set(chosen) <= set(range(num_gpus)):
         raise ValueError(
             f"--gpus is {','.join(map(str, chosen))}, and this host has {num_gpus} GPU(s), numbered from 0"
         )
     if engines is not None and (engines < 1 or chosen):
-        why = (
-            "expected at least 1"
-            if engines < 1
-            else f"and engines here are counted by GPUs ({len(chosen)}): use --gpus"
-        )
-        raise ValueError(f"--engines is {engines}, {why}")
+        raise ValueError(f"--engines is {engines}; expected at least 1, on a host without GPUs: else use --gpus")
     return Offer(chosen, 0 if chosen else engines or 1)
 
 
@@ -110,29 +104,76 @@ def join(
         KeyboardInterrupt: Ctrl-C or SIGTERM; nothing of the node is left.
     """
     token = _token(token_file)
-    where, short_lives = f"{host}:{port}", 0
+    head, short_lives = _Head(host, port, wait_s, say), 0
     signal.signal(signal.SIGTERM, _interrupt)
     while True:
-        _await_head(host, port, wait_s, say)
-        own = address_towards(host) or "127.0.0.1"
-        began = time.monotonic()
-        with _started(where, own, offer) as node:
-            joined = f"{socket.gethostname()} ({own}) is part of the cluster at {where} with {offer}; Ctrl-C leaves it"
-            if _watch(node, host, port, wait_s, say, joined):
-                say(f"the cluster at {where} has ended; {socket.gethostname()} leaves it")
-                return
-            ended, said = f"Ray's node of this host has ended with status {node.process.returncode}", node.said
+        while not head.has_ended and head.look() != "there":
+            time.sleep(_LOOK_S)
+        if head.has_ended:
+            say(f"the cluster at {head.name} has ended; {socket.gethostname()} leaves it")
+            return
+        own, began = address_towards(host) or "127.0.0.1", time.monotonic()
+        joined = f"{socket.gethostname()} ({own}) is part of the cluster at {head.name} with {offer}; Ctrl-C leaves it"
+        with _started(head.name, own, offer) as node:
+            while not head.has_ended and (head.look() != "there" or node.process.poll() is None):
+                if joined and _is_up(node.said):
+                    say(joined)
+                    joined = ""
+                time.sleep(_LOOK_S)
+            ended, said = f"Ray's node of this host has ended with status {node.process.poll()}", node.said
+        if head.has_ended:
+            continue
         if (
             not _is_up(said) and "timed out during startup" not in said
         ):  # Ray's 30 s: a busy machine, another time perhaps
             raise JoinError(
-                f"this host (Ray {ray.__version__}, Python {platform.python_version()}) could not join the cluster at {where} "
-                f"({_reason(said)}); its token: {token}"
+                f"this host (Ray {ray.__version__}, Python {platform.python_version()}) could not join the cluster at "
+                f"{head.name} ({_reason(said)}); its token: {token}"
             )
         short_lives = short_lives + 1 if time.monotonic() - began < _SHORT_LIFE_S or not _is_up(said) else 0
         if short_lives == _SHORT_LIVES:
             raise JoinError(f"{ended} ({_reason(said)}), {_SHORT_LIVES} times in a row; its logs are in {_LOGS}")
         say(f"{ended} (its logs are in {_LOGS}); this host joins again")
+
+
+class _Head:
+    """The port at which the trainer's Ray listens. has_ended: Ray listened there, and does not any more."""
+
+    def __init__(self, host: str, port: int, wait_s: float, say: Callable[[str], None]) -> None:
+        self._address, self.name, self._wait_s, self._say = (host, port), f"{host}:{port}", wait_s, say
+        self._answered, self._said = time.monotonic(), -math.inf
+        self._was_there, self._num_refusals = False, 0
+
+    @property
+    def has_ended(self) -> bool:
+        return self._was_there and self._num_refusals >= _REFUSALS
+
+    def look(self) -> Literal["there", "refuses", "silent"]:
+        """Raises JoinError where nobody has answered for wait_s; before Ray has been there, its port must."""
+        found: Literal["there", "refuses", "silent"] = "there"
+        try:
+            socket.create_connection(self._address, timeout=_ANSWER_S).close()
+        except ConnectionRefusedError:
+            found = "refuses"
+        except OSError:
+            found = "silent"
+        now = time.monotonic()
+        self._num_refusals = self._num_refusals + 1 if found == "refuses" else 0
+        self._was_there |= found == "there"
+        if found == "there" or (found == "refuses" and self._was_there):
+            self._answered = self._said = now
+            return found
+        why = "no Ray listens there" if found == "refuses" else "the host does not answer"
+        left = self._answered + self._wait_s - now
+        if left <= 0:
+            raise JoinError(
+                f"no cluster at {self.name} within --wait {self._wait_s:g} s ({why}): start the trainer with "
+                "rollout.ray_address=here, correct the address, or open the port"
+            )
+        if now - self._said >= _SAY_S:
+            self._said = now
+            self._say(f"waiting for the trainer's cluster at {self.name} ({why}), {left:.0f} s left of --wait")
+        return found
 
 
 def _is_up(said: str) -> bool:
@@ -158,32 +199,6 @@ def _token(token_file: str | None) -> str:
         os.environ.pop("RAY_AUTH_TOKEN", None)
         os.environ |= {"RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_MODE": "token"}
     return show_token()
-
-
-def _head(host: str, port: int) -> Head:
-    try:
-        socket.create_connection((host, port), timeout=_ANSWER_S).close()
-    except ConnectionRefusedError:
-        return "refuses"
-    except OSError:
-        return "silent"
-    return "there"
-
-
-def _await_head(host: str, port: int, wait_s: float, say: Callable[[str], None]) -> None:
-    end, said = time.monotonic() + wait_s, -float("inf")
-    while (found := _head(host, port)) != "there":
-        now = time.monotonic()
-        why = "no Ray listens there" if found == "refuses" else "the host does not answer"
-        if now >= end:
-            raise JoinError(
-                f"no cluster at {host}:{port} within --wait {wait_s:g} s ({why}): start the trainer with "
-                "rollout.ray_address=here, correct the address, or open the port"
-            )
-        if now - said >= _SAY_S:
-            said = now
-            say(f"waiting for the trainer's cluster at {host}:{port} ({why}), {end - now:.0f} s left of --wait")
-        time.sleep(_LOOK_S)
 
 
 @contextlib.contextmanager
@@ -232,33 +247,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             each.kill()
     psutil.wait_procs(left, timeout=_LEAVE_S)
     process.wait()
-
-
-def _watch(node: _Node, host: str, port: int, wait_s: float, say: Callable[[str], None], joined: str) -> bool:
-    """Wait until the head or the node ends: whether it was the head. joined: said when the node is part of the cluster.
-
-    Raises:
-        JoinError: the head's machine has been silent for wait_s.
-    """
-    refusals, answered, said, is_up = 0, time.monotonic(), -float("inf"), False
-    while True:
-        time.sleep(_LOOK_S)
-        found, now = _head(host, port), time.monotonic()
-        refusals = refusals + 1 if found == "refuses" else 0
-        if refusals == _REFUSALS:
-            return True
-        if node.process.poll() is not None and found == "there":  # else it has ended because of that
-            return False
-        if not is_up and _is_up(node.said):
-            is_up = True
-            say(joined)
-        if found != "silent":
-            answered = now
-        elif now - answered >= wait_s:
-            raise JoinError(f"the trainer's host {host} has not answered for --wait {wait_s:g} s")
-        elif now - max(said, answered) >= _SAY_S:
-            said = now
-            say(f"the trainer's host {host} has not answered for {now - answered:.0f} s, of --wait {wait_s:g}")
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

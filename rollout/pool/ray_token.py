@@ -19,15 +19,13 @@ def show_token() -> str:
 
 def token_here() -> tuple[bool, str]:
     """(True if this host has a token that can be shown, a sentence about it)."""
-    mode = os.environ.get("RAY_AUTH_MODE")
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
-    copy = (
-        "copy ~/.ray/auth_token of the host that started the cluster there, or name its place in RAY_AUTH_TOKEN_PATH "
-        "(`marsrl join --token-file`)"
-    )
-    if mode is not None and mode.lower() != "token":
+    copy = "copy ~/.ray/auth_token of the host that started the cluster there, or name its place in RAY_AUTH_TOKEN_PATH"
+    if mode.lower() != "token":
         return False, f"RAY_AUTH_MODE={mode} shows none, and a cluster may demand it: set RAY_AUTH_MODE=token"
-    if "RAY_AUTH_TOKEN" not in os.environ and not path.is_file():
-        return False, f"this host has none ({path}), and a cluster may demand it: {copy}"
-    shown = "of RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else f"in {path}"
-    return True, f"the one {shown} is shown; where it is another cluster's, {copy}"
+    if "RAY_AUTH_TOKEN" in os.environ:
+        return True, f"the one of RAY_AUTH_TOKEN is shown; where it is another cluster's, {copy}"
+    if path.is_file():
+        return True, f"the one in {path} is shown; where it is another cluster's, {copy}"
+    return False, f"this host has none ({path}), and a cluster may demand it: {copy}"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from marsrl.rollout.engines.protocol import WeightUpdate
-from marsrl.rollout.pool.replicas import Lost, Replicas, Timed
+from marsrl.rollout.pool.replicas import Lost, Replicas, Timed, call_one
 
 _log = logging.getLogger(__name__)
 
@@ -38,28 +38,24 @@ class Recovery:
     """Restarts engines, and counts.
 
     name: of the policy. most: restarts in a run; one more ends it.
-    on_restart: told (replica, start, end), time.time(), of each.
+    tell: told (replica, "restart", start, end), time.time(), of each.
     """
 
-    def __init__(self, replicas: Replicas, name: str, most: int, on_restart: Callable[[int, float, float], None]):
-        self._replicas, self._name, self._most, self._on_restart = replicas, name, most, on_restart
+    def __init__(self, replicas: Replicas, name: str, most: int, tell: Callable[[int, str, float, float], None]):
+        self._replicas, self._name, self._most, self._tell = replicas, name, most, tell
         self._update: WeightUpdate | None = None  # of now; None before the first
         self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard of an engine; all engines hold the same
         self.num_restarts = 0
         self.feed: Callable[[int], Timed | Lost | None] | None = None
-        self.needs_weights: set[int] = (
-            set()
-        )  # replicas that hold the weights of their start, and are to get those of now
+        self.needs_weights = set[int]()  # replicas that hold the weights of their start, and are to get those of now
 
     def note_weights(self, update: WeightUpdate, checksums: Sequence[Mapping[str, int]]) -> None:
         """From now on a new engine gets these weights, of which each shard must report these checksums."""
         self._update, self._checksums = update, checksums
         self.needs_weights.clear()
 
-    def restart(self, replica: int, reason: str, *, loads: bool = True, has_others: bool = False) -> bool:
-        """Replace a lost engine; False where it has no place, and others serve (has_others).
-
-        loads: with the weights of now; else the caller sends it others next.
+    def restart(self, replica: int, reason: str, *, has_others: bool) -> bool:
+        """Replace a lost engine, with the weights of now; False where it has no place, and others serve (has_others).
 
         Raises:
             RuntimeError: too many restarts in this run, no place for the only engine, or the new engine holds other numbers
@@ -84,20 +80,20 @@ class Recovery:
                     "is in Ray's logs (/tmp/ray/session_latest/logs); go on from the last checkpoint with run.resume=auto"
                 )
             _log.warning("policy %s: engine %d is lost: %s; it is restarted", self._name, replica, lost.reason)
-            lost = self.make(replica, loads=loads)
+            lost = self.make(replica)
         end = max(start, time.time())  # the wall clock may be set back
-        self._on_restart(replica, start, end)
+        self._tell(replica, "restart", start, end)
         is_new = self._update is None or replica in self.needs_weights
         held = "those of its start" if is_new else f"version {self._update.version}"  # type: ignore[union-attr]
         _log.warning("policy %s: engine %d is back after %.1f s, weights: %s", self._name, replica, end - start, held)
         return True
 
-    def make(self, replica: int, *, loads: bool = True) -> Lost | None:
-        """A new engine of this number, with the weights of now where it loads them; Lost: it does not survive that."""
+    def make(self, replica: int) -> Lost | None:
+        """A new engine of this number, with the weights of now; Lost: it does not survive that."""
         lost = self._replicas.restart(replica)
         if lost is None and self._update is not None:
             self.needs_weights.add(replica)
-            lost = self.load(replica) if loads else None
+            lost = self.load(replica)
         return lost
 
     def load(self, replica: int) -> Lost | None:
@@ -109,7 +105,7 @@ class Recovery:
         assert update is not None, "an engine that got no weights yet has those of its start"
         answer: Timed | Lost | None
         if update.path:
-            answer = self._replicas.call_one(replica, "update_weights", (update,))
+            answer = call_one(self._replicas, replica, "update_weights", (update,))
         elif self.feed is None:
             raise RuntimeError(
                 f"engines of policy {self._name}: engine {replica} is lost, no file has the weights of version "

@@ -148,7 +148,7 @@ def generate(
 ) -> list[DecodeResult]:
     """Results of all of them, in their order, as a stage gets them. progress: told the tokens decoded so far."""
     before = sum(pool.num_decoded())
-    pool.feed_unfed()
+    pool.give_weights()
     pool.submit(requests, version=version, at_once=at_once)
     results: dict[str, DecodeResult] = {}
     while len(results) < len(requests):

@@ -122,7 +122,7 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
         first.wait_for("waiting for the trainer's cluster at 127.0.0.1")
         head = start("-W", "ignore", "-c", HEAD, str(checkpoint("qwen3_moe")), str(port))
         first.wait_for("is part of the cluster")
-        waiting = head.wait_for("engines need 2 engine slot(s), ")
+        waiting = head.wait_for("no place for the engines of policy main: 2 engine slot(s) needed, ")
         assert f"`marsrl join 127.0.0.1:{port}`" in waiting
         second = start(*joins)
         head.say("play")

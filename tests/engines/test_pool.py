@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_cases import ROUNDING, after, decoded, generate, outlive, perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, after, generate, outlive, perturbed, prompt, request, tensors_of
 from processes import actors, descendants
 
 from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
@@ -16,7 +16,6 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.types import Finish
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import FileSync
 
@@ -30,23 +29,6 @@ def test_a_listener_hears_of_every_replicas_calls():
     pool.on_call = lambda replica, method, start, end: heard.append((replica, method, end >= start > 0))
     generate(pool, [request(f"{i}.0", prompt(5), 3) for i in range(4)], version=0)
     assert heard == [(0, "collect", True), (1, "collect", True)]
-
-
-def test_a_script_goes_on_where_a_segment_ended():
-    engine = ScriptedEngine(lambda r: list(range(10, 17)), version=2)
-    first = decoded(engine, [request("a", prompt(4), 5, stop_token_ids=(1,))], version=2)[0]
-    assert first.token_ids.tolist() == [10, 11, 12, 13, 14] and first.finish is Finish.LENGTH
-    ask = request("a", np.concatenate([prompt(4), first.token_ids]), 5, stop_token_ids=(1,))
-    second = decoded(engine, [ask], version=2)[0]
-    assert second.token_ids.tolist() == [15, 16, 1] and second.finish is Finish.STOP
-    with pytest.raises(WrongVersion):
-        decoded(engine, [ask], version=3)
-
-
-def test_a_scripted_failure_is_a_result():
-    pool = scripted_pool(1, fail=lambda r: "broken" if r.uid == "b" else None)
-    results = generate(pool, [request("a", prompt(3), 9), request("b", prompt(3), 9)], version=0)
-    assert [(r.finish, r.error) for r in results] == [(Finish.LENGTH, ""), (Finish.ERROR, "broken")]
 
 
 def local_config(**options):

@@ -70,7 +70,7 @@ def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
                 patch.setattr(kind, method, struck)
             publish(policy, is_new=is_new)
         assert next(numbers) > 3  # buckets
-        found.append((sync.kind, pool.num_restarts))
+        found.append((sync.kind, pool.generation))
 
     monkeypatch.setattr(run, "publish", published)
     return found

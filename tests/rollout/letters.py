@@ -43,7 +43,7 @@ class LetterRenderer:
 
 
 def completion(uid: str) -> list[int]:
-    """What the sample of this uid says, always: lengths with a long tail, answers and verdicts by a coin."""
+    """Tokens that the sample of this uid always says: lengths with a long tail, answers and verdicts by a coin."""
     rng = random.Random(uid)
     is_verifier = uid.rpartition("/")[2].startswith("verifier")
     said = f"Verdict: {rng.choice(['correct', 'wrong'])}" if is_verifier else f"\\boxed{{{rng.choice('78')}}}"
@@ -104,7 +104,7 @@ def set_team(stages: Stages, team: Team) -> None:
 
 
 def completions(stages: Stages, *states: State) -> list[Completion]:
-    """Those that are in one of these states, of asks that are not over."""
+    """Completions in one of these states, of asks that are not over."""
     return [each for ask in stages.state.open.values() for each in ask.completions if each.state in states]
 
 
@@ -121,7 +121,7 @@ def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> Ste
 
 
 def groups_of_a_while(stages: Stages, versions: Mapping[str, int], rng: random.Random) -> Sequence[Group]:
-    """What is trained next: after a stage, or after some steps of the engine, three tokens each; often nothing then."""
+    """Groups that are trained next: after a stage, or after some steps of the engine, three tokens each; often nothing then."""
     if stages.rule.in_step:
         return next_batch(stages, versions).groups
     stages.resume(versions)

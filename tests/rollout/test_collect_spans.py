@@ -1,8 +1,8 @@
-"""What a listener hears of many short calls."""
+"""A listener hears many short calls as few spans."""
 
 from __future__ import annotations
 
-from marsrl.rollout.pool.call_times import CollectSpans
+from marsrl.rollout.pool.collect_spans import CollectSpans
 
 
 def heard_of(*calls: tuple[int, float, float]) -> list[tuple[int, float, float]]:
