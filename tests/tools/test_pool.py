@@ -138,7 +138,7 @@ def raises(error: BaseException) -> Callable[[Mapping[str, object]], str]:
             "error: echo failed: TypeError: its output is list, expected text or a list of texts",
         ),
         (raises(ValueError("a" * 50_000_000)), "error: echo failed: ValueError: aaa"),
-        (raises(ValueError("\ud800")), "error: echo failed: ValueError: ?"),
+        pytest.param(raises(ValueError("\ud800")), "error: echo failed: ValueError: ?", id="a lone surrogate"),
     ],
 )
 def test_a_tool_that_fails_is_an_error_and_the_next_call_is_answered(
