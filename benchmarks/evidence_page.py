@@ -153,10 +153,10 @@ BEGINNING = """\
 What the papers claim, tried on teams that a CPU trains in minutes; written by `python benchmarks/evidence.py`. What a tiny policy
 does not show on arithmetic can be true of 30 billion parameters on olympiad problems, and the other way round.
 
-An arm is a whole training from its seed's warm start, no seed left out; accuracies are of the run's evaluation after it, on the
-same 200 or 300 held-out problems for all seeds. Differences are paired by seed; `±` is Student's 95% interval of a mean over seeds.
-*Told apart*: the difference's interval leaves out 0, as one in twenty does by chance. *Idle*: steps that trained nothing, by
-seed."""
+An arm is a whole training from its seed's warm start, no seed left out; accuracies are of the run's evaluation after it, on
+the same 200 or 300 held-out problems for all seeds. Differences are paired by seed; `±` is Student's 95% interval of a mean
+over seeds. *Told apart*: the difference's interval leaves out 0, as one in twenty does by chance. *Idle*: steps that trained
+nothing, by seed."""
 
 _WHOLE = {"system": "team"}
 _TEAM = {**_WHOLE, "solver": "Solver", "verifier1": "Verifier"}
