@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-# What tests ask of a whole run holds for every draw: MARSRL_TEST_SEED=3 has it draw otherwise (docs/numerics.md).
+# What tests ask of a whole run holds for every draw: MARSRL_TEST_SEED=3 has it draw otherwise (tests/README.md).
 SEED = (f"run.seed={os.environ['MARSRL_TEST_SEED']}",) if "MARSRL_TEST_SEED" in os.environ else ()
 
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
