@@ -125,6 +125,11 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return None if self._slots is None else self._slots * self.num_engines
 
     @property
+    def has_room(self) -> bool:
+        """True if a request more would be decoded at once; False where nobody knows, without slots."""
+        return self._slots is not None and self.num_under_way < self._slots * self.num_engines
+
+    @property
     def is_whole(self) -> bool:
         """No replica waits for a place."""
         return not self._absent

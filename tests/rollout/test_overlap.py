@@ -266,7 +266,8 @@ def test_a_straggler_that_is_being_judged_is_dropped_like_any_other() -> None:
     play.stages.rest()
     play.version = 1
     play._resume()
-    assert not play.stages.state.open.get("000001/solver") and [len(g.samples) for g in play.stages.state.closed] == [2]
+    closed = {group.group_id: len(group.samples) for group in play.stages.state.closed}
+    assert not play.stages.state.open.get("000001/solver") and closed["000001/solver"] == 2
     first[0].set_result(Reward(1.0, 1.0))
     play.stages.advance(0.0)
 
@@ -353,7 +354,7 @@ def test_what_was_picked_in_a_stage_is_not_of_its_finish_share() -> None:
         play.stages.advance(0.0)
     batch = play.stages.take()
     assert batch is not None
-    agents = Counter(group.agent for group in batch.groups)
+    agents = Counter(group.agent for group in batch.groups if group.rollout_id in ("000001", "000002"))
     assert agents["solver"] == 2 and agents["verifier1"] > 0
 
 

@@ -44,6 +44,8 @@ class Hand:
     def num_under_way(self) -> int:
         return len(self.sent)
 
+    has_room = False
+
     def submit(self, requests: Sequence[DecodeRequest], *, version: int, at_once: bool) -> None:
         assert version == VERSION["main"] and not at_once
         self.sent.update((request.uid, request) for request in requests)
