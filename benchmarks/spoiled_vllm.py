@@ -19,7 +19,7 @@ class SpoiledVllm(VllmEngine):
         super().__init__(
             model_dir, VllmOptions(max_num_seqs=16, kv_cache_mib=32), dtype=dtype, max_model_len=256, threads=1
         )
-        self._model: Any = self._core.model_executor.driver_worker.worker.model_runner.get_model()
+        self._model: Any = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         self._undo: list[Callable[[], None]] = []
         self._refusals: list[str] = []
 

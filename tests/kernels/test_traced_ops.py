@@ -15,10 +15,11 @@ TIERS = [(name, tier) for name in CALLERS for tier in that_run_here(name)]
 
 
 @pytest.fixture(autouse=True)
-def _code_is_compiled(monkeypatch):
+def _code_is_compiled():
     """A process that has trained with Megatron compiles nothing any more: our shim says so."""
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     torch._dynamo.reset()
+    with torch._dynamo.config.patch(disable=False):
+        yield
 
 
 @pytest.mark.parametrize("name, tier", [(name, tier) for name in SCHEMAS for tier in that_run_here(name.split()[0])])
