@@ -15,12 +15,18 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export VLLM_NO_USAGE_STATS ?= 1
 # Triton kernels on the CPU: Triton reads the variable at its import, so they have a process of their own.
 INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q
+# Four processes on two cores: a test waits now and then, for processes that start, that were killed or that are silent.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python -m pytest -q
 
 # The Triton that the CUDA set's PyTorch brings. Our kernels are tested with it too, beside the Triton of the CPU set.
 TRITON ?= $(shell sed -n 's/^triton==\([0-9.]*\).*/\1/p' constraints/cuda.txt)
 OTHER_TRITON := build/triton-$(TRITON)
 # Folder or page with the wheels of PyTorch for CPUs, which PyPI does not have.
 TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
+
+# What `make mutations` changes, and the tests that are to notice.
+MODULE ?= trainer/data/packing.py
+TESTS ?= tests/trainer/test_packing.py
 
 .PHONY: help install lock train test test-triton cluster parity mutations check bench clean
 
@@ -46,16 +52,17 @@ train: install  ## MarsRL end to end on this machine: warm start, RL, report
 
 test: install $(OTHER_TRITON)  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium, bubblewrap and iproute2, for some of them)
 	tests/report/chromium.sh install
-	tests/apt.sh bwrap bubblewrap "so sandboxes are tested by unshare alone"
+	tests/apt.sh bwrap bubblewrap "so no sandboxes are tested"
 	tests/apt.sh ip iproute2 "so no cluster in a box"
-	tests/all.sh
+	$(INTERPRETED)
+	$(PYTEST) -n 4 --dist loadscope --no-loadscope-reorder -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter --durations=20
 
 $(OTHER_TRITON):
 	python -m pip install -q --no-deps --target $@ triton==$(TRITON)
 
 test-triton: install $(OTHER_TRITON)  ## the Triton kernels, interpreted and compiled for GPUs, with another Triton (TRITON=3.7.1)
 	PYTHONPATH=$(OTHER_TRITON) $(INTERPRETED)
-	PYTHONPATH=$(OTHER_TRITON) python -m pytest tests/kernels -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter -k "ahead or triton or layouts" -q
+	PYTHONPATH=$(OTHER_TRITON) python -m pytest tests/kernels -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter -k "ahead or triton" -q
 
 cluster: install  ## hosts made of namespaces (as root): what one host trains, and what clusters suffer
 	tests/apt.sh ip iproute2 "so no cluster in a box"
@@ -64,8 +71,13 @@ cluster: install  ## hosts made of namespaces (as root): what one host trains, a
 parity: install  ## every parallel layout against one rank and against transformers
 	python benchmarks/parity.py
 
-mutations: install  ## mistakes put into the code, one at a time: which ones the tests beside it notice
-	python tests/mutations/run.py --show
+mutations: install  ## mistakes put into MODULE, one at a time: which ones its TESTS notice
+	python -m pip install -q -c constraints/$(MARSRL_DEVICE).txt cosmic-ray==8.7.0
+	sed 's#MODULE#$(MODULE)#; s#TESTS#$(TESTS)#' tests/mutations.toml | grep -v '^\#' >build/mutations.toml
+	rm -f build/mutations.sqlite
+	cosmic-ray init build/mutations.toml build/mutations.sqlite
+	cosmic-ray exec build/mutations.toml build/mutations.sqlite
+	cr-report --surviving-only --show-diff build/mutations.sqlite
 
 check: install  ## ruff, types, and the fast tests
 	ruff check .

@@ -20,7 +20,6 @@ from setuptools.command.build_ext import build_ext
 NAME = "marsrl"
 ROOT = Path(__file__).resolve().parent
 FOLDERS = [folder for folder in ("kernels", "rollout", "trainer", "configs") if (ROOT / folder).is_dir()]
-CHECKOUT_ONLY = ["simulation"]  # of rollout/: benchmarks play with it, no command does
 BUILD_MODES = ("auto", "require", "off")
 LIBRARY = "marsrl_cpu"  # CMake target
 
@@ -43,7 +42,7 @@ REQUIREMENTS = [
     "einops",
     "math-verify",
     "jinja2",
-    "shtab",  # marsrl completion
+    "typer>=0.20",  # marsrl
     "google-re2",  # expressions of prompt files
 ]
 EXTRAS = {
@@ -57,7 +56,7 @@ EXTRAS = {
     "data": ["datasets"],
     "curate": ["rensa>=0.5"],  # marsrl curate: near-duplicates; its index of 0.4 is another
     "wandb": ["wandb"],
-    "dev": ["pytest", "hypothesis", "playwright", "ruff", "mypy", "mkdocs"],
+    "dev": ["pytest", "pytest-xdist", "hypothesis", "playwright", "ruff", "mypy", "mkdocs"],
 }
 
 
@@ -135,7 +134,7 @@ def namespace_packages() -> tuple[list[str], dict[str, str]]:
     """Every package under the shipped folders by its import name, and the folder each top one maps to."""
     packages = []
     for folder in FOLDERS:
-        inside = find_packages(folder, exclude=CHECKOUT_ONLY)
+        inside = find_packages(folder)
         packages += [f"{NAME}.{folder}", *(f"{NAME}.{folder}.{package}" for package in inside)]
     return packages, {f"{NAME}.{folder}": folder for folder in FOLDERS}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from marsrl.benchmarks.namespace import ROOT
+from namespace import ROOT, folder_with_marsrl
 
 TURNS = 3
 
@@ -54,7 +55,9 @@ def _medians(root: Path, cases: list[str], device: str, quick: bool, file: Path)
     command = [sys.executable, str(script), *cases, "--device", device, "--only", "ours", "--no-memory"]
     command += ["--json", str(file), *(["--quick"] if quick else [])]
     command += ["--all"] if '"--all"' in script.read_text() else []  # an older revision measures every shape anyway
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    # in front of the marsrl that is installed
+    environment = {**os.environ, "PYTHONPATH": str(folder_with_marsrl(file.parent / f"path of {root.name}", root))}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     tables = json.loads(file.read_text())["tables"]
     return {
         f"{table['case']} {json.dumps(table['shape'], sort_keys=True)}": row["median_s"]

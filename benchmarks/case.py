@@ -1,4 +1,4 @@
-"""What a benchmark case is: one op at one shape, in the variants that are compared, with the exact results.
+"""A benchmark case: one op at one shape, in the variants that are compared, with the exact results.
 
     for shape in CASE.shapes("cpu", quick=False):
         bench = CASE.build(shape)          # inputs, ours and the peers
@@ -67,12 +67,17 @@ class Variant:
     """One way to do the job. run: a whole forward and backward, from clean gradients; returns what can be judged.
 
     does: the job in words where it is less than ours does. prepare: called before each run, not timed.
+    Calling the variant does both.
     """
 
     name: str
     run: Callable[[], Results]
     does: str = ""
-    prepare: Callable[[], Any] | None = None
+    prepare: Callable[[], Any] = lambda: None
+
+    def __call__(self) -> Results:
+        self.prepare()
+        return self.run()
 
 
 @dataclass(frozen=True)

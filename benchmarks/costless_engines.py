@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from simulation.lengths import Lengths, Outcomes
+from simulation.simulated_team import last_token
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
-from marsrl.rollout.pool.replicas import Irreplaceable, OnLost, Timed, ignore_loss
-from marsrl.rollout.simulation.lengths import Lengths, Outcomes
-from marsrl.rollout.simulation.simulated_team import last_token
+from marsrl.rollout.pool.replicas import OnLost, Replicas, Timed, ignore_loss
 from marsrl.rollout.types import Finish
 
 VOCABULARY = 151_643
@@ -47,7 +47,7 @@ def write_tokenizer(folder: str) -> None:
     wrapped.save_pretrained(folder)
 
 
-class CostlessEngines(Irreplaceable):
+class CostlessEngines(Replicas):
     """Engines on a virtual clock. own_cpu_s: what they take of this process themselves.
 
     num_long: so many completions, the next that begin, get a length as drawn; the others the shortest. now_s: virtual.

@@ -1,4 +1,4 @@
-"""What `marsrl curate` needs to read short prompts and take near-duplicates out, and which of the planted ones it finds.
+"""Time and memory of `marsrl curate` on short prompts, and its recall of planted near-duplicates.
 
     python benchmarks/curate.py [--rows 1000000] [--json FILE]
 
@@ -31,11 +31,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from namespace import folder_with_marsrl, map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
 
 from marsrl.trainer.config.curate import NearDuplicatesConfig
 from marsrl.trainer.curate.near_duplicates import as_compared, jaccard, shingled
@@ -111,10 +106,9 @@ def _similarity(one: str, other: str) -> float:
 
 def measure(num_rows: int, seed: int, folder: Path) -> Measured:
     planted = write_prompts(folder / "prompts.jsonl", num_rows, seed)
-    path = os.pathsep.join([str(folder_with_marsrl(folder / "path")), os.environ.get("PYTHONPATH", "")])
     words = [sys.executable, "-m", "marsrl.trainer.cli", "curate", "prompts.jsonl", "--out", "out"]
     load, before, start = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    subprocess.run(words, cwd=folder, env={**os.environ, "PYTHONPATH": path}, check=True, stdout=sys.stderr)
+    subprocess.run(words, cwd=folder, check=True, stdout=sys.stderr)
     seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     with (folder / "out/stages/near_duplicates/dropped.jsonl").open(encoding="utf-8") as lines:
         dropped = {json.loads(line)["row"] + 1 for line in lines}

@@ -1,6 +1,6 @@
 """docs/evidence.md: what the papers claim beside what teams that a CPU trains in minutes have shown.
 
-    python benchmarks/evidence.py                       the page from the results that are there; what is missing, with minutes
+    python benchmarks/evidence.py                       the page from the results that are there; what is missing
     python benchmarks/evidence.py --run [--jobs 2]      trains what is missing, and then the page
     python benchmarks/evidence.py --smoke               every arm in two tiny steps, into a temporary directory; no page
 
@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,11 +27,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from evidence_page import PAGE, Result, Results, page, sections, unsaid
-from namespace import ROOT, map_marsrl
-from studies import FOREIGN, FOREIGN_MINUTES, FOREIGN_SEEDS, OTHER_KIND, STUDIES, shown
+from namespace import ROOT
+from studies import FOREIGN, FOREIGN_SEEDS, OTHER_KIND, STUDIES, shown
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu_xeon_2core" / "evidence"
 RUNS = ROOT / "runs" / "evidence"
@@ -81,7 +79,7 @@ def every_job(only: Sequence[str]) -> list[Job]:
 
 
 def read_results(folder: Path) -> Results:
-    """Those of arms that there are, by (study, arm, seed)."""
+    """Results that are there, by (study, arm, seed)."""
     found = {}
     for job in every_job(()):
         file = folder / f"{job.name}.json"
@@ -95,7 +93,7 @@ def git(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def changed_files() -> str:
-    """What differs from HEAD, but for results and pages."""
+    """Files that differ from HEAD, except results and pages."""
     return git("status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in WRITTEN)).stdout.rstrip()
 
 
@@ -127,7 +125,7 @@ class Runner:
 
     def all(self, jobs: Sequence[Job]) -> None:
         """First the warm starts, once each, then the trainings, then the evaluations beside them."""
-        self._at_once(partial(self._make, words) for words in self.warm_starts(jobs))
+        self._at_once(partial(self._make, words) for words in self._warm_starts(jobs))
         trainings = [job for job in jobs if job.study != "foreign"]
         for job in jobs:
             whole = Job("marsrl", "whole", job.seed)
@@ -145,7 +143,7 @@ class Runner:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def warm_starts(self, jobs: Sequence[Job]) -> list[list[str]]:
+    def _warm_starts(self, jobs: Sequence[Job]) -> list[list[str]]:
         """Settings of each warm-started policy that the jobs need, once each."""
         from marsrl.trainer.config.read import read_config
         from marsrl.trainer.schools.warm_start import SHAPE, name_of, recipe_of
@@ -160,7 +158,7 @@ class Runner:
 
     def _make(self, words: Sequence[str]) -> Path:
         """The directory of the warm-started policy of these settings."""
-        said = self._call([str(ROOT / "benchmarks" / "warm_started.py"), *words])
+        said = self._call([__file__, "--warm-start", *words])
         return Path(said.strip().rpartition("\n")[2])
 
     def _call(self, words: Sequence[str]) -> str:
@@ -183,10 +181,9 @@ class Runner:
         start = time.monotonic()
         try:
             self._call([str(ROOT / "trainer" / "main.py"), *words])
-            found, curves = shown(STUDIES[job.study], run)
-            self._keep(job, start, found, curves)
+            self._keep(job, start, shown(STUDIES[job.study], run))
         except RuntimeError as error:  # a training that stops is a result: it is told, and in no mean
-            self._keep(job, start, {}, {}, stopped=str(error))
+            self._keep(job, start, {}, stopped=str(error))
 
     def evaluate(self, job: Job) -> None:
         """The foreign team's accuracy, that of its Solver's first answers in the same episodes, and what the others add."""
@@ -214,65 +211,41 @@ class Runner:
         assert evaluation.alone is not None and evaluation.alone.mean is not None and evaluation.system.mean is not None
         found = {name: row.mean for name, row in evaluation.rows.items() if row.mean is not None}
         alone, system = evaluation.alone.mean, evaluation.system.mean
-        self._keep(job, start, {**found, "alone": alone, "added": system - alone}, {})
+        self._keep(job, start, {**found, "alone": alone, "added": system - alone})
 
-    def _keep(
-        self, job: Job, start: float, found: dict[str, float], curves: dict[str, Any], stopped: str | None = None
-    ) -> None:
+    def _keep(self, job: Job, start: float, found: dict[str, float], stopped: str | None = None) -> None:
         from marsrl.trainer.machine import LIBRARIES, device_name, library_versions
         from marsrl.trainer.runs.directory import write_atomically
 
         seconds = round(time.monotonic() - start, 1)
         around = {"device": device_name(), "load": os.getloadavg()[0], "versions": library_versions(LIBRARIES)}
-        result = Result(
-            job.study, job.arm, job.seed, job.settings, self.commit, stopped, found, curves, seconds, around
-        )
+        result = Result(job.study, job.arm, job.seed, job.settings, self.commit, stopped, found, seconds, around)
         write_atomically(self.results / f"{job.name}.json", (json.dumps(dataclasses.asdict(result)) + "\n").encode())
         print(f"{job.name}: {stopped or _line(found)}, {seconds:.0f} s", flush=True)
+
+
+def warm_started(settings: Sequence[str]) -> Path:
+    """The directory of the first warm-started policy of these settings, made where it is not in the cache."""
+    from marsrl.trainer.config.read import read_config
+    from marsrl.trainer.report.console import RunConsole
+    from marsrl.trainer.schools.warm_start import warm_starts
+
+    config, _ = read_config(None, settings)
+    return next(iter(warm_starts(config, RunConsole()).values())).model_dir
 
 
 def _line(found: dict[str, float]) -> str:
     return ", ".join(f"{name} {found[name]:.3f}" for name in ("system", "solver", "alone") if name in found)
 
 
-def plan(jobs: Sequence[Job], results: Results, num_warm_starts: dict[str, int]) -> str:
-    """Markdown: for each arm how many of its seeds are there, how many are missing, and the minutes that these take."""
-    lines = ["| study | arm | seeds | there | minutes each | minutes missing |", "|---|---|---|---|---|---|"]
-    total = 0.0
+def plan(jobs: Sequence[Job], results: Results) -> str:
+    """Markdown: for each arm how many of its seeds are there, of how many."""
+    lines = ["| study | arm | seeds | there |", "|---|---|---|---|"]
     for study, arm in dict.fromkeys((job.study, job.arm) for job in jobs):
         mine = [job for job in jobs if (job.study, job.arm) == (study, arm)]
         there = sum(is_current(job, results.get((job.study, job.arm, job.seed))) for job in mine)
-        each = minutes(study, arm, results)
-        total += each * (len(mine) - there)
-        lines.append(f"| {study} | {arm} | {len(mine)} | {there} | {each:.1f} | {each * (len(mine) - there):.0f} |")
-    for study, num in num_warm_starts.items():
-        each = STUDIES[study].minutes[1]
-        total += each * num
-        lines.append(f"| {study} | warm starts | {num} | 0 | {each:.1f} | {each * num:.0f} |")
-    return "\n".join([*lines, f"\n{total:.0f} minutes one at a time, on a machine with nothing beside it"])
-
-
-def minutes(study: str, arm: str, results: Results) -> float:
-    """Of one training: the median of what it took, or an estimate."""
-    known = [each.seconds for (a, b, _), each in results.items() if (a, b) == (study, arm) and each.seconds]
-    if known:
-        return statistics.median(known) / 60
-    return FOREIGN_MINUTES if study == "foreign" else STUDIES[study].minutes[0]
-
-
-def missing_warm_starts(runner: Runner, jobs: Sequence[Job]) -> dict[str, int]:
-    """How many are not in the cache, by the study whose they are."""
-    from marsrl.trainer.config.read import read_config
-    from marsrl.trainer.schools.warm_start import SHAPE, cache_directory, name_of, recipe_of
-
-    found = dict.fromkeys(STUDIES, 0)
-    of_preset = {study.preset: name for name, study in STUDIES.items()}
-    for words in runner.warm_starts(jobs):
-        config, _ = read_config(None, words)
-        policy = next(iter(config.policies.values()))
-        if not (cache_directory() / name_of(recipe_of(config, policy.shape or SHAPE))).exists():
-            found[of_preset[words[0].partition("=")[2]]] += 1
-    return {name: num for name, num in found.items() if num}
+        lines.append(f"| {study} | {arm} | {len(mine)} | {there} |")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -281,8 +254,11 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="two tiny steps of seed 0 of every arm; nothing is kept")
     parser.add_argument("--only", nargs="+", default=[], choices=[*STUDIES, "foreign"], help="some of the studies")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
+    parser.add_argument("--warm-start", nargs="+", help=argparse.SUPPRESS)
     words = parser.parse_args()
-    map_marsrl()
+    if words.warm_start:
+        print(warm_started(words.warm_start))
+        return 0
     jobs = every_job(words.only)
     if words.smoke:
         with tempfile.TemporaryDirectory() as folder:
@@ -297,7 +273,7 @@ def main() -> int:
     runner = Runner(git("rev-parse", "HEAD").stdout.strip(), RESULTS, runs, words.jobs)
     results = read_results(RESULTS)
     missing = [job for job in jobs if not is_current(job, results.get((job.study, job.arm, job.seed)))]
-    print(plan(jobs, results, missing_warm_starts(runner, missing)), flush=True)
+    print(plan(jobs, results), flush=True)
     if words.run:
         if files := changed_files():
             parser.error(f"the tree differs from its commit, which the results are to name: commit or undo\n{files}")

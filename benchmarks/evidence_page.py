@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from namespace import ROOT
@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "evidence.md"
 
 @dataclass(frozen=True)
 class Result:
-    """What one training or evaluation has shown. stopped: the last line of one that did not come to its end."""
+    """Result of one training or evaluation. stopped: the last line of one that did not come to its end."""
 
     study: str
     arm: str
@@ -30,9 +30,9 @@ class Result:
     commit: str
     stopped: str | None
     found: dict[str, float]
-    curves: dict[str, list[float | None]]
     seconds: float
     surroundings: dict[str, Any]
+    curves: dict[str, list[float | None]] = field(default_factory=dict)  # of older results
 
 
 Results = Mapping[tuple[str, str, int], Result]
@@ -133,7 +133,7 @@ def unsaid(results: Results) -> list[str]:
 
 
 def provenance(results: Results) -> str:
-    """Which commits the numbers are of."""
+    """The commits that the numbers were measured at."""
     used = {(claim.study, arm) for claim in CLAIMS for group in claim.groups for arm in group}
     commits = Counter(each.commit for key, each in results.items() if key[:2] in used)
     if not commits:
@@ -150,14 +150,13 @@ def provenance(results: Results) -> str:
 BEGINNING = """\
 # Evidence
 
-What the papers claim, tried on teams that a CPU trains in minutes; written by `python benchmarks/evidence.py` from
-`benchmarks/results/cpu_xeon_2core/evidence/`. What a tiny policy does not show on arithmetic can be true of 30 billion
-parameters on olympiad problems, and the other way round.
+What the papers claim, tried on teams that a CPU trains in minutes; written by `python benchmarks/evidence.py`. What a tiny policy
+does not show on arithmetic can be true of 30 billion parameters on olympiad problems, and the other way round.
 
-An arm is a whole training from its seed's warm start, no seed left out; accuracies are of the run's own evaluation after it, on
-200 or 300 held-out problems that no seed changes, with draws by the run's seed. Differences are paired by seed; `±` is Student's
-95% interval of a mean over seeds (for three, 2.5 standard deviations). *Told apart*: the difference's leaves out 0, as one in
-twenty does by chance. *Idle*: steps that trained nothing, by seed."""
+An arm is a whole training from its seed's warm start, no seed left out; accuracies are of the run's evaluation after it, on
+the same 200 or 300 held-out problems for all seeds. Differences are paired by seed; `±` is Student's 95% interval of a mean
+over seeds. *Told apart*: the difference's interval leaves out 0, as one in twenty does by chance. *Idle*: steps that trained
+nothing, by seed."""
 
 _WHOLE = {"system": "team"}
 _TEAM = {**_WHOLE, "solver": "Solver", "verifier1": "Verifier"}
@@ -166,9 +165,8 @@ CLAIMS = (
     Claim(
         "Whose training improves the Solver",
         "MarsRL, Table 2: the Solver gains more when the whole team is trained (AIME-25: 91.1), and even when Verifier and "
-        "Corrector alone are (90.4), than by training on its own samples alone (89.5). Rows to find out why: `a mean of each "
-        "agent` gives the Solver's tokens in the whole team the weight that they have alone; `strong Solver` begins where the "
-        "paper's does, mostly right.",
+        "Corrector alone are (90.4), than by its own samples alone (89.5). `a mean of each agent` gives the Solver's tokens in "
+        "the whole team the weight that they have alone; `strong Solver` begins where the paper's does, mostly right.",
         "marsrl",
         (
             ("Solver trained", "whole", "critics trained", "a mean of each agent"),
@@ -176,33 +174,32 @@ CLAIMS = (
         ),
         {"solver": "Solver", **_WHOLE, "solver_before": "Solver before", "solver_tokens": "its tokens trained"},
         "the paper's order is reversed for Verifier and Corrector alone (.802 on average for .891, lower on every seed; "
-        "of five seeds the interval just includes 0), and the whole team's Solver is not told from one trained alone. "
-        "Why: fewer updates of the Solver are not the reason (tokens trained are alike), nor its share of the mean: with "
-        "a mean of each agent the whole team does as well as any, not told apart. With a strong Solver the order is the "
-        "same. Here the agents share 0.57 M weights, and what Verifier and Corrector learn helps the Solver less than its "
-        "own samples do.",
+        "the interval just includes 0), and the whole team's Solver is not told from one trained alone. The reason is "
+        "neither fewer updates of the Solver (tokens trained are alike) nor its share of the mean. With a strong Solver "
+        "the order is the same. Here the agents share 0.57 M weights, and what Verifier and Corrector learn helps the "
+        "Solver less than its own samples do.",
         seen_of="c452c998",
     ),
     Claim(
         "Agents' own rewards, not the outcome's",
         "MarsRL: rewards of their own (is the answer right, is the verdict true) are less noisy than the last answer's, shared. "
-        "Both arms train whole trajectories, so that both have as many updates, on samples as old.",
+        "Both arms train whole trajectories: as many updates, on samples as old.",
         "marsrl",
         (("own rewards", "outcome reward"),),
         {**_TEAM, "updates": "updates"},
-        "equal updates, none idle; own rewards lead by .041, not told apart on five seeds (two seeds the other way). The "
-        "Verifier's accuracy is where they differ most, .830 and .745.",
+        "own rewards lead by .041, not told apart on five seeds (two the other way). The Verifier's accuracy differs most, "
+        ".830 and .745.",
         seen_of="a272f144",
     ),
     Claim(
         "Another Solver's answers",
         "MarsRL, Table 3: a trained Verifier and Corrector help Solvers that they were not trained with: here one of another "
-        "seed, and one of another kind (another shape, another tutor, mistakes at other operations).",
+        "seed, and one of another kind (other shape, tutor and mistakes).",
         "foreign",
         (("untrained", "trained", "own team"), ("untrained, another kind", "trained, another kind")),
         {"added": "team less Solver", "alone": "Solver", "system": "team"},
-        "as claimed, also for a Solver of another kind: the trained Verifier and Corrector add .11 to .39 on every seed, "
-        "the untrained .00 to .07. Beside their own Solver, whose mistakes the training removed, little is left to add.",
+        "as claimed, for both kinds: the trained Verifier and Corrector add .11 to .39 on every seed, the untrained .00 to "
+        ".07. Their own Solver, whose mistakes the training removed, leaves little to add.",
         seen_of="a3c33b05",
     ),
     Claim(
@@ -220,7 +217,7 @@ CLAIMS = (
         "marsrl",
         (("whole", "gate off", "gate always"),),
         {**_WHOLE, "entropy_first": "entropy, first quarter", "entropy_last": "last quarter"},
-        "not seen. Entropy falls alike in all three; 24 steps are short for a collapse, which UloRL shows over hundreds.",
+        "entropy falls alike in all three; 24 steps are short for a collapse, which UloRL shows over hundreds.",
         seen_of="c04678a1",
     ),
     Claim(
@@ -230,7 +227,7 @@ CLAIMS = (
         "marsrl",
         (("whole", "4 segments", "4 segments, sais"),),
         {**_WHOLE, "entropy_last": "entropy, last quarter"},
-        "not told apart, which is what is claimed of segments and no proof of it; nothing explodes.",
+        "not told apart, as is claimed, which proves nothing; nothing explodes.",
         seen_of="3b9c95ed",
     ),
     Claim(
@@ -245,12 +242,12 @@ CLAIMS = (
     Claim(
         "Advantages of each agent",
         "Dr. MAS: a baseline and deviation of each agent's own keep the gradient's norm from spiking, where one over all agents "
-        "(`global`, and `trajectory`, the published GRPO baseline) does not; with one policy for both agents, and with one each.",
+        "(`global`, and `trajectory`, the published GRPO baseline) does not; with a shared policy, and with one each.",
         "drmas",
         tuple(tuple(f"{policies}, {name}" for name in NORMALISE) for policies in ("shared", "separate")),
         {"grad_norm_max": "largest gradient norm", **_WHOLE, "grad_spikes": "spikes"},
         "nothing is told apart, and one step of 42 trainings spikes. The agents' mean rewards differ by .2 to .3, for "
-        "which the paper's lemma predicts an inflation of 0.8 to 1.15: there was little to explode.",
+        "which the paper's lemma predicts an inflation of 0.8 to 1.15: little could explode.",
         seen_of="dd0d4060",
     ),
     Claim(
@@ -259,8 +256,8 @@ CLAIMS = (
         "mars",
         (("whole", "without System 1", "without Python", "without balance", "one mean"),),
         {**_WHOLE, "system2_reward_first": "reward, first quarter", "system2_reward_last": "last quarter"},
-        "System 1 is needed, but for a reason of this miniature's: its policy was taught to read distillates and never "
-        "pages. Python adds .07. Balance and the mean are not told from their absence.",
+        "System 1 is needed, but here because the policy was taught to read distillates and never pages. Python adds .07. "
+        "Balance and the mean are not told from their absence.",
         seen_of="94487526",
     ),
 )

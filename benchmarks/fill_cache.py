@@ -1,6 +1,6 @@
 """Fills Triton's cache: launches once, in processes side by side, what gpu_suite.py launches later one after the other.
 
-python benchmarks/fill_cache.py [case ...] [--device cuda|cpu] [--quick] [--shape TEXT]
+    python benchmarks/fill_cache.py [--device cuda|cpu] [--quick] [--shape TEXT]
 
 A launch compiles a kernel for the very arguments that it will have, so the later one finds it by the same key; only the
 processes of a later Triton, of other options or of another GPU do not. First the trials of smoke.py, then the cases at the
@@ -17,17 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from namespace import map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
-
 import torch
-
-from marsrl.benchmarks.case import Shape
-from marsrl.benchmarks.cases import ORDER, load
-from marsrl.benchmarks.one_by_one import Skipped
-from marsrl.benchmarks.smoke import attempt, trials
+from case import Shape
+from cases import ORDER, load
+from trials import attempt, trials
 
 MOST_WORKERS = 8
 MEMORY_SHARE = 0.5  # of the GPU's, for all workers; the rest is for what runs meanwhile
@@ -35,66 +28,58 @@ MEMORY_SHARE = 0.5  # of the GPU's, for all workers; the rest is for what runs m
 
 def launches(
     cases: Sequence[str], device: str, is_quick: bool, of_the_loss: str
-) -> Iterator[tuple[str, Callable[[], None]]]:
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, what launches it), in the order in which the suite comes to them. of_the_loss: what a shape's title has, for
     linear_policy_loss."""
     for trial in trials(cases, device):
         yield trial.name, partial(attempt, trial)
     for case in cases:
-        shapes = load(case).shapes(device, is_quick)
-        if case == "linear_policy_loss":
-            shapes = [shape for shape in shapes if of_the_loss in shape.title()]
-        for shape in shapes:
-            yield f"{case}, {shape.title()}", partial(run_ours, case, shape)
+        for shape in load(case).shapes(device, is_quick):
+            if case != "linear_policy_loss" or of_the_loss in shape.title():
+                yield f"{case}, {shape.title()}", partial(run_ours, case, shape)
 
 
 def run_ours(case: str, shape: Shape) -> None:
     """Each of our own variants once."""
     for variant in load(case).build(shape).variants:
         if variant.name.partition(",")[0] == "ours":
-            if variant.prepare is not None:
-                variant.prepare()
-            variant.run()
+            variant()
 
 
-def work(todo: Sequence[tuple[str, Callable[[], None]]], device: str, worker: int, workers: int) -> int:
+def work(todo: Sequence[tuple[str, Callable[[], object]]], device: str, worker: int, workers: int) -> int:
     """Every `workers`-th launch from the `worker`-th on; the number of those that failed."""
     if device == "cuda":
         torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE / workers)
-    count = failed = 0
-    for name, launch in todo[worker::workers]:
+    mine, failed = todo[worker::workers], 0
+    for name, launch in mine:
         try:
             launch()
             if device == "cuda":
                 torch.cuda.synchronize()
-        except Skipped:
-            continue
         except Exception as error:  # the suite's own part says more of it; a launch that fails fills nothing
             failed += 1
             print(f"failed: {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-        count += 1
-    print(f"worker {worker} of {workers}: {count} launches, {failed} failed", flush=True)
+    print(f"worker {worker} of {workers}: {len(mine)} launches, {failed} failed", flush=True)
     return failed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="case", help=f"all if none is named: {', '.join(ORDER)}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
     parser.add_argument(
         "--shape", default="", metavar="TEXT", help="linear_policy_loss at the shapes whose title has it"
     )
-    default = max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
-    parser.add_argument("--workers", type=int, default=default, help="processes; default: one for two cores, at most 8")
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
     words = parser.parse_args()
     torch.set_num_threads(1)
     if words.worker is not None:
-        todo = list(launches(words.cases or ORDER, words.device, words.quick, words.shape))
-        return 1 if work(todo, words.device, words.worker, words.workers) else 0
-    again = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--workers", str(words.workers)]
-    workers = [subprocess.Popen([*again, "--worker", str(worker)]) for worker in range(words.workers)]
+        return (
+            1 if work(list(launches(ORDER, words.device, words.quick, words.shape)), words.device, *words.worker) else 0
+        )
+    num = max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
+    again = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--worker"]
+    workers = [subprocess.Popen([*again, str(worker), str(num)]) for worker in range(num)]
     return max([process.wait() != 0 for process in workers])
 
 

@@ -15,10 +15,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from namespace import ROOT, map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
+from namespace import ROOT
 
 from marsrl.trainer.models.init_model import SHAPES, InitShape, init_model
 
@@ -28,7 +25,7 @@ STEPS = 2
 
 
 def settings(folder: Path, engine: str, is_tiny: bool) -> list[str]:
-    """What is changed in the preset, for want of time and of a model."""
+    """Changes to the preset, for want of time and of a model."""
     tokens = 16 if is_tiny else 256
     changed = [
         f"policies.main.model={folder / 'model'}", f"data.train={folder / 'problems.jsonl'}", f"run.dir={folder / 'runs'}",

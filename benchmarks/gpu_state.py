@@ -1,4 +1,4 @@
-"""What the driver says of the GPU now: clocks, power, temperature, memory, and what holds it back."""
+"""State of the GPU by its driver: clocks, power, temperature, memory, and throttling."""
 
 from __future__ import annotations
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from case import Judgement, Results, Shape, Variant
+from peers.plain import eager_logprob
 from torch import Tensor
 
-from marsrl.benchmarks.case import Judgement, Missing, Results, Shape, Variant
-from marsrl.benchmarks.peers.plain import eager_logprob
-from marsrl.kernels.dispatch import ENVIRONMENT
 from marsrl.kernels.head.gemms import cpu_multiplies_bfloat16
-from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, ROW_PROVIDERS, RowProvider
-from marsrl.kernels.head.vocabulary import make_head
 
 PLAIN_ROWS = 4096  # plain PyTorch judges larger batches in parts: its full logits would not fit
 EXACT_BYTES = 2**28  # of one float64 chunk of logits
@@ -144,33 +140,6 @@ def _plain(inputs: HeadInputs, objective: Objective) -> Results:
         "dX": torch.cat(of_hidden),
         "dW": of_weight.to(inputs.weight.dtype),
     }
-
-
-def with_own_gemms(op: str, inputs: HeadInputs, run: Callable[[], Results]) -> tuple[list[Variant], list[Missing]]:
-    """Ours with products of our own, which are taken by name only: what has to be ahead of `ours` to become the default."""
-    named = [provider for provider in HEAD_PROVIDERS if provider not in ROW_PROVIDERS]
-    found = [_by_name(provider, op, inputs, run) for provider in named]
-    return [each for each in found if isinstance(each, Variant)], [each for each in found if isinstance(each, Missing)]
-
-
-def _by_name(provider: RowProvider, op: str, inputs: HeadInputs, run: Callable[[], Results]) -> Variant | Missing:
-    name = f"ours, {provider.name}"
-    head = make_head(op, inputs.hidden, inputs.weight, inputs.targets, 1.0, None, None)
-    reason = provider.machine_lacks() or provider.why_not_head(inputs.hidden, inputs.weight, head)
-    if reason is not None:
-        return Missing(name, reason)
-
-    def by_name() -> Results:
-        before = os.environ.get(ENVIRONMENT)
-        os.environ[ENVIRONMENT] = f"{op}={provider.name}"
-        try:
-            return run()
-        finally:
-            os.environ.pop(ENVIRONMENT)
-            if before is not None:
-                os.environ[ENVIRONMENT] = before
-
-    return Variant(name, by_name)
 
 
 FLOOR = "three GEMMs (the floor)"

@@ -65,7 +65,7 @@ def rise(rewards: list[float]) -> float:
 
 
 def findings(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> dict[str, bool]:
-    """What is wanted of a seed, by name."""
+    """Criteria for a seed by name, and whether it meets them."""
 
     def gain(name: str) -> float:
         return (after.rows[name].mean or 0.0) - (before.rows[name].mean or 0.0)

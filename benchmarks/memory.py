@@ -18,12 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    from namespace import map_marsrl
-
-    map_marsrl()
-
-from marsrl.benchmarks.case import Shape, Variant
+from case import Shape, Variant
 
 CHILD_LIMIT_S = 600
 
@@ -55,11 +50,11 @@ def of_variants_on_cpu(case: str, shape: Shape, names: list[str]) -> dict[str, i
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
-def _rss_bytes() -> int:
+def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _peak_rss_bytes() -> int:
+def peak_rss_bytes() -> int:
     """VmHWM. Not getrusage: its maximum is inherited from the process that started this one."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
@@ -67,8 +62,7 @@ def _peak_rss_bytes() -> int:
 
 def _child(case_name: str, shape_json: str, *names: str) -> int:
     import torch
-
-    from marsrl.benchmarks.cases import load
+    from cases import load
 
     torch.set_num_threads(1)
     bench = load(case_name).build(Shape(**json.loads(shape_json)))
@@ -86,24 +80,18 @@ def _child(case_name: str, shape_json: str, *names: str) -> int:
 def _measure(variant: Variant) -> int:
     # The first call compiles, and fills the libraries' own buffers. It has a thread of its own: what a variant keeps
     # for its thread is allocated again, and counted.
-    _prepare(variant)
-    first = threading.Thread(target=variant.run)
+    first = threading.Thread(target=variant)
     first.start()
     first.join()
-    _prepare(variant)
+    variant.prepare()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what the heap kept from before would be used again unseen
-    standing = _rss_bytes()
+    standing = rss_bytes()
     Path("/proc/self/clear_refs").write_text("5")
     results = variant.run()
-    extra = _peak_rss_bytes() - standing
+    extra = peak_rss_bytes() - standing
     del results
     return extra
-
-
-def _prepare(variant: Variant) -> None:
-    if variant.prepare is not None:
-        variant.prepare()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the probe of a weight sync notices, and that it lets honest syncs pass: Megatron beside the real vLLM.
+"""Detections and false alarms of the probe of a weight sync: Megatron beside the real vLLM.
 
     python benchmarks/probe.py                    # mutation x dtype x model: the statistics, and who notices (10 minutes)
     python benchmarks/probe.py --honest 200       # syncs of random models, none of which may be refused (15 minutes)
@@ -25,26 +25,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from engine_process import EngineProcess
 from safetensors.torch import load_file, save_file
+from spoiled_vllm import SpoiledVllm
 from torch import Tensor
 
-if __name__ == "__main__":  # whose sys.path the engines' processes have too
-    from namespace import folder_with_marsrl
-
-    _link = tempfile.TemporaryDirectory()
-    sys.path[0] = str(folder_with_marsrl(Path(_link.name)))
-
-from marsrl.benchmarks.engine_process import EngineProcess
-from marsrl.benchmarks.spoiled_vllm import SpoiledVllm
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.engines.protocol import WeightUpdate
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.weights.fused_layout import fused_checksums
+from marsrl.rollout.weights.checksum import fused_checksums
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.weights.comparison import (
-    ComparisonReport,
     EngineComparison,
     TrainerScores,
     comparison_sequences,
@@ -114,6 +107,13 @@ class Pair:
     def score(self) -> list[Any]:
         return self.pool.score(comparison_sequences(_VOCABULARY))[0]
 
+    def row(self, std: float, what: str, trainer: TrainerScores, engine: list[Any], notices: str) -> Row:
+        ours, rounded, theirs = (np.concatenate(x).astype(float) for x in (trainer.logprobs, trainer.rounded, engine))
+        last = np.cumsum([len(each) for each in trainer.logprobs]) - 1
+        r = measure(np.abs(theirs - ours), np.abs(rounded - ours), last)
+        numbers = (r.ratio, r.share, r.num_last, r.largest, r.noise)
+        return Row(self.kind, self.layers, self.dtype, std, what, *numbers, notices)
+
     def close(self) -> None:
         self.pool.close()
         self.learner.close()
@@ -159,12 +159,6 @@ def swapped(weights: Weights, layer: int) -> Weights:
     return found
 
 
-def report_of(trainer: TrainerScores, engine: list[Any]) -> ComparisonReport:
-    ours, rounded, theirs = (np.concatenate(each).astype(float) for each in (trainer.logprobs, trainer.rounded, engine))
-    last = np.cumsum([len(each) for each in trainer.logprobs]) - 1
-    return measure(np.abs(theirs - ours), np.abs(rounded - ours), last)
-
-
 def refusal(comparison: EngineComparison, trainer: TrainerScores, engine: list[Any]) -> str:
     """The statistic by which the probe refuses the engine; empty where it does not."""
     try:
@@ -192,11 +186,7 @@ def mutated(pair: Pair) -> Iterator[Row]:
             later.compare(trainer, [honest], 0)
             first = refusal(EngineComparison(), trainer, scores)
             probe = first or (f"{then} (later)" if (then := refusal(later, trainer, scores)) else "")
-            r = report_of(trainer, scores)
-            who = ", ".join(filter(None, (probe, others)))
-            return Row(
-                pair.kind, pair.layers, pair.dtype, std, what, r.ratio, r.share, r.num_last, r.largest, r.noise, who
-            )
+            return pair.row(std, what, trainer, scores, ", ".join(filter(None, (probe, others))))
 
         yield row("honest")
         for what in ("rope theta x 5", "norm eps x 100", "no q/k norm", "top-k + 1", "top-k - 1"):
@@ -237,12 +227,8 @@ def honest(pair: Pair, num: int, first: int) -> Iterator[Row]:
             trainer = pair.train(new)
             pair.send(new)
             scores = pair.score()
-            r = report_of(trainer, scores)
             problem = refusal(comparison, trainer, scores)
-            what = f"honest, version {version}"
-            yield Row(
-                pair.kind, pair.layers, pair.dtype, std, what, r.ratio, r.share, r.num_last, r.largest, r.noise, problem
-            )
+            yield pair.row(std, f"honest, version {version}", trainer, scores, problem)
 
 
 def _line(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""What the tool `python` costs a call, and whether hostile snippets slow down honest ones.
+"""Overhead of a call of the tool `python`, also beside hostile snippets.
 
     python benchmarks/python_tool.py [--json FILE] [--calls 64] [--rounds 3]
 
@@ -32,11 +32,6 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from namespace import map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
-
 from marsrl.rollout.tools.config import PythonTool
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.tools.python.tool import PythonInterpreter
@@ -59,7 +54,7 @@ HOSTILE = (
 
 @dataclass(frozen=True)
 class Latency:
-    """How long one set of calls took, ms: from submit to output, less what the snippet itself takes."""
+    """Overhead of one set of calls, ms: from submit to output, less the snippet's own time."""
 
     calls: str
     median_ms: float

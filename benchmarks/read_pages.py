@@ -1,4 +1,4 @@
-"""What reading pages does to the dual system (MARS, table 6): pages read, System 1's calls, how many run side by side.
+"""The dual system with and without reading pages (MARS, table 6): pages read, System 1's calls, how many run side by side.
 
     python benchmarks/read_pages.py [--json FILE] [--problems 100]
 
@@ -28,11 +28,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from os import environ
 from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
-
-from namespace import map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig

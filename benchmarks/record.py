@@ -1,6 +1,6 @@
-"""What a number is worth nothing without: the device and its state, the versions, the commit; and the file that numbers go into.
+"""The device and its state, the versions and the commit that stand beside every number.
 
-python -m marsrl.benchmarks.record [--device cuda|cpu] [--json FILE]
+python benchmarks/record.py [--device cuda|cpu] [--json FILE]
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import argparse
 import dataclasses
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_state import gpu_state
 
-from marsrl.benchmarks.gpu_state import gpu_state
 from marsrl.trainer.machine import commit, device_name, library_versions
 
 LIBRARIES = (
@@ -61,23 +61,6 @@ def surroundings(device: str) -> Surroundings:
         instructions=_instructions(),
         memory_bytes=_memory_bytes() if is_cuda else None,
     )
-
-
-def read_records(file: Path | None) -> list[dict[str, Any]]:
-    """What earlier calls of a benchmark wrote with --json: it goes on behind them. [] where there is none yet."""
-    if file is None or not file.exists():
-        return []
-    found: list[dict[str, Any]] = json.loads(file.read_text("utf-8"))
-    return found
-
-
-def write_records(file: Path | None, records: Sequence[Mapping[str, Any]]) -> None:
-    """Replace the file of --json, whole or not at all; None: it was not asked for."""
-    if file is not None:
-        # here, for it needs more than torch, and other benchmarks run where there is nothing else
-        from marsrl.trainer.runs.directory import write_atomically
-
-        write_atomically(file, (json.dumps(records, indent=1) + "\n").encode())
 
 
 def _cpu_clocks() -> str:

@@ -3,19 +3,16 @@
     python benchmarks/rollout.py [--json FILE] [--repeats 5] [--problems 64]
     python benchmarks/rollout.py --overlap 1 [...]       # four stages, decoded without waiting for them to be taken
     python benchmarks/rollout.py --engines 2 [...]       # two engines of one thread each over one such engine
-    python benchmarks/rollout.py --base REV [...]        # this checkout over another git revision
 
 Ours is one stage of the scheduler: prompts rendered, requests sent to a vLLM actor, log-probs brought back, texts
 decoded, parsed and judged. Bare is vllm.LLM.generate in a process of its own with as many threads, told beforehand how
 long every completion is (max_tokens = ours, ignore_eos), without log-probs or seeds. Both have a process of their own and
-take turns; `ratio:` is the median of the turns' ratios. With --base the exit status is 1 where this checkout was slower in
-every turn.
+take turns; `ratio:` is the median of the turns' ratios.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import statistics
@@ -27,8 +24,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
-
-from namespace import map_marsrl
 
 if TYPE_CHECKING:
     from marsrl.trainer.checks.preflight import Checked
@@ -72,15 +67,8 @@ def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int
     """
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # Ray and vLLM print to stdout
     os.dup2(2, 1)
-    from marsrl import rollout
+    from marsrl.rollout.player.rollout import Rollout
     from marsrl.trainer.build import open_team
-
-    kind: Any
-    if (Path(rollout.__path__[0]) / "player").is_dir():
-        kind = importlib.import_module("marsrl.rollout.player.rollout").Rollout
-    else:  # --base of an earlier revision
-        name = ("background", "BackgroundScheduler") if overlap else ("scheduler", "Scheduler")
-        kind = getattr(importlib.import_module(f"marsrl.rollout.schedule.{name[0]}"), name[1])
 
     settings = (f"rollout.engines={engines}", f"rollout.threads={threads}", f"rollout.overlap={overlap}")
     checked = checked_config(problems, *settings)
@@ -88,7 +76,7 @@ def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int
         print("ready", file=out, flush=True)
         for line in sys.stdin:
             seed = json.loads(line)
-            scheduler = kind(checked.config.rollout, team, checked.task.problems(seed), seed=seed)
+            scheduler = Rollout(checked.config.rollout, team, checked.task.problems(seed), seed=seed)
             pool = team.pools["main"]
             before = sum(pool.num_decoded())
             start = time.perf_counter()
@@ -111,14 +99,10 @@ def checked_config(problems: int, *settings: str) -> Checked:
 
 
 class Child:
-    """One side, in a process of its own: it says a word when it is ready, then answers each line with one.
+    """One side, in a process of its own: it says a word when it is ready, then answers each line with one."""
 
-    python_path: folders in front of this checkout's package; none: that one.
-    """
-
-    def __init__(self, *arguments: object, python_path: Path | None = None) -> None:
+    def __init__(self, *arguments: object) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), *map(str, arguments)]
-        environment = {**os.environ, **({} if python_path is None else {"PYTHONPATH": str(python_path)})}
         self._name = f"the side {' '.join(map(str, arguments))}"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - for the life of the process
         self._process = subprocess.Popen(
@@ -127,7 +111,6 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=environment,
             cwd=tempfile.gettempdir(),  # Ray's workers import from it: in a checkout transformers takes our kernels/ for its own
         )
         self._answer("start")
@@ -188,25 +171,10 @@ def over_one_engine(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]
     yield from in_turns(words.repeats, *sides)
 
 
-def over_revision(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
-    from marsrl.benchmarks.base_revision import checked_out
-    from marsrl.benchmarks.namespace import ROOT, folder_with_marsrl
-
-    with tempfile.TemporaryDirectory() as folder, checked_out(words.base) as tree:
-        paths = [folder_with_marsrl(Path(folder) / name, root) for name, root in (("here", ROOT), ("there", tree))]
-        yield from in_turns(words.repeats, *(player(model_dir, words, python_path=path) for path in paths))
-
-
-def player(
-    model_dir: str,
-    words: argparse.Namespace,
-    engines: int = 1,
-    threads: int | None = None,
-    python_path: Path | None = None,
-) -> Child:
+def player(model_dir: str, words: argparse.Namespace, engines: int = 1, threads: int | None = None) -> Child:
     if threads is None:
         threads = checked_config(words.problems).config.rollout.threads or os.cpu_count() or 1
-    return Child("--play", model_dir, words.problems, engines, threads, words.overlap, python_path=python_path)
+    return Child("--play", model_dir, words.problems, engines, threads, words.overlap)
 
 
 def in_turns(repeats: int, *sides: Child) -> Iterator[Turn]:
@@ -222,7 +190,6 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=64, help="new problems of the stage, 8 samples each")
     parser.add_argument("--engines", type=int, help="compare so many engines with one, each of one thread")
     parser.add_argument("--overlap", type=int, default=0, help="rollout.overlap: stages that decoding may be ahead")
-    parser.add_argument("--base", metavar="REV", help="compare this checkout with this git revision")
     parser.add_argument("--bare", nargs=5, help=argparse.SUPPRESS)
     parser.add_argument("--play", nargs=5, help=argparse.SUPPRESS)
     words = parser.parse_args()
@@ -234,17 +201,12 @@ def main() -> int:
         return 0
     if words.engines is not None and words.engines < 2:
         parser.error(f"--engines is {words.engines}; it is compared with one, so give 2 or more")
-    if words.engines is not None and words.base is not None:
-        parser.error("--engines and --base each say what is compared with what; give one of them")
-    map_marsrl()
     from marsrl.trainer.machine import commit, device_name
     from marsrl.trainer.models.init_model import init_model
 
     other_name, compare = "bare", over_bare
     if words.engines is not None:
         other_name, compare = "one engine", over_one_engine
-    elif words.base is not None:
-        other_name, compare = words.base, over_revision
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         init_model("cpu_default", "arithmetic", Path(folder), seed=0, dtype="float32")
@@ -280,11 +242,8 @@ def main() -> int:
     for name, side in (("ours", 0), (other_name, 1)):
         print(f"{name}: {statistics.median(row['speeds'][side] for row in rows):,.0f} tokens/s, median of the turns")
     print(f"spread of the turns: {min(ratios):.3f} to {max(ratios):.3f}")
-    is_slower = words.base is not None and max(ratios) < 1
-    if is_slower:
-        print(f"slower than {words.base} in every turn")
     print(f"ratio: {statistics.median(ratios):.3f}")
-    return int(is_slower)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""What this device does at best, measured in the same run: a matrix product and a copy."""
+"""Peak rates of this device, measured in the same run: a matrix product and a copy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-
-from marsrl.benchmarks.case import Results, Variant
-from marsrl.benchmarks.timing import Clock, interleave
+from case import Results, Variant
+from timing import Clock, interleave
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Every kernel beside what a user would take else: time, share of the roofline, peak memory, error.
 
-    python benchmarks/run.py [case ...] [--all] [--device cpu|cuda] [--json FILE] [--base REV] [--quick]
+    python benchmarks/run.py [case ...] [--all] [--device cpu|cuda] [--json FILE] [--base REV] [--quick] [--profile]
 
 The case with the `ratio:` is measured at that shape first, on a CPU at that shape alone unless --all or --shape asks for
 more.
@@ -26,20 +26,19 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from namespace import ROOT, map_marsrl
-
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # before torch reads them
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # large variants in turn fragment else
-    map_marsrl()
 
+import base_revision
+import memory
+import roofline
 import torch
-
-from marsrl.benchmarks import base_revision, memory, roofline
-from marsrl.benchmarks.case import Bench, Case, Judgement, Results, Shape, Variant
-from marsrl.benchmarks.cases import ORDER, load
-from marsrl.benchmarks.record import surroundings
-from marsrl.benchmarks.timing import Clock, interleave
+from case import Bench, Case, Judgement, Results, Shape, Variant
+from cases import ORDER, load
+from namespace import ROOT
+from record import surroundings
+from timing import Clock, interleave, top_kernels
 
 HEADLINE = ("linear_policy_loss", "float32", 151_936, 0.5)  # case, dtype, V, mask share of the `ratio:` line
 HEADLINE_PEER = "torch eager, unmasked rows only"
@@ -67,7 +66,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A case at one shape; skipped: {variant: why}. failure: why nothing was measured."""
+    """A case at one shape; skipped: {variant: why}. failure: why nothing was measured.
+
+    kernels: under --profile (milliseconds and launches a call of ours, name), the longest first.
+    """
 
     case: str
     shape: Shape
@@ -75,10 +77,11 @@ class Table:
     bytes: float
     gemm_flops: float
     copy_bytes: float
-    rows: tuple[Row, ...]
-    skipped: dict[str, str]
-    notes: tuple[str, ...]
+    rows: tuple[Row, ...] = ()
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     failure: str | None = None
+    kernels: tuple[tuple[float, float, str], ...] = ()
 
     def median(self, name: str) -> float | None:
         return next((row.median_s for row in self.rows if row.name == name), None)
@@ -91,6 +94,9 @@ def measure(
     torch.compiler.reset()  # a function is compiled for eight shapes, and for those beyond it runs as it stands
     roof = roofline.measure(shape.device, shape.dtype)
     bench = case.build(shape)
+    table = Table(
+        case.name, shape, bench.flops, bench.bytes, roof.gemm_flops, roof.copy_bytes, notes=tuple(bench.notes)
+    )
     skipped = {each.name: each.reason.replace(f"{ROOT}/", "") for each in bench.missing}
     judgement = bench.judge()
     errors: dict[str, dict[str, float]] = {}
@@ -103,7 +109,7 @@ def measure(
             skipped[variant.name] = "left out by --skip"
             continue
         try:
-            results = _call(variant)
+            results = variant()
         except Exception as error:  # a peer that fails is listed with its reason; ours may not fail
             if variant.name == case.ours:
                 raise
@@ -114,10 +120,7 @@ def measure(
         if complaint is not None:
             wrong[variant.name] = complaint
             if variant.name == case.ours:
-                return Table(
-                    case.name, shape, bench.flops, bench.bytes, roof.gemm_flops, roof.copy_bytes, (), skipped,
-                    tuple(bench.notes), complaint,
-                )  # fmt: skip
+                return dataclasses.replace(table, skipped=skipped, failure=complaint)
         usable.append(variant)
     del judgement
     _free(shape.device)
@@ -146,17 +149,7 @@ def measure(
                 variant.name not in wrong,
             )
         )
-    rows.sort(key=lambda row: row.median_s)
-    return Table(
-        case.name, shape, bench.flops, bench.bytes, roof.gemm_flops, roof.copy_bytes, tuple(rows), skipped,
-        tuple(bench.notes),
-    )  # fmt: skip
-
-
-def _call(variant: Variant) -> Results:
-    if variant.prepare is not None:
-        variant.prepare()
-    return variant.run()
+    return dataclasses.replace(table, rows=tuple(sorted(rows, key=lambda row: row.median_s)), skipped=skipped)
 
 
 def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str, float], str | None]:
@@ -184,8 +177,7 @@ def _memory(case: Case, shape: Shape, bench: Bench, variants: list[Variant]) -> 
         found = {}
         for variant in variants:
             _free("cuda")
-            if variant.prepare is not None:
-                variant.prepare()
+            variant.prepare()
             found[variant.name] = memory.of_call_on_gpu(variant.run)
     return {name: max(0, num_bytes - bench.result_bytes) for name, num_bytes in found.items()}, note
 
@@ -222,6 +214,7 @@ def text(table: Table) -> str:
             f"{row.floor_share:>10.0%}{extra:>11}" + "".join(f"{cell:>17}" for cell in cells) + mark + does
         )
     lines += [f"  {name}: skipped: {reason}" for name, reason in table.skipped.items()]
+    lines += [f"  {ms:10.3f} ms {launches:7.1f}x  {name[:100]}" for ms, launches, name in table.kernels]
     return "\n".join(lines)
 
 
@@ -260,6 +253,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="timed turns of every variant (default: 7; --quick: 2)")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds a table may take once 3 rounds are done")
     parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
+    parser.add_argument("--profile", action="store_true", help="also the kernels that ours spends its time in")
     parser.add_argument("--only", help="one variant alone, say `ours`")
     parser.add_argument("--skip", action="append", default=[], metavar="VARIANT", help="leave this one out; repeatable")
     parser.add_argument(
@@ -285,6 +279,9 @@ def main() -> int:
             print(f"{case.name}: nothing to measure on {words.device}")
         for shape in shapes:
             table = measure(case, shape, rounds, words.budget, not words.no_memory, words.only, words.skip)
+            if words.profile and table.failure is None:
+                ours = next(each for each in case.build(shape).variants if each.name == case.ours)
+                table = dataclasses.replace(table, kernels=top_kernels(ours, is_cuda=shape.device == "cuda"))
             _free(words.device)
             print(f"\n{text(table)}", flush=True)
             tables.append(table)

@@ -1,7 +1,6 @@
-"""What rank 0 does alone for a step of 9,216 samples of up to 64k tokens, by part: seconds of CPU, memory and bytes.
+"""Work of rank 0 alone for a step of 9,216 samples of up to 64k tokens, by part: seconds of CPU, memory and bytes.
 
     python benchmarks/scale.py [--json FILE] [--problems 128] [--shorten 1] [--growth 16 32 64 128 256 512]
-    python benchmarks/scale.py --experts 48      # no more than the batch's way to the ranks, with the experts of decoding
 
 The player (stage by stage, and event by event), pool, team, credit, mini-batches, packing plan and encoding are the project's
 own, on the settings of configs/qwen3_30b_a3b.yaml; 40 engines cost nothing: random tokens of a vocabulary of Qwen's size
@@ -12,8 +11,6 @@ the end. Short stages fill the pipeline first, then the samples of one step are 
     --shorten N     completions are 1/N as long
     --growth ...    problems a step, each 72 samples at most, 1/16 as long: how the seconds grow with the number of samples
                     (of parts that are played: of segments)
-    --experts N     sequences of 25k tokens with their experts (trainer.router_replay=rollout) that two gloo ranks share; seconds
-                    and memory of 9,216 on six data ranks are extrapolated from these by bytes
 
 `ratio:` is 5 % of the planner's step over rank 0's seconds for it.
 """
@@ -36,23 +33,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from namespace import map_marsrl
-
-if __name__ == "__main__":
-    map_marsrl()
-
 import numpy as np
+from costless_engines import POLL_S, CostlessEngines, write_tokenizer
+from simulation.lengths import Lengths
+from simulation.simulated_team import problem_stream
 
-from marsrl.benchmarks.batch_transport import measure as measure_transport
-from marsrl.benchmarks.batch_transport import rank_of_two
-from marsrl.benchmarks.costless_engines import POLL_S, CostlessEngines, write_tokenizer
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.stages import Stages, StepBatch
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.rewards.judge import known
-from marsrl.rollout.simulation.lengths import Lengths
-from marsrl.rollout.simulation.simulated_team import problem_stream
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Group, Problem, Reward
@@ -61,7 +51,6 @@ from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import Average, mini_batches
 from marsrl.trainer.data.packing import TrainSequence, plan_micro_batches
-from marsrl.trainer.plan.models import find_shape
 from marsrl.trainer.plan.plan import make_plan
 from marsrl.trainer.report.group_metrics import summarise
 from marsrl.trainer.report.samples_log import write_samples
@@ -126,7 +115,7 @@ class Scale:
 
     @property
     def total_s(self) -> float:
-        """What rank 0 does alone in a step; a checkpoint's state is not in it, nor what other ranks do."""
+        """Seconds of rank 0 alone in a step, without a checkpoint's state and the work of other ranks."""
         return sum(seconds for part, seconds in self.seconds.items() if part not in BESIDE)
 
 
@@ -219,7 +208,7 @@ def played(
 
 
 def _samples_of_a_step(config: RunConfig, problems: int) -> int:
-    """How many samples a step of full pipelines has: the Solver's group, and those of each pick by the four agents after it."""
+    """Samples of a step of full pipelines: the Solver's group, and those of each pick by the four agents after it."""
     return problems * config.rollout.group_size * (1 + (len(config.agents) - 1) * config.rollout.picks)
 
 
@@ -254,42 +243,10 @@ def trained(
 
 
 RANKS = 24  # that train, of CONFIG's 64 GPUs
-EXPERTS_TOKENS, EXPERTS_SEQUENCES = 25_000, 9216  # of each sequence; of a step
 
 
 def data_size(config: RunConfig) -> int:
     return RANKS // config.policies["main"].layout.tensor
-
-
-def show_transport(num_sequences: int) -> list[dict[str, float]]:
-    """The batch with experts on its way to two ranks, measured; to CONFIG's, extrapolated."""
-    config = read_config(CONFIG, [])[0]
-    model, max_tokens = config.policies["main"].model, config.trainer.max_tokens_per_micro_batch
-    assert model is not None, f"{CONFIG} names a model"
-    shape = find_shape(model)
-    ranks = measure_transport(shape, num_sequences, EXPERTS_TOKENS, max_tokens)
-    of_token = 13 + shape.num_layers * shape.experts_per_token  # bytes on the way: as trainer/data/scatter.py says
-    micro_batch, batch = max_tokens * of_token, num_sequences * EXPERTS_TOKENS * of_token
-    full, parts = EXPERTS_SEQUENCES * EXPERTS_TOKENS * of_token, data_size(config)
-    print(
-        f"batch with experts: {num_sequences} sequences of {EXPERTS_TOKENS:,} tokens, {batch / 2**30:.2f} GiB, 2 gloo ranks"
-    )
-    for each in ranks:
-        print(
-            f"  rank {each.rank}: {each.cpu_s:.2f} s of CPU, {each.wall_s:.2f} s; share {each.held / 2**30:.2f} GiB; "
-            f"beside it at most {each.beside / 2**20:.0f} MiB (a micro-batch: {micro_batch / 2**20:.0f})"
-        )
-    first, other = ranks
-    print(f"  extrapolated by bytes to {EXPERTS_SEQUENCES:,} sequences on {parts} data ranks, not measured:")
-    seconds = {0: first.cpu_s * full / batch, 1: other.cpu_s * full / batch * len(ranks) / parts}
-    beside = {0: first.beside + (parts - len(ranks)) * micro_batch, 1: other.beside}
-    for number in (0, 1):
-        print(
-            f"  rank {number}: {seconds[number]:.0f} s of CPU; share {full / parts / 2**30:.1f} of {full / 2**30:.1f} GiB; "
-            f"beside it at most {beside[number] / 2**20:.0f} MiB",
-            flush=True,
-        )
-    return [asdict(each) for each in ranks]
 
 
 def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
@@ -324,20 +281,8 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=128, help="a step; 72 samples each at most")
     parser.add_argument("--shorten", type=int, default=1, help="completions are 1/N as long")
     parser.add_argument("--growth", type=int, nargs="*", default=[16, 32, 64, 128, 256, 512], help="problems a step")
-    parser.add_argument(
-        "--experts", type=int, default=0, help="only the batch's way, of so many sequences with experts"
-    )
     parser.add_argument("--measure", help=argparse.SUPPRESS)
-    parser.add_argument("--transport", help=argparse.SUPPRESS)
     words = parser.parse_args()
-    if words.transport:
-        print(json.dumps(rank_of_two(*json.loads(words.transport))))
-        return 0
-    if words.experts:
-        ranks = show_transport(words.experts)
-        if words.json:
-            Path(words.json).write_text(json.dumps({"transport": ranks}, indent=1) + "\n")
-        return 0
     if words.measure:
         print(json.dumps(asdict(measure(*json.loads(words.measure)))))
         return 0

@@ -19,12 +19,12 @@ class SpoiledVllm(VllmEngine):
         super().__init__(
             model_dir, VllmOptions(max_num_seqs=16, kv_cache_mib=32), dtype=dtype, max_model_len=256, threads=1
         )
-        self._model: Any = self._core.model_executor.driver_worker.worker.model_runner.get_model()
+        self._model: Any = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         self._undo: list[Callable[[], None]] = []
         self._refusals: list[str] = []
 
     def spoil(self, what: str) -> int:
-        """How many places were changed."""
+        """Number of changed places."""
         ways: dict[str, Callable[[], None]] = {
             "rope theta x 5": self._theta,
             "norm eps x 100": self._eps,
@@ -78,6 +78,6 @@ class SpoiledVllm(VllmEngine):
             self._refusals.append(str(refusal))
 
     def take_refusals(self) -> list[str]:
-        """What the engine would have stopped with since the last call."""
+        """Errors that the engine would have stopped with since the last call."""
         refusals, self._refusals = self._refusals, []
         return refusals

@@ -1,4 +1,4 @@
-"""What benchmarks/train_step.py trains: models by name, one long-tailed batch, and the arithmetic that it takes."""
+"""Models and batch of benchmarks/train_step.py: one long-tailed batch, and the FLOPs that it takes."""
 
 from __future__ import annotations
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from reference_loop import ReferenceLoop, ReferenceOptions
 from step_problem import StepProblem
 
 from marsrl.trainer.data.packing import TrainSequence
-
-if TYPE_CHECKING:
-    from marsrl.trainer.learner.learner import Learner
 
 OURS, MEGATRON = "ours", "plain Megatron, packed and dropped"
 REFERENCE, SORTED = "reference", "reference, sorted and dropped"
@@ -27,15 +24,11 @@ VARIANTS = (OURS, MEGATRON, REFERENCE, SORTED)
 
 @dataclass(frozen=True)
 class Variant:
-    """step() trains once and returns the gradient norm; trained: the sequences that it runs forward.
-
-    learner: that trains, None in the reference loop.
-    """
+    """step() trains once and returns the gradient norm; trained: the sequences that it runs forward."""
 
     step: Callable[[], float]
     close: Callable[[], None]
     trained: list[TrainSequence]
-    learner: Learner | None = None
 
 
 def build(
@@ -99,7 +92,7 @@ def _learner(
     def step() -> float:
         return learner.step(micro_batches(trained, place), normaliser=float(num_tokens)).grad_norm
 
-    return Variant(step, learner.close, trained, learner)
+    return Variant(step, learner.close, trained)
 
 
 def _take_megatrons_head(learner: Any) -> None:

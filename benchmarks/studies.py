@@ -30,15 +30,13 @@ class Arm:
 class Study:
     """arms: by name. evaluated: rows of the evaluation that are kept; agents: whose rewards are.
 
-    counted: metrics whose means over the last quarter of the steps are kept. minutes: of one training without its warm start,
-    and of a warm start, where no result says it.
+    counted: metrics whose means over the last quarter of the steps are kept.
     """
 
     preset: str
     arms: Mapping[str, Arm]
     evaluated: tuple[str, ...]
     agents: tuple[str, ...]
-    minutes: tuple[float, float]
     counted: tuple[str, ...] = ()
 
 
@@ -71,7 +69,6 @@ STUDIES = {
         },
         ("solver", "verifier1", "corrector1"),
         ("solver", *CRITICS),
-        (2.0, 4.0),
     ),
     "drmas": Study(
         "cpu_solver_verifier",
@@ -82,7 +79,6 @@ STUDIES = {
         },
         ("solver", "verifier"),
         ("solver", "verifier"),
-        (0.7, 3.5),
     ),
     "mars": Study(
         "cpu_dual_system",
@@ -95,13 +91,11 @@ STUDIES = {
         },
         ("system2",),
         ("system2",),
-        (0.5, 1.0),
         ("team/calls/search", "team/calls/python", "team/turns_without_call"),
     ),
 }
 
 FOREIGN_SEEDS = FIVE
-FOREIGN_MINUTES = 0.5  # an evaluation
 FOREIGN = ("own team", "untrained", "trained", "untrained, another kind", "trained, another kind")
 """Whom the Solver of a team comes from: itself; another seed's warm start; one of another shape, tutors and mistakes. Verifier
 and Corrector are this seed's, before its training (untrained) or after it."""
@@ -111,21 +105,11 @@ OTHER_KIND = (  # 107,456 parameters for 568,416; slips mostly at + and -, where
     "warm_start.slip_solver=0.15",
 )
 
-T_95 = {
-    2: 12.706,
-    3: 4.303,
-    4: 3.182,
-    5: 2.776,
-    6: 2.571,
-    7: 2.447,
-    8: 2.365,
-    9: 2.306,
-    10: 2.262,
-}  # by number of seeds
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's, by number of seeds
 
 
-def shown(study: Study, run: Path) -> tuple[dict[str, float], dict[str, list[float | None]]]:
-    """What one training has shown, as numbers and as curves (a value a step)."""
+def shown(study: Study, run: Path) -> dict[str, float]:
+    """Numbers of one training."""
     from marsrl.trainer.report.metrics import read_metrics
     from marsrl.trainer.report.summary import load_summary
 
@@ -136,11 +120,8 @@ def shown(study: Study, run: Path) -> tuple[dict[str, float], dict[str, list[flo
     numbers = {name: found[name] for name in ("system", *study.evaluated) if name in found}
     before = {name: estimate.mean for name, estimate in summary.before.rows.items() if estimate.mean is not None}
     numbers |= {f"{name}_before": before[name] for name in ("system", *study.evaluated) if name in before}
-    names = ("actor/entropy", *(f"reward/{agent}/mean" for agent in study.agents))
-    curves = {name: [row.get(name) for row in rows] for name in names}
-    return numbers | trained(rows, study.agents) | gradients(rows) | rewards(rows, study.agents) | last_counts(
-        rows, study.counted
-    ), curves
+    numbers |= trained(rows, study.agents) | gradients(rows) | rewards(rows, study.agents)
+    return numbers | last_counts(rows, study.counted)
 
 
 def trained(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:

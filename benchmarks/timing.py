@@ -1,15 +1,15 @@
-"""How long a call takes: process time of one thread on the CPU, CUDA events with a flushed L2 on a GPU."""
+"""Time of a call: process time of one thread on the CPU, CUDA events with a flushed L2 on a GPU."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-
-from marsrl.benchmarks.case import Variant
+from case import Variant
+from torch.profiler import ProfilerActivity, profile
 
 SHORT_S = 0.01  # on the CPU a call is repeated until it took so long: one of 50 us alone is as much noise as call
 FLUSH_BYTES = 256 * 2**20  # more than any L2 cache of today's GPUs (50 MB on H100, 126 MB on B200)
@@ -42,15 +42,13 @@ class Clock:
         if self._flush is None:
             total, calls = 0.0, 0
             while total < SHORT_S:
-                if variant.prepare is not None:
-                    variant.prepare()
+                variant.prepare()
                 start = time.process_time()
                 variant.run()
                 total += time.process_time() - start
                 calls += 1
             return total / calls
-        if variant.prepare is not None:
-            variant.prepare()
+        variant.prepare()
         self._flush.zero_()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -87,3 +85,20 @@ def interleave(
             if turn:
                 seconds[variant.name].append(elapsed)
     return {name: Times(tuple(values)) for name, values in seconds.items() if values}, failed
+
+
+def top_kernels(
+    run: Callable[[], object], *, is_cuda: bool, calls: int = 3, most: int = 15
+) -> tuple[tuple[float, float, str], ...]:
+    """(milliseconds and launches a call, name) of the kernels, on a CPU of PyTorch's operators, that it spends its time in."""
+    run()  # compiles
+    with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as seen:
+        for _ in range(calls):
+            run()
+        if is_cuda:
+            torch.cuda.synchronize()
+    found = seen.key_averages()
+    times = [
+        (each.self_device_time_total if is_cuda else each.self_cpu_time_total, each.count, each.key) for each in found
+    ]
+    return tuple((us / 1e3 / calls, count / calls, name) for us, count, name in sorted(times, reverse=True)[:most])

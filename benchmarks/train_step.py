@@ -4,6 +4,7 @@
     python benchmarks/train_step.py --layout tensor=2 expert=2          # ours and Megatron on so many ranks
     python benchmarks/train_step.py --model qwen3_30b_a3b_slice         # one GPU: full width, 128 experts, 4 layers
     python benchmarks/train_step.py --model slice_tiny                  # the same way on a CPU
+    python benchmarks/train_step.py --profile                           # also the kernels that ours spends its time in
 
 Ours: packed sequences, groups without spread left out, fused head (no full logits). The others compute the same update
 (the gradient norms are compared first: no number for a wrong step). Each variant runs in processes of its own, on a CPU
@@ -28,7 +29,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent
+from memory import peak_rss_bytes, rss_bytes
+
 CHILD_LIMIT_S = 900
 TOLERANCE = {
     "float32": 1e-4,
@@ -41,7 +43,8 @@ def child(words: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
     from step_problem import PROBLEMS, batch, model_flops
-    from step_variants import build
+    from step_variants import OURS, build
+    from timing import top_kernels
 
     from marsrl.rollout.model_shape import read_shape
 
@@ -74,9 +77,17 @@ def child(words: argparse.Namespace) -> None:
     flops = model_flops(read_shape(words.model_dir), variant.trained)
     if int(os.environ.get("RANK", "0")) == 0:
         slowest = [max(each) for each in zip(*(times for times, _ in found), strict=True)]
-        row = {"seconds": slowest, "norm": norms[0], "extra_bytes": max(extra for _, extra in found), "ranks": ranks}
+        row: dict[str, Any] = {
+            "seconds": slowest,
+            "norm": norms[0],
+            "extra_bytes": max(extra for _, extra in found),
+            "ranks": ranks,
+        }
         total = sum(s.num_tokens for s in sequences)
-        print(json.dumps({**row, "tokens": total, "flops": flops, "peak_flops": peak_flops()}), flush=True)
+        row |= {"tokens": total, "flops": flops, "peak_flops": peak_flops()}
+        if words.profile and words.child == OURS and ranks == 1:
+            row["kernels"] = top_kernels(variant.step, is_cuda=torch.cuda.is_available())
+        print(json.dumps(row), flush=True)
     variant.close()
 
 
@@ -84,13 +95,11 @@ class CpuMemory:
     """Peak RSS since now, minus RSS now."""
 
     def __init__(self) -> None:
-        self.standing = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        self.standing = rss_bytes()
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: loading the model had its own
 
     def extra_bytes(self) -> int:
-        """VmHWM. Not getrusage: its maximum is inherited from the process that started this one."""
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")) - self.standing
+        return peak_rss_bytes() - self.standing
 
 
 class GpuMemory:
@@ -147,6 +156,7 @@ def measure(variant: str, model_dir: str, experts: str, mpt: float | None, words
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(Path(__file__).resolve()), "--child", variant, "--model", words.model, "--model-dir", model_dir]
     command += ["--experts", experts, "--repeats", str(words.repeats)]
+    command += ["--profile"] if words.profile else []
     command += (["--mpt-entropy", str(mpt)] if mpt is not None else []) + (["--layout", *layout] if layout else [])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CHILD_LIMIT_S)
@@ -165,6 +175,9 @@ def main() -> int:
     parser.add_argument("--model", default="bench", help="bench, qwen3_30b_a3b_slice or slice_tiny")
     parser.add_argument(
         "--layout", nargs="+", default=[], metavar="SIZE", help="tensor=2 expert=2 context=2 pipeline=2"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="also the kernels that ours spends its time in, on one rank"
     )
     parser.add_argument("--no-dmmpt", action="store_true", help="leave out the second table, with DMMPT on")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -257,6 +270,8 @@ def table(label: str, rows: dict[str, Any]) -> dict[str, Any]:
     for variant, ratio in ratios.items():
         if ratio is not None and memory[variant] is not None:
             print(f"  ours over {variant}: {ratio:.2f}x, memory {memory[variant]:.2f}")
+    for ms, launches, name in rows["ours"].get("kernels", ()):
+        print(f"  {ms:10.3f} ms {launches:8.1f}x  {name[:100]}")
     return {"rows": rows, "ratio": ratios["reference"], "ratios": ratios, "memory": memory}
 
 

@@ -1,6 +1,6 @@
-"""From the trainer's tensors to an engine that has proven to hold them: seconds and GB/s, by backend and part.
+"""Seconds and GB/s of a publish, from the trainer's tensors to a verified engine, by backend and part.
 
-    python benchmarks/weight_sync.py [--json FILE] [--mib 64 256 1024] [--repeats 3] [--kind moe] [--bucket-mib 64]
+    python benchmarks/weight_sync.py [--json FILE] [--mib 64 256 1024] [--repeats 3] [--bucket-mib 64]
 
 The engine is our local one in a process of its own, one thread on either side; versions are published by one backend
 after the other. Without CUDA nccl is measured as gloo (TCP over the loopback), ipc as a file in /dev/shm that both map: their CPU
@@ -25,8 +25,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from namespace import map_marsrl
 
 BYTES_MOVED = {"shm": 6, "ipc": 6, "nccl": 10}
 TWINS = {"shm": "shm", "ipc": "ipc's CPU twin (a mapped file)", "nccl": "nccl's CPU twin (gloo, loopback)"}
@@ -55,42 +53,15 @@ class Row:
         return self.bound_s / self.seconds
 
 
-def write_model(folder: Path, mib: int, is_moe: bool) -> int:
-    """A random Qwen3 (MoE) checkpoint of about so many MiB in bfloat16; returns the size of its vocabulary."""
-    import torch
+def write_model(folder: Path, mib: int) -> int:
+    """A random Qwen3-MoE of about so many MiB in bfloat16; returns the size of its vocabulary."""
+    from marsrl.trainer.models.init_model import InitShape, init_model
 
-    from marsrl.rollout.model_shape import ModelShape
-    from marsrl.trainer.learner.megatron.mapping import hf_shapes, units
-    from marsrl.trainer.weights.files import write_shards
-
-    vocab_size, hidden, heads, experts = 4096, 512, 8, 32 if is_moe else 0
-    ffn = 256 if is_moe else 1536
-    layer = hidden * (hidden * 3 + 3 * ffn * max(experts, 1))
-    layers = max(1, round(((mib << 20) / 2 - 2 * vocab_size * hidden) / layer))
-    shape = ModelShape(
-        "Qwen3MoeForCausalLM" if is_moe else "Qwen3ForCausalLM", layers, hidden, heads, 4, 64, ffn, vocab_size, 4096,
-        1e6, 1e-6, False, False, True, experts, 4 if is_moe else 0,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-
-    def tensors():  # type: ignore[no-untyped-def]
-        for unit in units(shape, 1):
-            for name, size in zip(unit.hf, hf_shapes(shape, unit), strict=True):
-                yield name, (torch.randn(size, generator=generator) * 0.02).bfloat16()
-
-    write_shards(folder, tensors())
-    config = {
-        "architectures": [shape.architecture], "num_hidden_layers": layers, "hidden_size": hidden, "head_dim": 64,
-        "num_attention_heads": heads, "num_key_value_heads": 4, "intermediate_size": ffn, "vocab_size": vocab_size,
-        "max_position_embeddings": 4096, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-        "hidden_act": "silu", "attention_bias": False,
-    }  # fmt: skip
-    if is_moe:
-        config |= {
-            "num_experts": experts, "num_experts_per_tok": 4, "moe_intermediate_size": ffn, "norm_topk_prob": True,
-            "decoder_sparse_step": 1, "mlp_only_layers": [],
-        }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    vocab_size, hidden, experts, width = 4096, 512, 32, 256
+    of_layer = hidden * (hidden * 3 + 3 * width * experts)
+    layers = max(1, round(((mib << 20) / 2 - 2 * vocab_size * hidden) / of_layer))
+    shape = InitShape(hidden, layers, 8, 4, 64, experts, 4, width, vocab_size=vocab_size)
+    init_model(shape, "bytes", folder, seed=0, dtype="bfloat16")
     return vocab_size
 
 
@@ -114,7 +85,7 @@ class Whole:
     def __init__(self, tensors: dict[str, Any]) -> None:
         import torch
 
-        from marsrl.rollout.weights.bucket_plan import whole_box
+        from marsrl.rollout.weights.layout import whole_box
 
         self._tensors, self.device = tensors, torch.device("cpu")
         self.hf_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -134,34 +105,34 @@ class Whole:
         return self._tensors[name].view(len(self._tensors[name]), -1)
 
 
-def measure(mib: int, repeats: int, is_moe: bool, bucket_mib: int) -> list[Row]:
+def measure(mib: int, repeats: int, bucket_mib: int) -> list[Row]:
     """Publishes of one model by one backend after the other, the first ones (page faults, lazy imports) left out."""
     import torch
+    from engine_process import EngineProcess
 
-    from marsrl.benchmarks.engine_process import EngineProcess
     from marsrl.rollout.pool.pool import EnginePool
-    from marsrl.rollout.weights.fused_layout import WeightFiles
-    from marsrl.trainer.weights.channel import WeightChannel
-    from marsrl.trainer.weights.checked_engines import CheckedEngines
-    from marsrl.trainer.weights.direct_channel import IpcChannel, NcclChannel
-    from marsrl.trainer.weights.file_channel import FileChannel
+    from marsrl.rollout.weights.files import WeightFiles
+    from marsrl.trainer.weights.comparison import CheckedEngines
+    from marsrl.trainer.weights.sync import DirectSync, FileSync, WeightSync
 
     rows = []
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         model = Path(folder) / "model"
-        vocab_size = write_model(model, mib, is_moe)
+        vocab_size = write_model(model, mib)
         files = WeightFiles(model)
         weights = {name: files[name].clone() for name in files}
         pool = EnginePool(EngineProcess(str(model), "bfloat16"))  # type: ignore[arg-type]
         engines, learner = CheckedEngines(pool, vocab_size=vocab_size), Whole(weights)
-        channels: dict[str, WeightChannel] = {
-            "shm": FileChannel(engines, torch.bfloat16, verify_every=repeats + 2),
-            "ipc": IpcChannel(engines, torch.bfloat16, verify_every=repeats + 2, bucket_bytes=bucket_mib << 20),
-            "nccl": NcclChannel(engines, torch.bfloat16, verify_every=repeats + 2, bucket_bytes=bucket_mib << 20),
+        syncs: dict[str, WeightSync] = {
+            "shm": FileSync(engines, torch.bfloat16, verify_every=repeats + 2),
+            "ipc": DirectSync(engines, torch.bfloat16, "ipc", verify_every=repeats + 2, bucket_bytes=bucket_mib << 20),
+            "nccl": DirectSync(
+                engines, torch.bfloat16, "nccl", verify_every=repeats + 2, bucket_bytes=bucket_mib << 20
+            ),
         }
-        for kind, channel in channels.items():  # an engine has one connection at a time
+        for kind, sync in syncs.items():  # an engine has one connection at a time
             for version in range(1, repeats + 2):
-                report = channel.publish(learner, version)  # type: ignore[arg-type]
+                report = sync.publish(learner, version)  # type: ignore[arg-type]
                 assert report is not None and report.comparison is None
                 speed = report.num_bytes / report.seconds / 1e9
                 row = Row(
@@ -169,7 +140,7 @@ def measure(mib: int, repeats: int, is_moe: bool, bucket_mib: int) -> list[Row]:
                     copy_gb_per_s(),
                 )  # fmt: skip
                 rows += [row] if version > 1 else []
-            channel.close()
+            sync.close()
         pool.close()
     return rows
 
@@ -179,10 +150,8 @@ def main() -> int:
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024], help="sizes of the weights, ascending")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kind", choices=["moe", "dense"], default="moe")
     parser.add_argument("--bucket-mib", type=int, default=64, help="what ipc and nccl send at once")
     words = parser.parse_args()
-    map_marsrl()
     import torch
 
     from marsrl.kernels import library
@@ -190,10 +159,10 @@ def main() -> int:
 
     torch.set_num_threads(1)
     slow = library.why_no_cpu_library()
-    print(f"{words.kind}, bfloat16, one thread each; checksums by {'csrc/cpu' if slow is None else f'torch ({slow})'}")
+    print(f"Qwen3-MoE, bfloat16, one thread each; checksums by {'csrc/cpu' if slow is None else f'torch ({slow})'}")
     medians: list[Row] = []
     for mib in words.mib:
-        measured = measure(mib, words.repeats, words.kind == "moe", words.bucket_mib)
+        measured = measure(mib, words.repeats, words.bucket_mib)
         for backend, name in TWINS.items():
             rows = sorted((row for row in measured if row.backend == backend), key=lambda row: row.seconds)
             row = rows[len(rows) // 2]

@@ -4,7 +4,7 @@ The import registers some of them with torch, as torch.ops.marsrl.*, and does no
 """
 
 from marsrl.kernels.attention_decode import attention_decode
-from marsrl.kernels.attention_varlen import attention_choice, attention_varlen
+from marsrl.kernels.attention_varlen import attention_varlen
 from marsrl.kernels.dispatch import Explanation, explain
 from marsrl.kernels.group_advantage import group_advantage
 from marsrl.kernels.grouped_linear import grouped_linear
@@ -29,7 +29,6 @@ __all__ = [
     "PolicyObjective",
     "Support",
     "TokenMarks",
-    "attention_choice",
     "attention_decode",
     "attention_varlen",
     "explain",

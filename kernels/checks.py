@@ -57,6 +57,13 @@ def check_range(op: str, name: str, values: Tensor, largest: int) -> None:
         raise ValueError(f"{op}: {name} holds {low}..{high}, expected 0..{largest}")
 
 
+def why_not_double(name: str, tensor: Tensor | None) -> str | None:
+    """The reason where kernels that compute in float32 would be given float64, else None; None: not given."""
+    if tensor is None or tensor.dtype != torch.float64:
+        return None
+    return f"{name} is float64, the kernels compute in float32"
+
+
 def _fits(found: torch.Size, shape: tuple[int | None, ...]) -> bool:
     return len(found) == len(shape) and all(want is None or have == want for have, want in zip(found, shape))
 
@@ -74,3 +81,15 @@ def _short(values: list[int]) -> str:
 def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """[T] int64: the sequence each packed token belongs to."""
     return torch.repeat_interleave(cu_seqlens.diff().long(), output_size=num_tokens)
+
+
+def kept_first(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """([] int64 number of tokens in the mask, [T] int64 all tokens, those of the mask first); no wait for the device.
+
+    The others follow so that a chunk longer than the mask can be gathered before its true length is known.
+    """
+    before = mask.long().cumsum(0)
+    number = mask.sum()
+    index = torch.arange(mask.numel(), device=mask.device)
+    place = torch.where(mask, before - 1, number + index - before)
+    return number, torch.empty_like(index).scatter_(0, place, index)

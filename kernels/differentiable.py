@@ -2,13 +2,32 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels.dispatch import Implementation, without_autocast
-from marsrl.kernels.first_derivative import first_derivative_only
+
+
+def first_derivative_only(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a backward: under create_graph=True it refuses. Its result would count as a constant, and a penalty on a
+    gradient would have no gradient, without a word: torch's once_differentiable refuses only where what comes in has one.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(backward)
+        def checked(ctx: Any, *gradients: Any) -> Any:
+            if torch.is_grad_enabled():  # in a backward: create_graph
+                raise RuntimeError(
+                    f"{op}: create_graph=True asks for a second derivative, and there is a first one only"
+                )
+            return backward(ctx, *gradients)
+
+        return checked
+
+    return decorate
 
 
 class Kernels(Protocol):

@@ -1,4 +1,4 @@
-"""Which implementation of an op serves a call, and why the others do not.
+"""Chooses the implementation of an op that serves a call, with the reasons against the others.
 
 Each op registers its implementations in order of preference. `MARSRL_KERNELS=<name>` (say `cpu` or `reference`) forces
 one for every op: it is used or the call is refused with the reason, never replaced. An op that lacks it refuses too.
@@ -8,6 +8,8 @@ one for every op: it is used or the call is refused with the reason, never repla
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -43,6 +45,22 @@ def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
 def why_not_host(name: str, tensor: torch.Tensor) -> str | None:
     """None where an implementation for the CPU can read the tensor, else the reason; name: of the argument."""
     return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, this one reads host memory"
+
+
+def of_first(why_not: Callable[[str, torch.Tensor], str | None], name: str) -> Callable[..., str | None]:
+    """Implementation.why_not where the first argument, of that name, decides alone."""
+    return lambda first, *_: why_not(name, first)
+
+
+def late_function(module: str, name: str) -> Callable[..., Any]:
+    """The function of marsrl.kernels.<module>, imported when it first runs, and Triton with it."""
+    find = cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name))
+    return lambda *args: find()(*args)
+
+
+def late_object(module: str, name: str) -> Callable[[], Any]:
+    """Makes an object of that class of marsrl.kernels.<module> when it is first asked for; always the same one."""
+    return cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name)())
 
 
 @dataclass(frozen=True)
@@ -142,7 +160,7 @@ def _check_known(text: str, word: str, known: set[str]) -> None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `marsrl doctor` prints for one op, or for a kind of call of it."""
+    """Choice for one op, or for a kind of call of it, as `marsrl doctor` prints it."""
 
     op: str
     chosen: str | None  # None: the op cannot run here

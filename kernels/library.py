@@ -1,126 +1,84 @@
 """Loads the native library that setup.py built into kernels/_lib/, and says why it cannot be loaded."""
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from marsrl.kernels.dispatch import why_not_host
+from marsrl.kernels.head.objective import NUM_OPTIONS
 
 ABI_VERSION = 16  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
-_pointer, _int64, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
-# name -> (result, arguments), in the order of the C declarations
-Declarations = Mapping[str, tuple[Any, Sequence[Any]]]
+class _pointer:
+    """An argument that C reads as an address: a tensor, for that of its data, or what ctypes takes for a void pointer."""
+
+    @staticmethod
+    def from_param(value: Any) -> Any:
+        return ctypes.c_void_p.from_param(value.data_ptr() if isinstance(value, Tensor) else value)
+
+
+_TYPES = {
+    "p": _pointer,
+    "q": ctypes.c_int64,
+    "i": ctypes.c_int,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+    "Q": ctypes.c_uint64,
+    "": None,
+}
+"""Letters of the struct module, and p for an address."""
+
+# name -> (result, arguments) in letters of _TYPES, in the order of the C declarations
+Declarations = Mapping[str, tuple[str, str]]
 _CPU_FUNCTIONS: Declarations = {
-    "marsrl_row_logprobs": (
-        _int64,
-        [_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _pointer, _float, *[_pointer] * 4, _int],
-    ),
-    "marsrl_row_partials": (
-        None,
-        [_pointer, _int64, _int64, _int64, _pointer, _pointer, _pointer, _pointer, _int64, _int],
-    ),
-    "marsrl_exponential_gradients": (
-        None,
-        [
-            *(_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int64, _pointer, _int64, _pointer, _float),
-            *([_pointer] * 7),
-            *(_int64, _int),
-        ],
-    ),
-    "marsrl_row_gradients": (
-        _int64,
-        [
-            *(_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _int64, _pointer, _float),
-            *([_pointer] * 7),
-            _int,
-        ],
-    ),
-    "marsrl_policy_terms": (None, [*([_pointer] * 4), _int64, _int64]),
-    "marsrl_policy_rows": (
-        _int64,
-        [
-            *(_pointer, _int64, _int64, _int64, _pointer, _int64, _pointer, _pointer, _float),
-            *([_pointer] * 7),
-            _int,
-        ],
-    ),
-    "marsrl_group_advantage": (
-        None,
-        [_pointer, _int, _pointer, _pointer, _int64, _int, _int, ctypes.c_double, _pointer],
-    ),
-    "marsrl_attention_decode": (
-        None,
-        [*[_pointer] * 5, *[_int64] * 4, *[_pointer] * 3, _float, _int, _int],
-    ),
-    "marsrl_draw_tokens": (None, [*[_pointer] * 3, _int64, _int64, _pointer, _pointer, _int]),
-    "marsrl_swiglu": (None, [_pointer, _int, _pointer, _int64, _int64, _pointer, _int]),
-    "marsrl_swiglu_gradients": (
-        None,
-        [_pointer, _int, _pointer, _pointer, _int64, _int64, _pointer, _pointer, _int],
-    ),
-    "marsrl_rms_norm": (
-        None,
-        [_pointer, _int, _int64, _pointer, _int64, _int64, ctypes.c_double, _pointer, _pointer, _int],
-    ),
-    "marsrl_rms_norm_gradients": (
-        None,
-        [_pointer, _int, _int64, *[_pointer] * 3, _int64, _int64, _pointer, _pointer, _int],
-    ),
-    "marsrl_word_sum": (ctypes.c_uint64, [_pointer, _int64, ctypes.c_uint64]),
-    "marsrl_sequence_of": (None, [_pointer, _int, _int64, _pointer]),
-    "marsrl_sequence_sums": (None, [_pointer, _int, _pointer, _pointer, _int, _int64, _pointer]),
+    "marsrl_row_logprobs": ("q", "pqqqpqppfppppi"),
+    "marsrl_row_partials": ("", "pqqqppppqi"),
+    "marsrl_exponential_gradients": ("", "pqpppqqpqpfpppppppqi"),
+    "marsrl_row_gradients": ("q", "pqqqpqpqpfpppppppi"),
+    "marsrl_policy_terms": ("", "ppppqq"),
+    "marsrl_policy_rows": ("q", "pqqqpqppfpppppppi"),
+    "marsrl_group_advantage": ("", "pippqiidp"),
+    "marsrl_attention_decode": ("", "pppppqqqqpppfii"),
+    "marsrl_draw_tokens": ("", "pppqqppi"),
+    "marsrl_swiglu": ("", "pipqqpi"),
+    "marsrl_swiglu_gradients": ("", "pippqqppi"),
+    "marsrl_rms_norm": ("", "piqpqqdppi"),
+    "marsrl_rms_norm_gradients": ("", "piqpppqqppi"),
+    "marsrl_word_sum": ("Q", "pqQ"),
+    "marsrl_sequence_of": ("", "piqp"),
+    "marsrl_sequence_sums": ("", "pippiqp"),
 }
 
 
 class Objective(ctypes.Structure):
-    """struct Objective of csrc/include/policy_objective.h."""
+    """struct Objective of csrc/include/policy_objective.h; options: PolicyObjective.options, in its order."""
 
     _fields_ = [
-        ("clip_low", _float),
-        ("clip_high", _float),
-        ("dual_clip", _float),
-        ("correction_low", _float),
-        ("correction_high", _float),
-        ("kl_coef", _float),
-        ("entropy_coef", _float),
-        ("mpt_probability", _float),
-        ("inverse_normaliser", _float),
+        ("options", ctypes.c_float * NUM_OPTIONS),
+        ("inverse_normaliser", ctypes.c_float),
         ("kind", ctypes.c_int32),
         ("correction", ctypes.c_int32),
         ("kl", ctypes.c_int32),
     ]
 
 
+_OF_TOKENS = (
+    *("advantage", "log_ratio", "log_drift", "old_logprobs", "rollout_logprobs", "reference_logprobs", "gate"),
+    *("dropped", "weight", "agent", "logprobs", "entropy", "coefficient", "entropy_coefficient", "sums"),
+)
+
+
 class Tokens(ctypes.Structure):
     """struct Tokens of csrc/include/policy_objective.h: addresses of packed arrays."""
 
-    _fields_ = [
-        (name, _pointer)
-        for name in (
-            "advantage",
-            "log_ratio",
-            "log_drift",
-            "old_logprobs",
-            "rollout_logprobs",
-            "reference_logprobs",
-            "gate",
-            "dropped",
-            "weight",
-            "agent",
-            "logprobs",
-            "entropy",
-            "coefficient",
-            "entropy_coefficient",
-            "sums",
-        )
-    ]
+    _fields_ = [(name, ctypes.c_void_p) for name in _OF_TOKENS]
 
 
 def open_library(path: Path, functions: Declarations) -> ctypes.CDLL | str:
@@ -136,7 +94,7 @@ def open_library(path: Path, functions: Declarations) -> ctypes.CDLL | str:
         return f"{path} has interface version {version}, this package needs {ABI_VERSION}: build it again"
     for name, (result, arguments) in functions.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype, function.argtypes = _TYPES[result], [_TYPES[letter] for letter in arguments]
     return library
 
 
@@ -159,13 +117,13 @@ def why_no_cpu_library() -> str | None:
     return library if isinstance(library, str) else None
 
 
-def why_not_float_or_bfloat16(name: str, tensor: torch.Tensor) -> str | None:
+def why_not_float_or_bfloat16(name: str, tensor: Tensor) -> str | None:
     """None where a function of the CPU library that knows these two dtypes can read the tensor, else the reason."""
     if (reason := why_not_host(name, tensor)) is not None or tensor.dtype in (torch.float32, torch.bfloat16):
         return reason
     return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, csrc/cpu reads float32 and bfloat16"
 
 
-def address(tensor: "torch.Tensor | None") -> int | None:
-    """Where a tensor's data lies; None stays the null pointer."""
+def address(tensor: Tensor | None) -> int | None:
+    """Address of a tensor's data; None stays the null pointer."""
     return None if tensor is None else tensor.data_ptr()

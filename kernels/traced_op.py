@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsrl.kernels.differentiable import Gradient, Kernels, Recomputed
+from marsrl.kernels.differentiable import Gradient, Kernels, Recomputed, first_derivative_only
 from marsrl.kernels.dispatch import Op, without_autocast
-from marsrl.kernels.first_derivative import first_derivative_only
 
 _LIBRARY = torch.library.Library("marsrl", "FRAGMENT")
 

@@ -1,4 +1,4 @@
-"""Where Triton kernels can run: on a CUDA device, or on the CPU where TRITON_INTERPRET=1 was set before the start.
+"""Triton kernels run on a CUDA device, or on the CPU if TRITON_INTERPRET=1 was set before the start.
 
 No Triton is imported here: an op imports its kernels when it first runs them.
 """
@@ -11,10 +11,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from marsrl.kernels.checks import why_not_double
+
 
 @cache  # Triton reads the variable when a kernel is defined: a later change has no effect
 def is_interpreted() -> bool:
-    """Whether Triton runs kernels as NumPy on the CPU."""
+    """True if Triton runs kernels as NumPy on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -37,6 +39,11 @@ def why_not_triton(name: str, tensor: Tensor) -> str | None:
     if tensor.device.type == "cuda" or (tensor.device.type == "cpu" and is_interpreted()):
         return None
     return f"{name} is on {tensor.device}, Triton kernels read CUDA memory"
+
+
+def why_not_triton_float32(name: str, tensor: Tensor) -> str | None:
+    """The same for kernels that compute in float32."""
+    return why_not_double(name, tensor) or why_not_triton(name, tensor)
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -21,6 +21,16 @@ SILENCE_S = 40.0  # default of run.silence_s
 HEAD_PORT = 6379  # of a Ray cluster that is started `here`, and of `marsrl join HOST`: Ray's own
 HERE = "here"
 
+Count = Annotated[int, Field(gt=0, le=MOST)]
+CountOr0 = Annotated[int, Field(ge=0, le=MOST)]
+Tokens = Annotated[int, Field(gt=0, le=MOST_TOKENS)]
+Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+OptionValues = Mapping[str, int | float | str | bool | None]
+"""Options of a task or a team, before they are checked."""
+
 
 class Settings(BaseModel):
     """Base of every settings model: frozen, no unknown keys, numbers are numbers and strings are strings."""
@@ -28,13 +38,16 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+Read = TypeVar("Read", bound=Settings)
+
+
 def is_started_here(ray_address: str) -> bool:
-    """Whether rollout.ray_address asks for a cluster of our own that other hosts join: here, or here:port."""
+    """True if rollout.ray_address asks for a cluster of our own that other hosts join: here, or here:port."""
     return ray_address.partition(":")[0] == HERE
 
 
 def problems_of(error: ValidationError, prefix: str = "", keys: Collection[str] = ()) -> str:
-    """What is wrong with options, key by key, in one line. keys: those that there are; the nearest to an unknown one is named."""
+    """The errors of options, key by key, in one line. keys: those that there are; the nearest to an unknown one is named."""
 
     problems = []
     for each in error.errors():
@@ -44,6 +57,14 @@ def problems_of(error: ValidationError, prefix: str = "", keys: Collection[str] 
             message = "unknown key; " + (f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(keys)}")
         problems.append(f"{prefix}{name}: {message}")
     return "; ".join(problems)
+
+
+def read_settings(kind: type[Read], values: Mapping[str, object], prefix: str = "", where: str = "") -> Read:
+    """The settings with these values; ValueError says in one line which keys are wrong. where: before that line."""
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        raise ValueError(where + problems_of(error, prefix, kind.model_fields)) from error
 
 
 def http_url(key: str, value: str, expected: str, why: str) -> str:
@@ -73,11 +94,11 @@ class AgentConfig(Settings):
         "default: the task's set",
     )
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
-    top_p: float = Field(1.0, gt=0, le=1, description="trained agents need 1, or loss.truncation=renormalise")
+    top_p: PositiveShare = Field(1.0, description="trained agents need 1, or loss.truncation=renormalise")
     top_k: int = Field(
         -1, ge=-1, le=MOST_TOKENS, description="trained agents need -1 (off), or loss.truncation=renormalise"
     )
-    max_input_tokens: int = Field(32768, gt=0, le=MOST_TOKENS, description="of a prompt; a longer one: long_prompts")
+    max_input_tokens: Tokens = Field(32768, description="of a prompt; a longer one: long_prompts")
     long_prompts: Literal["skip", "cut_middle", "cut_left"] = Field(
         "skip",
         description="a prompt above max_input_tokens is not asked, or the contents of its longest messages are cut to fit, in "
@@ -132,26 +153,23 @@ class AgentConfig(Settings):
 
 
 Sampler = Literal["engine", "marsrl"]
-"""Who draws an engine's tokens: what it comes with, or ours."""
+"""The sampler of an engine's tokens: its own, or ours."""
 
 
 class VllmOptions(Settings):
     """Passed on to vLLM."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the policy's dtype")
-    max_num_seqs: int = Field(256, gt=0, le=MOST, description="requests decoded at once by one engine")
+    max_num_seqs: Count = Field(256, description="requests decoded at once by one engine")
     kv_cache_mib: int | None = Field(
         None,
         gt=0,
         le=MOST_MIB,
         description="KV cache of each of an engine's GPUs, MiB; default: vLLM decides (GPU), 256 (CPU)",
     )
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory vLLM may take")
-    tensor_parallel: int = Field(
-        1,
-        gt=0,
-        le=MOST_RANKS,
-        description="GPUs of one engine, all on one host; every matrix is cut over them (on a CPU: processes)",
+    gpu_memory_utilization: PositiveShare = Field(0.9, description="share of the GPU's memory vLLM may take")
+    tensor_parallel: Ranks = Field(
+        1, description="GPUs of one engine, all on one host; every matrix is cut over them (on a CPU: processes)"
     )
     expert_parallel: bool = Field(
         False, description="each expert whole on one of tensor_parallel's GPUs, in place of a share of it on all"
@@ -195,7 +213,7 @@ class VllmOptions(Settings):
 class LocalOptions(Settings):
     """Our own engine's (rollout.engine=local), which computes in the policy's dtype."""
 
-    max_num_seqs: int = Field(256, gt=0, le=MOST, description="requests decoded at once by one engine")
+    max_num_seqs: Count = Field(256, description="requests decoded at once by one engine")
 
 
 class OpenAIOptions(Settings):
@@ -207,11 +225,9 @@ class OpenAIOptions(Settings):
     prompt: Literal["text", "tokens"] = Field(
         "text", description="tokens: send ids, for a server that has the tokenizer of policies.<name>.model"
     )
-    concurrency: int = Field(32, gt=0, le=MOST_RANKS, description="requests under way at once")
-    timeout_s: float = Field(
-        600.0, gt=0, le=LONGEST_S, description="one attempt at one request, from connection to last byte"
-    )
-    retries: int = Field(5, ge=0, le=MOST, description="further attempts after 429, 5xx, or a failed connection")
+    concurrency: Ranks = Field(32, description="requests under way at once")
+    timeout_s: Seconds = Field(600.0, description="one attempt at one request, from connection to last byte")
+    retries: CountOr0 = Field(5, description="further attempts after 429, 5xx, or a failed connection")
     backoff_s: float = Field(1.0, ge=0, le=LONGEST_S, description="wait before the first retry; doubles, up to 60 s")
     max_response_kib: int = Field(4096, gt=0, le=MOST_MIB, description="a larger answer is refused, KiB")
 
@@ -228,7 +244,7 @@ class OpenAIOptions(Settings):
 
 
 class RolloutConfig(Settings):
-    """How problems are played."""
+    """Playing problems: engines, stages and limits."""
 
     engine: Literal["vllm", "local"] = Field("vllm", description="what decodes tokens")
     placement: Literal["local", "disaggregated", "colocated"] = Field(
@@ -236,7 +252,7 @@ class RolloutConfig(Settings):
         description="local: in the trainer's process, no Ray; disaggregated: Ray actors on GPUs of their own; colocated: Ray "
         "actors on the trainer's GPUs, asleep while it trains",
     )
-    engines: int = Field(1, gt=0, le=MOST_RANKS, description="engine replicas of every policy")
+    engines: Ranks = Field(1, description="engine replicas of every policy")
     rebalance: bool = Field(
         False,
         description="between stages, move an engine from the policy whose engines had least to decode to the one whose had more "
@@ -250,81 +266,60 @@ class RolloutConfig(Settings):
         description="Ray cluster to join, host:port; here or here:port (6379): start one that other hosts join by `marsrl join`; "
         "default: start one for this machine alone",
     )
-    ray_timeout_s: float = Field(
-        30.0, gt=0, le=LONGEST_S, description="give up on an unreachable cluster after this long"
-    )
-    join_s: float = Field(
+    ray_timeout_s: Seconds = Field(30.0, description="give up on an unreachable cluster after this long")
+    join_s: Seconds = Field(
         600.0,
-        gt=0,
-        le=LONGEST_S,
         description="how long to wait for hosts that have room for the engines: with ray_address=here as the run starts, and "
         "when a policy's only engine is lost with its host",
     )
     object_store_mib: int = Field(256, ge=80, le=MOST_MIB, description="object store of a cluster started here, MiB")
-    prompts_per_step: int = Field(8, gt=0, le=MOST, description="new problems a stage; with stage_size=total at most")
+    prompts_per_step: Count = Field(8, description="new problems a stage; with stage_size=total at most")
     stage_size: Literal["new", "total"] = Field(
         "new",
         description="new: every stage plays prompts_per_step new problems; total: carried-over samples, of any agent, take the "
         "places of new ones, so that a stage has about prompts_per_step x group_size of both",
     )
-    group_size: int = Field(8, gt=0, le=MOST, description="G: samples of one agent on one input")
-    picks: int = Field(
-        2, gt=0, le=MOST, description="outputs handed to the next agent, for one rollout instance and agent"
-    )
-    max_response_tokens: int = Field(1024, gt=0, le=MOST_TOKENS, description="global maximum length of a completion")
-    segments: int = Field(1, gt=0, le=MOST, description="stages a completion may take; 1 = whole completions")
+    group_size: Count = Field(8, description="G: samples of one agent on one input")
+    picks: Count = Field(2, description="outputs handed to the next agent, for one rollout instance and agent")
+    max_response_tokens: Tokens = Field(1024, description="global maximum length of a completion")
+    segments: Count = Field(1, description="stages a completion may take; 1 = whole completions")
     segment_length: int | None = Field(
         None, gt=0, le=MOST_TOKENS, description="tokens a stage; default max_response_tokens / segments"
     )
     pipeline: Literal["agentic", "trajectory"] = Field(
         "agentic", description="train on finished groups, or on whole trajectories"
     )
-    overlap: int = Field(
-        0,
-        ge=0,
-        le=MOST,
-        description="stages that decoding may be ahead of training; 0: stage and step in turn, repeats bitwise",
+    overlap: CountOr0 = Field(
+        0, description="stages that decoding may be ahead of training; 0: stage and step in turn, repeats bitwise"
     )
-    finish_share: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="a stage ends when this share of its samples has finished; the rest is carried over",
+    finish_share: PositiveShare = Field(
+        1.0, description="a stage ends when this share of its samples has finished; the rest is carried over"
     )
     group_completion: Literal["wait", "drop_stragglers"] = Field(
         "wait", description="what a group does about unfinished samples"
     )
-    max_group_age: int = Field(4, ge=0, le=MOST, description="versions after which drop_stragglers closes a group")
+    max_group_age: CountOr0 = Field(4, description="versions after which drop_stragglers closes a group")
     max_unfinished: int = Field(
         4096, gt=0, le=MOST_TOKENS, description="no new problems while more samples than this are carried over"
     )
-    deadline_s: float = Field(
-        1800.0,
-        gt=0,
-        le=LONGEST_S,
-        description="an engine that has a stage (with overlap: a request) for longer counts as lost",
+    deadline_s: Seconds = Field(
+        1800.0, description="an engine that has a stage (with overlap: a request) for longer counts as lost"
     )
-    max_engine_restarts: int = Field(
+    max_engine_restarts: CountOr0 = Field(
         16,
-        ge=0,
-        le=MOST,
         description="engines of a policy that are lost (died, silent for deadline_s) and replaced in a run; then it stops",
     )
-    max_turns: int = Field(
+    max_turns: Count = Field(
         256,
-        gt=0,
-        le=MOST,
         description="calls of agents in one episode, and how often a sample goes on; a team that wants more has failed in it",
     )
-    max_error_share: float = Field(
+    max_error_share: PositiveShare = Field(
         0.5,
-        gt=0,
-        le=1,
         description="of a step's samples and episodes that ended in an error (an engine gave up, a team's own code raised); "
         "with more the run stops",
     )
-    max_request_attempts: int = Field(
-        3, gt=0, le=MOST, description="engines that may be lost with a request before its sample ends as an error"
+    max_request_attempts: Count = Field(
+        3, description="engines that may be lost with a request before its sample ends as an error"
     )
     vllm: VllmOptions = VllmOptions()
     local: LocalOptions = LocalOptions()
@@ -343,43 +338,27 @@ class RolloutConfig(Settings):
         return value
 
     @model_validator(mode="after")
-    def _lengths_agree(self) -> RolloutConfig:
+    def _settings_agree(self) -> RolloutConfig:
         if self.segment_length is not None and self.segment_length * self.segments < self.max_response_tokens:
             raise ValueError(
                 f"rollout.segments x rollout.segment_length = {self.segments} x {self.segment_length} is less than "
                 f"rollout.max_response_tokens = {self.max_response_tokens}; raise one of the first two"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_step_can_be_held(self) -> RolloutConfig:
         if self.prompts_per_step * self.group_size * self.picks > MOST_TOKENS:
             raise ValueError(
                 f"rollout.prompts_per_step x rollout.group_size x rollout.picks = {self.prompts_per_step:,} x "
                 f"{self.group_size:,} x {self.picks:,} samples of one agent in a step, expected at most {MOST_TOKENS:,}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _something_is_carried_over(self) -> RolloutConfig:
         if self.stage_size == "total" and self.pipeline == "trajectory":
             raise ValueError(
                 "rollout.stage_size=total makes room for samples that are carried over from one step to the next, and "
                 "rollout.pipeline=trajectory carries none: set stage_size=new, or pipeline=agentic"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _engines_can_move(self) -> RolloutConfig:
         if self.rebalance and self.placement != "disaggregated":
             raise ValueError(
                 f"rollout.rebalance moves engines between GPUs of their own, and rollout.placement is {self.placement}: set it "
                 "to false, or placement=disaggregated"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _nothing_decodes_asleep(self) -> RolloutConfig:
         if self.placement == "colocated" and self.overlap:
             raise ValueError(
                 f"rollout.placement=colocated puts engines to sleep while the trainer trains, and rollout.overlap is "
@@ -403,8 +382,8 @@ class EvaluateConfig(Settings):
         description="held-out problems at most, of each set of data.eval; default: all of a set, 64 where a task makes them or "
         "they are taken out of data.train",
     )
-    repeat: int = Field(1, gt=0, le=MOST, description="avg@n: draws of every problem")
-    accept_after: int = Field(4, gt=0, le=MOST, description="consecutive 'correct' verdicts that accept a candidate")
+    repeat: Count = Field(1, description="avg@n: draws of every problem")
+    accept_after: Count = Field(4, description="consecutive 'correct' verdicts that accept a candidate")
     max_iterations: int | None = Field(
         None,
         gt=0,
@@ -421,14 +400,14 @@ class EvaluateConfig(Settings):
         gt=0,
         description="sampling temperature in evaluations, of all agents; agents.<name>.temperature is training's",
     )
-    top_p: float = Field(
-        0.95, gt=0, le=1, description="likeliest tokens of this probability together are drawn from; 1: all"
+    top_p: PositiveShare = Field(
+        0.95, description="likeliest tokens of this probability together are drawn from; 1: all"
     )
     top_k: int = Field(
         -1, ge=-1, le=MOST_TOKENS, description="tokens that are drawn from at most, the likeliest; -1: no bound"
     )
-    fixed_inputs: int = Field(
-        160, gt=0, le=MOST, description="fixed Verifier inputs, half of them right (and as many for the Corrector)"
+    fixed_inputs: Count = Field(
+        160, description="fixed Verifier inputs, half of them right (and as many for the Corrector)"
     )
 
     @property

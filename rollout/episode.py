@@ -17,8 +17,7 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Ask, Finish, Problem, Sample, ToolCall, ToolOutput
 
 Purpose = Literal["train", "evaluate", "collect"]
-"""Why it is played. evaluate: to the answer that counts, one sample an ask. collect: as in training,
-for the fixed inputs of evaluations."""
+"""train; evaluate: to the answer that counts, one sample an ask; collect: as train, for the fixed inputs of evaluations."""
 
 
 @dataclass(slots=True)
@@ -50,13 +49,7 @@ class Episode:
     # For an orchestration's `follow`.
 
     def ask(
-        self,
-        agent: str,
-        *inputs: Sample,
-        num_samples: int = 1,
-        turn: int = 0,
-        index: int = 0,
-        group: str | None = None,
+        self, agent: str, *inputs: Sample, num_samples: int = 1, turn: int = 0, index: int = 0, group: str | None = None
     ) -> Ask:
         """The call of an agent that shows it these samples.
 
@@ -88,7 +81,7 @@ class Episode:
         return ToolCall(f"{by.uid}/{by.turn}/{tool}#{index}", tool, json.dumps(arguments, sort_keys=True))
 
     def output(self, call: ToolCall) -> ToolOutput | None:
-        """What the tool said; None as long as it has not."""
+        """The tool's output; None as long as there is none."""
         return self.outputs.get(call.id)
 
     def is_over(self, ask: Ask) -> bool:
@@ -114,7 +107,7 @@ class Episode:
         raise KeyError(f"episode {self.id} has no sample {uid} (index {index} of {ask_id})")
 
     def inputs(self, ask: Ask) -> tuple[Sample, ...]:
-        """What the ask shows."""
+        """The samples that the ask shows."""
         return tuple(self.sample(uid) for uid in ask.inputs)
 
     def rng(self, *name: object) -> random.Random:
@@ -124,7 +117,7 @@ class Episode:
     # For whoever plays it.
 
     def enter(self, asked: Iterable[Ask | ToolCall]) -> tuple[list[Ask], list[ToolCall]]:
-        """Those that are new, which are entered; ValueError where one of an id known differs from what was asked."""
+        """Enter the new ones and return them; ValueError where one with a known id differs from what was asked."""
         asks, calls = [], []
         for each in asked:
             known: Ask | ToolCall | None = self.asks.get(each.id) or self.calls.get(each.id)

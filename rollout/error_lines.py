@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first."""
+    """The first line of an error."""
     return _lines(error)[0][:300]
 
 
 def last_line(error: BaseException) -> str:
-    """What an error says last: Ray puts the cause there."""
+    """The last line of an error: Ray puts the cause there."""
     return _lines(error)[-1][:300]
 
 

@@ -1,4 +1,4 @@
-"""What fits where: sizes into bins of one capacity, and a room shared among what is too large for it."""
+"""Packs sizes into bins of one capacity, and shares a room among lengths that are too much for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 
 
 def even_shares(lengths: Sequence[int], room: int) -> list[int]:
-    """How much of each length is kept, `room` in all: the longest are cut first, down to one length."""
+    """The part of each length that is kept, `room` in all: the longest are cut first, down to one length."""
     kept = [0] * len(lengths)
     for place, index in enumerate(sorted(range(len(lengths)), key=lambda index: lengths[index])):
         kept[index] = min(lengths[index], room // (len(lengths) - place))

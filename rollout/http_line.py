@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus, urlencode, urlsplit
 from weakref import WeakSet
@@ -79,7 +78,7 @@ class HttpLine:
         )
 
     def post(self, body: bytes, read: Callable[[bytes], Answer], jitter: random.Random) -> Answer:
-        """What `read` makes of the bytes of the answer; from several threads at once.
+        """The answer as `read` parses its bytes; from several threads at once.
 
         Raises:
             Refused: it is of no use (`read` raises it too), or there was none after all attempts, or the line was cut.
@@ -188,14 +187,8 @@ def _shut(stream: Any) -> None:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """How long a Retry-After header asks to wait: it holds seconds, or a date; None where it cannot be read."""
-    if retry_after is None:
-        return None
-    try:
-        seconds = float(retry_after)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return None
-    return seconds if 0 < seconds < math.inf else None
+    """Seconds that a Retry-After header asks to wait; None where it names a date, or none can be read."""
+    with suppress(ValueError):
+        seconds = float(retry_after or "")
+        return seconds if 0 < seconds < math.inf else None
+    return None

@@ -13,7 +13,7 @@ SUPPORTED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a Qwen2.5, Qwen3 or Qwen3-MoE model is made of. num_experts 0: dense, ffn_size is its MLP's width."""
+    """Sizes of a Qwen2.5, Qwen3 or Qwen3-MoE model. num_experts 0: dense, ffn_size is its MLP's width."""
 
     architecture: str
     num_layers: int
@@ -34,7 +34,7 @@ class ModelShape:
     normalises_top_k: bool = True  # router weights of the chosen experts sum to 1
 
     def settings(self) -> dict[str, float]:
-        """What changes the numbers but no tensor's name or shape: no checksum tells two programs apart that differ in it."""
+        """Settings that change the numbers but no tensor's name or shape: checksums do not tell them apart."""
         router = {"experts_per_token": self.experts_per_token, "normalises_top_k": self.normalises_top_k}
         return {
             "rope_theta": self.rope_theta,

@@ -32,7 +32,7 @@ Found = TypeVar("Found")
 
 
 class Prompt(NamedTuple):
-    """What an agent reads: ids [N] int32, and text for people. is_cut: it was too long, and something is left out."""
+    """An agent's prompt: ids [N] int32, and text for people. is_cut: it was too long, and something is left out."""
 
     ids: IntArray
     text: str
@@ -146,7 +146,7 @@ class Team:
             return None
 
     def prompt(self, episode: Episode, ask: Ask) -> Prompt | None:
-        """What the agent reads; None where it is longer than max_input_tokens and not cut (long_prompts), or there is none."""
+        """The agent's prompt; None where it is longer than max_input_tokens and not cut (long_prompts), or the team fails."""
         renderer, settings = self.renderer(ask.agent), self.agents[ask.agent]
         try:
             messages = returned.messages(self.orchestration.messages(episode, ask))
@@ -167,7 +167,7 @@ class Team:
         return self._of_ended(episode, self.orchestration.outcome, returned.sample_or_none, None)
 
     def alone(self, episode: Episode) -> Sample | None:
-        """What counts as the first agent's own answer, of an episode that has ended."""
+        """The first agent's own answer, of an episode that has ended."""
         return self._of_ended(episode, self.orchestration.alone, returned.sample_or_none, None)
 
     def redrawn(self, episode: Episode) -> Collection[str]:
@@ -175,7 +175,7 @@ class Team:
         return self._of_ended(episode, self.orchestration.redrawn, returned.uids, ())
 
     def outcomes(self, episode: Episode) -> Mapping[str, float]:
-        """What credit.reward_scheme=outcome trains, by uid; nothing is known of an episode that failed."""
+        """Rewards of credit.reward_scheme=outcome by uid; {} for an episode that failed."""
         return self._of_ended(episode, self.orchestration.outcomes, returned.numbers, {})
 
     def with_outcome(self, sample: Sample, outcome: float) -> Sample:
@@ -194,7 +194,7 @@ class Team:
     def _of_ended(
         self, episode: Episode, method: Callable[[Episode], object], check: Callable[[object], Found], otherwise: Found
     ) -> Found:
-        """What this method of the orchestration says; `otherwise` where the episode failed before, or does now."""
+        """The checked result of this method of the orchestration; `otherwise` where the episode failed before, or does now."""
         if not episode.error:
             try:
                 return check(method(episode))
@@ -224,7 +224,7 @@ class Team:
         return f"{self.orchestration.name}.{method}: {words}" + (f" ({place})" if place else "")
 
     def sampling(self, agent: str) -> Sampling:
-        """How the agent samples in training."""
+        """The agent's sampling settings in training."""
         config = self.agents[agent]
         stops = self.renderer(agent).stop_ids
         most = self.max_kept.get(agent)

@@ -28,6 +28,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ from pathlib import Path
 sys.path.remove(str(Path(__file__).resolve().parent))  # its folders would hide packages of their names
 sys.path.insert(0, str(Path(__file__).resolve().parent / "integration"))
 
+import psutil
 from books import Loss
 from trial import NO_STEP, SILENCE_S, WORDS, Trial
 
@@ -53,38 +55,33 @@ FAULTS_A_RUN = 8
 
 GO_ON = r"is whole: go on with .*run\.resume=auto"
 NOTHING_YET = r"there is no checkpoint of it yet"
+RAY_IS_GONE = rf"Ray is gone: .*{GO_ON}"
 STOPS = rf"interrupted.*({GO_ON}|{NOTHING_YET})|interrupted before the run began"
 
 
-def kill_trainer(run: Trial) -> str:
+def ends(line: str, strike: Callable[[Trial], object]) -> Callable[[Trial], str]:
+    """A fault that ends the run with this line."""
+
+    def struck(run: Trial) -> str:
+        strike(run)
+        return run.ended(END_S, line)
+
+    return struck
+
+
+def one_trainer(run: Trial) -> psutil.Process:
     while not (ranks := run.trainers()):  # torchrun itself has just begun
         time.sleep(0.1)
-    run.rng.choice(ranks).kill()
-    return run.ended(END_S, r"^$|interrupted|run failed|rank \d stops")
+    return run.rng.choice(ranks)
 
 
-def kill_torchrun(run: Trial) -> str:
+def torchrun(run: Trial) -> subprocess.Popen[bytes]:
     assert run.life is not None
     run.trainers()
-    run.life.process.kill()
-    return run.ended(END_S, rf"^$|{STOPS}|rank \d stops: .*{GO_ON}")
+    return run.life.process
 
 
-def sigterm_torchrun(run: Trial) -> str:
-    assert run.life is not None
-    run.life.process.terminate()
-    return run.ended(END_S, STOPS)
-
-
-def sigterm_rank(run: Trial) -> str:
-    run.trainers()[0].terminate()
-    return run.ended(END_S, STOPS)
-
-
-def ctrl_c(run: Trial) -> str:
-    assert run.life is not None
-    os.killpg(run.life.process.pid, signal.SIGINT)
-    return run.ended(END_S, STOPS)
+sigterm_torchrun = ends(STOPS, lambda run: torchrun(run).terminate())
 
 
 def kill_engine(run: Trial) -> str:
@@ -107,15 +104,6 @@ def survived(run: Trial) -> str:
     if restarts < 1:
         raise Loss(f"no engine was replaced in the steps {before} to {rows[-1].step}")
     return f"trains on, {restarts:.0f} engine(s) replaced"
-
-
-def kill_ray(name: str) -> Callable[[Trial], str]:
-    def strike(run: Trial) -> str:
-        (process,) = run.processes(name)
-        process.kill()
-        return run.ended(END_S, rf"Ray is gone: .*{GO_ON}")
-
-    return strike
 
 
 def stop_rank(run: Trial) -> str:
@@ -160,7 +148,7 @@ def full_disk(run: Trial) -> str:
 
 
 def limit_files(run: Trial) -> str:
-    """What a quota does: files may not grow beyond a size."""
+    """Files may not grow beyond a size, as with a quota."""
     resource.prlimit(run.trainers()[0].pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     return run.ended(END_S, rf"(File too large|no room).*{GO_ON}")
 
@@ -209,7 +197,7 @@ def flip_checkpoint(run: Trial) -> str:
 def remove_latest(run: Trial) -> str:
     sigterm_torchrun(run)
     pointer = run.directory.checkpoints / "latest"
-    if run.rng.random() < 0.5:
+    if run.rng.random() < 0.5 and len(run.directory.steps_on_disk()) > 1:  # of a single one a run goes on without it
         pointer.unlink()
     else:
         pointer.write_text(f"{NO_STEP}\n")
@@ -219,16 +207,16 @@ def remove_latest(run: Trial) -> str:
 
 
 KINDS: dict[str, Callable[[Trial], str]] = {
-    "kill-trainer": kill_trainer,
-    "kill-torchrun": kill_torchrun,
+    "kill-trainer": ends(r"^$|interrupted|run failed|rank \d stops", lambda run: one_trainer(run).kill()),
+    "kill-torchrun": ends(rf"^$|{STOPS}|rank \d stops: .*{GO_ON}", lambda run: torchrun(run).kill()),
     "kill-engine": kill_engine,
-    "kill-raylet": kill_ray("raylet"),
-    "kill-gcs": kill_ray("gcs_server"),
+    "kill-raylet": ends(RAY_IS_GONE, lambda run: run.processes("raylet")[0].kill()),
+    "kill-gcs": ends(RAY_IS_GONE, lambda run: run.processes("gcs_server")[0].kill()),
     "stop-rank": stop_rank,
     "stop-engine": stop_engine,
     "sigterm-torchrun": sigterm_torchrun,
-    "sigterm-rank": sigterm_rank,
-    "ctrl-c": ctrl_c,
+    "sigterm-rank": ends(STOPS, lambda run: run.trainers()[0].terminate()),
+    "ctrl-c": ends(STOPS, lambda run: os.killpg(torchrun(run).pid, signal.SIGINT)),
     "flip-checkpoint": flip_checkpoint,
     "flip-weights": flip_weights,
     "full-disk": full_disk,
@@ -259,7 +247,7 @@ def strike(run: Trial, kind: str) -> str:
 
 
 def bring_to_its_end(run: Trial) -> None:
-    """What a user who goes on gets."""
+    """Go on as a user does, to the end."""
     if run.life is not None:
         sigterm_torchrun(run)
     last, before = run.step() + 1, run.files()

@@ -1,8 +1,7 @@
-"""For every test: the root off sys.path, and a team whose engine is a script (real rules, real tokenizer, no model)."""
+"""For every test: which share a process, and a team whose engine is a script (real rules, real tokenizer, no model)."""
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import sys
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig
@@ -30,21 +30,47 @@ if TYPE_CHECKING:
 # A bare folder named kernels or trainer on sys.path shadows other packages (Hugging Face has `kernels`).
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != _ROOT]
-sys.path[:0] = [str(Path(__file__).parent / room) for room in ("ranks", "forks")]
 
 if settings.get_current_profile_name() == "default":
     settings.load_profile("ci")  # the same examples on every machine, and as long for each as it takes
-gc.disable()  # until all is imported
+# Folders and files whose tests share ranks, engines or runs: one process has them, one after the other. Other files have a
+# process to themselves. The longest first, so that the last ones are short.
+TOGETHER = {
+    "compiled": (
+        "tests/kernels/test_traced_ops.py",
+    ),  # first: a process that trains with our shim of Megatron compiles nothing
+    "ranks": ("tests/megatron", "tests/plan", "tests/trainer/test_collective.py"),
+    "engines": ("tests/engines",),
+    "runs": ("tests/integration",),
+    "default run": ("tests/integration/test_default_run.py", "tests/integration/test_chaos.py"),
+    "miniatures": ("tests/integration/test_miniatures.py", "tests/integration/test_reward_rises.py"),
+    "docs": ("tests/docs",),
+    "cluster": ("tests/cluster",),
+    "pages": ("tests/look", "tests/report"),
+}
 
 
-def pytest_collection_finish() -> None:
-    """What the imports have made is never looked through for garbage: a tenth of a test's CPU time."""
-    gc.freeze()
-    gc.enable()
-    if "ray" in sys.modules:
-        from forked import let_ray_fork
+def together(file: str) -> str:
+    """Tests of files with the same name here share a process: by the longest path of TOGETHER that leads to the file."""
+    paths = {path: name for name, paths in TOGETHER.items() for path in paths if Path(file).is_relative_to(path)}
+    return paths[max(paths, key=len)] if paths else file
 
-        let_ray_fork()
+
+class InGroups(LoadScopeScheduling):
+    """pytest-xdist's loadscope, whose scopes are those of `together`. Its own loadgroup does not group with pytest 9.2: it
+    changes a private attribute of items that their ids do not come from any more."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return together(nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InGroups:
+    return InGroups(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(TOGETHER)}
+    items.sort(key=lambda item: order.get(together(str(item.path.relative_to(_ROOT))), len(order)))  # stable
 
 
 @pytest.fixture(autouse=True)

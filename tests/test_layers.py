@@ -45,19 +45,10 @@ ROOMS = {
     "rollout/pool": {"rollout/agents", "rollout/engines"},
     "rollout/rewards": {"rollout/agents", "rollout/engines", "rollout/pool"},
     "rollout/player": {"rollout/engines", "rollout/tasks"},
-    "rollout/simulation": {
-        "rollout/agents",
-        "rollout/engines",
-        "rollout/orchestrations",
-        "rollout/pool",
-        "rollout/rewards",
-        "rollout/player",
-        "rollout/tasks",
-    },
     "rollout/tasks": {"rollout/agents", "rollout/rewards", "rollout/tools"},
     "rollout/tools": set(),
     "rollout/weights": set(),
-    "trainer/checks": {"trainer/learner", "trainer/plan", "trainer/schools", "trainer/weights"},
+    "trainer/checks": {"trainer/learner", "trainer/plan", "trainer/schools"},
     "trainer/cli": {
         "trainer/checks",
         "trainer/curate",
@@ -94,12 +85,6 @@ def test_a_room_imports_the_rooms_that_it_may(room: str) -> None:
     names = {name for path in sorted((ROOT / room).rglob("*.py")) for name in imported(path)}
     found = {room_of(Path(*n.split(".")[1:])) for n in names if n.startswith(f"marsrl.{room.split('/')[0]}.")}
     assert found - {None, room, SETTINGS} == ROOMS[room]
-
-
-def test_nothing_that_a_run_imports_knows_the_simulation() -> None:
-    room = ROOT / "rollout" / "simulation"
-    users = [path for path in FILES if any(name.startswith("marsrl.rollout.simulation") for name in imported(path))]
-    assert users and all(path.parent == room for path in users)
 
 
 # A model and what its sections demand of each other: one names the other's type, which costs no import at run time.

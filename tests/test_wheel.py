@@ -69,12 +69,6 @@ def start(installed: Path, cwd: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_a_wheel_has_nothing_that_only_benchmarks_use(installed: Path) -> None:
-    assert (ROOT / "rollout" / "simulation").is_dir()
-    assert (installed / "marsrl" / "rollout" / "player").is_dir()
-    assert not (installed / "marsrl" / "rollout" / "simulation").exists()
-
-
 def test_a_wheel_has_the_presets_and_trains(installed: Path, tmp_path: Path) -> None:
     words = [
         "policies.main.model=model", "policies.main.reference=start", "loss.kl=k3",  # a KL term: rewards are all 0 yet

@@ -7,13 +7,14 @@ all:     process groups, the warm start where no model is given, one learner and
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,6 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.rebalance import Rebalancer
 from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.tasks.data import right_answers
-from marsrl.rollout.tasks.protocol import documents_of, papers_of
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools
 from marsrl.trainer.checks.preflight import Checked
@@ -40,7 +40,6 @@ from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import resolve
 from marsrl.trainer.plan.batch_plan import longest_sequence
-from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.prometheus import MetricsPort, served
 from marsrl.trainer.report.step_log import StepLog
@@ -52,10 +51,8 @@ from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import heartbeat
 from marsrl.trainer.runs.stop import handlers_restored
 from marsrl.trainer.schools.warm_start import WarmStart, warm_starts
-from marsrl.trainer.weights.channel import WeightChannel
-from marsrl.trainer.weights.checked_engines import CheckedEngines
-from marsrl.trainer.weights.direct_channel import IpcChannel, NcclChannel
-from marsrl.trainer.weights.file_channel import FileChannel
+from marsrl.trainer.weights.comparison import CheckedEngines
+from marsrl.trainer.weights.sync import DirectSync, FileSync, WeightSync
 
 _CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -75,7 +72,9 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         layout = resolve(next(iter(config.trained_policies.values())).layout)
         parallel.start(layout, config.run.seed)
         stack.callback(parallel.stop)
-        checked = replace(checked, host=replace(checked.host, rank_hosts=_hosts_of_ranks(checked.host)))
+        checked = dataclasses.replace(
+            checked, host=dataclasses.replace(checked.host, rank_hosts=_hosts_of_ranks(checked.host))
+        )
         console = RunConsole(rank())
         path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
         directory = directory or RunDirectory(Path(path))
@@ -92,10 +91,10 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         references = {name: _reference(config.policies[name].reference, models[name]) for name in trained}
         learners = {name: _learner(config, name, models[name], references[name]) for name in trained}
         team = stack.enter_context(open_team(checked, models)) if rank() == 0 else None
-        channels: dict[str, WeightChannel] = {}
+        syncs: dict[str, WeightSync] = {}
         for name in trained:
-            channels[name] = _channel(config, name, models[name], team.pools[name] if team is not None else None)
-            stack.callback(channels[name].close)
+            syncs[name] = _sync(config, name, models[name], team.pools[name] if team is not None else None)
+            stack.callback(syncs[name].close)
         driver = stack.enter_context(_driver(checked, directory, console, team)) if team is not None else None
         if driver is not None and config.run.prometheus_port:
             driver.log.port = MetricsPort(
@@ -109,7 +108,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             stack.enter_context(served(config.run.prometheus_port, driver.log.port))
         if beat is not None:
             stack.push(beat)  # and left before it closes them, which may take its time too
-        yield Run(config, directory, console, learners, channels, driver, started)
+        yield Run(config, directory, console, learners, syncs, driver, started)
 
 
 def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:
@@ -118,33 +117,20 @@ def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:
     return tuple(RankHost(name, int(num_gpus), num) for (name, num_gpus), num in Counter(told).items())
 
 
-def _channel(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | None) -> WeightChannel:
+def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | None) -> WeightSync:
     """This rank's end of the way from a policy's learner to its engines, which rank 0 has."""
     shape, sync = read_shape(model_dir), config.sync
     engines = CheckedEngines(pool, vocab_size=shape.vocab_size, settings=shape.settings()) if pool is not None else None
     dtype: torch.dtype = getattr(torch, config.engine_dtype(policy))
-    cache_dtype = (
-        _CACHE_DTYPES.get(config.rollout_of(policy).vllm.kv_cache_dtype) if config.rollout.engine == "vllm" else None
-    )
+    is_vllm = config.rollout.engine == "vllm"
+    cache_dtype = _CACHE_DTYPES.get(config.rollout_of(policy).vllm.kv_cache_dtype) if is_vllm else None
+    common: dict[str, Any] = {"verify_every": sync.verify_every, "cache_dtype": cache_dtype}
     if sync.backend == "shm":
-        num_elements = elements(shape).total
-        return FileChannel(
-            engines,
-            dtype,
-            verify_every=sync.verify_every,
-            cache_dtype=cache_dtype,
-            directory=sync.directory,
-            num_elements=num_elements,
-        )
-    kind = NcclChannel if sync.backend == "nccl" else IpcChannel
-    return kind(
-        engines,
-        dtype,
-        verify_every=sync.verify_every,
-        cache_dtype=cache_dtype,
-        bucket_bytes=sync.bucket_mib << 20,
-        timeout_s=sync.timeout_s,
-        host=pool.host if pool is not None else "",
+        return FileSync(engines, dtype, directory=sync.directory, **common)
+    assert sync.backend != "auto", "resolved by preflight"
+    host, num_bytes = pool.host if pool is not None else "", sync.bucket_mib << 20
+    return DirectSync(
+        engines, dtype, sync.backend, bucket_bytes=num_bytes, timeout_s=sync.timeout_s, host=host, **common
     )
 
 
@@ -155,19 +141,8 @@ def _reference(reference: str, model_dir: str) -> str | None:
 
 def _learner(config: RunConfig, name: str, model_dir: str, reference_dir: str | None) -> Learner:
     loss = config.loss
-    objective = PolicyObjective(
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        dual_clip=loss.dual_clip,
-        ratio=loss.ratio,
-        kind=loss.kind,
-        correction=loss.correction,
-        correction_low=loss.correction_low,
-        correction_high=loss.upper_bound,
-        kl=loss.kl,
-        kl_coef=loss.kl_coef,
-        entropy_coef=loss.entropy_coef,
-    )
+    own = {each.name for each in dataclasses.fields(PolicyObjective)}
+    objective = PolicyObjective(**loss.model_dump(include=own) | {"correction_high": loss.upper_bound})
     return Learner(
         config.policies[name],
         model_dir,
@@ -190,9 +165,7 @@ def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team
         source = checked.task.problems(config.run.seed)
         rollout = Rollout(config.rollout, team, source, seed=config.run.seed, trains_whole=config.trains_whole)
         stack.callback(rollout.close)
-        mover = None
-        if config.rollout.rebalance:
-            mover = Rebalancer(team.pools, say=console.message)
+        mover = Rebalancer(team.pools, say=console.message) if config.rollout.rebalance else None
         log = StepLog(config, directory, console, team)
         yield Driver(directory, console, team, rollout, make_evaluator(checked, team), log, mover)
 
@@ -207,7 +180,7 @@ def make_evaluator(checked: Checked, team: Team) -> Evaluator:
         max_tokens=config.rollout.max_response_tokens,
         seed=config.run.seed,
         policies=config.policies,
-        sets=checked.eval_sets,
+        sets=checked.problems.sets,
         identity=evaluation_identity(config),
     )
 
@@ -258,7 +231,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             judge = WatchedJudge(checked.task.judge, model)
         tools = None
         if orchestration.tools:
-            tools = build_tools(config.tools, orchestration.tools, documents_of(checked.task), papers_of(checked.task))
+            tools = build_tools(config.tools, orchestration.tools, checked.task.documents, checked.task.papers)
             stack.callback(tools.close)
         yield Team(
             config.agents,

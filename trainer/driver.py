@@ -19,7 +19,7 @@ from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.step_log import StepLog
 from marsrl.trainer.report.summary import EngineRecord, Evaluation, Summary, WarmStartRecord
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_json
-from marsrl.trainer.schools.registry import accuracy_before_rl
+from marsrl.trainer.schools.schools import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import WarmStart
 
 

@@ -49,19 +49,13 @@ def device_name() -> str:
 
 def commit() -> str | None:
     """The git revision of this checkout, with `+` where files differ from it; None outside a checkout."""
-    root = Path(__file__).resolve().parent.parent
+    words = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        return subprocess.run(
+            words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None  # no git here, or an installed package: there is no revision to name
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
 def library_versions(names: Iterable[str]) -> dict[str, str]:

@@ -28,7 +28,7 @@ import traceback  # noqa: E402
 import warnings  # noqa: E402
 from types import FrameType  # noqa: E402
 
-from marsrl.trainer.config.read import ConfigError, read_config  # noqa: E402
+from marsrl.trainer.config.read import read_config  # noqa: E402
 from marsrl.trainer.runs.failure import say_last  # noqa: E402
 
 RANK_0_PRINTS_S = 30.0
@@ -104,7 +104,7 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
                 keep_prompts(directory, checked.config)
                 directory.write_config(with_kept_prompts(checked.config).model_dump(mode="json"), made_of=str(origin))
                 directory.keep_data(fingerprints)
-    except (ConfigError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         from marsrl.trainer.config.explain import help_line
 
         if is_first:
@@ -127,8 +127,8 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     with imports_for_good():
         from marsrl.trainer.build import open_run
         from marsrl.trainer.loop import train
+    from marsrl.rollout.weights.files import parent_of
     from marsrl.trainer.runs.failure import failure_message, where_to_go_on
-    from marsrl.trainer.weights.files import parent_of
 
     try:
         with open_run(checked, directory) as opened:

@@ -33,10 +33,9 @@ from marsrl.trainer.runs.checkpoint import CheckpointWriter, load_checkpoint
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.stop import Stopped, StopSignals
-from marsrl.trainer.schools.registry import accuracy_before_rl
+from marsrl.trainer.schools.schools import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import WarmStart
-from marsrl.trainer.weights.channel import WeightChannel
-from marsrl.trainer.weights.standby import Standby
+from marsrl.trainer.weights.sync import Standby, WeightSync
 
 _FEWEST_JUDGED = 20  # answers, of one step or more: among fewer, one or two unanswered ones are more than a small share
 _LANES = {"credit": "credit/main"}  # parts of a step that have a lane of their own beside rank 0's
@@ -51,7 +50,7 @@ class Run:
         directory: RunDirectory,
         console: RunConsole,
         learners: Mapping[str, Learner],
-        channels: Mapping[str, WeightChannel],
+        syncs: Mapping[str, WeightSync],
         driver: Driver | None,
         started: Mapping[str, WarmStart],
     ) -> None:
@@ -59,12 +58,12 @@ class Run:
         self.directory = directory
         self.console = console
         self.learners = learners
-        self.channels = channels  # from each learner to its policy's engines
+        self.syncs = syncs  # from each learner to its policy's engines
         self.driver = driver
         self.started = started  # of the policies that had no model
         self.agents = config.agents
         self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
-        self.standby = Standby(channels, learners, self.versions, driver.team.pools if driver is not None else None)
+        self.standby = Standby(syncs, learners, self.versions, driver.team.pools if driver is not None else None)
         self.step = 0
         self.consumed_version = 0  # of the policy that consumes this step's batch: staleness is measured against it
         self.trace = TraceLog(directory.trace if driver is not None else None)
@@ -114,13 +113,13 @@ class Run:
 
     @property
     def keeps_tokens(self) -> bool:
-        """Are tokens of this step logged?"""
+        """True if tokens of this step are logged."""
         every = self.config.run.token_log_every
         return bool(every) and self.step % every == 0
 
     @property
     def measures_agents(self) -> bool:
-        """Is each agent's share of the gradient measured in this step?"""
+        """True if each agent's share of the gradient is measured in this step."""
         every = self.config.trainer.agent_grad_norm_every
         return bool(every) and self.step % every == 0
 
@@ -190,7 +189,7 @@ class Run:
         before = self._rollout_state()
 
         def look() -> None:
-            self.standby.feed_unfed()
+            self.standby.give_weights()
             if self.stop.is_asked:
                 raise Stopped
 
@@ -230,12 +229,12 @@ class Run:
 
     @property
     def engines_drop_weights(self) -> bool:
-        """Do engines keep no weights while their policy is trained, so that they need some after a skipped step too?"""
+        """True if engines drop their weights while their policy is trained, and need them again even after a skipped step."""
         return self.config.rollout.placement == "colocated"
 
     @contextmanager
     def engines_asleep(self, policy: str) -> Iterator[None]:
-        """With rollout.placement=colocated the GPUs' memory is the trainer's in the body. Collective then.
+        """With rollout.placement=colocated, give the GPUs' memory to the trainer in the body. Collective then.
 
         Whoever asks something of the engines next wakes them: of this policy, and of those whose turn to train is still to
         come in this step, the publish, so that they drop their weights; of others the next stage.
@@ -322,9 +321,7 @@ class Run:
     def _sync(self, policy: str) -> None:
         """The policy's engines hold its present weights, and have proven it; rank 0 notes what that took. Collective."""
         at_rest = nullcontext() if self.driver is None else self.driver.rollout.resting(self.versions)
-        report = self.channels[policy].publish(
-            self.learners[policy], self.versions[policy], at_rest, self.standby.during
-        )
+        report = self.syncs[policy].publish(self.learners[policy], self.versions[policy], at_rest, self.standby.during)
         if self.driver is None or report is None:
             return
         end = time.monotonic()

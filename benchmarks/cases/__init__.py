@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from marsrl.benchmarks.case import Case
+from case import Case
 
 ORDER = (
     "linear_policy_loss",
@@ -27,5 +27,5 @@ def load(name: str) -> Case:
     """The case of this name; ValueError names those there are."""
     if name not in ORDER:
         raise ValueError(f"benchmark case {name!r}: expected one of {', '.join(ORDER)}")
-    case: Case = importlib.import_module(f"marsrl.benchmarks.cases.{name}").CASE
+    case: Case = importlib.import_module(f"cases.{name}").CASE
     return case

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from peers import why_not_imported
 from torch import Tensor
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
-from marsrl.benchmarks.peers import why_not_imported
 from marsrl.kernels import attention_decode
 from marsrl.kernels.attention_decode.reference import attention_decode_reference
 

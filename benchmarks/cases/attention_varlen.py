@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant, results_of
+from peers import why_not_imported
 from torch import Tensor
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant, results_of
-from marsrl.benchmarks.peers import why_not_imported
 from marsrl.kernels import attention_varlen
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from case import Bench, Case, Judgement, Results, Shape, Variant
 from torch import Tensor
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Results, Shape, Variant
 from marsrl.kernels import group_advantage
 
 GROUP = 8
@@ -51,7 +51,7 @@ def _eager(rewards: Tensor, group_of: Tensor) -> Results:
 
 
 def _loop(rewards: Tensor, group_of: Tensor) -> Results:
-    """What trainers write: a dictionary of lists, then one group after the other."""
+    """The way of other trainers: a dictionary of lists, then one group after the other."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(group_of.tolist()):
         members.setdefault(group, []).append(index)

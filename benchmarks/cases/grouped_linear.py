@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant, results_of
 from torch import Tensor
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant, results_of
 from marsrl.kernels import grouped_linear
 
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from torch import Tensor
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from marsrl.kernels.head.gemms import HeadGemms
-from marsrl.kernels.head.rows.protocol import RowKernels
-from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS
-from marsrl.kernels.head.rows.statistics import Statistics
+from marsrl.kernels.head.rows.protocol import RowKernels, Statistics
+from marsrl.kernels.head.rows.providers import ROW_PROVIDERS
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import make_head
-
-if TYPE_CHECKING:
-    from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
 
 LOGITS, OF_HIDDEN, OF_WEIGHT = "logits", "dX", "dW"
 ROUNDED = "its result is rounded to the input's dtype"
@@ -60,7 +55,7 @@ def _build(shape: Shape) -> Bench:
 
 
 def _of_logits(hidden: Tensor, weight: Tensor) -> tuple[list[Variant], list[Missing]]:
-    """The product alone, with the row kernel that reads it, and by a kernel that takes the statistics itself."""
+    """The product alone, and with the row kernel that reads it."""
     gemms, rows = HeadGemms(weight, hidden.dtype), Rows.of(None, hidden.shape[0])
     targets = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
     head = make_head("head_gemms", hidden, weight, targets, 1.0, None, None)
@@ -76,41 +71,21 @@ def _of_logits(hidden: Tensor, weight: Tensor) -> tuple[list[Variant], list[Miss
         kernels.statistics(logits, rows, head, statistics)
         return results
 
-    def at_once(gemm: TritonFirstGemm, out: Tensor | None) -> Results:
-        gemm.statistics(gemm.exponentials(hidden, rows, head, out), rows, head, statistics)
-        return {}
-
-    def gradients(gemm: TritonFirstGemm, out: Tensor) -> Results:
-        gemm.gradients_at_once(hidden, rows, head, statistics, coefficient, coefficient, out)
-        return {}
-
     variants, missing = [Variant("ours", product)], list[Missing]()
-    for provider in HEAD_PROVIDERS:
+    for provider in ROW_PROVIDERS:
+        name = f"ours, {provider.name}, with statistics"
         reason = provider.machine_lacks() or provider.why_not(hidden=hidden, weight=weight)
-        if reason is not None:
-            missing.append(Missing(f"ours, {provider.name}, with statistics", reason))
-            continue
-        kernels = provider.load()
-        if kernels.first_gemm is None:
-            then = partial(then_statistics, kernels)
-            variants.append(Variant(f"ours, {provider.name}, with statistics", then))
-            continue
-        name, gemm, coefficient = f"ours, {provider.name}", kernels.first_gemm, torch.ones_like(statistics.logprobs)
-        out = torch.empty_like(logits, dtype=gemms.gradient_dtype)
-        variants += [
-            Variant(f"{name}, with statistics", partial(at_once, gemm, out), "exponentials in place of logits"),
-            Variant(f"{name}, statistics alone", partial(at_once, gemm, None), "no logits"),
-            Variant(
-                f"{name}, dz", partial(gradients, gemm, out), "the gradient of known statistics in place of logits"
-            ),
-        ]
+        if reason is None:
+            variants.append(Variant(name, partial(then_statistics, provider.load())))
+        else:
+            missing.append(Missing(name, reason))
     return variants, missing
 
 
 def _bench(
     shape: Shape, variants: list[Variant], missing: list[Missing], left: Tensor, right: Tensor, passes: int
 ) -> Bench:
-    """What compares variants of left @ right, its float32 result moved so many times, and torch.mm beside ours."""
+    """The comparison of variants of left @ right, its float32 result moved so many times, and torch.mm beside ours."""
     dtype = getattr(torch, shape.dtype)
     left, right = left.to(dtype), right.to(dtype)
     out = torch.empty(left.shape[0], right.shape[1], dtype=dtype, device=left.device)

@@ -6,21 +6,20 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
-
-from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
-from marsrl.benchmarks.head_problem import (
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from head_problem import (
     HeadInputs,
     head_bytes,
     head_shapes,
     judge,
     make_inputs,
     result_bytes,
-    with_own_gemms,
 )
-from marsrl.benchmarks.peers import LogprobFunction, LogprobPeer
-from marsrl.benchmarks.peers.fused import fused_peers
-from marsrl.benchmarks.peers.plain import compiled, eager_logprob, torch_linear_cross_entropy
+from peers import LogprobFunction, LogprobPeer
+from peers.fused import fused_peers
+from peers.plain import compiled, eager_logprob, torch_linear_cross_entropy
+from torch import Tensor
+
 from marsrl.kernels import linear_logprob
 
 NO_GRADIENT = "no gradient wanted"
@@ -41,9 +40,7 @@ def _build(shape: Shape) -> Bench:
         *fused_peers(shape.device),
     ]
     run_peer = _evaluate if shape.note == NO_GRADIENT else _run
-    ours = partial(run_peer, inputs, gradients, _ours)
-    variants, missing = with_own_gemms("linear_logprob", inputs, ours)
-    variants = [replace(variant, prepare=inputs.clear) for variant in variants]
+    variants, missing = list[Variant](), list[Missing]()
     for peer in peers:
         if isinstance(peer, Missing):
             missing.append(peer)

@@ -7,10 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
-
-from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
-from marsrl.benchmarks.head_problem import (
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from head_problem import (
     HeadInputs,
     floors,
     head_bytes,
@@ -19,11 +17,12 @@ from marsrl.benchmarks.head_problem import (
     judge,
     make_inputs,
     result_bytes,
-    with_own_gemms,
 )
-from marsrl.benchmarks.peers import CrossEntropyPeer, LogprobFunction, LogprobPeer, PolicyLossPeer, PolicyProblem
-from marsrl.benchmarks.peers.fused import fused_peers
-from marsrl.benchmarks.peers.plain import compiled, eager_logprob_detached, torch_linear_cross_entropy
+from peers import CrossEntropyPeer, LogprobFunction, LogprobPeer, PolicyLossPeer, PolicyProblem
+from peers.fused import fused_peers
+from peers.plain import compiled, eager_logprob_detached, torch_linear_cross_entropy
+from torch import Tensor
+
 from marsrl.kernels import LossInputs, PolicyObjective, linear_policy_loss
 
 CLIP = 0.2
@@ -33,8 +32,7 @@ KEPT_ROWS = ", unmasked rows only"
 def _build(shape: Shape) -> Bench:
     inputs = make_inputs(shape)
     bare, sentence = floors(inputs, shape)
-    by_name, missing = with_own_gemms("linear_policy_loss", inputs, partial(_ours, inputs))
-    variants = [Variant("ours", partial(_ours, inputs)), *bare, *by_name]
+    variants, missing = [Variant("ours", partial(_ours, inputs)), *bare], list[Missing]()
     kept = None if inputs.mask is None else inputs.mask.nonzero()[:, 0]
     baselines = {"torch eager": _eager_loss, "torch.compile": compiled(_eager_loss)}
     for name, loss in baselines.items():

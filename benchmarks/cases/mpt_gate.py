@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from case import Bench, Case, Judgement, Results, Shape, Variant
 from torch import Tensor
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Results, Shape, Variant
 from marsrl.kernels import mpt_gate
 
 THRESHOLD = 0.8

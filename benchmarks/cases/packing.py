@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from case import Bench, Case, Judgement, Results, Shape, Variant
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Results, Shape, Variant
-from marsrl.benchmarks.cases.attention_varlen import lengths
+from cases.attention_varlen import lengths
 from marsrl.kernels import kept_rows, pack
 
 
@@ -48,7 +48,7 @@ def _build(shape: Shape) -> Bench:
         return {"logprobs": packed}
 
     def judge() -> Judgement:
-        # nothing is rounded, so one result stands for all; tests/kernels/packing_cases.py has the others
+        # nothing is rounded, so one result stands for all; tests/kernels/test_packing.py has the others
         plain = loop()
         return Judgement({name: values.double() for name, values in plain.items()}, plain)
 

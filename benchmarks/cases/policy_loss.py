@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from case import Bench, Case, Judgement, Results, Shape, Variant
+from peers.plain import compiled
 from torch import Tensor
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Results, Shape, Variant
-from marsrl.benchmarks.peers.plain import compiled
 from marsrl.kernels import LossInputs, PolicyObjective, policy_loss
 
 NUM_AGENTS = 5

@@ -5,14 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from peers.plain import compiled
 from torch import Tensor
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Missing, Results, Shape, Variant
-from marsrl.benchmarks.peers.plain import compiled
 from marsrl.kernels import LossInputs, PolicyObjective
-from marsrl.kernels.head.rows.protocol import RowKernels
+from marsrl.kernels.head.rows.protocol import RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.providers import ROW_PROVIDERS
-from marsrl.kernels.head.rows.statistics import Statistics
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.vocabulary import make_head
 from marsrl.kernels.policy_loss.arguments import policy_tokens
@@ -88,7 +87,7 @@ class _Ours:
         self.tokens = policy_tokens("policy_rows", num_tokens, device, inputs)
 
     def fill(self) -> None:
-        """What a batch does once is not a chunk's cost: arrays of all tokens, the evaluator of the objective."""
+        """Work of a batch, not of a chunk: arrays of all tokens, the evaluator of the objective."""
         self.logits.copy_(self.source)
         found = self.statistics = Statistics.zeros(self.active.numel(), self.logits.device)
         self.terms = policy_terms(self.kernels, self.tokens, found.logprobs, found.entropy)
@@ -100,8 +99,8 @@ class _Ours:
         else:
             self.kernels.statistics(self.logits, rows, self.head, found)
             terms.evaluate(rows)
-            coefficients = terms.coefficient, terms.entropy_coefficient
-            self.kernels.gradients(self.logits, rows, self.head, found, *coefficients, self.out, self.active).wait()
+            slopes = Slopes(found, terms.coefficient, terms.entropy_coefficient)
+            self.kernels.gradients(self.logits, rows, self.head, slopes, self.out, self.active).wait()
         return {"logprobs": found.logprobs, "entropy": found.entropy, "dz": self.out}
 
 

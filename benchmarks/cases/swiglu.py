@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from case import Bench, Case, Judgement, Results, Shape, Variant, results_of
+from peers.plain import compiled
 from torch import Tensor
 from torch.nn.functional import silu
 
-from marsrl.benchmarks.case import Bench, Case, Judgement, Results, Shape, Variant, results_of
-from marsrl.benchmarks.peers.plain import compiled
 from marsrl.kernels import swiglu
 
 

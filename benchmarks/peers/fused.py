@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from case import Missing
 from torch import Tensor
 
-from marsrl.benchmarks.case import Missing
-from marsrl.benchmarks.peers import CrossEntropyPeer, LogprobPeer, Peer, PolicyLossPeer, PolicyProblem, why_not_imported
+from peers import CrossEntropyPeer, LogprobPeer, Peer, PolicyLossPeer, PolicyProblem, why_not_imported
 
 NEEDS_CUDA = "its kernels are Triton or CUDA code, which needs a GPU"
 

@@ -6,10 +6,10 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+from case import Missing
 from torch import Tensor
 
-from marsrl.benchmarks.case import Missing
-from marsrl.benchmarks.peers import LogprobPeer, Peer
+from peers import LogprobPeer, Peer
 
 
 def eager_logprob(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,18 +1,16 @@
 """attention_decode: the attention of one new token a sequence over its key-value cache."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from marsrl.kernels.attention_decode.cpu import attention_decode_cpu
 from marsrl.kernels.attention_decode.reference import attention_decode_reference
 from marsrl.kernels.attention_decode.torch_impl import attention_decode_torch
-from marsrl.kernels.attention_varlen import positive_scale
+from marsrl.kernels.attention_varlen import positive_scale, why_not_triton_heads
 from marsrl.kernels.checks import FLOATS, INTEGERS, check
-from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.dispatch import Implementation, Op, late_function, of_first
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
+from marsrl.kernels.triton_machine import machine_lacks_triton
 
 
 def attention_decode(
@@ -54,30 +52,16 @@ def attention_decode(
     return _OP(q, k_cache, v_cache, lengths, scale)
 
 
-def _why_not_cpu(q: Tensor, *_: object) -> str | None:
-    return why_not_float_or_bfloat16("q", q)
-
-
-def _why_not_triton(q: Tensor, *_: object) -> str | None:
-    head_size = q.shape[2]
-    if q.dtype == torch.float64:
-        return "float64 input, the kernels add in float32"
-    if head_size & (head_size - 1) or not 16 <= head_size <= 256:
-        return f"head size {head_size}, the kernels take 16, 32, 64, 128 and 256"
-    return why_not_triton("q", q)
-
-
-def _triton(*args: Any) -> Tensor:
-    from marsrl.kernels.attention_decode.triton_impl import attention_decode_triton
-
-    return attention_decode_triton(*args)
-
-
 _OP = Op(
     "attention_decode",
     (
-        Implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
-        Implementation("cpu", attention_decode_cpu, _why_not_cpu, why_no_cpu_library),
+        Implementation(
+            "triton",
+            late_function("attention_decode.triton_impl", "attention_decode_triton"),
+            why_not_triton_heads,
+            machine_lacks_triton,
+        ),
+        Implementation("cpu", attention_decode_cpu, of_first(why_not_float_or_bfloat16, "q"), why_no_cpu_library),
         Implementation("torch", attention_decode_torch),
         Implementation("reference", attention_decode_reference),
     ),

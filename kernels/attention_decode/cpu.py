@@ -21,14 +21,7 @@ def attention_decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: T
     lengths = lengths.long().contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device="cpu")
     library.cpu_library().marsrl_attention_decode(
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        out.data_ptr(),
-        lengths.data_ptr(),
-        *q.shape[:2],
-        k_cache.shape[2],
-        q.shape[2],
+        *(q, k_cache, v_cache, out, lengths, *q.shape[:2], k_cache.shape[2], q.shape[2]),
         *(_strides(x) for x in (q, k_cache, v_cache)),
         scale,
         _ELEMENTS[q.dtype],

@@ -1,21 +1,20 @@
 """attention_varlen: attention within the sequences of a packed batch, never across them."""
 
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from marsrl.kernels.attention_varlen import flash, torch_impl
+from marsrl.kernels.attention_varlen import flash
 from marsrl.kernels.attention_varlen.cpu import attention_varlen_cpu
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.checks import FLOATS, check, check_cu_seqlens
-from marsrl.kernels.differentiable import Gradient, Kernels
-from marsrl.kernels.dispatch import Explanation, Implementation, Op, why_not_host
+from marsrl.kernels.differentiable import Gradient
+from marsrl.kernels.dispatch import Implementation, Op, late_object, of_first, why_not_host
 from marsrl.kernels.traced_op import register
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
 
 
 def attention_varlen(
@@ -91,8 +90,12 @@ def _checked(
     else:
         check("attention_varlen", "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens.shape), (cu_seqlens.dtype,))
         check_cu_seqlens("attention_varlen", cu_seqlens_k, k.shape[0], q.device, "cu_seqlens_k")
-        if q.device.type == "cpu":
-            _check_keys_suffice(cu_seqlens.tolist(), cu_seqlens_k.tolist())
+        if q.device.type == "cpu" and (lacks := cu_seqlens_k.diff() < cu_seqlens.diff()).any():
+            s = int(lacks.nonzero()[0])
+            raise ValueError(
+                f"attention_varlen: cu_seqlens_k gives sequence {s} {int(cu_seqlens_k.diff()[s])} keys for "
+                f"{int(cu_seqlens.diff()[s])} queries, expected at least as many keys"
+            )
     return q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, max_seqlen, deterministic
 
 
@@ -101,58 +104,12 @@ def _results(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@dataclass(frozen=True)
-class _Queries:
-    """As much of q as a reason looks at."""
-
-    device: torch.device
-    dtype: torch.dtype
-    shape: tuple[int, int, int]
-
-
-def attention_choice(
-    device: torch.device | str, dtype: torch.dtype, head_size: int, *, deterministic: bool = False
-) -> Explanation:
-    """Which implementation serves packed attention of that kind on this machine, and why the others do not.
-
-    The op itself asks the same reasons in the same order at each call.
-    """
-    q = _Queries(torch.device(device), dtype, (1, 1, head_size))
-
-    def why_not(each: Implementation) -> str | None:
-        return each.machine_lacks() or each.why_not(q, deterministic)
-
-    return _OP.explain(why_not)
-
-
-def _check_keys_suffice(bounds_q: list[int], bounds_k: list[int]) -> None:
-    for s in range(len(bounds_q) - 1):
-        num_queries, num_keys = bounds_q[s + 1] - bounds_q[s], bounds_k[s + 1] - bounds_k[s]
-        if num_keys < num_queries:
-            raise ValueError(
-                f"attention_varlen: cu_seqlens_k gives sequence {s} {num_keys} keys for {num_queries} queries, "
-                "expected at least as many keys"
-            )
-
-
-def _why_not_cpu(q: Tensor, *_: object) -> str | None:
-    return why_not_host("q", q)
-
-
-def _why_not_triton(q: Tensor, *_: object) -> str | None:
+def why_not_triton_heads(q: Tensor, *_: object) -> str | None:
+    """None where Triton kernels can read queries [..., D], else the reason."""
     head_size = q.shape[2]
-    if q.dtype == torch.float64:
-        return "float64 input, the kernels add in float32"
     if head_size & (head_size - 1) or not 16 <= head_size <= 256:
         return f"head size {head_size}, the kernels take 16, 32, 64, 128 and 256"
-    return why_not_triton("q", q)
-
-
-@cache
-def _triton() -> Kernels:
-    from marsrl.kernels.attention_varlen.triton_impl import TritonAttention  # Triton is imported when it first runs
-
-    return TritonAttention()
+    return why_not_triton_float32("q", q)
 
 
 _GRADIENT = Gradient("attention_varlen", num_tensors=5, saves_outputs=True)
@@ -169,13 +126,15 @@ _OP = Op(
             for version in (flash.FLASH_4, flash.FLASH_3, flash.FLASH_2)
         ),
         Implementation(
-            "torch",
-            torch_impl.attention_varlen_torch,
-            torch_impl.why_not_varlen_attn,
-            torch_impl.machine_lacks_varlen_attn,
+            "torch", flash.attention_varlen_torch, flash.why_not_varlen_attn, flash.machine_lacks_varlen_attn
         ),
-        _GRADIENT.implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
-        Implementation("cpu", attention_varlen_cpu, _why_not_cpu),
+        _GRADIENT.implementation(
+            "triton",
+            late_object("attention_varlen.triton_impl", "TritonAttention"),
+            why_not_triton_heads,
+            machine_lacks_triton,
+        ),
+        Implementation("cpu", attention_varlen_cpu, of_first(why_not_host, "q")),
         _GRADIENT.reference(attention_varlen_reference),
     ),
 )

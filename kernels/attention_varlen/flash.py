@@ -1,4 +1,5 @@
-"""Packed attention by flash-attn where it is installed: version 4, 3 or 2. Not run on a GPU here."""
+"""Packed attention by flash-attn where it is installed, version 4, 3 or 2, or by PyTorch's varlen_attn, which carries the
+kernels of version 2. Not run on a GPU here."""
 
 import inspect
 from collections.abc import Callable
@@ -91,7 +92,7 @@ def attention_varlen_flash(
 
 
 def why_not_flash_kernels(q: Tensor, most_head_size: int) -> str | None:
-    """What all of flash-attn's kernels ask for, PyTorch's copy of them too."""
+    """None where flash-attn's kernels, or PyTorch's copy of them, can serve q, else the reason."""
     if q.device.type != "cuda":
         return f"q is on {q.device}, flash-attn reads CUDA memory"
     if q.shape[0] == 0:
@@ -136,3 +137,61 @@ def _words(module: str) -> frozenset[str]:
 
 def _listed(generations: tuple[int, ...]) -> str:
     return ", ".join(f"{each}.x" for each in generations)
+
+
+_NEEDED = {"window_size", "enable_gqa", "scale"}  # its first releases cannot be told all of these
+_MOST_HEAD_SIZE = 256
+
+
+def machine_lacks_varlen_attn() -> str | None:
+    """None where this PyTorch has it and a GPU is there, else the reason."""
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    missing = _NEEDED - _torch_words()
+    return f"varlen_attn of PyTorch {torch.__version__} lacks {', '.join(sorted(missing))}" if missing else None
+
+
+def why_not_varlen_attn(q: Tensor, *others: Any) -> str | None:
+    """None where it can serve these arguments, of which `deterministic` is the last, else the reason."""
+    if others[-1] and not torch.are_deterministic_algorithms_enabled():
+        return "its backward is deterministic under torch.use_deterministic_algorithms(True) only"
+    return why_not_flash_kernels(q, _MOST_HEAD_SIZE)
+
+
+def attention_varlen_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+    causal: bool,
+    max_seqlen: int | None = None,
+    deterministic: bool = False,  # see why_not_varlen_attn
+) -> Tensor:
+    """[T, N, D] as the reference defines it; autograd is PyTorch's."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    output = varlen_attn(
+        q,
+        k,
+        v,
+        cu_seqlens.int(),
+        cu_seqlens_k.int(),
+        max_seqlen or q.shape[0],
+        max_seqlen or k.shape[0],
+        scale=scale,
+        window_size=(-1, 0) if causal else (-1, -1),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(output, Tensor)  # a pair only where the log-sum-exp is asked for
+    return output
+
+
+@cache
+def _torch_words() -> frozenset[str]:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)

@@ -12,8 +12,7 @@ def attention_varlen_reference(
     cu_seqlens_k: Tensor,
     scale: float,
     causal: bool,
-    max_seqlen: int | None = None,
-    deterministic: bool = False,
+    *_: object,
 ) -> Tensor:
     """[T, N, D]; query i of a segment with m queries and n keys sees the keys up to i + n - m where causal."""
     outputs = []

@@ -36,7 +36,7 @@ class TilePlan:
 
 
 def plan_tiles(head_size: int, dtype: torch.dtype) -> TilePlan:
-    """Sizes that fit the registers of sm_80 and sm_90: tests/kernels/test_attention_triton.py reads what compiles."""
+    """Sizes that fit the registers of sm_80 and sm_90: tests/kernels/test_ops_ahead_of_time.py reads what compiles."""
     if dtype == torch.float32:  # no tensor cores: exact float32 products
         size = 32 if head_size <= 64 else 16
         return TilePlan(*(Tiles(32, size, 8, 1),) * 2, Tiles(size, 32, 8, 1))

@@ -5,10 +5,9 @@ from torch import Tensor
 
 from marsrl.kernels import library
 from marsrl.kernels.checks import INTEGERS, check, check_range
-from marsrl.kernels.dispatch import Implementation, Op, why_not_host
+from marsrl.kernels.dispatch import Implementation, Op, of_first, why_not_host
 from marsrl.kernels.group_advantage.cpu import group_advantage_cpu
 from marsrl.kernels.group_advantage.reference import group_advantage_reference
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 # normalise -> (set of the mean, set of the standard deviation)
 _SETS = {
@@ -77,27 +76,10 @@ def _pair(first: Tensor, second: Tensor) -> Tensor:
     return torch.empty_like(rank).scatter_(0, order, rank)
 
 
-def _why_not_cpu(rewards: Tensor, *_: object) -> str | None:
-    return why_not_host("rewards", rewards)
-
-
-def _in_triton(
-    rewards: Tensor, mean_set_of: Tensor, std_set_of: Tensor, is_unbiased: bool, keeps_single: bool, eps: float
-) -> Tensor:
-    from marsrl.kernels.group_advantage.triton_impl import (
-        group_advantage_triton,  # Triton is imported when a kernel of it first runs
-    )
-
-    return group_advantage_triton(rewards, mean_set_of, std_set_of, is_unbiased, keeps_single, eps)
-
-
 _OP = Op(
     "group_advantage",
     (
-        Implementation("cpu", group_advantage_cpu, _why_not_cpu, library.why_no_cpu_library),
-        Implementation(
-            "triton", _in_triton, lambda rewards, *_: why_not_triton("rewards", rewards), machine_lacks_triton
-        ),
+        Implementation("cpu", group_advantage_cpu, of_first(why_not_host, "rewards"), library.why_no_cpu_library),
         Implementation("reference", group_advantage_reference),
     ),
 )

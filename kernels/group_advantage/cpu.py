@@ -15,14 +15,7 @@ def group_advantage_cpu(
     std_sets = mean_sets if std_set_of is mean_set_of else std_set_of.contiguous()
     advantage = torch.empty_like(given)
     cpu_library().marsrl_group_advantage(
-        given.data_ptr(),
-        given.dtype == torch.float64,
-        mean_sets.data_ptr(),
-        std_sets.data_ptr(),
-        given.numel(),
-        is_unbiased,
-        keeps_single,
-        eps,
-        advantage.data_ptr(),
+        *(given, given.dtype == torch.float64, mean_sets, std_sets, given.numel()),
+        *(is_unbiased, keeps_single, eps, advantage),
     )
     return advantage

@@ -1,19 +1,18 @@
 """grouped_linear: each expert's linear layer on its own rows."""
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels.checks import FLOATS, INTEGERS, check
-from marsrl.kernels.differentiable import Gradient, Kernels
-from marsrl.kernels.dispatch import Implementation, Op, why_not_host
+from marsrl.kernels.differentiable import Gradient
+from marsrl.kernels.dispatch import Implementation, Op, late_object, of_first, why_not_host
 from marsrl.kernels.grouped_linear.cpu import CpuGroupedLinear
 from marsrl.kernels.grouped_linear.reference import grouped_linear_reference
 from marsrl.kernels.grouped_linear.torch_impl import grouped_linear_torch, machine_lacks_grouped_mm, why_not_grouped_mm
 from marsrl.kernels.traced_op import register
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
 
 
 def grouped_linear(x: Tensor, weights: Tensor, tokens_per_expert: Tensor | Sequence[int]) -> Tensor:
@@ -58,28 +57,18 @@ def _results(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> tuple[Ten
     return (x.new_empty(x.shape[0], weights.shape[1]),)
 
 
-def _why_not_cpu(x: Tensor, *_: object) -> str | None:
-    return why_not_host("x", x)
-
-
-def _why_not_triton(x: Tensor, *_: object) -> str | None:
-    return "float64 input, the kernels add in float32" if x.dtype == torch.float64 else why_not_triton("x", x)
-
-
-@cache
-def _triton() -> Kernels:
-    from marsrl.kernels.grouped_linear.triton_impl import TritonGroupedLinear  # Triton is imported when it first runs
-
-    return TritonGroupedLinear()
-
-
 _GRADIENT = Gradient("grouped_linear", num_tensors=3)
 _OP = Op(
     "grouped_linear",
     (
         Implementation("torch", grouped_linear_torch, why_not_grouped_mm, machine_lacks_grouped_mm),
-        _GRADIENT.implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
-        _GRADIENT.implementation("cpu", CpuGroupedLinear, _why_not_cpu),
+        _GRADIENT.implementation(
+            "triton",
+            late_object("grouped_linear.triton_impl", "TritonGroupedLinear"),
+            of_first(why_not_triton_float32, "x"),
+            machine_lacks_triton,
+        ),
+        _GRADIENT.implementation("cpu", CpuGroupedLinear, of_first(why_not_host, "x")),
         _GRADIENT.reference(grouped_linear_reference),
     ),
 )

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from marsrl.kernels.grouped_linear.counts import ends_on
-
 ALIGNMENT = 8  # bfloat16 numbers: the kernel reads 16 bytes at a time
 
 
@@ -36,3 +34,10 @@ def grouped_linear_torch(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) 
     return torch._grouped_mm(
         x.contiguous(), weights.contiguous().transpose(1, 2), offs=ends_on(tokens_per_expert, x.device)
     )
+
+
+def ends_on(tokens_per_expert: Tensor, device: torch.device) -> Tensor:
+    """[E] int32 on the device: the row behind each expert's last. Counts in host memory are sent, nothing is waited for."""
+    if device.type == "cuda" and tokens_per_expert.device.type == "cpu":
+        tokens_per_expert = tokens_per_expert.pin_memory()
+    return tokens_per_expert.to(device, non_blocking=True).cumsum(0, dtype=torch.int32)

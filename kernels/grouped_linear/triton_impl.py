@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsrl.kernels.grouped_linear.counts import ends_on
+from marsrl.kernels.grouped_linear.torch_impl import ends_on
 from marsrl.kernels.grouped_linear.triton_kernels import matrix_gradients, rows_times_matrices
 from marsrl.kernels.triton_machine import on_device_of
 

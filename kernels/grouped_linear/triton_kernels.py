@@ -8,18 +8,7 @@ begin // BLOCK + e on, and a program finds its expert by bisection. Sums are flo
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def expert_of_tile(ends, tile, num_experts, BLOCK: tl.constexpr):
-    """The last expert whose first tile is not behind this one; ends [E]: the row behind each expert's last."""
-    low = tl.zeros((), tl.int32)
-    high = low + num_experts - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        is_not_behind = (tl.load(ends + middle - 1) // BLOCK).to(tl.int32) + middle <= tile  # middle >= 1
-        low = tl.where(is_not_behind, middle, low)
-        high = tl.where(is_not_behind, high, middle - 1)
-    return low
+from marsrl.kernels.attention_varlen.triton_kernels import sequence_of_tile
 
 
 @triton.jit
@@ -51,7 +40,7 @@ def rows_times_matrices(
     num_column_tiles = tl.cdiv(num_out, BLOCK_N)
     column = tl.program_id(0) % num_column_tiles  # neighbours share rows
     tile = tl.program_id(0) // num_column_tiles
-    expert = expert_of_tile(ends, tile, num_experts, BLOCK_M)
+    expert = sequence_of_tile(ends - 1, tile, num_experts, BLOCK_M)  # the boundary before expert 0 is never read
     begin, end = rows_of(ends, expert)
     first = begin + (tile - expert - begin // BLOCK_M) * BLOCK_M
     if first >= end:

@@ -1,1 +1,1 @@
-"""What the ops of the output head share: GEMMs, chunks, tiles, shards, the objective."""
+"""Shared by the ops of the output head: GEMMs, chunks, tiles, shards, the objective."""

@@ -13,7 +13,7 @@ from marsrl.kernels.head.vocabulary import Head
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which gradients of a head are formed; weight_dtype: that dW will have, though it may come as float32."""
+    """Gradients of a head that are formed. weight_dtype: the final dtype of dW, which may come as float32."""
 
     hidden: bool = False
     weight: bool = False

@@ -1,4 +1,4 @@
-"""How a head on the CPU cuts its rows into chunks, and the memory that it keeps from call to call."""
+"""Chunk sizes of a head on the CPU, and the buffer that it keeps from call to call."""
 
 import threading
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HostBudget:
-    """How large the buffer of a head on the CPU is: num_bytes where they are enough for num_rows, else up to max_bytes."""
+    """Size of the buffer of a head on the CPU: num_bytes where they are enough for num_rows, else up to max_bytes."""
 
     num_bytes: int
     num_rows: int
     max_bytes: int
 
     def rows(self, width: int, itemsize: int = 4) -> int:
-        """How many rows of this many columns of so many bytes; 1 at least."""
+        """Rows of this many columns of so many bytes that fit; 1 at least."""
         row = itemsize * width
         return max(1, self.num_bytes // row, min(self.num_rows, self.max_bytes // row))
 

@@ -1,22 +1,16 @@
 """The policy objective: its options, what a loss is given, and what it returns."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
-METRICS = (
-    "loss",
-    "clipped_tokens",
-    "masked_tokens",
-    "clamped_tokens",
-    "entropy",
-    "kl",
-    "tokens",
-)  # order of the kernels' sums
+# In the order of the kernels' sums.
+METRICS = ("loss", "clipped_tokens", "masked_tokens", "clamped_tokens", "entropy", "kl", "tokens")
 # Nats. Log-ratios are clamped to +-20 before they are exponentiated, so that an infinite ratio times an advantage of 0 makes no
 # NaN; as verl does for the ratio, k3 and the rollout correction (compute_policy_loss, kl_penalty, SAFETY_BOUND). e^20 = 4.9e8.
 LOG_RATIO_BOUND = 20.0
+NUM_OPTIONS = 8  # of PolicyObjective.options
 
 
 @dataclass(frozen=True)
@@ -68,14 +62,18 @@ class PolicyObjective:
     entropy_coef: float = 0.0
     mpt_probability: float | None = 0.99
 
+    @property
+    def options(self) -> tuple[float, ...]:
+        """The numbers that kernels read, in the order of struct Objective (csrc/include/policy_objective.h)."""
+        return (
+            *(self.clip_low, self.clip_high, self.dual_clip or 0.0),
+            *(self.correction_low, self.correction_high, self.kl_coef, self.entropy_coef),
+            2.0 if self.mpt_probability is None else self.mpt_probability,
+        )
+
     def __post_init__(self) -> None:
-        choices = {
-            "ratio": ("token", "sequence"),
-            "kind": ("clip", "cispo"),
-            "correction": ("none", "tis", "icepop", "sequence_mask"),
-            "kl": ("none", "k1", "k2", "k3"),
-        }
-        for name, allowed in choices.items():
+        for name in ("ratio", "kind", "correction", "kl"):
+            allowed = get_args(type(self).__annotations__[name])
             if getattr(self, name) not in allowed:
                 raise ValueError(f"PolicyObjective: {name} is {getattr(self, name)!r}, expected {' or '.join(allowed)}")
         if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
@@ -96,7 +94,7 @@ class PolicyObjective:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a policy loss is given of a packed micro-batch: T tokens, S sequences.
+    """Inputs of a policy loss for a packed micro-batch: T tokens, S sequences.
 
     Fields:
         cu_seqlens: [S+1] int, boundaries of the packed sequences; empty ones are allowed.
@@ -160,7 +158,7 @@ class PolicyTokens:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What linear_policy_loss and policy_loss return.
+    """Result of linear_policy_loss and policy_loss.
 
     loss: [] float32, the weighted sum over this rank's tokens / normaliser, to be minimised; the one field with a gradient.
     logprobs, entropy: [T] float32, nats; 0 where the mask is off.

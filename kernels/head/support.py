@@ -17,7 +17,7 @@ from marsrl.kernels.head.rows.subset import Rows
 
 @dataclass(frozen=True)
 class Support:
-    """Which columns of the whole vocabulary each of T tokens was drawn from.
+    """Columns of the whole vocabulary that each of T tokens was drawn from.
 
     ids [n] int32: of all tokens, one after the other. starts, counts [T] int64: those of token t are ids[starts[t]:][:counts[t]],
     each once; count 0: every column. most: no count is above it; the host knows it.
@@ -35,30 +35,12 @@ class Support:
     def restrict_(self, logits: Tensor, rows: Rows, first_column: int, num_columns: int) -> None:
         """-inf in place outside of the support of each row, in logits [R, columns] of a part of the vocabulary.
 
-        first_column, num_columns: where the part begins, and how many of its columns are real.
+        first_column, num_columns: where the part begins, and how many of its columns are real. No wait for how many ids
+        these rows have: `most` places a row.
         """
         if rows.count == 0 or num_columns == 0:
             return
-        restrict = self._restrict_on_device if logits.is_cuda else self._restrict_on_host
-        restrict(logits, rows.take(self.starts), rows.take(self.counts), first_column, num_columns)
-
-    def _restrict_on_host(
-        self, logits: Tensor, starts: Tensor, counts: Tensor, first_column: int, num_columns: int
-    ) -> None:
-        row = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
-        num_before = counts.cumsum(0) - counts  # ids of the rows before each
-        behind = torch.arange(row.numel(), device="cpu") - num_before[row]  # place of each id among its row's own
-        columns = self.ids[starts[row] + behind] - first_column
-        is_here = (columns >= 0) & (columns < num_columns)
-        row, columns = row[is_here], columns[is_here].long()
-        kept = logits[row, columns]
-        logits.index_fill_(0, counts.nonzero()[:, 0], -torch.inf)
-        logits[row, columns] = kept
-
-    def _restrict_on_device(
-        self, logits: Tensor, starts: Tensor, counts: Tensor, first_column: int, num_columns: int
-    ) -> None:
-        """Without a wait for how many ids these rows have: `most` places a row."""
+        starts, counts = rows.take(self.starts), rows.take(self.counts)
         slot = torch.arange(self.most, device=logits.device)
         columns = self.ids[(starts[:, None] + slot).clamp_(max=self.ids.numel() - 1)].long() - first_column
         is_out = (slot >= counts[:, None]) | (columns < 0) | (columns >= num_columns)  # [R, most]

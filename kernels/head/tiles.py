@@ -3,10 +3,10 @@
     for each chunk of up to EXPONENTIALS.rows(V) rows:
         for each tile of the weight, converted to float32:
             logits [R, columns] float32 = hidden @ tile.T              gemms.py
-            their statistics, and e^(logit - maximum) in bfloat16      CpuTileKernels
+            their statistics, and e^(logit - maximum) in bfloat16      CpuRowKernels
         statistics of the rows, coefficients of those that have one    shards.py, PolicyTerms
         for each tile, converted again:
-            dz [n, columns] float32 from the exponentials              CpuTileKernels
+            dz [n, columns] float32 from the exponentials              CpuRowKernels
             dX += dz @ tile,  dW of the tile = dz.T @ hidden           gemms.py
 
 On a CPU that multiplies bfloat16 the tiles of dz take the place of their exponentials, and once they are all there
@@ -17,21 +17,20 @@ them are 31 MiB at V = 32000, half of that as exponentials in bfloat16, which is
 statistics come from the float32 logits; the rounding of an exponential is that of a gradient that is stored in bfloat16.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels.head.gradients import HeadGradients
 from marsrl.kernels.head.host_memory import HostBudget, host_buffer, host_chunks
-from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels
-from marsrl.kernels.head.rows.statistics import Statistics
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.shards import ShardStatistics, combined, put_statistics
 from marsrl.kernels.head.vocabulary import Head
 
 if TYPE_CHECKING:
-    from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
+    from marsrl.kernels.head.rows.cpu import CpuRowKernels
 
 # Of the exponentials: 256 rows at once up to V = 151936, 74 MiB there, which with a tile are below a quarter of what plain
 # PyTorch holds. dW is then formed by one product.
@@ -40,35 +39,37 @@ EXPONENTIALS = HostBudget(num_bytes=16 * 2**20, num_rows=256, max_bytes=76 * 2**
 ROWS_AGAIN = 512
 
 
-def tiles_for(kernels: RowKernels, head: Head, hidden: Tensor) -> "CpuTileKernels | None":
-    """What works on tiles where that is the way to the gradients: both operands are bfloat16, on the CPU."""
-    return kernels.tiles if head.weight.dtype == hidden.dtype == torch.bfloat16 else None
+def host_kernels_of_tiles(kernels: RowKernels, head: Head, hidden: Tensor) -> "CpuRowKernels | None":
+    """The kernels where tiles are the way to the gradients: both operands are bfloat16, on the CPU."""
+    if not kernels.is_host or not head.weight.dtype == hidden.dtype == torch.bfloat16:
+        return None
+    return cast("CpuRowKernels", kernels)
 
 
 def policy_gradients_by_tiles(
-    tiles: "CpuTileKernels",
+    kernels: "CpuRowKernels",
     head: Head,
     rows: Rows,
-    statistics: Statistics,
     terms: PolicyTerms,
+    slopes: Slopes,
     gradients: HeadGradients,
 ) -> None:
-    """Statistics, terms.evaluate and gradients of these rows of gradients.hidden; the logits are computed once."""
+    """slopes.statistics, terms.evaluate and gradients of these rows of gradients.hidden; the logits are computed once."""
     width = head.width
     sizes = host_chunks(rows.count, EXPONENTIALS.rows(width, itemsize=2))
     gemms = gradients.gemms
     columns = gemms.tiles()[0].stop
     largest = max(sizes, default=0)
     exponentials, pieces = _buffers(largest, width, columns)
-    for number, chunk in enumerate(rows.pieces(sizes)):
-        parts = _exponentials(tiles, head, chunk, gradients, exponentials, pieces)
+    for number, chunk in enumerate(rows.chunks(sizes)):
+        parts = _exponentials(kernels, head, chunk, gradients, exponentials, pieces)
         whole = combined(parts, head.inverse_temperature_at(chunk))
         if head.is_sharded:
-            ShardStatistics(whole, head, chunk, is_host=True).put(statistics)
+            ShardStatistics(whole, head, chunk, is_host=True).put(slopes.statistics)
         else:
-            put_statistics(whole, head, chunk, True, statistics)
+            put_statistics(whole, head, chunk, True, slopes.statistics)
         terms.evaluate(chunk)
-        c, e = chunk.take(terms.coefficient), chunk.take(terms.entropy_coefficient)
+        c, e = chunk.take(slopes.coefficient), chunk.take(slopes.entropy_coefficient)
         kept = ((c != 0) | (e != 0)).nonzero()[:, 0]
         if kept.numel() == 0:
             continue
@@ -76,24 +77,15 @@ def policy_gradients_by_tiles(
 
         def dz_of(tile: slice, parts: Tensor = parts, kept: Tensor = kept, tokens: Tensor = tokens) -> Tensor:
             dz = _block(pieces, kept.numel(), tile)
-            tiles.gradients(
-                exponentials[: parts.shape[-1], tile],
-                parts[tile.start // columns, 0],
-                kept,
-                tokens,
-                head.tile(tile),
-                statistics,
-                terms.coefficient,
-                terms.entropy_coefficient,
-                dz,
-            )
+            values, maxima = exponentials[: parts.shape[-1], tile], parts[tile.start // columns, 0]
+            kernels.exponential_gradients(values, maxima, kept, tokens, head.tile(tile), slopes, dz)
             return dz
 
         gradients.add_pieces(dz_of, tokens, number == len(sizes) - 1, exponentials if gemms.collects_dz else None)
 
 
 def _exponentials(
-    tiles: "CpuTileKernels", head: Head, chunk: Rows, gradients: HeadGradients, exponentials: Tensor, pieces: Tensor
+    kernels: "CpuRowKernels", head: Head, chunk: Rows, gradients: HeadGradients, exponentials: Tensor, pieces: Tensor
 ) -> Tensor:
     """Parts [tiles, 4, R] float64 as RowKernels.partials gives them; fills exponentials, tile after tile."""
     gemms = gradients.gemms
@@ -105,35 +97,25 @@ def _exponentials(
         logits = _block(pieces, chunk.count, tile)
         gemms.tile_logits(hidden, tile, logits)
         head.tile(tile).restrict_(logits, chunk)
-        tiles.exponentials(logits, head.tile(tile), targets, inverse, part, exponentials[: chunk.count, tile])
+        kernels.exponentials(logits, head.tile(tile), targets, inverse, part, exponentials[: chunk.count, tile])
     return parts
 
 
-def gradients_by_tiles(
-    kernels: RowKernels,
-    head: Head,
-    rows: Rows,
-    statistics: Statistics,
-    coefficient: Tensor,
-    entropy_coefficient: Tensor,
-    gradients: HeadGradients,
-) -> None:
+def gradients_by_tiles(kernels: RowKernels, head: Head, rows: Rows, slopes: Slopes, gradients: HeadGradients) -> None:
     """Gradients of these rows of gradients.hidden, each of which has one, from statistics that are known."""
     gemms = gradients.gemms
     sizes = host_chunks(rows.count, EXPONENTIALS.rows(head.width, itemsize=2) if gemms.collects_dz else ROWS_AGAIN)
     largest = max(sizes, default=0)
     room, pieces = _buffers(largest, head.width if gemms.collects_dz else 0, gemms.tiles()[0].stop)
     tokens = torch.empty(largest, dtype=torch.int64, device="cpu")
-    for number, chunk in enumerate(rows.pieces(sizes)):
+    for number, chunk in enumerate(rows.chunks(sizes)):
         hidden = chunk.take(gradients.hidden).float()
 
         def dz_of(tile: slice, hidden: Tensor = hidden, chunk: Rows = chunk) -> Tensor:
             dz = _block(pieces, chunk.count, tile)
             gemms.tile_logits(hidden, tile, dz)
             head.tile(tile).restrict_(dz, chunk)
-            found = kernels.gradients(
-                dz, chunk, head.tile(tile), statistics, coefficient, entropy_coefficient, dz, tokens
-            )
+            found = kernels.gradients(dz, chunk, head.tile(tile), slopes, dz, tokens)
             assert found.wait() == chunk.count, "a row without a gradient among those that have one"
             return dz
 

@@ -12,9 +12,8 @@ from marsrl.kernels.dispatch import Implementation, Op
 from marsrl.kernels.head.bad_values import check_values
 from marsrl.kernels.head.chunked_head import head_gradients, head_statistics
 from marsrl.kernels.head.gradients import Wanted
-from marsrl.kernels.head.rows.protocol import RowKernels
-from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
-from marsrl.kernels.head.rows.statistics import Statistics
+from marsrl.kernels.head.rows.protocol import RowKernels, Slopes, Statistics
+from marsrl.kernels.head.rows.providers import ROW_PROVIDERS, RowProvider
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.support import Support
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
@@ -39,7 +38,6 @@ def linear_logprob(
     tp_group: Any = None,
     real_vocab_size: int | None = None,
     support: Support | None = None,
-    compacts: bool = True,
 ) -> LogProb:
     """log p(target) and entropy of softmax(hidden @ weight.T / temperature), 8THV FLOPs with the backward.
 
@@ -53,8 +51,6 @@ def linear_logprob(
             copy_to / gather_from regions do.
         real_vocab_size: columns from here on, in the whole vocabulary, are padding: p = 0, gradient 0. None: none are.
         support: the columns that each token was drawn from: elsewhere p = 0, gradient 0; its target among them. None: all.
-        compacts: False: on a device the backward computes the rows without an upstream gradient too, and the host waits for
-            nothing: a CUDA graph can capture it.
 
     Raises:
         ValueError: names the argument, what was found and what was expected; a target out of range by its token,
@@ -65,25 +61,18 @@ def linear_logprob(
             per_token, of_all = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
             ids, starts, counts, most = (None, None, None, 0) if support is None else vars(support).values()
             logprobs, entropy, *_ = torch.ops.marsrl.linear_logprob(
-                hidden, weight, targets, per_token, ids, starts, counts, of_all, real_vocab_size, most, compacts
+                hidden, weight, targets, per_token, ids, starts, counts, of_all, real_vocab_size, most
             )
             return LogProb(logprobs, entropy)
         torch._dynamo.graph_break(msg="linear_logprob has a tp_group, which is no argument for an op of torch.library")
-    return LogProb(*_OP(*_checked(hidden, weight, targets, temperature, tp_group, real_vocab_size, support, compacts)))
+    return LogProb(*_OP(*_checked(hidden, weight, targets, temperature, tp_group, real_vocab_size, support)))
 
 
 def _checked(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float | Tensor,
-    tp_group: Any,
-    real_vocab_size: int | None,
-    support: Support | None,
-    compacts: bool,
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, *of_head: Any
 ) -> tuple[Any, ...]:
-    head = make_head("linear_logprob", hidden, weight, targets, temperature, tp_group, real_vocab_size, support)
-    return hidden, weight, head, check_values(head, temperature, None), compacts
+    head = make_head("linear_logprob", hidden, weight, targets, temperature, *of_head)
+    return hidden, weight, head, check_values(head, temperature, None)
 
 
 def _from_schema(
@@ -97,12 +86,11 @@ def _from_schema(
     of_all: float,
     real_vocab_size: int | None,
     most: int,
-    compacts: bool,
 ) -> tuple[Any, ...]:
     """The op's arguments of those that a schema can have; per_token, of_all: the temperature."""
     temperature = of_all if per_token is None else per_token
     support = None if ids is None or starts is None or counts is None else Support(ids, starts, counts, most)
-    return _checked(hidden, weight, targets, temperature, None, real_vocab_size, support, compacts)
+    return _checked(hidden, weight, targets, temperature, None, real_vocab_size, support)
 
 
 def _results(hidden: Tensor, *_: object) -> tuple[Tensor, ...]:
@@ -117,27 +105,18 @@ class _Kernels:
     def __init__(self, rows: RowKernels):
         self._rows = rows
 
-    def forward(
-        self, hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, compacts: bool
-    ) -> tuple[Tensor, ...]:
-        return tuple(vars(head_statistics(self._rows, head, hidden, Rows.of(None, hidden.shape[0]))).values())
+    def forward(self, hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor) -> tuple[Tensor, ...]:
+        return head_statistics(self._rows, head, hidden, Rows.of(None, hidden.shape[0])).arrays
 
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        hidden, weight, head, _, compacts = args
+        hidden, weight, head, _ = args
         wants_hidden, wants_weight = needs
         of_logprobs, of_entropy = (each.float().contiguous() for each in grads)
-        gradients = head_gradients(
-            self._rows,
-            head,
-            hidden.detach(),
-            Statistics(*saved),
-            of_logprobs,
-            of_entropy,
-            Wanted(wants_hidden, wants_weight, weight.dtype),
-            compacts,
-        )
+        slopes = Slopes(Statistics(*saved), of_logprobs, of_entropy)
+        wanted = Wanted(wants_hidden, wants_weight, weight.dtype)
+        gradients = head_gradients(self._rows, head, hidden.detach(), slopes, wanted)
         of_weight = gradients.of_weight
         if wants_weight:
             of_weight = torch.zeros_like(weight) if of_weight is None else of_weight.to(weight.dtype)
@@ -148,8 +127,8 @@ _GRADIENT = Gradient("linear_logprob", num_tensors=2, num_outputs=2, saves_outpu
 
 
 def _on_rows(provider: RowProvider) -> Implementation:
-    def why_not(hidden: Tensor, weight: Tensor, head: Head, *_: object) -> str | None:
-        return provider.why_not_head(hidden, weight, head)
+    def why_not(hidden: Tensor, weight: Tensor, *_: object) -> str | None:
+        return provider.why_not(hidden=hidden, weight=weight)
 
     def load() -> _Kernels:
         return _Kernels(provider.load())
@@ -157,16 +136,14 @@ def _on_rows(provider: RowProvider) -> Implementation:
     return _GRADIENT.implementation(provider.name, load, why_not, provider.machine_lacks)
 
 
-def _reference(
-    hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, compacts: bool
-) -> tuple[Tensor, Tensor]:
+def _reference(hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     return linear_logprob_reference(hidden, weight, head.targets, temperature, head.num_columns, head.support)
 
 
 _OP = Op(
     "linear_logprob",
     (
-        *map(_on_rows, HEAD_PROVIDERS),
+        *map(_on_rows, ROW_PROVIDERS),
         _GRADIENT.reference(_reference, lambda hidden, weight, head, *_: why_not_reference_head(head)),
     ),
 )
@@ -174,7 +151,7 @@ register(
     _OP,
     _GRADIENT,
     "Tensor hidden, Tensor weight, Tensor targets, Tensor? per_token, Tensor? ids, Tensor? starts, Tensor? counts, "
-    "float of_all, SymInt? real_vocab_size, int most, bool compacts",
+    "float of_all, SymInt? real_vocab_size, int most",
     _results,
     4,
     _from_schema,

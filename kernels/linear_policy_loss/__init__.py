@@ -7,18 +7,20 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels.checks import check
+from marsrl.kernels.differentiable import first_derivative_only
 from marsrl.kernels.dispatch import Implementation, Op
-from marsrl.kernels.first_derivative import first_derivative_only
 from marsrl.kernels.head.bad_values import check_values
+from marsrl.kernels.head.chunked_head import head_gradients, head_statistics, policy_gradients
 from marsrl.kernels.head.gradients import HeadGradients, Wanted
 from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyTokens
-from marsrl.kernels.head.rows.providers import HEAD_PROVIDERS, RowProvider
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes, Statistics
+from marsrl.kernels.head.rows.providers import ROW_PROVIDERS, RowProvider
+from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.support import Support
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
-from marsrl.kernels.linear_policy_loss.fused import fused_loss
 from marsrl.kernels.linear_policy_loss.reference import linear_policy_loss_reference
 from marsrl.kernels.policy_loss.arguments import policy_tokens
-from marsrl.kernels.policy_loss.terms import agent_sums, total_loss
+from marsrl.kernels.policy_loss.terms import agent_sums, needs_whole_sequences, policy_terms, total_loss
 
 
 def linear_policy_loss(
@@ -32,7 +34,6 @@ def linear_policy_loss(
     tp_group: Any = None,
     real_vocab_size: int | None = None,
     support: Support | None = None,
-    compacts: bool = True,
 ) -> PolicyLoss:
     """The loss of inputs.objective on softmax(hidden @ weight.T / temperature); the gradient is formed in the forward.
 
@@ -42,7 +43,7 @@ def linear_policy_loss(
 
     Logits exist a chunk at a time, in float32. Rows outside the mask cost nothing, rows with c = e = 0 only their
     logits. Sequence-level ratios with old_logprobs, and sequence_mask without, need whole sequences first: their
-    logits are computed twice, and the log says so.
+    logits are computed twice.
 
     Args:
         hidden, weight, targets, temperature, tp_group, real_vocab_size, support: as in linear_logprob; targets are not
@@ -51,8 +52,6 @@ def linear_policy_loss(
         main_grad: [V, H] float32. The backward adds dW to it, once a forward; a forward that is thrown away or recomputed
             (activation checkpointing) leaves it unchanged. The weight's own gradient is then None, or, where the weight has
             Megatron's `grad_added_to_main_grad`, that flag is set and a placeholder is returned for its hooks.
-        compacts: False: on a device every row takes all three products, masked ones too, whose hidden must be finite, and
-            the host waits for nothing: a CUDA graph can capture forward and backward.
 
     torch.compile breaks its graph here: an op of torch.library gives its backward nothing but tensors, and has no place
     for a gradient that the forward formed for one backward, for main_grad, or for a process group.
@@ -74,19 +73,45 @@ def linear_policy_loss(
             raise ValueError("linear_policy_loss: main_grad is expanded, expected memory of its own for each element")
     tokens = policy_tokens("linear_policy_loss", hidden.shape[0], hidden.device, inputs)
     temperature = check_values(head, temperature, inputs.mask)
-    return _OP(hidden, weight, head, temperature, tokens, _Call(main_grad, compacts))
+    return _OP(_Call(hidden, weight, head, temperature, tokens, main_grad))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of the same names."""
+    """The arguments, checked."""
 
+    hidden: Tensor
+    weight: Tensor
+    head: Head
+    temperature: float | Tensor
+    tokens: PolicyTokens
     main_grad: Tensor | None
-    compacts: bool
+
+
+def _fused_loss(
+    kernels: RowKernels, head: Head, hidden: Tensor, tokens: PolicyTokens, wanted: Wanted
+) -> tuple[Statistics, PolicyTerms, HeadGradients | None]:
+    """The terms of the loss, and gradients for a grad_output of 1 where they are wanted, by the route that the objective allows.
+
+    Masked rows never enter the first GEMM, rows without a coefficient never enter the backward GEMMs: with mask share m
+    and active share a it is (2m + 4a) THV FLOPs, and (2m + 6a) THV on the route of whole sequences.
+    """
+    rows = Rows.of(tokens.mask, hidden.shape[0], is_late=not kernels.is_host)
+    if not needs_whole_sequences(tokens):
+        statistics = Statistics.zeros(hidden.shape[0], hidden.device)
+        terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
+        return statistics, terms, policy_gradients(kernels, head, hidden, rows, statistics, terms, wanted)
+    statistics = head_statistics(kernels, head, hidden, rows)
+    terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
+    terms.evaluate(rows.settled())
+    if not wanted.any:
+        return statistics, terms, None
+    slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient)
+    return statistics, terms, head_gradients(kernels, head, hidden, slopes, wanted)
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Hands out in the backward what fused_loss formed, times grad_output."""
+    """Hands out in the backward what _fused_loss formed, times grad_output."""
 
     @staticmethod
     def forward(
@@ -158,73 +183,40 @@ def _placeholder_gradient(weight: Tensor) -> Tensor | None:
 
 
 def _on_rows(provider: RowProvider) -> Implementation:
-    def run(
-        hidden: Tensor,
-        weight: Tensor,
-        head: Head,
-        temperature: float | Tensor,
-        tokens: PolicyTokens,
-        call: _Call,
-    ) -> PolicyLoss:
+    def run(call: _Call) -> PolicyLoss:
+        hidden, weight = call.hidden, call.weight
         # In evaluation and in the first forward of activation recomputation grad mode is off: no gradient is formed.
         is_differentiable = torch.is_grad_enabled()
-        fused = fused_loss(
-            provider.load(),
-            head,
-            hidden.detach(),
-            tokens,
-            Wanted(
-                hidden=is_differentiable and hidden.requires_grad,
-                weight=is_differentiable and weight.requires_grad,
-                weight_dtype=weight.dtype if call.main_grad is None else call.main_grad.dtype,
-            ),
-            call.compacts,
+        wanted = Wanted(
+            hidden=is_differentiable and hidden.requires_grad,
+            weight=is_differentiable and weight.requires_grad,
+            weight_dtype=weight.dtype if call.main_grad is None else call.main_grad.dtype,
         )
-        sums = fused.terms.sums()
-        loss = _FusedLoss.apply(hidden, weight, fused.gradients, total_loss(sums), call.main_grad)
-        logprobs, entropy = fused.statistics.logprobs, fused.statistics.entropy
-        if tokens.mask is not None and not call.compacts:
-            logprobs, entropy = (torch.where(tokens.mask, each, 0.0) for each in (logprobs, entropy))
-        return PolicyLoss(loss, logprobs, entropy, fused.terms.coefficient, agent_sums(sums))
+        found, terms, gradients = _fused_loss(provider.load(), call.head, hidden.detach(), call.tokens, wanted)
+        sums = terms.sums()
+        loss = _FusedLoss.apply(hidden, weight, gradients, total_loss(sums), call.main_grad)
+        return PolicyLoss(loss, found.logprobs, found.entropy, terms.coefficient, agent_sums(sums))
 
-    def why_not(
-        hidden: Tensor, weight: Tensor, head: Head, temperature: float | Tensor, tokens: PolicyTokens, call: _Call
-    ) -> str | None:
-        return provider.why_not_head(hidden, weight, head)
+    def why_not(call: _Call) -> str | None:
+        return provider.why_not(hidden=call.hidden, weight=call.weight)
 
     return Implementation(provider.name, run, why_not, provider.machine_lacks)
 
 
-def _reference(
-    hidden: Tensor,
-    weight: Tensor,
-    head: Head,
-    temperature: float | Tensor,
-    tokens: PolicyTokens,
-    call: _Call,
-) -> PolicyLoss:
+def _reference(call: _Call) -> PolicyLoss:
+    head = call.head
     return linear_policy_loss_reference(
-        hidden, weight, head.targets, temperature, head.num_columns, tokens, head.support
+        call.hidden, call.weight, head.targets, call.temperature, head.num_columns, call.tokens, head.support
     )
 
 
-def _why_not_reference(
-    hidden: Tensor,
-    weight: Tensor,
-    head: Head,
-    temperature: float | Tensor,
-    tokens: PolicyTokens,
-    call: _Call,
-) -> str | None:
+def _why_not_reference(call: _Call) -> str | None:
     if call.main_grad is not None:
         return "main_grad is given, the reference leaves the gradient of the weight to autograd"
-    return why_not_reference_head(head)
+    return why_not_reference_head(call.head)
 
 
 _OP = Op(
     "linear_policy_loss",
-    (
-        *map(_on_rows, HEAD_PROVIDERS),
-        Implementation("reference", _reference, _why_not_reference),
-    ),
+    (*map(_on_rows, ROW_PROVIDERS), Implementation("reference", _reference, _why_not_reference)),
 )

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels.checks import FLOATS, check
+from marsrl.kernels.differentiable import first_derivative_only
 from marsrl.kernels.dispatch import Implementation, Op
-from marsrl.kernels.first_derivative import first_derivative_only
 from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyTokens
 from marsrl.kernels.head.rows.protocol import PolicyTerms
 from marsrl.kernels.head.rows.providers import ROW_PROVIDERS, RowProvider

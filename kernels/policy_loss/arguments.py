@@ -86,7 +86,5 @@ def _sequence_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
         return sequence_of_tokens(cu_seqlens, num_tokens)
     bounds = cu_seqlens.contiguous()
     sequence_of = torch.empty(num_tokens, dtype=torch.int64, device="cpu")
-    cpu_library().marsrl_sequence_of(
-        bounds.data_ptr(), bounds.dtype == torch.int64, bounds.numel() - 1, sequence_of.data_ptr()
-    )
+    cpu_library().marsrl_sequence_of(bounds, bounds.dtype == torch.int64, bounds.numel() - 1, sequence_of)
     return sequence_of

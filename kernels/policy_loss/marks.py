@@ -25,7 +25,7 @@ class TokenMarks:
 
 @torch.no_grad()
 def token_marks(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> TokenMarks:
-    """What the loss of these inputs does to each token, from the logprobs and entropy [T] that it has found.
+    """Clip and masks that the loss of these inputs applies to each token, from the logprobs and entropy [T] that it has found.
 
     Elementwise, in plain PyTorch: nothing of the size of the vocabulary, no gradient. At a bound of the clip itself a row kernel
     may round to the other side.

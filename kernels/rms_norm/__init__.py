@@ -1,20 +1,16 @@
 """rms_norm: rows divided by the root of their mean square, in one walk over memory each way."""
 
-from collections.abc import Sequence
-from functools import cache
-from typing import Any, Protocol
-
 import torch
 from torch import Tensor
 
-from marsrl.kernels.checks import FLOATS, check
+from marsrl.kernels.checks import FLOATS, check, why_not_double
 from marsrl.kernels.differentiable import Gradient
-from marsrl.kernels.dispatch import Op
+from marsrl.kernels.dispatch import Op, late_object
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
 from marsrl.kernels.rms_norm.cpu import CpuRmsNorm
 from marsrl.kernels.rms_norm.reference import rms_norm_reference
 from marsrl.kernels.traced_op import register
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
 
 WIDEST = 16384  # columns of a row that a program of triton_impl.py holds at once
 
@@ -52,71 +48,32 @@ def _dense(rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Ten
     return rows if rows.stride(1) == 1 else rows.contiguous(), weight, eps, offset
 
 
-class RowsOfRmsNorm(Protocol):
-    """What an implementation does to rows [R, N], each contiguous, and weight [N] + offset."""
-
-    def forward(self, rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-        """[R, N] in the dtype of rows; 1 / sqrt(mean(x^2) + eps) [R] float32."""
-
-    def gradients(
-        self, rows: Tensor, weight: Tensor, offset: float, scales: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of rows [R, N], contiguous, and weight [N] float32, from the forward's scales [R] and grad [R, N]."""
-
-
-class _Kernels:
-    """Kernels of the op by such an implementation."""
-
-    def __init__(self, rows: RowsOfRmsNorm):
-        self.forward = rows.forward
-        self._gradients = rows.gradients
-
-    def backward(
-        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
-    ) -> tuple[Tensor, Tensor]:
-        rows, weight, _, offset = args
-        of_rows, of_weight = self._gradients(rows, weight, offset, saved[0], grads[0].contiguous())
-        return of_rows, of_weight.to(weight.dtype)
-
-
-@cache
-def _cpu() -> _Kernels:
-    return _Kernels(CpuRmsNorm())
-
-
-@cache
-def _triton() -> _Kernels:
-    from marsrl.kernels.rms_norm.triton_impl import TritonRmsNorm  # Triton is imported when it first runs
-
-    return _Kernels(TritonRmsNorm())
-
-
 def _results(rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """[R, N] in the dtype of rows, and what the backward reads: 1 / sqrt(mean(x^2) + eps) [R] float32."""
     return rows.new_empty(rows.shape), rows.new_empty(rows.shape[0], dtype=torch.float32)
 
 
 def _why_not_cpu(rows: Tensor, weight: Tensor, *_: float) -> str | None:
-    return why_not_float_or_bfloat16("x", rows) or _why_not_wide(weight)
+    return why_not_float_or_bfloat16("x", rows) or why_not_double("weight", weight)
 
 
 def _why_not_triton(rows: Tensor, weight: Tensor, *_: float) -> str | None:
-    if rows.dtype == torch.float64:
-        return "x is float64, the kernels compute in float32"
     if rows.shape[1] > WIDEST:
         return f"x has {rows.shape[1]} columns, the kernels hold rows of up to {WIDEST}"
-    return why_not_triton("x", rows) or _why_not_wide(weight)
-
-
-def _why_not_wide(weight: Tensor) -> str | None:
-    return "weight is float64, the kernels compute in float32" if weight.dtype == torch.float64 else None
+    return why_not_triton_float32("x", rows) or why_not_double("weight", weight)
 
 
 _GRADIENT = Gradient("rms_norm", num_tensors=2)
 _OP = Op(
     "rms_norm",
     (
-        _GRADIENT.implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
-        _GRADIENT.implementation("cpu", _cpu, _why_not_cpu, why_no_cpu_library),
+        _GRADIENT.implementation(
+            "triton",
+            late_object("rms_norm.triton_impl", "TritonRmsNorm"),
+            _why_not_triton,
+            machine_lacks_triton,
+        ),
+        _GRADIENT.implementation("cpu", CpuRmsNorm, _why_not_cpu, why_no_cpu_library),
         _GRADIENT.reference(rms_norm_reference),
     ),
 )

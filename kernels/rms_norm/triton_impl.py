@@ -1,6 +1,9 @@
 """RMSNorm in Triton: a program holds whole rows; the weight's gradient is summed by programs in a fixed order."""
 # mypy: disallow-untyped-defs=False
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -64,7 +67,7 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 
 class TritonRmsNorm:
-    """RowsOfRmsNorm on the current stream."""
+    """Kernels of rms_norm on the current stream."""
 
     def forward(self, rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         num_rows, width = rows.shape
@@ -79,20 +82,22 @@ class TritonRmsNorm:
                 )  # fmt: skip
         return out, scales
 
-    def gradients(
-        self, rows: Tensor, weight: Tensor, offset: float, scales: Tensor, grad: Tensor
+    def backward(
+        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor, Tensor]:
+        rows, weight, _, offset = args
+        grad = grads[0].contiguous()
         num_rows, width = rows.shape
         of_rows = torch.empty(num_rows, width, dtype=rows.dtype, device=rows.device)
         if not of_rows.numel():
-            return of_rows, torch.zeros(width, dtype=torch.float32, device=rows.device)
+            return of_rows, torch.zeros_like(weight, memory_format=torch.contiguous_format)
         tile, block, warps = _tile(width)
         rows_of_program = triton.cdiv(triton.cdiv(num_rows, tile), PROGRAMS) * tile
         programs = triton.cdiv(num_rows, rows_of_program)
         sums = torch.empty(programs, width, dtype=torch.float32, device=rows.device)
         with on_device_of(rows):
             gradient_rows[(programs,)](
-                rows, rows.stride(0), weight.contiguous(), scales, grad, of_rows, sums,
+                rows, rows.stride(0), weight.contiguous(), saved[0], grad, of_rows, sums,
                 num_rows, rows_of_program, width, offset, ROWS=tile, BLOCK=block, num_warps=warps,
             )  # fmt: skip
-        return of_rows, sums.sum(0)
+        return of_rows, sums.sum(0).to(weight.dtype)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from marsrl.kernels import library
-from marsrl.kernels.dispatch import Implementation, Op, why_not_host
+from marsrl.kernels.dispatch import Implementation, Op, late_function, of_first, why_not_host
 from marsrl.kernels.sequence_sums.cpu import sequence_sums_cpu
 from marsrl.kernels.sequence_sums.reference import sequence_sums_reference
 from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
@@ -17,21 +17,16 @@ def sequence_sums(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Te
     return _OP(values, mask, cu_seqlens)
 
 
-def _why_not_cpu(values: Tensor, *_: object) -> str | None:
-    return why_not_host("values", values)
-
-
-def _in_triton(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    from marsrl.kernels.sequence_sums.triton_impl import sequence_sums_triton  # Triton is imported when it first runs
-
-    return sequence_sums_triton(values, mask, cu_seqlens)
-
-
 _OP = Op(
     "sequence_sums",
     (
-        Implementation("cpu", sequence_sums_cpu, _why_not_cpu, library.why_no_cpu_library),
-        Implementation("triton", _in_triton, lambda values, *_: why_not_triton("values", values), machine_lacks_triton),
+        Implementation("cpu", sequence_sums_cpu, of_first(why_not_host, "values"), library.why_no_cpu_library),
+        Implementation(
+            "triton",
+            late_function("sequence_sums.triton_impl", "sequence_sums_triton"),
+            of_first(why_not_triton, "values"),
+            machine_lacks_triton,
+        ),
         Implementation("reference", sequence_sums_reference),
     ),
 )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from marsrl.kernels.library import address, cpu_library
+from marsrl.kernels.library import cpu_library
 
 
 def sequence_sums_cpu(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
@@ -13,12 +13,6 @@ def sequence_sums_cpu(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -
     kept = None if mask is None else mask.contiguous()
     sums = torch.empty(2, boundaries.numel() - 1, dtype=torch.float64, device="cpu")
     cpu_library().marsrl_sequence_sums(
-        wide.data_ptr(),
-        wide.dtype == torch.float64,
-        address(kept),
-        boundaries.data_ptr(),
-        boundaries.dtype == torch.int64,
-        sums.shape[1],
-        sums.data_ptr(),
+        *(wide, wide.dtype == torch.float64, kept, boundaries, boundaries.dtype == torch.int64, sums.shape[1], sums)
     )
     return sums

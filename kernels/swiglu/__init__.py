@@ -1,20 +1,16 @@
 """swiglu: the activation between the two projections of an MLP or of an expert, in one walk over memory each way."""
 
-from collections.abc import Sequence
-from functools import cache
-from typing import Any, Protocol
-
 import torch
 from torch import Tensor
 
-from marsrl.kernels.checks import FLOATS, check
+from marsrl.kernels.checks import FLOATS, check, why_not_double
 from marsrl.kernels.differentiable import Gradient
-from marsrl.kernels.dispatch import Op
+from marsrl.kernels.dispatch import Op, late_object
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
 from marsrl.kernels.swiglu.cpu import CpuSwiglu
 from marsrl.kernels.swiglu.reference import swiglu_reference
 from marsrl.kernels.traced_op import register
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
 
 
 def swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -47,74 +43,26 @@ def _dense(products: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | N
     return products.contiguous(), weights
 
 
-class RowsOfSwiglu(Protocol):
-    """What an implementation does to contiguous rows [R, 2 F] and weights [R] float32 (None: 1)."""
-
-    def forward(self, products: Tensor, weights: Tensor | None) -> Tensor:
-        """[R, F] in the dtype of products."""
-
-    def gradients(self, products: Tensor, weights: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of products [R, 2 F] and weights [R] float32 (None where there are none), from grad [R, F]."""
-
-
-class _Kernels:
-    """Kernels of the op by such an implementation."""
-
-    def __init__(self, rows: RowsOfSwiglu):
-        self._rows = rows
-
-    def forward(self, products: Tensor, weights: Tensor | None) -> tuple[Tensor]:
-        return (self._rows.forward(products, _as_read(weights)),)
-
-    def backward(
-        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
-    ) -> tuple[Tensor, Tensor | None]:
-        products, weights = args
-        of_products, of_weights = self._rows.gradients(products, _as_read(weights), grads[0].contiguous())
-        return of_products, None if of_weights is None else of_weights.to(weights.dtype)
-
-
-def _as_read(weights: Tensor | None) -> Tensor | None:
-    return None if weights is None else weights.float().contiguous()
-
-
-@cache
-def _cpu() -> _Kernels:
-    return _Kernels(CpuSwiglu())
-
-
-@cache
-def _triton() -> _Kernels:
-    from marsrl.kernels.swiglu.triton_impl import TritonSwiglu  # Triton is imported when it first runs
-
-    return _Kernels(TritonSwiglu())
-
-
 def _results(products: Tensor, weights: Tensor | None) -> tuple[Tensor]:
     return (products.new_empty(products.shape[0], products.shape[1] // 2),)
 
 
 def _why_not_cpu(products: Tensor, weights: Tensor | None) -> str | None:
-    return why_not_float_or_bfloat16("products", products) or _why_not_wide(weights)
+    return why_not_float_or_bfloat16("products", products) or why_not_double("weights", weights)
 
 
 def _why_not_triton(products: Tensor, weights: Tensor | None) -> str | None:
-    if products.dtype == torch.float64:
-        return "products is float64, the kernels compute in float32"
-    return why_not_triton("products", products) or _why_not_wide(weights)
-
-
-def _why_not_wide(weights: Tensor | None) -> str | None:
-    is_wide = weights is not None and weights.dtype == torch.float64
-    return "weights is float64, the kernels compute in float32" if is_wide else None
+    return why_not_triton_float32("products", products) or why_not_double("weights", weights)
 
 
 _GRADIENT = Gradient("swiglu", num_tensors=2)
 _OP = Op(
     "swiglu",
     (
-        _GRADIENT.implementation("triton", _triton, _why_not_triton, machine_lacks_triton),
-        _GRADIENT.implementation("cpu", _cpu, _why_not_cpu, why_no_cpu_library),
+        _GRADIENT.implementation(
+            "triton", late_object("swiglu.triton_impl", "TritonSwiglu"), _why_not_triton, machine_lacks_triton
+        ),
+        _GRADIENT.implementation("cpu", CpuSwiglu, _why_not_cpu, why_no_cpu_library),
         _GRADIENT.reference(swiglu_reference),
     ),
 )

@@ -1,37 +1,41 @@
 """SwiGLU through csrc/cpu/swiglu.cpp, threads over rows."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from marsrl.kernels.library import address, cpu_library
+from marsrl.kernels.library import cpu_library
+
+
+def weights_as_read(weights: Tensor | None) -> Tensor | None:
+    """[R] float32, contiguous; None: 1."""
+    return None if weights is None else weights.float().contiguous()
 
 
 class CpuSwiglu:
-    """RowsOfSwiglu on the CPU; products float32 or bfloat16."""
+    """Kernels of swiglu on the CPU; products float32 or bfloat16."""
 
-    def forward(self, products: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(self, products: Tensor, weights: Tensor | None) -> tuple[Tensor]:
+        weights = weights_as_read(weights)
         num_rows, width = products.shape[0], products.shape[1] // 2
         out = torch.empty(num_rows, width, dtype=products.dtype, device="cpu")
-        is_bfloat16 = products.dtype == torch.bfloat16
-        threads = torch.get_num_threads()
         cpu_library().marsrl_swiglu(
-            products.data_ptr(), is_bfloat16, address(weights), num_rows, width, out.data_ptr(), threads
+            products, products.dtype == torch.bfloat16, weights, num_rows, width, out, torch.get_num_threads()
         )
-        return out
+        return (out,)
 
-    def gradients(self, products: Tensor, weights: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(
+        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor, Tensor | None]:
+        products, given = args
+        weights, grad = weights_as_read(given), grads[0].contiguous()
         num_rows, width = grad.shape
         of_products = torch.empty_like(products)
         of_weights = None if weights is None else torch.empty_like(weights)
         cpu_library().marsrl_swiglu_gradients(
-            products.data_ptr(),
-            products.dtype == torch.bfloat16,
-            address(weights),
-            grad.data_ptr(),
-            num_rows,
-            width,
-            of_products.data_ptr(),
-            address(of_weights),
-            torch.get_num_threads(),
+            *(products, products.dtype == torch.bfloat16, weights, grad, num_rows, width),
+            *(of_products, of_weights, torch.get_num_threads()),
         )
-        return of_products, of_weights
+        return of_products, None if of_weights is None else of_weights.to(given.dtype)

@@ -1,11 +1,15 @@
 """SwiGLU in Triton: a program takes whole rows, so that the gradient of a row's weight is one sum in a fixed order."""
 # mypy: disallow-untyped-defs=False
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from marsrl.kernels.swiglu.cpu import weights_as_read
 from marsrl.kernels.triton_machine import on_device_of
 
 ELEMENTS = 2048  # of a program at once: 16 a thread
@@ -69,9 +73,10 @@ def _tile(width: int) -> tuple[int, int]:
 
 
 class TritonSwiglu:
-    """RowsOfSwiglu on the current stream."""
+    """Kernels of swiglu on the current stream."""
 
-    def forward(self, products: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(self, products: Tensor, weights: Tensor | None) -> tuple[Tensor]:
+        weights = weights_as_read(weights)
         num_rows, width = products.shape[0], products.shape[1] // 2
         out = torch.empty(num_rows, width, dtype=products.dtype, device=products.device)
         if out.numel():
@@ -79,9 +84,13 @@ class TritonSwiglu:
             with on_device_of(products):
                 grid = (triton.cdiv(num_rows, rows), triton.cdiv(width, block))
                 forward_rows[grid](products, weights, out, num_rows, width, ROWS=rows, BLOCK=block)
-        return out
+        return (out,)
 
-    def gradients(self, products: Tensor, weights: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(
+        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor, Tensor | None]:
+        products, given = args
+        weights, grad = weights_as_read(given), grads[0].contiguous()
         num_rows, width = grad.shape
         of_products = torch.empty_like(products)
         of_weights = None if weights is None else torch.zeros_like(weights)
@@ -92,4 +101,4 @@ class TritonSwiglu:
                 gradient_rows[grid](
                     products, weights, grad, of_products, of_weights, num_rows, width, ROWS=rows, BLOCK=block
                 )
-        return of_products, of_weights
+        return of_products, None if of_weights is None else of_weights.to(given.dtype)

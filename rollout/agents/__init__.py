@@ -1,1 +1,1 @@
-"""Who says what to whom: roles, prompts, parsers, the order of the agents and the inference loop. Text only."""
+"""Agents as text: roles, prompts, parsers, the order of the agents and the inference loop."""

@@ -1,4 +1,4 @@
-"""What a team is: who is asked next, what it reads, how its words are understood and what they are worth.
+"""Teams: who is asked next, what it reads, how its words are parsed and rewarded.
 
     class TwoSolvers(Orchestration):
         agents = (AgentSpec("first"), AgentSpec("second"))
@@ -20,9 +20,7 @@ from typing import ClassVar
 
 from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.parsers import COMPATS, Compat, visible
-from marsrl.rollout.agents.picks import is_right
-from marsrl.rollout.agents.prompt_file import PromptSet
-from marsrl.rollout.agents.prompts import prompt_set, require_words
+from marsrl.rollout.agents.prompts import PromptSet, prompt_set, require_words
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import READS, AgentSpec, Role
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
@@ -53,9 +51,9 @@ class Orchestration:
     agents: ClassVar[tuple[AgentSpec, ...]] = ()
     is_one_episode: ClassVar[bool] = False
     tools: tuple[str, ...] = ()
-    """What `follow` calls (episode.call), by the names that `tools` of the config has; all have to be set there."""
+    """Tools that `follow` calls (episode.call), by the names that `tools` of the config has; all have to be set there."""
     optional_tools: ClassVar[tuple[str, ...]] = ()
-    """What it calls beside where the config has set them; of an instance, those are among `tools`."""
+    """Further tools that it calls where the config has set them; of an instance, those are among `tools`."""
     tried_apart: ClassVar[tuple[str, ...]] = ()
     """Agents that are evaluated on fixed inputs: those of episodes that are played for it before RL."""
 
@@ -105,7 +103,7 @@ class Orchestration:
         return prompts
 
     def _compat_of(self, name: str) -> Compat:
-        """How the published code reads this Verifier; ValueError where its prompt does not ask for what that looks for."""
+        """The published code's reading of this Verifier; ValueError where its prompt does not ask for what that looks for."""
         compat = self._prompts[name].compat()
         if compat is None:
             known = ", ".join(f"{each.marker} ({paper})" for paper, each in COMPATS.items())
@@ -131,7 +129,7 @@ class Orchestration:
         return self.prompt(ask.agent, self.spec(ask.agent).role, episode, solution, report, others=report)
 
     def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
-        """What a sample goes on with that `parse` gave Finish.WAITING: text behind its own words, or, where it has ended its
+        """Continues a sample that `parse` gave Finish.WAITING: text behind its own words, or, where it has ended its
         turn, the messages that follow it. None as long as what it waits for (asks and calls of `follow`) is not there.
 
         sample: its text so far, and its turn, which counts how often it has gone on.
@@ -197,7 +195,7 @@ class Orchestration:
         return next((sample for sample in reversed(samples) if sample.answer is not None), None)
 
     def alone(self, episode: Episode) -> Sample | None:
-        """What counts as the first agent's own answer, before anybody else spoke, of an episode that has ended; None where it
+        """The first agent's own answer, before anybody else spoke, of an episode that has ended; None where it
         gave none. Evaluations set it beside `outcome`, where the first agent solves (AgentSpec.solves)."""
         return next(
             (s for each in self.follow(episode)[:1] if isinstance(each, Ask) for s in episode.samples(each)), None
@@ -209,7 +207,7 @@ class Orchestration:
         return ()
 
     def outcomes(self, episode: Episode) -> dict[str, float]:
-        """What credit.reward_scheme=outcome trains, by uid, of an episode that has ended: one outcome for all by default.
+        """Rewards under credit.reward_scheme=outcome, by uid, of an episode that has ended: one outcome for all by default.
 
         NaN where the outcome's judge failed; 0 where nothing was answered.
         """
@@ -223,7 +221,7 @@ class Orchestration:
         return {}
 
     def most_samples(self) -> dict[str, int]:
-        """How many samples of each agent a rollout instance has at most, for plans; {} where the team does not say."""
+        """Most samples of each agent in a rollout instance, for plans; {} where the team does not say."""
         return {}
 
     # For those who write a team.
@@ -235,6 +233,10 @@ class Orchestration:
         require_words(self._prompts[agent], role)
         values |= {"problem": episode.problem.question, "solution": solution, "report": report}
         return self._prompts[agent].fill(role, **values)
+
+    def accepts(self, report: Sample) -> bool:
+        """Is the verdict "correct", or missing and agents.<name>.missing_verdict "correct"?"""
+        return self.settings[report.agent].missing_verdict == "correct" if report.verdict is None else report.verdict
 
     # What those who play it ask.
 
@@ -250,7 +252,7 @@ class Orchestration:
 
     @property
     def num_episodes(self) -> int:
-        """How many episodes a rollout instance is."""
+        """Number of episodes of a rollout instance."""
         return 1 if self.is_one_episode else self.group_size
 
     def needs_judge(self, sample: Sample) -> bool:
@@ -281,3 +283,8 @@ class Orchestration:
 
     def _is_compat(self, agent: str) -> bool:
         return self.spec(agent).gives_verdicts and self.settings[agent].parser == "compat"
+
+
+def is_right(sample: Sample) -> bool:
+    """Did the task (for a Verifier: the agreement of its verdict) judge the sample right, before penalties?"""
+    return sample.reward.correct >= 1

@@ -1,4 +1,4 @@
-"""What a completion says: the visible text, the verdict, the final answer. Completions are hostile input.
+"""Parsers of completions: the visible text, the verdict, the final answer. Completions are hostile input.
 
 Every function is linear in the length of the text and returns None where the text does not say it. Regular expressions of users
 are run by RE2, which has no backtracking: `re` takes exponential time on some, and a time limit would make a run depend on how
@@ -25,7 +25,7 @@ _CHAIN_VERDICT = {"correct": True, "wrong": False}
 
 
 def visible(text: str, starts_in_thought: bool = False) -> str | None:
-    """What the next agent is shown: the text after the last closing think tag, stripped of outer white space.
+    """The text that the next agent is shown: all after the last closing think tag, stripped of outer white space.
 
     None: a thought was begun (by the text, or by the prompt: `starts_in_thought`) and never closed, so the
     completion was cut off before it said anything.
@@ -78,7 +78,7 @@ def tagged_verdict(report: str) -> bool | None:
 
 
 def drmas_report(text: str) -> str:
-    """What Dr. MAS's published code hands on: all of it, thoughts too, without white space inside the first tag."""
+    """The output as Dr. MAS's published code hands it on: all of it, thoughts too, without white space inside the first tag."""
     start, end = text.find(_VERIFY_OPEN), text.find(_VERIFY_CLOSE)
     if start < 0 or end < 0:
         return text
@@ -98,7 +98,7 @@ def drmas_is_valid(text: str) -> bool:
 
 
 def tagged(tag: str, text: str) -> str | None:
-    """What stands between the last <tag> and the </tag> after it, in any case; None without, or if blank."""
+    """The text between the last <tag> and the </tag> after it, in any case; None without, or if blank."""
     opened, found = -1, None
     for match in re.finditer(rf"<(/?){tag}>", text, re.IGNORECASE):
         if not match[1]:
@@ -151,7 +151,7 @@ def chain_verdict(report: str) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class TextParser:
-    """How a text is found in a completion. examples: words that it reads, with ANSWER in the text's place; () unknown."""
+    """Finds a text in a completion. examples: words that it reads, with ANSWER in the text's place; () unknown."""
 
     read: Callable[[str], str | None]
     examples: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ class TextParser:
 
 @dataclass(frozen=True, slots=True)
 class VerdictParser:
-    """How a yes or no is found in a completion. examples: words that it reads as yes, and as no; () unknown."""
+    """Finds a yes or no in a completion. examples: words that it reads as yes, and as no; () unknown."""
 
     read: Callable[[str], bool | None]
     examples: tuple[str, ...] = ()
@@ -184,7 +184,7 @@ PARSERS: Mapping[str, Mapping[str, TextParser | VerdictParser]] = {
 
 @dataclass(frozen=True, slots=True)
 class Compat:
-    """How the code published with a paper reads a Verifier's whole output (agents.<name>.parser: compat).
+    """Reads a Verifier's whole output as the code published with a paper does (agents.<name>.parser: compat).
 
     marker: what its prompt asks for and it looks for; report: what the others see of the output; verdict: there always is one;
     is_valid: it is no failure of format.

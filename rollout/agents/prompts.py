@@ -1,17 +1,215 @@
-"""Prompt sets by name: those that ship, in the folder prompt_sets/, or a user's file. And what teams say beside their chats."""
+"""Prompt sets: YAML files (docs/prompts.md) of a user or in the folder prompt_sets/; and what teams say beside their chats.
+
+turns:
+  solver:
+    - user: "{problem}"
+  verifier:
+    - system: Grade the solution. End with "Grade - right" or "Grade - wrong".
+    - user: "{problem}\\n\\n{solution}"
+answer: boxed
+verdict:
+  correct: {regex: "Grade - right"}
+  wrong: {regex: "Grade - wrong"}
+
+Every ValueError is one line that begins with the file and the line in it.
+"""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeGuard
+from typing import NoReturn, TypeGuard, TypeVar, get_args
 
-from marsrl.rollout.agents.prompt_file import PromptSet, parse_prompts
-from marsrl.rollout.agents.roles import Role
+import yaml
+
+from marsrl.rollout.agents.parsers import COMPATS, PARSERS, Compat, TextParser, VerdictParser, regex_text, regex_verdict
+from marsrl.rollout.agents.roles import PLACEHOLDERS, READS, Role
+from marsrl.rollout.types import Message, MessageRole
 
 _SHIPPED = Path(__file__).parent / "prompt_sets"
+_NAMES = tuple(dict.fromkeys(name for needed, allowed in PLACEHOLDERS.values() for name in (*needed, *allowed)))
+# a placeholder, or braces written twice, which stand for a {word} that is none
+_FIELD = re.compile(rf"\{{\{{([a-z_]{{2,}})\}}\}}|\{{({'|'.join(_NAMES)})\}}")
+_KINDS = {"verdict": ("correct", "wrong"), "route": ("enough", "missing")}  # yes and no, where expressions read them
+_KEYS = ("turns", *PARSERS, "purpose")
+# {word}, but not in LaTeX, where braces follow a command, an argument, or a sub- or superscript
+_UNKNOWN = re.compile(r"(?<![\w\\}^{])\{([a-z_]{2,})\}(?!\})")
+_Checked = TypeVar("_Checked")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The chats that ask roles, and the parsers of what they say.
+
+    name: of the set that ships, or the path of the file; turns: with placeholders; parsers: by what they read
+    (parsers.PARSERS); purpose: what {purpose} becomes where a call of a tool says one.
+    """
+
+    name: str
+    turns: Mapping[Role, tuple[Message, ...]]
+    parsers: Mapping[str, TextParser | VerdictParser]
+    purpose: str = "{purpose}"
+
+    def fill(self, role: Role, **values: str) -> tuple[Message, ...]:
+        """The chat of one call; "" where a placeholder has no value. One pass: a "{report}" that stands in a value stays."""
+        if values.get("purpose"):
+            values["purpose"] = self.purpose.replace("{purpose}", values["purpose"])
+
+        def value(match: re.Match[str]) -> str:
+            return f"{{{match[1]}}}" if match[1] else values.get(match[2], "")
+
+        return tuple(Message(turn.role, _FIELD.sub(value, turn.content)) for turn in self.turns[role])
+
+    def compat(self) -> Compat | None:
+        """The published code whose marker the Verifier is asked for; None without one."""
+        told = "".join(turn.content for turn in self.turns.get(Role.VERIFIER, ()))
+        return next((each for each in COMPATS.values() if each.marker in told), None)
+
+
+def parse_prompts(text: str, name: str) -> PromptSet:
+    """The prompt set that the text of a file says; name: of the set, and the file's in errors.
+
+    Raises:
+        ValueError: no YAML, an unknown key, role, parser or placeholder, a placeholder that the role needs and nobody shows, an
+            expression that RE2 does not take.
+    """
+    return _File(name).prompts(text)
+
+
+class _File:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def prompts(self, text: str) -> PromptSet:
+        try:
+            top = yaml.compose(text, yaml.SafeLoader)
+        except yaml.MarkedYAMLError as error:
+            line = error.problem_mark.line + 1 if error.problem_mark else 1
+            raise ValueError(f"{self._name}:{line}: {error.problem}") from error
+        except yaml.YAMLError as error:  # a character that YAML does not take
+            raise ValueError(f"{self._name}:1: {' '.join(str(error).split())}") from error
+        if top is None:
+            raise ValueError(f"{self._name}:1: it is empty, expected `turns`")
+        found = self._mapping(top, _KEYS)
+        if "turns" not in found:
+            self._fail(top, "there is no key turns, the chats by role")
+        of_roles = self._mapping(found["turns"], [str(role) for role in PLACEHOLDERS])
+        turns = {Role(role): self._turns(Role(role), node) for role, node in of_roles.items()}
+        parsers = {what: self._parser(what, found[what]) for what in PARSERS if what in found}
+        for role, what in READS.items():
+            if role in turns and what not in parsers:
+                self._fail(of_roles[role], f"there is no key {what}, how the {what} of {role} is read")
+        if "purpose" not in found:
+            return PromptSet(self._name, turns, parsers)
+        purpose = self._text(found["purpose"])
+        if "{purpose}" not in purpose:
+            self._fail(found["purpose"], "purpose lacks {purpose}")
+        return PromptSet(self._name, turns, parsers, purpose)
+
+    def _turns(self, role: Role, node: yaml.Node) -> tuple[Message, ...]:
+        if not isinstance(node, yaml.SequenceNode) or not node.value:
+            self._fail(node, f'expected a list of turns of {role}, such as `- user: "{{problem}}"`')
+        needed, allowed = PLACEHOLDERS[role]
+        turns, shown = [], set[str]()
+        for each in node.value:
+            turn = self._mapping(each, get_args(MessageRole))
+            if len(turn) != 1:
+                self._fail(each, f"expected one of {', '.join(get_args(MessageRole))} in a turn, found {len(turn)}")
+            ((speaker, content),) = turn.items()
+            text = self._text(content)
+            shown |= self._placeholders(role, content, text)
+            turns.append(Message(speaker, text))  # type: ignore[arg-type]  # a key of the mapping
+        if turns[-1].role != "user":
+            self._fail(node.value[-1], f"the last turn of {role} is the {turns[-1].role}'s, expected the user's")
+        if missing := [name for name in needed if name not in shown]:
+            have = ", ".join(f"{{{name}}}" for name in (*needed, *allowed))
+            self._fail(node, f"the turns of {role} lack {{{missing[0]}}}; it has {have}")
+        return tuple(turns)
+
+    def _placeholders(self, role: Role, node: yaml.Node, text: str) -> set[str]:
+        needed, allowed = PLACEHOLDERS[role]
+        known = (*needed, *allowed)
+        found = [(match.start(), match[2]) for match in _FIELD.finditer(text) if match[2]]
+        for start, name in (*found, *((match.start(), match[1]) for match in _UNKNOWN.finditer(text))):
+            if name not in known:
+                have = ", ".join(f"{{{each}}}" for each in known)
+                message = f"{role} has no {{{name}}}; it has {have}; for the word in braces write {{{{{name}}}}}"
+                self._fail(node, message, text.count("\n", 0, start) + 1 if node.style == "|" else 0)
+        return {name for _, name in found}
+
+    def _parser(self, what: str, node: yaml.Node) -> TextParser | VerdictParser:
+        named = PARSERS[what]
+        if isinstance(node, yaml.ScalarNode):
+            name = self._text(node)
+            if name not in named:
+                self._fail(node, f"{what}: no parser is called {name!r}; there are {', '.join(named)}, and expressions")
+            return named[name]
+        if what not in _KINDS:
+            regex, example = self._expression(node)
+            read = self._checked(node, f"{what}.regex", lambda: regex_text(regex))
+            if example and "ANSWER" not in example:
+                self._fail(node, f"{what}.example lacks ANSWER, where what is read stands")
+            return TextParser(read, (example,) if example else ())
+        kinds = _KINDS[what]
+        found = self._mapping(node, kinds)
+        for kind in kinds:
+            if kind not in found:
+                self._fail(node, f"{what} has no key {kind}: how {kind} is said")
+        (yes, said_yes), (no, said_no) = (self._expression(found[kind]) for kind in kinds)
+        verdict = self._checked(node, f"{what}: one of its expressions", lambda: regex_verdict(yes, no))
+        for kind, example, right in zip(kinds, (said_yes, said_no), (True, False)):
+            if example and verdict(example) is not right:
+                self._fail(found[kind], f"{what}.{kind}.example {example!r} is not read as {kind}")
+        return VerdictParser(verdict, (said_yes, said_no) if said_yes and said_no else ())
+
+    def _expression(self, node: yaml.Node) -> tuple[str, str]:
+        """(the regular expression, an example of what it reads, or "")."""
+        found = self._mapping(node, ("regex", "example"))
+        if "regex" not in found:
+            self._fail(node, "expected {regex: ..., example: ...}")
+        return self._text(found["regex"]), self._text(found["example"]) if "example" in found else ""
+
+    def _checked(self, node: yaml.Node, key: str, make: Callable[[], _Checked]) -> _Checked:
+        try:
+            return make()
+        except ValueError as error:
+            self._fail(node, f"{key} {' '.join(str(error).split())}")
+
+    def _mapping(self, node: yaml.Node, keys: Collection[str]) -> Mapping[str, yaml.Node]:
+        if not isinstance(node, yaml.MappingNode):
+            self._fail(node, f"expected keys among {', '.join(keys)}, found {_shown(node)}")
+        found: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            if name not in keys:
+                near = difflib.get_close_matches(name, keys, n=1)
+                self._fail(
+                    key, f"unknown key {name}; {f'did you mean {near[0]}?' if near else 'there are ' + ', '.join(keys)}"
+                )
+            if name in found:
+                self._fail(key, f"the key {name} is there twice")
+            found[name] = value
+        return found
+
+    def _text(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode) or node.tag == "tag:yaml.org,2002:null" or not node.value:
+            quote = "; a text that begins with a brace needs quotes" if isinstance(node, yaml.MappingNode) else ""
+            self._fail(node, f"expected a text, found {_shown(node)}{quote}")
+        return str(node.value)
+
+    def _fail(self, node: yaml.Node, message: str, lines_below: int = 0) -> NoReturn:
+        raise ValueError(f"{self._name}:{node.start_mark.line + 1 + lines_below}: {message}")
+
+
+def _shown(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return repr(node.value[:60]) if node.value else "nothing"
+    return "a list" if isinstance(node, yaml.SequenceNode) else "keys"
 
 
 def set_names() -> list[str]:
@@ -66,7 +264,7 @@ NOTHING_SEARCHED = "Nothing has been searched for yet."
 
 
 def searched(query: str, found: str) -> str:
-    """What a search team reads of one search."""
+    """One search and its result, as a search team reads them."""
     return f"<search>{query}</search>\n<information>{_inside('information', found)}</information>"
 
 
@@ -76,14 +274,14 @@ TOOLS = {
     "visit": '- visit: {"urls": ["...", "..."]}, what pages say whose addresses you know',
     "python": '- python: {"code": "..."}, what a Python program prints; it has no network, and keeps nothing for the next call',
 }
-"""What a team that calls tools in its own words is told of each."""
+"""Descriptions of the tools for a team that calls them in its own words."""
 
 NEXT_TURN = "There was no call of a tool and no answer. Go on."
 NOTHING_READ = "(Nothing could be read of what was found.)"
 
 
 def tool_response(text: str) -> str:
-    """What a team that calls tools in its own words is sent of a call."""
+    """The result of a call, for a team that calls tools in its own words."""
     return f"<tool_response>\n{_inside('tool_response', text)}\n</tool_response>"
 
 

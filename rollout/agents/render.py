@@ -209,7 +209,7 @@ class ChatRenderer:
         return "".join(parts)
 
     def num_tokens(self, text: str) -> int:
-        """How many tokens a text within a message is."""
+        """Number of tokens of a text within a message."""
         return len(self.completion_ids(text))
 
     def first_tokens(self, text: str, max_tokens: int) -> str:
@@ -266,7 +266,7 @@ class ChatRenderer:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """What AutoTokenizer makes of the directory; without its import, 5 s, where no class of a model's own is named."""
+    """AutoTokenizer's tokenizer of the directory; without its import, 5 s, where no class of a model's own is named."""
     config = directory / "tokenizer_config.json"
     if config.is_file() and _NO_CLASS.search(config.read_text("utf-8")):
         from transformers import PreTrainedTokenizerFast

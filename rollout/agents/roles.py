@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What an agent does, and so how it is prompted and read. Two agents may play one role and still be counted apart."""
+    """An agent's task, which decides its prompt and its parser. Two agents may play one role and still be counted apart."""
 
     SOLVER = "solver"  # problem -> solution
     VERIFIER = "verifier"  # problem, solution -> report with a verdict
@@ -34,7 +34,7 @@ PLACEHOLDERS: Mapping[Role, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Role.DISTILLER: (("problem", "output"), ("purpose",)),
     Role.ADVISER: (("problem",), ("solution", "report")),
 }
-"""What a role's turns have to hold, and what they may hold beside, each as {name}."""
+"""Placeholders that a role's turns must have, and those they may have, each as {name}."""
 
 READS: Mapping[Role, str] = {
     **dict.fromkeys((Role.SOLVER, Role.CORRECTOR, Role.DEBATER, Role.ANSWERER, Role.REASONER), "answer"),
@@ -42,7 +42,7 @@ READS: Mapping[Role, str] = {
     Role.ROUTER: "route",
     Role.SEARCHER: "query",
 }
-"""What is read in a role's words, by the names of PARSERS; in the others' nothing is."""
+"""Kind of parser of a role's words, by the names of PARSERS; other roles have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,5 +65,5 @@ class AgentSpec:
 
     @property
     def solves(self) -> bool:
-        """What it says to a problem alone is an answer to it."""
+        """Its response to a problem alone is an answer to it."""
         return self.role in (Role.SOLVER, Role.DEBATER, Role.REASONER)

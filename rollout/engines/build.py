@@ -35,7 +35,7 @@ class EngineSpec:
 
 
 def import_library(kind: str) -> None:
-    """What an engine of this kind decodes with; the first thing in a process of its own, whose environment is set."""
+    """Import the library that an engine of this kind decodes with, in a process whose environment is set."""
     importlib.import_module("vllm.entrypoints.llm" if kind == "vllm" else "marsrl.rollout.engines.local.engine")
 
 

@@ -63,7 +63,7 @@ class OpenAIEngine:
         """
         self._options, self._renderer = options, renderer
         self._max_model_len = max_model_len
-        self._key = _key(options)
+        self._key = None if options.api_key_env is None else read_key(options.api_key_env, "openai.api_key_env")
         self._stops = [renderer.prompt_text(np.asarray([i], np.int32)) for i in renderer.stop_ids][:_MOST_STOPS]
         self._threads = ThreadPoolExecutor(options.concurrency, thread_name_prefix="marsrl-openai")
         self._line = self._connect()
@@ -87,15 +87,11 @@ class OpenAIEngine:
             )
         with self._lock:
             for request in requests:
-                if request.uid in self._under_way:
-                    raise ValueError(
-                        f"OpenAIEngine: request {request.uid} is under way already; expected uids to differ"
-                    )
                 work = self._threads.submit(self._answer, request, self._line)
                 self._under_way[request.uid] = (request, work)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """What has been answered, waiting timeout_s at most for the first."""
+        """Results that have come, waiting timeout_s at most for the first."""
         with self._lock:
             aborted, self._aborted = self._aborted, []
             waiting = {work: uid for uid, (_, work) in self._under_way.items()}
@@ -117,7 +113,7 @@ class OpenAIEngine:
             line, self._line = self._line, self._connect()
         line.cut()  # nobody asks for the results any more
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         raise RuntimeError("OpenAIEngine: a server's log-probs are not scored; its policy is frozen and needs no probe")
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
@@ -161,13 +157,12 @@ class OpenAIEngine:
             answered = line.post(body, lambda answer: self._completion(request, answer), jitter)
             return replace(answered, seconds=time.monotonic() - start)
         except Refused as error:
-            return self._error(request, str(error))
-
-    def _error(self, request: DecodeRequest, reason: str) -> DecodeResult:
-        if self._key is not None:
-            reason = reason.replace(self._key, "[key]")  # a server may repeat it
-        reason = f"{self._options.base_url}: {reason}"
-        return DecodeResult.without_tokens(request.uid, Finish.ERROR, _VERSION, reason)
+            reason = (
+                str(error) if self._key is None else str(error).replace(self._key, "[key]")
+            )  # servers may repeat it
+            return DecodeResult.without_tokens(
+                request.uid, Finish.ERROR, _VERSION, f"{self._options.base_url}: {reason}"
+            )
 
     def _body(self, request: DecodeRequest) -> bytes:
         sampling = request.sampling
@@ -211,7 +206,3 @@ def _parse(answer: bytes) -> tuple[str, str]:
     if not isinstance(text, str) or finish not in ("stop", "length"):
         raise Refused(f"expected a text and finish_reason stop or length, found {excerpt(choices[0])}")
     return text.encode("utf-8", "replace").decode("utf-8"), finish  # JSON can spell half of a surrogate pair
-
-
-def _key(options: OpenAIOptions) -> str | None:
-    return None if options.api_key_env is None else read_key(options.api_key_env, "openai.api_key_env")

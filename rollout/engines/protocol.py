@@ -1,4 +1,4 @@
-"""What every engine offers a player, and what crosses the border to it.
+"""The interface of an engine, and the types that cross it.
 
 An engine holds one policy's weights at one version. It decodes, scores given tokens, and takes new weights:
 
@@ -12,22 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
-from marsrl.rollout.weights.engine_shard import EngineShard
-
-if TYPE_CHECKING:
-    from marsrl.rollout.weights.receiver import ReceivePlan
+from marsrl.rollout.weights.layout import EngineShard
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. top_p 1 and top_k -1 leave the distribution whole.
+    """Sampling settings of a request. top_p 1 and top_k -1 leave the distribution whole.
 
     stop: texts that end a completion, which keeps them, with whatever else the last token holds.
     records_kept: say which tokens top_k and top_p kept at each place (DecodeResult.kept_tokens).
@@ -90,7 +87,7 @@ def why_not_decodable(request: DecodeRequest, max_model_len: int | None, vocab_s
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """What was decoded. finish is STOP, LENGTH (max_new_tokens used up), UNFINISHED (aborted on the way) or ERROR;
+    """The result of a request. finish is STOP, LENGTH (max_new_tokens used up), UNFINISHED (aborted on the way) or ERROR;
     logprobs in nats, at the sampling temperature, of exactly the tokens drawn, among those that top_k and top_p kept.
 
         DecodeResult("000017/solver:3", token_ids=[8, 1], logprobs=[-0.7, -0.1], finish=Finish.STOP, version=5)
@@ -120,7 +117,7 @@ class DecodeResult:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What an engine may be asked about tokens beside their log-probs, as is known when it starts.
+    """Records beside log-probs that requests will ask for, as is known when the engine starts.
 
     kept_tokens: requests with Sampling.records_kept come. experts: requests with DecodeRequest.experts_from do.
     """
@@ -134,7 +131,7 @@ NOTHING_RECORDED = Records()
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Who serves: class and version of the real library, for summary.json and `doctor`.
+    """Class and version of the library that serves, for summary.json and `doctor`.
 
     settings: {one of ModelShape.settings(): the different values that its layers compute with}; what it cannot tell is not
     among them. sampler: who draws its tokens.
@@ -155,36 +152,40 @@ class EngineInfo:
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """New weights of one policy: safetensors with HF names, in a place every engine of this host can read; or, with
-    `receive_plans` (then path is empty), what comes to each shard of this one engine straight from the trainer's ranks.
+    `receive_plans` (then path is empty), what comes to each shard of this one engine straight from the trainer's ranks: an
+    encoded ReceivePlan each.
 
     WeightUpdate("/dev/shm/marsrl/main/v5", version=5)
     """
 
     path: str
     version: int
-    receive_plans: tuple[ReceivePlan, ...] = ()
+    receive_plans: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class WeightReceipt:
-    """What the engine holds after an update. checksums: of each shard {tensor name in its own fused layout: checksum}.
+    """The weights of an engine after an update. checksums: of each shard {tensor name in its own fused layout: checksum}.
 
         WeightReceipt(version=5, checksums=[{"model.norm.weight": 0x5EED, ...}], seconds=0.8)
 
     seconds: of the whole update; checksum_seconds: of the checksums in it.
+    broken: why weights from the trainer's ranks did not arrive whole (then the version is TORN, and nothing is said of what is
+        held); empty: they did.
     """
 
     version: int
     checksums: Sequence[Mapping[str, int]]
     seconds: float
     checksum_seconds: float = 0.0
+    broken: str = ""
 
 
 TORN = -1
 """No policy version: what an engine holds while weights arrive in its tensors, and after that has failed."""
 
 MemoryPart = Literal["weights", "kv_cache"]
-"""What an engine that sleeps gets back, in this order: new weights are loaded in between, where they need the room most."""
+"""Parts of memory that an engine gets back when it wakes, in this order: new weights are loaded between the two."""
 
 Progress = Callable[[int], None]
 """Called now and then with the number of tokens decoded since the call began."""
@@ -195,7 +196,7 @@ class WrongVersion(RuntimeError):
 
 
 class EngineLost(RuntimeError):
-    """What an engine raises that cannot go on: its pool makes another."""
+    """Raised by an engine that cannot go on: its pool makes another."""
 
 
 class Engine(Protocol):
@@ -219,12 +220,11 @@ class Engine(Protocol):
     def num_decoded(self) -> int:
         """Tokens decoded since the engine started (for progress bars)."""
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats: the probe that checks a weight sync."""
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Load, drop every cached prefix, and report checksums of what is now held; EngineLost where they come from the
-        trainer's ranks and did not arrive."""
+        """Load, drop every cached prefix, and report checksums of what is now held, or why the weights did not arrive."""
 
     def forget_prefixes(self) -> None:
         """Drop every cached prefix. Nothing is under way."""

@@ -1,4 +1,4 @@
-"""What engines refuse, each with the nearest setting that works: one rule for the engines, the dry run and the planner.
+"""Settings that engines refuse, each with the nearest one that works: one rule for engines, dry run and planner.
 
 Import-light: no vLLM, no Ray; torch only to count this host's GPUs.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from marsrl.rollout.config import RolloutConfig, VllmOptions, is_started_here
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.weights.engine_shard import VOCAB_MULTIPLE
+from marsrl.rollout.weights.layout import VOCAB_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ def this_host(ray_address: str | None, *, trains: bool = True) -> TrainerHost:
 
 
 def names_other_hosts(ray_address: str | None) -> bool:
-    """Whether engines can be on other hosts, by the address alone; a cluster that was started on this one may have some too."""
+    """True if engines can be on other hosts, by the address alone; a cluster started on this one may have some too."""
     return ray_address is not None and (is_started_here(ray_address) or not is_this_host(ray_address))
 
 
 def is_this_host(address: str) -> bool:
-    """Whether host:port (or ray://host:port, or Ray's word auto) is an address of this machine."""
+    """True if host:port (or ray://host:port, or Ray's word auto) is an address of this machine."""
     host = address.removeprefix("ray://").rpartition(":")[0].strip("[]")
     return not host or address_here(host) is not None  # auto: the cluster that runs here
 
@@ -183,7 +183,7 @@ QUANTIZED = (
 def vllm_refusals(
     options: VllmOptions, device: str, records: Records, *, takes_weights: bool = False
 ) -> tuple[str, ...]:
-    """What an engine of vLLM cannot do on "cpu" or "cuda" with these options.
+    """Sentences about what an engine of vLLM cannot do on "cpu" or "cuda" with these options.
 
     records: what its requests ask for. takes_weights: of a trained policy, engines get new weights.
     """

@@ -18,7 +18,7 @@ Seeds = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How each row of a batch is drawn, on the model's device. temperature 0 takes the most likely token."""
+    """Sampling settings of each row of a batch, on the model's device. temperature 0 takes the most likely token."""
 
     temperature: Tensor  # [B] float32
     top_p: Tensor  # [B] float32
@@ -40,11 +40,6 @@ class RowSampling:
     def select(self, rows: Tensor) -> RowSampling:
         chosen = (self.temperature[rows], self.top_p[rows], self.top_k[rows])
         return RowSampling(*chosen, self.truncates, self.is_greedy)
-
-
-def draw(logits: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """draw_from what `truncated` makes of logits [B, V] float32."""
-    return draw_from(truncated(logits, sampling), sampling, noise)
 
 
 def truncated(logits: Tensor, sampling: RowSampling) -> Tensor:

@@ -141,7 +141,7 @@ class ScriptedEngine:
             self._stops is not None and self._stops.is_ended(none, drawn, sampling.stop)
         )
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         self._need("weights", "kv_cache")
         if self._version == TORN:
             raise RuntimeError("ScriptedEngine.score: the weights were dropped, and no others have come")
@@ -150,7 +150,8 @@ class ScriptedEngine:
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         import torch  # scripts without weights do not pay for it
 
-        from marsrl.rollout.weights.fused_layout import WeightFiles, fused_checksums
+        from marsrl.rollout.weights.checksum import fused_checksums
+        from marsrl.rollout.weights.files import WeightFiles
 
         self._need("weights")
         start = time.perf_counter()

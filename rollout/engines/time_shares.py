@@ -1,4 +1,4 @@
-"""Whose an engine's time is: the seconds of each step in even parts among the requests that it decoded a token for.
+"""Divides an engine's time: the seconds of each step, in even parts, among the requests that got a token in it.
 
     shares.add("a"); shares.add("b")
     shares.step(0.2); shares.end("a")   -> 0.1

@@ -10,7 +10,7 @@ from pydantic import Field
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.agents.same_answer import answer_key
-from marsrl.rollout.config import MOST, Settings
+from marsrl.rollout.config import MOST, Count, Settings
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import Ask, Message, Sample
 
@@ -20,7 +20,7 @@ class Debate(Orchestration):
 
     class Options(Settings):
         debaters: int = Field(3, gt=1, le=MOST, description="who solve side by side")
-        rounds: int = Field(2, gt=0, le=MOST, description="the first is without the others' solutions")
+        rounds: Count = Field(2, description="the first is without the others' solutions")
 
     name = "debate"
     agents = (AgentSpec("debater", also=(Role.DEBATER,)),)

@@ -16,7 +16,7 @@ from marsrl.rollout.agents.parsers import tagged
 from marsrl.rollout.agents.prompts import NEXT_TURN, NOTHING_READ, TOOLS, tool_response
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import AgentSpec, Role
-from marsrl.rollout.config import MOST, MOST_TOKENS, AgentConfig, Settings
+from marsrl.rollout.config import AgentConfig, Count, Settings, Tokens
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.fitting import even_shares, first_fit_decreasing
 from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall, ToolOutput
@@ -50,14 +50,12 @@ class DualSystem(Orchestration):
     """
 
     class Options(Settings):
-        max_turns: int = Field(10, gt=0, le=MOST, description="of System 2")
+        max_turns: Count = Field(10, description="of System 2")
         distil: bool = Field(
             True, description="false: no System 1, System 2 reads all outputs itself (max_found_tokens)"
         )
-        max_found_tokens: int = Field(
+        max_found_tokens: Tokens = Field(
             8192,
-            gt=0,
-            le=MOST_TOKENS,
             description="without System 1: tokens of a call's outputs; the longest lose their ends first, down to one length",
         )
         show_purpose: bool = Field(
@@ -209,7 +207,7 @@ class DualSystem(Orchestration):
         ]
 
     def _pack(self, question: str, purpose: str, output: ToolOutput) -> tuple[str, ...]:
-        """What a tool found, in bins; () where question and purpose leave System 1 no room to read anything."""
+        """The bins of a tool's output; () where question and purpose leave System 1 no room to read anything."""
         renderer, settings = self._reads("system1")
         empty = self._prompts["system1"].fill(Role.DISTILLER, problem=question, purpose=purpose)
         capacity = settings.max_input_tokens - len(renderer.render(empty, **settings.template_options)[0])

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings, problems_of
+from marsrl.rollout.config import AgentConfig, EvaluateConfig, OptionValues, RolloutConfig, Settings, problems_of
 from marsrl.rollout.orchestrations.debate import Debate
 from marsrl.rollout.orchestrations.dual_system import DualSystem
 from marsrl.rollout.orchestrations.search_team import SearchTeam
@@ -20,8 +20,6 @@ from marsrl.rollout.own_classes import is_own, own_class
 ORCHESTRATIONS: Mapping[str, type[Orchestration]] = {
     kind.name: kind for kind in (VerifierCorrector, Solver, SolverVerifier, Debate, SearchTeam, DualSystem)
 }
-
-OptionValues = Mapping[str, int | float | str | bool | None]
 
 
 def find_orchestration(name: str) -> type[Orchestration]:
@@ -35,7 +33,7 @@ def find_orchestration(name: str) -> type[Orchestration]:
 
 
 def agent_names(orchestration: str) -> tuple[str, ...]:
-    """Those of the orchestration of this name, in the order of play."""
+    """Agents of the orchestration of this name, in the order of play."""
     return tuple(spec.name for spec in find_orchestration(orchestration).agents)
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.prompts import NOTHING_SEARCHED, searched
 from marsrl.rollout.agents.roles import AgentSpec, Role
-from marsrl.rollout.config import MOST, Settings
+from marsrl.rollout.config import Count, Settings
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall
 
@@ -27,7 +27,7 @@ class SearchTeam(Orchestration):
     """
 
     class Options(Settings):
-        max_turns: int = Field(4, gt=0, le=MOST, description="calls of the Verifier; in the last one nobody searches")
+        max_turns: Count = Field(4, description="calls of the Verifier; in the last one nobody searches")
 
     name = "search_team"
     agents = (
@@ -47,7 +47,7 @@ class SearchTeam(Orchestration):
             said = episode.said(verify)
             if said is None:
                 break
-            if self._is_enough(said):
+            if self.accepts(said):
                 asked.append(episode.ask("answer", *queries, said))
                 break
             if turn == self.options.max_turns:
@@ -90,9 +90,6 @@ class SearchTeam(Orchestration):
     def outcome(self, episode: Episode) -> Sample | None:
         said = [s for ask in self.follow(episode) if isinstance(ask, Ask) for s in episode.samples(ask)]
         return next((sample for sample in said if sample.agent == "answer" and sample.answer is not None), None)
-
-    def _is_enough(self, said: Sample) -> bool:
-        return self.settings["verifier"].missing_verdict == "correct" if said.verdict is None else said.verdict
 
     @staticmethod
     def _call(episode: Episode, query: Sample) -> ToolCall:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
-from marsrl.rollout.config import MOST, Settings
+from marsrl.rollout.config import Count, Settings
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import Ask, Message, Sample
 
@@ -23,7 +23,7 @@ class SolverVerifier(Orchestration):
     """
 
     class Options(Settings):
-        max_loops: int = Field(2, gt=0, le=MOST, description="solutions; the last one is not verified")
+        max_loops: Count = Field(2, description="solutions; the last one is not verified")
 
     name = "solver_verifier"
     agents = (AgentSpec("solver", also=(Role.CORRECTOR,)), AgentSpec("verifier", Role.VERIFIER))
@@ -37,7 +37,7 @@ class SolverVerifier(Orchestration):
                 break
             asks.append(episode.ask("verifier", solution))
             report = episode.said(asks[-1])
-            if report is None or self._approves(report):
+            if report is None or self.accepts(report):
                 break
             asks.append(episode.ask("solver", solution, report))
         return asks
@@ -56,8 +56,3 @@ class SolverVerifier(Orchestration):
         """The last solution."""
         solutions = (episode.said(ask) for ask in reversed(self.follow(episode)) if ask.agent == "solver")
         return next((solution for solution in solutions if solution is not None), None)
-
-    def _approves(self, report: Sample) -> bool:
-        if report.verdict is None:
-            return self.settings["verifier"].missing_verdict == "correct"
-        return report.verdict

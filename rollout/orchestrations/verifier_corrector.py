@@ -10,17 +10,17 @@ collect    as train, one sample an ask and every eligible output handed on, as f
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.picks import pick
+from marsrl.rollout.agents.orchestration import Orchestration, is_right
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import Ask, Finish, Sample
 
 SCRIPT_DRAWS = 3
-"""How often the published script draws from a Solver whose completions are truncated."""
+"""Draws of the published script from a Solver whose completions are truncated."""
 
 
 class VerifierCorrector(Orchestration):
@@ -102,8 +102,7 @@ class VerifierCorrector(Orchestration):
             return False
         may_be_unparsable = self.settings[for_agent].pick_unparsable and sample.shown != ""
         if self.spec(for_agent).role is Role.CORRECTOR:
-            is_flagged = sample.verdict is None and self.settings[sample.agent].missing_verdict == "wrong"
-            return sample.verdict is False or (may_be_unparsable and is_flagged)
+            return sample.verdict is False or (may_be_unparsable and not self.accepts(sample))
         return sample.answer is not None or may_be_unparsable
 
     def _handed_on(self, episode: Episode, asks: Sequence[Ask], successor: AgentSpec) -> list[tuple[Sample, ...]]:
@@ -118,11 +117,11 @@ class VerifierCorrector(Orchestration):
         return [self._about(episode, sample, ask_of[sample.uid]) for sample in chosen]
 
     def _about(self, episode: Episode, sample: Sample, ask: Ask) -> tuple[Sample, ...]:
-        """What an ask about this sample shows: for a Corrector, the solution and the report on it."""
+        """The inputs of an ask about this sample: for a Corrector, the solution and the report on it."""
         return (episode.sample(ask.inputs[0]), sample) if self.spec(sample.agent).gives_verdicts else (sample,)
 
     def loop(self, episode: Episode) -> Loop:
-        """How the inference loop of an evaluation stands."""
+        """State of the inference loop of an evaluation."""
         loop = Loop()
         ask: Ask | None = episode.ask("solver")
         while ask is not None:
@@ -133,12 +132,10 @@ class VerifierCorrector(Orchestration):
             if sample is None:
                 loop.end(loop.best(self.is_script), "no answer came")
                 return loop
-            is_report = self.spec(ask.agent).gives_verdicts
-            ask = (
-                self._after_report(episode, loop, ask, sample)
-                if is_report
-                else self._after_solution(episode, loop, sample)
-            )
+            if self.spec(ask.agent).gives_verdicts:
+                ask = self._after_report(episode, loop, ask, sample)
+            else:
+                ask = self._after_solution(episode, loop, sample)
         return loop
 
     @property
@@ -165,25 +162,49 @@ class VerifierCorrector(Orchestration):
 
     def _after_report(self, episode: Episode, loop: Loop, ask: Ask, report: Sample) -> Ask | None:
         rules, current = self.evaluate, loop.candidates[-1]
-        verdict = report.verdict
-        if verdict is None and self.settings[report.agent].missing_verdict == "correct":
-            verdict = True
+        accepts = self.accepts(report)
         loop.num_iterations += 1
         current.num_calls += 1
-        current.num_correct += verdict is True
+        current.num_correct += accepts
         current.num_verdicts += report.finish is Finish.STOP
-        loop.streak = loop.streak + 1 if verdict else 0
+        loop.streak = loop.streak + 1 if accepts else 0
         if loop.streak >= rules.accept_after:
             loop.end(loop.best(True) if self.is_script else current.sample, "accepted")
             return None
         if loop.num_iterations >= rules.most_verdicts:
             loop.end(loop.best(self.is_script), "max_iterations")
             return None
-        if not verdict and (verdict is False or self.is_script or report.shown):
+        if not accepts and (report.verdict is False or self.is_script or report.shown):
             corrector = "corrector1" if report.agent == "verifier1" else "corrector2"
             return episode.ask(corrector, current.sample, report)
         # the Verifier is asked again: to confirm, or because there is nothing that a Corrector could read
         return episode.ask(ask.agent, current.sample, turn=current.num_calls + 1)
+
+
+def pick(
+    candidates: Sequence[Sample], num_picks: int, rule: str, prefers_right: bool, rng: random.Random
+) -> list[Sample]:
+    """At most num_picks different samples, sorted by uid; the same whatever order the candidates come in.
+
+    Right means reward.correct >= 1. adaptive: preferred ones first, the rest fills up. balanced: one of each in turn,
+    beginning with the preferred kind. paired: equal numbers of both, or none. Ties are broken by rng.
+    """
+    pool = sorted(candidates, key=lambda sample: sample.uid)
+    rng.shuffle(pool)
+    preferred = [sample for sample in pool if is_right(sample) == prefers_right]
+    rest = [sample for sample in pool if is_right(sample) != prefers_right]
+    if rule == "adaptive":
+        chosen = (preferred + rest)[:num_picks]
+    elif rule == "balanced":
+        pairs = min(len(preferred), len(rest))
+        alternating = [sample for pair in zip(preferred, rest, strict=False) for sample in pair]
+        chosen = (alternating + preferred[pairs:] + rest[pairs:])[:num_picks]
+    elif rule == "paired":
+        each = min(len(preferred), len(rest), num_picks // 2)
+        chosen = preferred[:each] + rest[:each]
+    else:
+        chosen = pool[:num_picks]
+    return sorted(chosen, key=lambda sample: sample.uid)
 
 
 @dataclass(slots=True)

@@ -21,10 +21,9 @@ from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Sample
 
 _COLLECT_S = 0.2  # how long results are waited for
-_REPORT_S = 0.2
 
 OnProgress = Callable[[int, int, int], None]
-"""Told now and then (episodes and asks that are over, of how many, tokens decoded so far)."""
+"""Told again and again (episodes and asks that are over, of how many, tokens decoded so far)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,6 @@ class EvaluationPlay:
         self._plays: dict[int, _Play] = {}  # by id of the episode: of one there may be copies
         self._later: deque[_Play] = deque()
         self._num_open = self._num_over = 0
-        self._reported_s = 0.0
 
     @property
     def num_decoded(self) -> int:
@@ -131,8 +129,8 @@ class EvaluationPlay:
             self._begin()
             self._player.submit()
             self._player.take(self._player.collect(_COLLECT_S))
-            self._report()
-        self._report(is_last=True)
+            if self._progress is not None:
+                self._progress(self._num_over, len(self._plays), self.num_decoded)
 
     def _begin(self) -> None:
         while self._later and (self._most_open is None or self._num_open < self._most_open):
@@ -196,9 +194,3 @@ class EvaluationPlay:
             latency_s = self._now() - play.began_s if play.has_asked or episode.calls else None
             self._on_end(Played(episode, tuple(play.samples), play.seconds, latency_s))
         play.samples, play.seconds = [], {}
-
-    def _report(self, *, is_last: bool = False) -> None:
-        now = self._now()
-        if self._progress is not None and (is_last or now - self._reported_s > _REPORT_S):
-            self._reported_s = now
-            self._progress(self._num_over, len(self._plays), self.num_decoded)

@@ -105,6 +105,11 @@ class Player:
         return bool(self._decoding or self._judging or self._calling)
 
     @property
+    def has_room(self) -> bool:
+        """True if nothing is due and each pool has a slot that nothing waits for."""
+        return not self._due and all(pool.has_room for pool in self.team.pools.values())
+
+    @property
     def is_calling(self) -> bool:
         """Are tools at work?"""
         return bool(self._calling)

@@ -125,7 +125,7 @@ class Rollout:
         if not self._is_beside:
             if (batch := self.stages.take()) is None:
                 for pool in self._pools.values():
-                    pool.feed_unfed()
+                    pool.give_weights()
                 self.stages.advance(_PROGRESS_S)
             return batch
         with self._changed:
@@ -150,14 +150,14 @@ class Rollout:
             self._changed.wait_for(lambda: self._is_closed or not self._wants_rest)
             if self._is_closed:
                 return False
-            self.stages.submit()
+            self.stages.player.submit()
             if not self.stages.player.is_decoding:
                 self.stages.absorb([])  # what has been judged
                 self._changed.notify_all()
                 self._changed.wait(_IDLE_S)
                 return True
             self._is_collecting = True
-        results = self.stages.collect(_COLLECT_S)
+        results = self.stages.player.collect(_COLLECT_S)
         with self._changed:
             self._is_collecting = False
             self.stages.absorb(results)

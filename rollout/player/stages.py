@@ -1,7 +1,7 @@
 """Training's game: problems that begin in stages, and groups of judged samples for the trainer.
 
-    want()   the trainer wants one more batch       stage s of new problems begins when stage s-1 is over and
-    take()   a batch, where one is ready            s <= batches wanted + rollout.overlap
+    want()   the trainer wants one more batch       stage s of new problems begins when stage s-1 is over, or leaves engines
+    take()   a batch, where one is ready            without work, and s <= batches wanted + rollout.overlap
 
 rollout.overlap = 0: stage and step are one, and engines are at rest between two.
 
@@ -19,6 +19,7 @@ trajectory` a step has as many stages as its problems need to end: the baseline.
 are in flight in one stage.
 
 rollout.overlap > 0: what a sample's end makes possible, its next segment included, is done at once, while the trainer trains.
+A stage does not wait for the longest samples of the one before it: it begins when every pool has a slot that nothing waits for.
 Stage s is over, and all groups closed since the last one become batch s, when every sample that was unfinished at its
 beginning has finished or come to the end of a segment (not of a wait), or rollout.finish_share of them have finished; with
 `pipeline: trajectory`, when nothing is open. So the decoder is at most rollout.overlap stages ahead of the trainer, and a
@@ -28,10 +29,11 @@ made late in a stage belong to the next).
 
 from __future__ import annotations
 
-import bisect
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
@@ -94,8 +96,17 @@ class RolloutState:
     source: CursorState
 
 
+@dataclass(slots=True)
+class _Stage:
+    """A stage under way: the completions that it waits for, their number at its beginning, and those that have finished."""
+
+    awaited: set[Completion]
+    num_awaited: int
+    num_finished: int = 0
+
+
 class StageRule:
-    """When a stage is over, and what waits for the next one.
+    """When a stage is over, and when the next one may begin.
 
     in_step: rollout.overlap = 0; a stage is over with all that it began, and the engines rest.
     """
@@ -103,36 +114,52 @@ class StageRule:
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
         self.in_step = config.overlap == 0
-        self._awaited: set[Completion] = set()
-        self._num_awaited = self._num_finished = 0
+        self._stages: deque[_Stage] = deque()  # under way, the oldest first
 
     def begin(self, completions: Iterable[Completion]) -> None:
         """A stage begins, with these unfinished."""
-        self._awaited = set(completions)
-        self._num_awaited, self._num_finished = len(self._awaited), 0
+        awaited = set(completions)
+        self._stages.append(_Stage(awaited, len(awaited)))
+
+    def segment_ended(self, completion: Completion) -> None:
+        """A completion has come to the end of a segment: each stage waits for one of its own."""
+        for stage in self._stages:
+            if completion in stage.awaited:
+                stage.awaited.discard(completion)
+                return
 
     def forget(self, completions: Iterable[Completion]) -> None:
-        """They have come to the end of a segment, or were dropped."""
-        self._awaited.difference_update(completions)
+        """They were dropped."""
+        for stage in self._stages:
+            stage.awaited.difference_update(completions)
 
     def finished(self, completion: Completion) -> None:
         """A completion is over."""
-        self._num_finished += completion in self._awaited
-        self._awaited.discard(completion)
+        for stage in self._stages:
+            stage.num_finished += completion in stage.awaited
+            stage.awaited.discard(completion)
 
     @property
     def has_share(self) -> bool:
-        """Have as many finished as need to (rollout.finish_share)?"""
+        """Have as many of the oldest stage finished as need to (rollout.finish_share)?"""
         share = self._config.finish_share
-        return share < 1 and self._num_finished >= share * self._num_awaited
+        return share < 1 and self._stages[0].num_finished >= share * self._stages[0].num_awaited
 
     def is_over(self, player: Player) -> bool:
-        """Is the stage over?"""
+        """Is the oldest stage over?"""
         if self.in_step:
             return not player.is_working and (self.has_share or not player.is_busy)
         if self._config.pipeline == "trajectory":
             return not (player.open or player.is_calling)
-        return self.has_share or not self._awaited
+        return self.has_share or not self._stages[0].awaited
+
+    def end(self) -> None:
+        """The oldest stage has ended."""
+        self._stages.popleft()
+
+    def may_begin_early(self, player: Player) -> bool:
+        """May a stage begin while the one before it is under way?"""
+        return not self.in_step and self._config.pipeline == "agentic" and player.has_room
 
 
 class Stages:
@@ -160,8 +187,8 @@ class Stages:
         self.player = Player(team, self, in_step=self.rule.in_step, is_urgent=is_urgent)
         self.state = StagesState(open=self.player.open)
         self._num_wanted = self._num_played = 0  # batches; stages of the batch in the making
-        self._lengths: dict[str, list[int]] = defaultdict(list)  # by agent, sorted: of finished completions
-        self._recent: dict[str, list[int]] = defaultdict(list)  # the same in order of their end
+        # by agent: of completions that have finished
+        self._lengths: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_KNOWN_LENGTHS))
         self.on_stage: Callable[[], None] | None = None  # told when a stage begins
         # told an episode's id when it begins, and (True) when it ends
         self.on_episode: Callable[[str, bool], None] | None = None
@@ -210,31 +237,28 @@ class Stages:
     def restore(self, state: RolloutState) -> None:
         """Go on from a checkpoint; before the first `resume`."""
         self.state = state.stages
+        # stages under way go on as one: what is unfinished is of the oldest of them
+        self.state.num_stages = min(self.state.num_stages, self.state.num_batches + 1)
         self.source.load(state.source)
         self._num_wanted = self.state.num_taken
         episodes = [each for instance in self.state.instances.values() for each in instance.episodes.values()]
         self.player.restore(self.state.open, episodes)
         self._go_on()
+        if self.state.num_stages == self.state.num_batches:
+            self.rule.end()
 
     # The decoder's side.
 
     def advance(self, timeout_s: float) -> None:
         """Submit what is due, wait for results (timeout_s at most), and do all that they make possible."""
-        self.submit()
-        self.absorb(self.collect(timeout_s))
-
-    def submit(self) -> None:
-        """Everything that is due to the engines."""
         self.player.submit()
-
-    def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """Results that the engines have; see Player.collect."""
-        return self.player.collect(timeout_s)
+        self.absorb(self.player.collect(timeout_s))
 
     def absorb(self, results: Sequence[DecodeResult]) -> None:
         """Enter results, with all that follows from them."""
         self.player.take(results)
         self._end_if_over()
+        self._begin_if_due()
 
     # The player's game.
 
@@ -259,13 +283,13 @@ class Stages:
             completion.num_decoded += len(result.token_ids)
             return True
         completion.num_decoded = 0
-        self.rule.forget([completion])
+        self.rule.segment_ended(completion)
         return not self.rule.in_step
 
     def judged(self, completion: Completion) -> None:
         self.rule.finished(completion)
         if not self.rule.in_step:
-            self._note_length(completion.agent, len(completion.token_ids))
+            self._lengths[completion.agent].append(len(completion.token_ids))
 
     def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
         dropped = ask.unfinished
@@ -317,9 +341,10 @@ class Stages:
 
     def _begin_if_due(self) -> None:
         state = self.state
-        if self.player.is_resting or state.num_stages > state.num_batches:
+        if self.player.is_resting or state.num_stages >= self._num_wanted + self.config.overlap:
             return
-        if state.num_stages >= self._num_wanted + self.config.overlap:
+        is_early = state.num_stages > state.num_batches
+        if is_early and not (self.rule.may_begin_early(self.player) and self._num_new(self._num_carried())):
             return
         state.num_stages += 1
         self._begin(draws=True)
@@ -330,10 +355,8 @@ class Stages:
         self._num_played += 1
         if self.on_stage is not None:
             self.on_stage()
-        unfinished = self._unfinished()
-        num_carried = len(unfinished) if self.rule.in_step else sum(bool(each.segments) for each in unfinished)
-        if draws and num_carried <= self.config.max_unfinished:
-            self._draw(num_carried)
+        if draws:
+            self._draw(self._num_new(self._num_carried()))
         pending, self.state.pending = self.state.pending, []
         for ask in pending:
             self.player.ask(self._episode(ask), [ask])
@@ -346,11 +369,23 @@ class Stages:
         self.player.due(each for each in unfinished if each.state is State.DUE)
         self.rule.begin(unfinished)
 
-    def _draw(self, num_carried: int) -> None:
-        """New problems. num_carried: samples that go on in the stage, which take places with rollout.stage_size=total."""
-        config, team = self.config, self.team.orchestration
+    def _num_carried(self) -> int:
+        """Samples that were begun before and go on in the stage that begins."""
+        unfinished = self._unfinished()
+        return len(unfinished) if self.rule.in_step else sum(bool(each.segments) for each in unfinished)
+
+    def _num_new(self, num_carried: int) -> int:
+        """New problems of the stage that begins; with rollout.stage_size=total, samples that go on take places of theirs."""
+        config = self.config
+        if num_carried > config.max_unfinished:
+            return 0
         taken = round(num_carried / config.group_size) if config.stage_size == "total" else 0
-        for _ in range(config.prompts_per_step - taken):
+        return max(0, config.prompts_per_step - taken)
+
+    def _draw(self, num_problems: int) -> None:
+        """Begin the episodes of new problems."""
+        team = self.team.orchestration
+        for _ in range(num_problems):
             self.state.num_instances += 1
             rollout_id, problem = f"{self.state.num_instances:06d}", self.source.next_problem()
             names = [rollout_id] if team.is_one_episode else [f"{rollout_id}.{i}" for i in range(team.num_episodes)]
@@ -375,17 +410,26 @@ class Stages:
         if self.rule.in_step:
             self.player.put_off()
             if self.config.pipeline == "trajectory" and (state.pending or state.open):
+                self.rule.end()
                 self._begin(draws=False)
                 return
         else:
             groups = sorted(groups, key=lambda group: group.group_id)
-        state.num_batches += 1
         self._note_faults()
-        counts = self.player.counts
-        metrics = {**counts, "rollout/stages": self._num_played, "rollout/unfinished": self.num_unfinished}
-        state.ready.append(StepBatch(tuple(groups), metrics))
-        state.closed, self._num_played = [], 0
-        counts.clear()
+        num_over = 1
+        self.rule.end()
+        while state.num_stages > state.num_batches + num_over and self.rule.is_over(self.player):
+            self.rule.end()
+            num_over += 1
+        for i in range(num_over):  # stages that are over at once share the groups
+            share = groups[len(groups) * i // num_over : len(groups) * (i + 1) // num_over]
+            counts = self.player.counts
+            metrics = {**counts, "rollout/stages": self._num_played, "rollout/unfinished": self.num_unfinished}
+            state.ready.append(StepBatch(tuple(share), metrics))
+            counts.clear()
+            self._num_played = 0
+        state.num_batches += num_over
+        state.closed = []
         self._begin_if_due()
 
     def _ask_for_waiting(self) -> None:
@@ -426,17 +470,9 @@ class Stages:
         age = self.player.versions[self.team.agents[ask.ask.agent].policy] - ask.opened_version
         return self.config.group_completion == "drop_stragglers" and age > self.config.max_group_age
 
-    # Guesses of how long a completion gets: the longest are sent first.
-
     def _expected(self, agent: str, known: int, max_new_tokens: int) -> float | None:
-        """The mean of what is left of those that got at least this far, capped by the segment; None: none did."""
-        lengths = self._lengths[agent]
-        longer = lengths[bisect.bisect_right(lengths, known) :]
-        return min(sum(longer) / len(longer) - known, max_new_tokens) if longer else None
-
-    def _note_length(self, agent: str, length: int) -> None:
-        bisect.insort(self._lengths[agent], length)
-        self._recent[agent].append(length)
-        if len(self._recent[agent]) > _KNOWN_LENGTHS:
-            oldest = self._recent[agent].pop(0)
-            del self._lengths[agent][bisect.bisect_left(self._lengths[agent], oldest)]
+        """A guess, by which the longest are sent first: the mean of what is left of those that got at least this far, capped by
+        the segment; None: none did."""
+        lengths = np.asarray(self._lengths[agent])
+        longer = lengths[lengths > known]
+        return min(float(longer.mean()) - known, max_new_tokens) if len(longer) else None

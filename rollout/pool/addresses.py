@@ -1,9 +1,10 @@
-"""Which address of this host others reach it by. Import-light."""
+"""The address of this host at which others reach it. Import-light."""
 
 from __future__ import annotations
 
 import os
 import socket
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -19,37 +20,35 @@ def split_address(address: str, port: int) -> tuple[str, int]:
         ValueError: no host, or no port between 1 and 65535.
     """
     text = address.removeprefix("ray://")
-    host, colon, digits = text.rpartition(":")
-    if not colon or (":" in host and not host.endswith("]")):  # no port behind it: a name, or an IPv6 address alone
-        host, digits = text, str(port)
-    host = host.strip("[]")
-    if not host or not digits.isdigit() or not 0 < int(digits) < 1 << 16:
-        raise ValueError(f"{address!r} is no address; expected HOST or HOST:PORT")
-    return host, int(digits)
+    try:
+        parts = urlsplit(f"//[{text}]" if text.count(":") > 1 and "[" not in text else f"//{text}")
+        if parts.hostname and parts.port != 0:
+            return parts.hostname, parts.port or port
+    except ValueError:
+        pass
+    raise ValueError(f"{address!r} is no address; expected HOST or HOST:PORT")
 
 
 def own_address(given: str | None = None) -> str:
     """The IP address of this host at which other hosts reach it: `given` (sync.host) as a number, or found.
 
-    Found is, in this order: torchrun's MASTER_ADDR where that is this host, the interface of the default route, the only
-    address that is not loopback.
+    Found is torchrun's MASTER_ADDR where that is this host, else the interface of the default route, or of the only network.
 
     Raises:
         RuntimeError: the host of `given` is not known, or is not this one; or there are several to choose from.
     """
+    others = [each.address for of in psutil.net_if_addrs().values() for each in of if each.family == socket.AF_INET]
+    others = [address for address in others if not _is_loopback(address)]
     if given is not None:
         if (found := address_here(given)) is None:
             raise RuntimeError(
-                f"sync.host is {given}, which is no address of this host ({', '.join(_others()) or 'none but loopback'}), where "
+                f"sync.host is {given}, which is no address of this host ({', '.join(others) or 'none but loopback'}), where "
                 "trainer rank 0 is: correct it, or leave it out"
             )
         return found
-    master = address_here(os.environ.get("MASTER_ADDR", "localhost"))
-    if master is not None and not _is_loopback(master):
-        return master
-    if (routed := address_towards(_NOWHERE)) is not None and not _is_loopback(routed):
-        return routed
-    others = _others()
+    for found in (address_here(os.environ.get("MASTER_ADDR", "localhost")), address_towards(_NOWHERE)):
+        if found is not None and not _is_loopback(found):
+            return found
     if len(others) > 1:
         raise RuntimeError(
             f"this host has several addresses ({', '.join(others)}) and no default route to choose by: set sync.host to the one "
@@ -71,9 +70,3 @@ def address_towards(host: str) -> str | None:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
-
-
-def _others() -> list[str]:
-    """This host's IPv4 addresses but loopback."""
-    found = [each.address for of in psutil.net_if_addrs().values() for each in of if each.family == socket.AF_INET]
-    return [address for address in found if not _is_loopback(address)]

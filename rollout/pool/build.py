@@ -1,4 +1,4 @@
-"""Which engines a policy gets: reads RolloutConfig, makes them here or in Ray actors, never another kind than asked for."""
+"""Makes the engines of a policy as RolloutConfig asks for them, in this process or in Ray actors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from marsrl.rollout.engines.build import EngineSpec, build_engine
 from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Records
 from marsrl.rollout.engines.refusals import TrainerHost, this_host
 from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.ray_token import show_token
 from marsrl.rollout.pool.replicas import LocalReplicas
 
 
@@ -49,9 +50,51 @@ def make_pool(
         _require("ray", f"rollout.placement={config.placement}", "install ray, or set rollout.placement=local")
     specs = _specs(model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, records=records)
     if config.placement == "local":
-        return _local_pool(policy, config, specs)
-    host = host or this_host(config.ray_address)
-    return _ray_pool(policy, config, specs, served or (config,), host, silence_s, own_host)
+        os.environ.update(specs[0].environment())
+        engines = LocalReplicas([build_engine(spec) for spec in specs])
+        return EnginePool(engines, policy, slots=config.slots, deadline_s=config.deadline_s)
+    if config.ray_address is not None and not is_started_here(config.ray_address):
+        show_token()
+    from marsrl.rollout.pool.ray_actors import RayReplicas
+    from marsrl.rollout.pool.ray_connection import RayCluster
+
+    host, served, is_shared = (
+        host or this_host(config.ray_address),
+        served or (config,),
+        config.placement == "colocated",
+    )
+    cluster = RayCluster(
+        address=config.ray_address,
+        timeout_s=config.ray_timeout_s,
+        object_store_mib=config.object_store_mib,
+        gpus=host.gpus_for(served),
+        own_host=own_host,
+    )
+    takes = _takes(config, specs[0].device, len(served))
+    try:
+        cluster.check_owners(host.rank_hosts, is_shared=is_shared)
+        cluster.await_place(f"the engines of policy {policy}", takes, len(specs), config.join_s)
+    except BaseException:
+        cluster.close()
+        raise
+    pool = EnginePool(
+        RayReplicas(
+            cluster, specs, takes=takes, deadline_s=config.deadline_s, silence_s=silence_s, join_s=config.join_s
+        ),
+        policy,
+        slots=config.slots,
+        deadline_s=config.deadline_s,
+        attempts=config.max_request_attempts,
+        most_restarts=config.max_engine_restarts,
+        sleeps=is_shared,
+        host=cluster.host,
+    )
+    try:
+        pool.start()
+    except BaseException:
+        pool.close()
+        raise
+    return pool
 
 
 def _specs(
@@ -61,7 +104,7 @@ def _specs(
     dtype: str,
     max_model_len: int,
     seed: int,
-    records: Records = NOTHING_RECORDED,
+    records: Records,
 ) -> list[EngineSpec]:
     """One for each engine of a policy: they differ in their seeds."""
     import torch
@@ -85,72 +128,8 @@ def _specs(
     ]
 
 
-def _local_pool(policy: str, config: RolloutConfig, specs: Sequence[EngineSpec]) -> EnginePool:
-    """In this process, whose environment becomes theirs."""
-    os.environ.update(specs[0].environment())
-    return EnginePool(
-        LocalReplicas([build_engine(spec) for spec in specs]),
-        policy,
-        slots=config.slots,
-        deadline_s=config.deadline_s,
-    )
-
-
-def _ray_pool(
-    policy: str,
-    config: RolloutConfig,
-    specs: Sequence[EngineSpec],
-    served: Sequence[RolloutConfig],
-    host: TrainerHost,
-    silence_s: float,
-    own_host: str | None,
-) -> EnginePool:
-    """Actors of the cluster; colocated ones of all policies share each GPU."""
-    from marsrl.rollout.pool.ray_actors import RayReplicas
-    from marsrl.rollout.pool.ray_connection import RayCluster
-
-    cluster = RayCluster(
-        address=config.ray_address,
-        timeout_s=config.ray_timeout_s,
-        object_store_mib=config.object_store_mib,
-        gpus=host.gpus_for(served),
-        own_host=own_host,
-    )
-    resources = _resources(config, specs[0].device, len(served))
-    total = sum(sum(_resources(each, specs[0].device, len(served)).values()) * each.engines for each in served)
-    try:
-        cluster.check_owners(host.rank_hosts, is_shared=config.placement == "colocated")
-        cluster.await_room(policy, resources, len(specs), total, config.join_s)
-    except BaseException:
-        cluster.close()
-        raise
-    pool = EnginePool(
-        RayReplicas(
-            cluster,
-            specs,
-            resources=resources,
-            deadline_s=config.deadline_s,
-            silence_s=silence_s,
-            join_s=config.join_s,
-        ),
-        policy,
-        slots=config.slots,
-        deadline_s=config.deadline_s,
-        attempts=config.max_request_attempts,
-        most_restarts=config.max_engine_restarts,
-        sleeps=config.placement == "colocated",
-        host=cluster.host,
-    )
-    try:
-        pool.start()
-    except BaseException:
-        pool.close()
-        raise
-    return pool
-
-
-def _resources(config: RolloutConfig, device: str, num_policies: int) -> dict[str, float]:
-    """What Ray sets aside for an engine on one host. On CPUs nothing, but a slot where hosts join that offer some."""
+def _takes(config: RolloutConfig, device: str, num_policies: int) -> dict[str, float]:
+    """Resources that Ray reserves on one host for an engine. On CPUs none, or a slot where joining hosts offer them."""
     from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, GPU
 
     if device == "cuda":

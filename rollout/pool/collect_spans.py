@@ -1,4 +1,4 @@
-"""Calls of collect as a listener hears of them: thousands of short ones, joined into spans that a timeline can show."""
+"""Joins the many short calls of collect into spans of a timeline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SPAN_S, _PAUSE_S = 1.0, 0.05
 
 
 class CollectSpans:
-    """Joins the calls of each replica that follow each other without a pause, for a second at most.
+    """Joins the calls of collect of each replica that follow each other without a pause, for a second at most.
 
         spans.note(replica, start, end)     # every call
         spans.end()                         # nothing follows for now: what is held is told

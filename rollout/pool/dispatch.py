@@ -1,4 +1,4 @@
-"""Which replica gets which request, and when: prefixes go where they are cached, the longest first, nobody idles.
+"""Deals requests to replicas: to where their prefix is cached, the longest first, and no replica idles.
 
     dispatch.add(requests)          each is queued at one replica:
                                         a sample that comes back: where it was, unless the way to another is shorter
@@ -89,13 +89,6 @@ class Dispatcher:
             self._work[idle] += _cost(request)
             self._send(request, idle, shares)
         return shares
-
-    def place(self, requests: Sequence[DecodeRequest], replica: int) -> None:
-        """Requests that are sent to this replica past all queues."""
-        for request in requests:
-            self._place[request.uid] = (replica, _cost(request))
-            self._work[replica] += _cost(request)
-            self._running[replica].add(request.uid)
 
     def end(self, uid: str) -> int:
         """A request has ended; returns the replica that had it."""

@@ -66,7 +66,7 @@ class EngineThread:
         is_urgent: something may follow from a result. Else they are gathered for timeout_s, or until nothing is under way.
 
         Raises:
-            Exception: what the engine raised while it decoded.
+            Exception: what the engine raised while it decoded, or `fail` was told.
         """
         end = self._clock() + timeout_s
         with self._changed:
@@ -77,11 +77,18 @@ class EngineThread:
                     break
                 self._changed.wait(left)
             if self._error is not None:
-                raise self._error
+                error, self._error = self._error, None
+                raise error
             results, self._gathered = self._gathered, []
             self._due = self._wake_at = math.inf
             start, self._since = self._since, time.time()
             return Timed(results, start, max(start, self._since))
+
+    def fail(self, error: BaseException) -> None:
+        """Have it raised to whoever collects."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
 
     def abort(self) -> None:
         """End all requests where they are: they are due at once."""
@@ -98,10 +105,10 @@ class EngineThread:
         try:
             while self._is_decoding:
                 self._gather(self._engine.collect(_DECODE_S))
-        except BaseException as error:  # for whoever collects
+        except BaseException as error:
             with self._changed:
-                self._error, self._is_decoding = error, False
-                self._changed.notify_all()
+                self._is_decoding = False
+            self.fail(error)
 
     def _gather(self, results: Sequence[DecodeResult]) -> None:
         with self._changed:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 from marsrl.rollout.engines.protocol import (
@@ -26,12 +27,10 @@ from marsrl.rollout.engines.protocol import (
     WeightReceipt,
     WeightUpdate,
 )
-from marsrl.rollout.pool.busy_clock import BusyClock
 from marsrl.rollout.pool.collect_spans import CollectSpans
 from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.recovery import SETTLE_S, Faults, Recovery
-from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, ignore_loss
-from marsrl.rollout.pool.retries import Probation, Retries
+from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, call_one, ignore_loss
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _log = logging.getLogger(__name__)
@@ -52,16 +51,17 @@ class _Sent:
     since: float
 
 
-class EnginePool:
+class EnginePool(AbstractContextManager["EnginePool"]):
     """n replicas of one policy. Every method is called by one thread at a time; close() may be called twice.
 
         pool.submit(requests, version=3)          # at any time; dispatch.py says which replica gets what, and when
         results = pool.collect(timeout_s=0.2)     # what has ended meanwhile
         results = pool.drain()                    # all the rest, as far as it got; the replicas are idle then
 
-    A replica that is lost is restarted where that is possible (recovery.py), and what it had is decoded again from where
-    its request began (retries.py): the callers of all methods notice nothing but the time, and at worst an ERROR. Where no
-    host has a place for it, the others go on without it, and it is back once one has.
+    A replica that is lost is restarted where that is possible (recovery.py), and its requests are decoded again from where
+    each began: callers notice nothing but the time. A request that was on `attempts` lost replicas is retried alone, once
+    nothing else is under way, and is an ERROR where it was alone on the last of them. Where no host has a place for a lost
+    replica, the others go on without it, and it is back once one has.
 
     slots: requests that a replica gets at a time; None: all of them.
     deadline_s: a replica that has a request for longer, by `clock` (seconds), is lost.
@@ -71,6 +71,7 @@ class EnginePool:
     host: the address of this process as the replicas reach it.
     on_call: may be set; told of every call that a replica has served (for trace.json).
     engines: numbers of the replicas that serve. generation: another one where other processes than before serve.
+    busy_s: seconds that the replicas have worked on requests that came back, added up.
     """
 
     def __init__(
@@ -94,12 +95,12 @@ class EnginePool:
         self.generation = 0
         self._absent: list[int] = []  # lost, and without a place
         self._look_at = 0.0  # for places for them
-        self._busy = BusyClock(clock)
+        self.busy_s = 0.0
         self._dispatch = Dispatcher(len(replicas), slots)
-        self._recovery = Recovery(
-            replicas, name, most_restarts, lambda *span: self._tell(span[0], "restart", *span[1:])
-        )
-        self._retries, self._probation = Retries(attempts), Probation()
+        self._recovery = Recovery(replicas, name, most_restarts, self._tell)
+        self._attempts = attempts
+        self._losses: Counter[str] = Counter()  # lost replicas that had a request, by its uid
+        self._retry_alone: deque[DecodeRequest] = deque()
         self._faults = Faults()
         self._is_draining = False
         self._sleeps = sleeps
@@ -110,17 +111,12 @@ class EnginePool:
         self._spans = CollectSpans(lambda replica, *span: self._tell(replica, "collect", *span))
         self._is_closed = False
 
-    def __enter__(self) -> EnginePool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
     def num_engines(self) -> int:
-        """Those that serve."""
+        """Replicas that serve."""
         return len(self.engines)
 
     @property
@@ -129,9 +125,9 @@ class EnginePool:
         return None if self._slots is None else self._slots * self.num_engines
 
     @property
-    def num_restarts(self) -> int:
-        """Replicas that were lost and replaced so far."""
-        return self._recovery.num_restarts
+    def has_room(self) -> bool:
+        """True if a request more would be decoded at once; False where nobody knows, without slots."""
+        return self._slots is not None and self.num_under_way < self._slots * self.num_engines
 
     @property
     def is_whole(self) -> bool:
@@ -140,7 +136,7 @@ class EnginePool:
 
     @property
     def takes(self) -> Mapping[str, float] | None:
-        """What each replica takes of one host, by Ray's names; None where replicas can be neither given up nor made."""
+        """Resources of one host that each replica takes, by Ray's names; None where replicas cannot be stopped or made."""
         return self._replicas.takes if self._replicas.can_restart else None
 
     def give_engine(self) -> None:
@@ -158,7 +154,7 @@ class EnginePool:
         if (lost := self._recovery.make(replica)) is not None:
             _log.warning("policy %s: engine %d, which is new, is lost: %s", self.name, replica, lost.reason)
             self._replicas.stop(replica)
-            self._recovery.unfed.discard(replica)
+            self._recovery.needs_weights.discard(replica)
             return False
         self._join(replica)
         return True
@@ -170,20 +166,16 @@ class EnginePool:
     def _free_number(self) -> int:
         return next(n for n in range(len(self._replicas) + 1) if n not in self.engines and n not in self._absent)
 
-    def take_busy_s(self) -> float:
-        """Seconds for which replicas had something to decode since the last call, added up over the replicas."""
-        return self._busy.take_s()
-
     def set_feed(self, feed: Callable[[int], Timed | Lost | None]) -> None:
         """feed(replica): have the trainer's ranks send a replica the weights of now (`hand`); None: they cannot at the moment.
 
-        Called for a replica that was replaced, where no file has the weights: by whoever calls the pool, or `feed_unfed`.
+        Called for a replica that was replaced, where no file has the weights: by whoever calls the pool, or `give_weights`.
         """
         self._recovery.feed = feed
 
-    def feed_unfed(self) -> None:
+    def give_weights(self) -> None:
         """Give the weights of now to replicas that were replaced while nobody could send them. Beside `collect`, too."""
-        for replica in sorted(self._recovery.unfed):
+        for replica in sorted(self._recovery.needs_weights):
             if (lost := self._recovery.load(replica)) is not None:
                 self._restart(replica, lost.reason)
 
@@ -203,21 +195,20 @@ class EnginePool:
         return answers
 
     def note_weights(self, version: int, checksums: Sequence[Mapping[str, int]]) -> None:
-        """What the trainer's ranks have sent to all is what a new replica gets, too. checksums: of each shard of an engine."""
+        """Note what the trainer's ranks sent to all: a new replica gets the same. checksums: of each shard of an engine."""
         self._dispatch.forget_homes()  # engines have dropped their prefix caches
         self._recovery.note_weights(WeightUpdate("", version), checksums)
 
     def replace(self, lost: Mapping[int, str]) -> None:
-        """Make others of the replicas that were lost while weights came to all, which they get, too; the reason of each."""
+        """Make others of the replicas that were lost while weights came to all; they are sent to all again. lost: reasons."""
         for replica, reason in lost.items():
             self._restart(replica, reason)
-        self._wake("kv_cache")  # the probe needs it
 
     def stand_by(self) -> None:
-        """Every replica is there and takes weights next; one that was lost is replaced, and gets none but those."""
+        """Every replica is there and takes weights next; one that was lost is replaced."""
         self._wake("weights")
-        self._look_for_places(loads=False)
-        self._call("info", loads=False)
+        self._look_for_places()
+        self._call("info")
 
     def start(self) -> None:
         """Have replicas that are processes of their own make their engines; one that dies or is silent is restarted.
@@ -237,7 +228,7 @@ class EnginePool:
     @property
     def num_under_way(self) -> int:
         """Requests submitted and not back yet."""
-        return len(self._sent) + self._dispatch.num_waiting + self._probation.num_waiting
+        return len(self._sent) + self._dispatch.num_waiting + len(self._retry_alone)
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int, at_once: bool = False) -> None:
         """Queue requests and send those that a replica has room for.
@@ -275,10 +266,11 @@ class EnginePool:
                 self._spans.note(replica, answer.start, answer.end)
                 results += answer.value
         for result in results:
+            self.busy_s += result.seconds
             del self._sent[result.uid]
             self._dispatch.end(result.uid)
             if result.finish is not Finish.UNFINISHED:
-                self._retries.ended(result.uid)
+                del self._losses[result.uid]
         for replica, reason in lost or self._overdue():
             results += self._requeued(replica, reason)
         self._send()
@@ -288,7 +280,8 @@ class EnginePool:
 
     def drain(self) -> list[DecodeResult]:
         """End everything: results of all requests under way, UNFINISHED with the tokens there are."""
-        waiting = self._dispatch.drop_waiting() + self._probation.drop()
+        waiting = [*self._dispatch.drop_waiting(), *self._retry_alone]
+        self._retry_alone.clear()
         results = [self._untouched(request) for request in waiting]
         self._is_draining = True
         try:
@@ -300,26 +293,15 @@ class EnginePool:
         return results
 
     def take_faults(self) -> Faults:
-        """What went wrong and was mended since the last call."""
+        """Faults that were mended since the last call."""
         faults, self._faults = self._faults, Faults()
         return faults
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[list[FloatArray]]:
-        """What each replica makes of the same sequences: scores[i][sequence] of the i-th of engines, log-probs [N-1], nats.
-
-        One that was lost and has no weights yet is left out: it proves them when it gets them.
-        """
+    def score(self, sequences: Sequence[IntArray]) -> list[list[FloatArray]]:
+        """Log-probs of the same sequences from each replica: scores[i][sequence] of the i-th of engines, [N-1], nats."""
         self._wake()
-        self.feed_unfed()
-        fed = [replica for replica in self.engines if replica not in self._recovery.unfed]
-        scores = self._call("score", by_replica=dict.fromkeys(fed, (list(sequences), temperature)))
-        if not scores and self._recovery.unfed:
-            raise RuntimeError(
-                f"engines of policy {self.name}: score needs them, and engines {sorted(self._recovery.unfed)} were lost "
-                "where the trainer's ranks could not send them weights again; go on from the last checkpoint with "
-                "run.resume=auto"
-            )
-        return scores
+        self.give_weights()
+        return self._call("score", (list(sequences),))
 
     def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
         """Have every replica read the new weights; returns when all of them hold them.
@@ -365,40 +347,24 @@ class EnginePool:
             self._is_closed = True
             self._replicas.close()
 
-    def _call(
-        self,
-        method: str,
-        arguments: tuple[Any, ...] = (),
-        *,
-        by_replica: Mapping[int, tuple[Any, ...]] | None = None,
-        loads: bool = True,
-    ) -> list[Any]:
-        """What each replica that serves answers; one that is lost is replaced, and asked again. loads: see Recovery.restart.
-
-        arguments: of all of them; by_replica: of each.
-        """
-        told = dict.fromkeys(self.engines, arguments) if by_replica is None else by_replica
-        answers = self._replicas.call(method, told)
-        values = []
-        for replica in sorted(told):
+    def _call(self, method: str, arguments: tuple[Any, ...] = ()) -> list[Any]:
+        """Answers of the replicas that serve; a lost one is replaced, and asked again."""
+        engines, values = self.engines, []
+        answers = self._replicas.call(method, dict.fromkeys(engines, arguments))
+        for replica in engines:
             answer = answers[replica]
-            while isinstance(answer, Lost):
-                if not self._restart(replica, answer.reason, loads=loads and method != "update_weights"):
-                    break
-                if method == "score" and replica in self._recovery.unfed:
-                    break
-                answer = self._replicas.call_one(replica, method, told[replica])
-            else:
+            while isinstance(answer, Lost) and self._restart(replica, answer.reason):
+                answer = call_one(self._replicas, replica, method, arguments)
+            if isinstance(answer, Timed):
                 self._tell(replica, method, answer.start, answer.end)
                 values.append(answer.value)
         return values
 
-    def _restart(self, replica: int, reason: str, *, loads: bool = True) -> bool:
+    def _restart(self, replica: int, reason: str) -> bool:
         """Replace a lost replica; False where it has no place, and the others go on without it."""
         self._dispatch.forget_homes(replica)
-        self.generation += 1
         before, others = self._recovery.num_restarts, set(self.engines) - {replica}
-        is_back = self._recovery.restart(replica, reason, loads=loads, has_others=bool(others))
+        is_back = self._recovery.restart(replica, reason, has_others=bool(others))
         num_restarts = self._faults.engine_restarts + self._recovery.num_restarts - before
         self._faults = replace(self._faults, engine_restarts=num_restarts)
         if is_back:
@@ -419,17 +385,16 @@ class EnginePool:
         """A replica serves no more; what waits for it waits for others."""
         self.generation += 1
         self.engines = [each for each in self.engines if each != replica]
-        self._recovery.unfed.discard(replica)
+        self._recovery.needs_weights.discard(replica)
         self._dispatch.close(replica)
-        self._probation.move(replica, self.engines[0])
 
-    def _look_for_places(self, *, loads: bool = True) -> None:
-        """Replicas that were lost with their hosts are back where a host has a place again. loads: see Recovery.restart."""
+    def _look_for_places(self) -> None:
+        """Replicas that were lost with their hosts are back where a host has a place again."""
         if not self._absent or self._clock() < self._look_at:
             return
         self._look_at = self._clock() + _LOOK_S
         while self._absent and self._replicas.has_place(0.0):
-            if not self._restart(self._absent.pop(0), "no host had a place for it until now", loads=loads):
+            if not self._restart(self._absent.pop(0), "no host had a place for it until now"):
                 return
 
     def _requeued(self, replica: int, reason: str) -> list[DecodeResult]:
@@ -439,19 +404,22 @@ class EnginePool:
             del self._sent[request.uid]
             self._dispatch.end(request.uid)
         self._restart(replica, reason)
-        after = self._retries.after_loss(requests)
+        self._losses.update(request.uid for request in requests)
+        suspects = [request for request in requests if self._losses[request.uid] >= self._attempts]
+        given_up = suspects if len(requests) == 1 else []
         self._faults = replace(
             self._faults,
-            resubmitted=self._faults.resubmitted + len(requests) - len(after.given_up),
-            failed=self._faults.failed + len(after.given_up),
+            resubmitted=self._faults.resubmitted + len(requests) - len(given_up),
+            failed=self._faults.failed + len(given_up),
         )
-        results = [self._given_up(request, reason) for request in after.given_up]
+        if given_up:
+            del self._losses[given_up[0].uid]
+            return [self._given_up(given_up[0], reason)]
         if self._is_draining:
-            again = [*after.free, *(request for company in after.companies for request in company)]
-            return results + [self._untouched(request) for request in again]
-        self._dispatch.add(after.free)
-        self._probation.add(replica if replica in self.engines else self.engines[0], after.companies)
-        return results
+            return [self._untouched(request) for request in requests]
+        self._dispatch.add([request for request in requests if self._losses[request.uid] < self._attempts])
+        self._retry_alone += suspects
+        return []
 
     def _untouched(self, request: DecodeRequest) -> DecodeResult:
         return DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, self._version)
@@ -467,17 +435,14 @@ class EnginePool:
 
     def _send(self, *, at_once: bool = False) -> None:
         """at_once: whatever slots there are."""
-        now, busy, unfed = self._clock(), self._dispatch.busy, set(self._recovery.unfed)
-        shares: dict[int, list[DecodeRequest]] = {}
-        for replica in set(self._probation.replicas).difference(busy, unfed):
-            if company := self._probation.next(replica):
-                self._dispatch.place(company, replica)
-                shares[replica] = company
-        shares |= self._dispatch.take(closed=unfed.union(self._probation.replicas), at_once=at_once)
-        for replica, requests in shares.items():
+        if self._losses[next(iter(self._sent), "")] >= self._attempts:
+            return  # it is retried alone
+        now = self._clock()
+        if self._retry_alone and not self._sent and not self._dispatch.num_waiting:
+            self._dispatch.add([self._retry_alone.popleft()])
+        for replica, requests in self._dispatch.take(self._recovery.needs_weights, at_once=at_once).items():
             self._sent.update((request.uid, _Sent(request, replica, now)) for request in requests)
             self._replicas.submit(replica, requests, self._version)
-        self._busy.note(self._dispatch.busy)
 
     def _overdue(self) -> list[tuple[int, str]]:
         """The replica that has had a request for longer than the deadline, and that in words."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,23 +13,22 @@ import ray
 from ray.exceptions import RayError
 
 from marsrl.rollout.engines.build import EngineSpec, build_engine, import_library
-from marsrl.rollout.engines.protocol import DecodeRequest, Engine, MemoryPart, WeightUpdate
+from marsrl.rollout.engines.protocol import DecodeRequest, Engine
 from marsrl.rollout.imports import imports_for_good
-from marsrl.rollout.pool.batches import RequestBatch, ResultBatch
 from marsrl.rollout.pool.engine_thread import EngineThread
 from marsrl.rollout.pool.ray_connection import GPU, RayCluster
 from marsrl.rollout.pool.ray_faults import check_head, check_ray, lost_or_raise
 from marsrl.rollout.pool.ray_pulse import EnginePulse
-from marsrl.rollout.pool.replicas import Lost, OnLost, Timed, ignore_loss, timed
-from marsrl.rollout.types import IntArray
+from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, call_one, ignore_loss, timed
 
 _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # for which results that nothing follows from are gathered: what a lost engine takes with it
 _HEARD_S = 1.0  # how long an engine is waited for to say how far it is
 _GRACE_S = 30.0  # that an engine gets to say itself that it has passed the deadline
-_SLOWER_START = 3.0  # a restarted engine may take so many times as long to start as the slowest has taken
-_LONGEST_START = 10  # times that, where its process answers all the while
-_CALLS_AT_ONCE = 5  # collect, one in the engine's thread, num_decoded, is_there, and submit or abort
+_LONGEST_START = 10  # times the deadline, where its process answers all the while
+_PICKLE = 5  # of lists with an array or two for each request: Ray's own would keep each array as a buffer
+_CALLS_AT_ONCE = 4  # collect, one in the engine's thread, num_decoded, is_there
+_REQUESTS = "requests"  # submit and abort, one after the other in the order in which they were called
 
 
 class EngineActor:
@@ -49,8 +49,9 @@ class EngineActor:
 
         return timed(lambda: self._thread.start(make))
 
-    def info(self) -> Timed:
-        return self._timed(lambda: self._engine.info())
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Timed:
+        """A method of the engine, once nothing is decoded."""
+        return self._thread.call(lambda: timed(lambda: getattr(self._engine, method)(*arguments)))
 
     def is_there(self) -> None:
         """Answered whatever else is under way."""
@@ -58,42 +59,27 @@ class EngineActor:
     def num_decoded(self) -> int:
         return self._engine.num_decoded() if hasattr(self, "_engine") else 0  # it is being made
 
-    def submit(self, requests: RequestBatch, version: int) -> None:
-        self._thread.submit(requests.unpack(), version)
+    @ray.method(concurrency_group=_REQUESTS)
+    def submit(self, requests: bytes, version: int) -> None:
+        """Whoever collects gets its error."""
+        try:
+            self._thread.submit(pickle.loads(requests), version)
+        except Exception as error:
+            self._thread.fail(error)
 
     def collect(self, timeout_s: float, is_urgent: bool) -> Timed:
         gathered = self._thread.collect(timeout_s, is_urgent=is_urgent)
-        return replace(gathered, value=ResultBatch.pack(gathered.value))
+        return replace(gathered, value=pickle.dumps(gathered.value, _PICKLE))
 
+    @ray.method(concurrency_group=_REQUESTS)
     def abort(self) -> None:
         self._thread.abort()
 
-    def score(self, sequences: list[IntArray], temperature: float) -> Timed:
-        return self._timed(lambda: self._engine.score(sequences, temperature))
 
-    def update_weights(self, update: WeightUpdate) -> Timed:
-        return self._timed(lambda: self._engine.update_weights(update))
+class RayReplicas(Replicas):
+    """Engines as actors of a cluster (see Replicas). One that dies or is silent is answered for by Lost.
 
-    def forget_prefixes(self) -> Timed:
-        return self._timed(lambda: self._engine.forget_prefixes())
-
-    def sleep(self, keeps_weights: bool) -> Timed:
-        return self._timed(lambda: self._engine.sleep(keeps_weights))
-
-    def wake(self, part: MemoryPart) -> Timed:
-        return self._timed(lambda: self._engine.wake(part))
-
-    def close(self) -> None:
-        self._thread.call(lambda: self._engine.close())
-
-    def _timed(self, method: Callable[[], Any]) -> Timed:
-        return self._thread.call(lambda: timed(method))
-
-
-class RayReplicas:
-    """Engines as actors of a cluster (see pool.Replicas). One that dies or is silent is answered for by Lost.
-
-    resources: what each takes of one host (ray_connection.GPU, ENGINE_SLOT).
+    takes: by ray_connection.GPU, ENGINE_SLOT.
     deadline_s: of every call but collect, whose requests the pool watches; the start of an engine counts as one. The
         engines do not exist before `start` has been called on each.
     silence_s: an engine whose process does not answer for so long is lost, whatever it was asked (ray_pulse.py).
@@ -107,54 +93,46 @@ class RayReplicas:
         cluster: RayCluster,
         specs: Sequence[EngineSpec],
         *,
-        resources: Mapping[str, float],
+        takes: Mapping[str, float],
         deadline_s: float,
         silence_s: float,
         join_s: float,
     ) -> None:
-        self._cluster, self._specs, self._resources, self._deadline_s = cluster, list(specs), resources, deadline_s
+        self._cluster, self._specs, self.takes, self._deadline_s = cluster, list(specs), takes, deadline_s
         self._join_s = join_s
         self._pulse = EnginePulse(silence_s)
         self._actors: dict[int, Any] = {}
         self._collecting: dict[Any, int] = {}  # calls of collect that are under way: replica
-        self._submitting: dict[Any, int] = {}
         self._lost: dict[int, Lost] = {}  # found on the way; told by the next collect
         self._decoded_before = [0] * len(specs)  # by engines that were lost
         self._decoded = [0] * len(specs)  # when last heard
-        self._slowest_start_s = 0.0
         self._actors.update((replica, self._start(spec)) for replica, spec in enumerate(specs))
 
     def __len__(self) -> int:
         return len(self._specs)
 
-    @property
-    def takes(self) -> Mapping[str, float]:
-        return self._resources
-
     def call(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
     ) -> Mapping[int, Timed | Lost]:
-        calls = {self._call(replica, method, each): replica for replica, each in arguments.items()}
+        calls = {}
+        for replica, each in arguments.items():
+            actor = self._actors[replica]
+            calls[actor.start.remote() if method == "start" else actor.call.remote(method, each)] = replica
         return self._answers(calls, method, on_lost=on_lost)
-
-    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
-        return self._answers({self._call(replica, method, arguments): replica}, method)[replica]
 
     def stop(self, replica: int) -> None:
         check_ray()
         if replica not in self._actors:
             return
         ray.kill(self._actors.pop(replica), no_restart=True)  # a stopped process too
-        for calls in (self._collecting, self._submitting):
-            for call in [call for call, at in calls.items() if at == replica]:
-                del calls[call]
+        self._collecting = {call: at for call, at in self._collecting.items() if at != replica}
         self._lost.pop(replica, None)
         self._pulse.forget(replica)
         self._decoded_before[replica] += self._decoded[replica]
         self._decoded[replica] = 0
 
     def has_place(self, within_s: float) -> bool:
-        return self._cluster.has_place(self._resources, within_s)
+        return self._cluster.has_place(self.takes, within_s)
 
     def restart(self, replica: int) -> Lost | None:
         self.stop(replica)
@@ -163,16 +141,16 @@ class RayReplicas:
             self._specs.append(replace(first, seed=first.seed + replica))
             self._decoded.append(0)
             self._decoded_before.append(0)
-        self._cluster.await_place(f"engine {replica}", self._resources, self._join_s)
+        self._cluster.await_place(f"engine {replica}", self.takes, 1, self._join_s)
         self._actors[replica] = self._start(self._specs[replica])
         try:
-            answer = self.call_one(replica, "start", ())
+            answer = call_one(self, replica, "start", ())
         except Exception as error:  # it started before: memory of the dead one may not be free yet
             return Lost(f"its start raised {type(error).__name__}: {error}")
         return answer if isinstance(answer, Lost) else None
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        self._submitting[self._actors[replica].submit.remote(RequestBatch.pack(requests), version)] = replica
+        self._actors[replica].submit.remote(pickle.dumps(requests, _PICKLE), version)
 
     def collect(
         self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
@@ -183,7 +161,6 @@ class RayReplicas:
         ray.wait(calls, num_returns=1, timeout=timeout_s)
         done = ray.wait(calls, num_returns=len(calls), timeout=0)[0]
         check_head()
-        self._settle_submits()
         self._pulse.listen(self._actors)
         for replica in busy:
             self._note(replica, self._silent(replica))
@@ -199,10 +176,9 @@ class RayReplicas:
         return answers
 
     def abort(self, busy: Sequence[int]) -> None:
-        end = time.monotonic() + min(self._pulse.silence_s, self._deadline_s)
-        self._settle_submits(end - time.monotonic())  # none may arrive behind the abort
         calls = {self._actors[replica].abort.remote(): replica for replica in busy if replica not in self._lost}
-        for replica, answer in self._answers(calls, "abort", within_s=max(0.0, end - time.monotonic())).items():
+        within_s = min(self._pulse.silence_s, self._deadline_s)
+        for replica, answer in self._answers(calls, "abort", within_s=within_s).items():
             self._note(replica, answer)
 
     def num_decoded(self) -> list[int]:
@@ -222,18 +198,16 @@ class RayReplicas:
 
     def _start(self, spec: EngineSpec) -> Any:
         # num_cpus 0: threads are set by us, and the trainer's own cores must not keep an engine from being placed
-        options = ray.remote(EngineActor).options(
+        actor_class = ray.remote(concurrency_groups={_REQUESTS: 1})(EngineActor)  # type: ignore[call-overload]
+        options = actor_class.options(
             num_cpus=0,
-            num_gpus=self._resources.get(GPU, 0.0),
-            resources={name: amount for name, amount in self._resources.items() if name != GPU},
+            num_gpus=self.takes.get(GPU, 0.0),
+            resources={name: amount for name, amount in self.takes.items() if name != GPU},
             max_concurrency=_CALLS_AT_ONCE,
             max_restarts=0,  # an engine that Ray restarts would hold the weights of the start (recovery.py)
             runtime_env={"env_vars": spec.environment()},
         )
         return options.remote(spec)
-
-    def _call(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Any:
-        return getattr(self._actors[replica], method).remote(*arguments)
 
     def _answers(
         self,
@@ -246,8 +220,6 @@ class RayReplicas:
         engines have the same one and say so themselves)."""
         if within_s is None:
             within_s = self._deadline_s + min(self._deadline_s, _GRACE_S)
-            if method == "start":
-                within_s = max(within_s, _SLOWER_START * self._slowest_start_s)
         answers: dict[int, Timed | Lost] = {}
         pending, began = list(calls), time.monotonic()
         while pending:
@@ -255,9 +227,6 @@ class RayReplicas:
             timeout_s = _PROGRESS_S if left <= 0 else min(left, _PROGRESS_S)
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
             came = {calls[call]: _answer(call, method) for call in done}
-            if method == "start":
-                seconds = [each.end - each.start for each in came.values() if isinstance(each, Timed)]
-                self._slowest_start_s = max([self._slowest_start_s, *seconds])
             check_head()
             self._pulse.listen(self._actors)
             for call in list(pending):
@@ -271,7 +240,7 @@ class RayReplicas:
         return answers
 
     def _overdue(self, replica: int, method: str, elapsed_s: float, within_s: float) -> Lost | None:
-        """Whether an engine that has been asked elapsed_s ago is given up. A start may take longer while it is heard."""
+        """Lost where an engine that was asked elapsed_s ago is given up. A start may take longer while its process answers."""
         if method == "start":
             is_heard = self._pulse.silent_for_s(replica) < min(self._pulse.silence_s, within_s)
             is_over = elapsed_s >= within_s * (_LONGEST_START if is_heard else 1)
@@ -288,28 +257,15 @@ class RayReplicas:
             return None
         return Lost(f"its process has said nothing for run.silence_s = {self._pulse.silence_s:g} s")
 
-    def _settle_submits(self, timeout_s: float = 0.0) -> None:
-        """A refused submit raises here; an engine that has not taken one within timeout_s is lost, where that is not 0."""
-        calls = list(self._submitting)
-        done, pending = ray.wait(calls, num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
-        for call in done:
-            self._note(self._submitting.pop(call), _answer(call, "submit"))
-        for call in pending if timeout_s else ():
-            self._note(self._submitting.pop(call), Lost(f"requests were not taken within {timeout_s:g} s"))
-
     def _note(self, replica: int, answer: Timed | Lost | None) -> None:
         if isinstance(answer, Lost):
             self._lost.setdefault(replica, answer)
 
 
 def _answer(call: Any, method: str) -> Any:
-    """What a call that is done returned (batches unpacked), or that its engine is lost; raises as `lost_or_raise` does."""
+    """The result of a call that is done (unpickled), or Lost; raises as `lost_or_raise` does."""
     try:
         answer = ray.get(call)
     except RayError as error:
         return lost_or_raise(error, method)
-    return _unpacked(answer) if method == "collect" else answer
-
-
-def _unpacked(answer: Timed) -> Timed:
-    return Timed(answer.value.unpack(), answer.start, answer.end)
+    return replace(answer, value=pickle.loads(answer.value)) if method == "collect" else answer

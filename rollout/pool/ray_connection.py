@@ -16,18 +16,17 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
-from ray._raylet import Config  # type: ignore[attr-defined]  # of a compiled module
+from ray.util import placement_group, placement_group_table, remove_placement_group
 
 from marsrl.rollout.config import HEAD_PORT, is_started_here
 from marsrl.rollout.engines.refusals import RankHost
 from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
-from marsrl.rollout.pool.ray_faults import check_head
+from marsrl.rollout.pool.ray_faults import check_head, forget_processes
 from marsrl.rollout.pool.ray_start import listens_at, own_sigterm, start_head
+from marsrl.rollout.pool.ray_token import token_here
 
 _LOG = logging.getLogger(__name__)
 # ray.init says with a warning that its own default is on: only who has the token of this machine may join the cluster.
@@ -36,7 +35,7 @@ GPU, ENGINE_SLOT = "GPU", "engine_slot"  # what Ray counts; a slot is room for a
 _NAMES = {GPU: "GPU(s)", ENGINE_SLOT: "engine slot(s)"}
 _SETTLE_S = 10.0  # until what an actor has left, or a node has brought, is counted everywhere
 _SAY_S = 15.0  # between two words of one who waits
-_LOOK_S = 0.5
+_PLACED_S = 0.3  # that Ray takes to reserve what is free
 
 
 class RayCluster:
@@ -76,7 +75,7 @@ class RayCluster:
             RayCluster._users += 1
         self._is_open = True
         self._address = address
-        self.host = own_host or _node_address(address)
+        self.host = own_host or _address_here(address)
         self._port = split_address(address, HEAD_PORT)[1] if address is not None else 0
 
     @property
@@ -84,13 +83,8 @@ class RayCluster:
         if self._address is None:
             return "the Ray cluster of this machine"
         if is_started_here(self._address):
-            return f"the Ray cluster that was started here ({self.joins_by})"
+            return f"the Ray cluster that was started here (others run `marsrl join {self.host}:{self._port}`)"
         return f"the Ray cluster at rollout.ray_address={self._address}"
-
-    @property
-    def joins_by(self) -> str:
-        """What other hosts run to be part of a cluster that was started `here`."""
-        return f"marsrl join {self.host}:{self._port}"
 
     def check_owners(self, hosts: Sequence[RankHost], *, is_shared: bool) -> None:
         """Raises RuntimeError where Ray would give engines a GPU that a trainer rank of any host holds.
@@ -105,21 +99,19 @@ class RayCluster:
             counts[name] = counts.get(name, 0) + node["Resources"].get(GPU, 0)
         wrong = []
         for host in hosts:
-            count, free = counts.get(host.name, 0), range(host.num_ranks, host.num_gpus)
-            if is_shared and count != host.num_ranks:
-                shared = ",".join(map(str, range(host.num_ranks)))
-                wrong.append(
-                    f"{host.name}: {count:g} counted, {host.num_ranks} trainer rank(s): CUDA_VISIBLE_DEVICES={shared}"
+            count, ranks = counts.pop(host.name, 0), range(host.num_ranks)
+            right = ranks if is_shared else range(host.num_ranks, host.num_gpus)
+            if count != len(right) if is_shared else host.num_gpus and count > len(right):
+                how = (
+                    f"CUDA_VISIBLE_DEVICES={','.join(map(str, right))}"
+                    if right
+                    else "--num-gpus 0, or no Ray there at all"
                 )
-            elif not is_shared and host.num_gpus and count > len(free):
-                rest = ",".join(map(str, free))
-                wrong.append(
-                    f"{host.name}: {count:g} counted of {host.num_gpus}, of which {host.num_ranks} trainer rank(s) hold the "
-                    "first: "
-                    + (f"CUDA_VISIBLE_DEVICES={rest}" if rest else "no GPU: --num-gpus 0, or no Ray there at all")
-                )
-        if is_shared and (strangers := sorted(set(counts) - {host.name for host in hosts})):
-            wrong += [f"{name}: {counts[name]:g} counted, and no trainer rank" for name in strangers if counts[name]]
+                wrong.append(f"{host.name}: {count:g} counted, {len(ranks)} trainer rank(s) on the first: {how}")
+        if is_shared:
+            wrong += [
+                f"{name}: {count:g} counted, and no trainer rank" for name, count in sorted(counts.items()) if count
+            ]
         if wrong:
             aim = (
                 "would not give engines the trainer's GPUs" if is_shared else "would give engines what the trainer uses"
@@ -129,73 +121,46 @@ class RayCluster:
                 + "; ".join(wrong)
             )
 
-    def await_room(self, policy: str, each: Mapping[str, float], num: int, total: float, wait_s: float) -> None:
-        """Return when there is a place for all engines of a policy; an engine host may still have to join.
+    def await_place(self, who: str, each: Mapping[str, float], num: int, wait_s: float) -> None:
+        """Return when there is a place for `num` engines: hosts may have to join, or be gone with a lost one.
 
         Args:
+            who: the engines, in words.
             each: what one engine takes of one host: {"GPU": 2.0}, {"engine_slot": 1.0}, or nothing.
-            total: what the engines of all policies take.
-            wait_s: for hosts that join a cluster that was started `here`; other clusters are as they are.
-
-        Raises:
-            RuntimeError: there is not enough; with both numbers, and who has what.
-        """
-        for resource, amount in each.items():
-            waits = self._address is not None and is_started_here(self._address)
-            end = time.monotonic() + (wait_s if waits else 0)
-            said = time.monotonic() - _SAY_S
-            while (there := ray.cluster_resources().get(resource, 0.0)) < total and time.monotonic() < end:
-                check_head()
-                if time.monotonic() - said >= _SAY_S:
-                    said = time.monotonic()
-                    _LOG.warning(
-                        "engines need %g %s, %g are there (%s): waiting for hosts that run `%s`, %.0f s left of rollout.join_s",
-                        total, _NAMES[resource], there, _held(resource), self.joins_by, end - time.monotonic(),
-                    )  # fmt: skip
-                time.sleep(_LOOK_S)
-            if there >= total and self._has_places(resource, amount, num, _SETTLE_S):
-                return
-            on_one = f", {amount:g} of one host for each" if amount > 1 else ""
-            more = f"run `{self.joins_by}` on more hosts within rollout.join_s" if waits else "start Ray on more hosts"
-            raise RuntimeError(
-                f"the engines of policy {policy} need {amount * num:g} {_NAMES[resource]}{on_one} ({total:g} of all policies), "
-                f"and {self._name} has {there:g}: {_held(resource)}; lower rollout.engines, or {more}"
-            )
-
-    def await_place(self, engine: str, each: Mapping[str, float], wait_s: float) -> None:
-        """Return when there is a place for one engine that was lost: its host may be gone, and another one have to join.
 
         Raises:
             RuntimeError: there is none within wait_s; who has what.
         """
         for resource, amount in each.items():
-            end = time.monotonic() + wait_s
-            while not self._has_places(resource, amount, 1, min(_SAY_S, max(0.0, end - time.monotonic()))):
+            end, within_s = time.monotonic() + wait_s, _SETTLE_S
+            while not self.has_place({resource: amount}, min(within_s, end - time.monotonic()), num):
+                left, within_s = end - time.monotonic(), _SAY_S
+                on_one = f", {amount:g} of one host for each" if amount > 1 else ""
                 lack = (
-                    f"{engine} has no place: it needs {amount:g} {_NAMES[resource]} of one host, and {self._name} has"
+                    f"no place for {who}: {amount * num:g} {_NAMES[resource]} needed{on_one}, and {self._name} has "
+                    f"{ray.cluster_resources().get(resource, 0.0):g}: {_held(resource)}"
                 )
-                if time.monotonic() >= end:
+                if left <= 0:
                     raise RuntimeError(
-                        f"{lack} {_held(resource)}; none became free within rollout.join_s = {wait_s:g} s"
+                        f"{lack}; lower rollout.engines, or start Ray (`marsrl join`) on more hosts within rollout.join_s"
                     )
-                _LOG.warning(
-                    "%s %s; waiting, %.0f s left of rollout.join_s", lack, _held(resource), end - time.monotonic()
-                )
+                _LOG.warning("%s; waiting for hosts that join, %.0f s left of rollout.join_s", lack, left)
 
-    def has_place(self, each: Mapping[str, float], within_s: float) -> bool:
-        """Whether there is a place for one engine, or is within_s from now; each: what it takes of one host."""
-        return all(self._has_places(resource, amount, 1, within_s) for resource, amount in each.items())
-
-    def _has_places(self, resource: str, amount: float, num: int, within_s: float) -> bool:
-        end = time.monotonic() + within_s
-        while True:
-            check_head()
-            free = [node.get(resource, 0.0) for node in available_resources_per_node().values()]
-            if sum(int(each / amount + 1e-3) for each in free) >= num:  # Ray counts in 1e-4
-                return True
-            if time.monotonic() >= end:
-                return False
-            time.sleep(_LOOK_S)
+    def has_place(self, each: Mapping[str, float], within_s: float, num: int = 1) -> bool:
+        """True if there is room for `num` engines, at the latest in within_s; each: resources that one takes of one host."""
+        if not each:
+            return True
+        end = time.monotonic() + max(within_s, _PLACED_S)
+        group = placement_group([dict(each)] * num)  # Ray decides what fits on which host
+        try:
+            while placement_group_table(group)["state"] != "CREATED":
+                check_head()
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(_PLACED_S / 6)
+            return True
+        finally:
+            remove_placement_group(group)
 
     def close(self) -> None:
         """Shut down when nobody else uses the connection and it was made here."""
@@ -206,11 +171,12 @@ class RayCluster:
             RayCluster._users -= 1
             if RayCluster._users == 0 and RayCluster._started_here:
                 RayCluster._started_here = False
+                forget_processes()
                 ray.shutdown()
 
 
 def cluster_view(address: str, timeout_s: float) -> str:
-    """What the cluster at an address has: each host's GPUs and slots, and what of them is free.
+    """Resources of the cluster at an address: each host's GPUs and slots, and how many are free.
 
     Raises:
         RuntimeError: it cannot be joined within timeout_s.
@@ -227,23 +193,23 @@ def _alive() -> list[Mapping[str, Any]]:
 
 
 def _held(resource: str) -> str:
-    """Who has how much of it, and what of that is free."""
-    free = {key: node.get(resource, 0.0) for key, node in available_resources_per_node().items()}
-    told = [
-        f"{node['NodeManagerHostname']} {node['Resources'][resource]:g} ({free.get(node['NodeID'], 0.0):g} free)"
+    """Hosts and how much each has of it, and what of all that is free."""
+    hosts = [
+        f"{node['NodeManagerHostname']} {node['Resources'][resource]:g}"
         for node in _alive()
         if node["Resources"].get(resource)
     ]
-    return ", ".join(told) or f"no host with {_NAMES[resource]}"
+    free = ray.available_resources().get(resource, 0.0)
+    return f"{', '.join(hosts)} ({free:g} free)" if hosts else f"no host with {_NAMES[resource]}"
 
 
-def _node_address(address: str | None) -> str:
-    """The address of this process's node; without one (ray://), of the interface towards the cluster."""
-    node: Any = ray._private.worker._global_node
-    if node is not None:
-        return str(node.node_ip_address)
-    host, _ = split_address(address or "", HEAD_PORT)
-    return address_towards(host) or own_address()
+def _address_here(address: str | None) -> str:
+    """The address of this process as the hosts of the cluster at `address` reach it."""
+    if address is None:
+        return "127.0.0.1"
+    if is_started_here(address):
+        return own_address()
+    return address_towards(split_address(address, HEAD_PORT)[0]) or own_address()
 
 
 def _join(address: str, timeout_s: float) -> None:
@@ -263,7 +229,7 @@ def _join(address: str, timeout_s: float) -> None:
         raise RuntimeError(
             f"rollout.ray_address is {address!r}; expected here[:port], host:port, ray://host:port or auto"
         )
-    has_token = use_token()
+    has_token = token_here()[1]
     failure: list[BaseException] = []
 
     def connect() -> None:
@@ -282,32 +248,3 @@ def _join(address: str, timeout_s: float) -> None:
             f"rollout.ray_address is {address}, but no Ray cluster could be joined there ({reason}); check that it runs the "
             f"same Ray ({ray.__version__}) and Python, and its token: {has_token}"
         ) from (failure[0] if failure else None)
-
-
-def use_token() -> str:
-    """Show Ray's token where there is one, as `ray start` does, which then demands it of everybody. A sentence about it.
-
-    ray.init does so for a cluster that it starts, never for one that it is told the address of; one without tokens
-    takes no notice.
-    """
-    is_there, sentence = token_here()
-    if is_there:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        Config.initialize("")  # Ray has read its environment when it was imported
-    return sentence
-
-
-def token_here() -> tuple[bool, str]:
-    """Whether this host has a token that can be shown, and a sentence about it."""
-    mode = os.environ.get("RAY_AUTH_MODE")
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
-    copy = (
-        "copy ~/.ray/auth_token of the host that started the cluster there, or name its place in RAY_AUTH_TOKEN_PATH "
-        "(`marsrl join --token-file`)"
-    )
-    if mode is not None and mode.lower() != "token":
-        return False, f"RAY_AUTH_MODE={mode} shows none, and a cluster may demand it: set RAY_AUTH_MODE=token"
-    if "RAY_AUTH_TOKEN" not in os.environ and not path.is_file():
-        return False, f"this host has none ({path}), and a cluster may demand it: {copy}"
-    shown = "of RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else f"in {path}"
-    return True, f"the one {shown} is shown; where it is another cluster's, {copy}"

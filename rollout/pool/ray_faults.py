@@ -1,10 +1,8 @@
-"""What an error of Ray means: an engine is lost (it can be replaced), or Ray itself is of no use any more (the run ends)."""
+"""Sorts Ray's errors: an engine is lost (it can be replaced), or Ray itself has failed (the run ends)."""
 
 from __future__ import annotations
 
-import signal
-from typing import Any
-
+import psutil
 import ray
 from ray.exceptions import (
     ObjectLostError,
@@ -29,7 +27,7 @@ _GO_ON = "go on from the last checkpoint with run.resume=auto"
 
 
 def lost_or_raise(error: RayError, method: str) -> Lost:
-    """What an engine's call that failed with `error` means for the engine.
+    """Lost, where an engine's call that failed with `error` says that the engine is.
 
     Raises:
         RuntimeError: Ray is gone, or its object store is full.
@@ -55,7 +53,7 @@ def lost_or_raise(error: RayError, method: str) -> Lost:
 
 
 def how_it_died(error: BaseException) -> str:
-    """What ended an engine's process, in words that say what to do where that is known."""
+    """The cause of an engine process's death, with what to do where that is known."""
     low = next((line.strip() for line in str(error).splitlines() if _LOW_ON_MEMORY in line), None)
     if low is not None or isinstance(error, OutOfMemoryError):
         return (
@@ -77,21 +75,35 @@ def check_ray(error: BaseException | None = None) -> None:
         ) from error
 
 
+_processes: dict[str, psutil.Process] = {}  # of Ray, started by this process, without which nothing goes on
+
+
+def note_processes() -> None:
+    """Ray was started by this process: check_head is to watch it."""
+    children = {child.name(): child for child in psutil.Process().children()}
+    _processes.update({name: children[name] for name in _NEEDED if name in children})
+
+
+def forget_processes() -> None:
+    """Ray is shut down next."""
+    _processes.clear()
+
+
 def check_head() -> None:
-    """Raise RuntimeError where a process of Ray that this process has started has ended; costs nothing.
+    """Raise RuntimeError where a process of Ray that this process has started has ended; costs little.
 
     Ray itself says nothing for a minute when its head is gone, and then aborts this process.
     """
-    node: Any = ray._private.worker._global_node
-    if node is None:
-        return
-    for kind, process in node.dead_processes():
-        if kind in _NEEDED:
+    for name, process in _processes.items():
+        if _has_ended(process):
             raise RuntimeError(
-                f"Ray is gone: its {kind} (process {process.pid}) has ended with {_status(process.returncode)}; its logs are "
-                f"in {node.get_logs_dir_path()}; {_GO_ON}"
+                f"Ray is gone: its {name} (process {process.pid}) has ended; its logs are in /tmp/ray/session_latest/logs; "
+                f"{_GO_ON}"
             )
 
 
-def _status(code: int) -> str:
-    return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -1,6 +1,6 @@
 """`marsrl join`: this host's engines for a trainer on another one, as a node of the Ray cluster that its rank 0 started.
 
-    wait for the head -> start a node -> watch the head and the node -> the head has ended: leave; the node has: join again
+    wait for the head -> `ray start --address HEAD --block` -> watch both -> the head has ended: leave; the node has: join again
 
 The node ends with this process, however that ends; engines that run on it end with the node.
 """
@@ -8,11 +8,16 @@ The node ends with this process, however that ends; engines that run on it end w
 from __future__ import annotations
 
 import contextlib
-import logging
+import ctypes
+import json
+import math
 import os
 import platform
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,13 +27,11 @@ from typing import Literal
 
 import psutil
 import ray
-from ray._private.node import Node
-from ray._private.parameter import RayParams
 
-from marsrl.rollout.error_lines import first_line
 from marsrl.rollout.pool.addresses import address_towards
-from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, use_token
-from marsrl.rollout.pool.ray_start import only_what_is_needed, patiently, visible
+from marsrl.rollout.pool.ray_connection import ENGINE_SLOT
+from marsrl.rollout.pool.ray_start import visible
+from marsrl.rollout.pool.ray_token import show_token
 
 _LOOK_S = 1.0
 _ANSWER_S = 3.0  # for which the head's machine has to answer
@@ -36,10 +39,9 @@ _SAY_S = 30.0  # between two words of one who waits
 _REFUSALS = 3  # in a row: nobody listens on the head's port any more
 _SHORT_LIFE_S = 30.0  # of a node; after _SHORT_LIVES of these in a row there is no sense in another
 _SHORT_LIVES = 3
-_SLOW_STARTS = 3
 _LEAVE_S = 10.0  # that engines get to end by themselves
-
-Head = Literal["there", "refuses", "silent"]
+_LOGS = "/tmp/ray/session_latest/logs"
+_PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +65,12 @@ def offer_of_this_host(gpus: Sequence[int] | None, engines: int | None) -> Offer
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     chosen = tuple(range(num_gpus)) if gpus is None else tuple(gpus)
-    if len(set(chosen)) < len(chosen) or any(not 0 <= gpu < num_gpus for gpu in chosen):
+    if not set(chosen) <= set(range(num_gpus)):
         raise ValueError(
             f"--gpus is {','.join(map(str, chosen))}, and this host has {num_gpus} GPU(s), numbered from 0"
         )
     if engines is not None and (engines < 1 or chosen):
-        why = (
-            "expected at least 1"
-            if engines < 1
-            else f"and engines here are counted by GPUs ({len(chosen)}): use --gpus"
-        )
-        raise ValueError(f"--engines is {engines}, {why}")
+        raise ValueError(f"--engines is {engines}; expected at least 1, on a host without GPUs: else use --gpus")
     return Offer(chosen, 0 if chosen else engines or 1)
 
 
@@ -81,8 +78,16 @@ class JoinError(RuntimeError):
     """This host could not become part of the cluster, or is not any more."""
 
 
-class _SlowStart(JoinError):
-    """Ray waits 30 s for its raylet, which nothing sets: too short for a busy machine."""
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """`ray start --block`, and the file that has what it says."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text(encoding="utf-8", errors="replace")
 
 
 def join(
@@ -98,35 +103,88 @@ def join(
         JoinError: nobody there within wait_s, another Ray or Python, a wrong token, or a node that dies again and again.
         KeyboardInterrupt: Ctrl-C or SIGTERM; nothing of the node is left.
     """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_worker_niceness", "0")  # as for engines beside the trainer
-    logging.getLogger("ray").setLevel(logging.ERROR)
     token = _token(token_file)
-    where, short_lives, slow_starts = f"{host}:{port}", 0, 0
+    head, short_lives = _Head(host, port, wait_s, say), 0
     signal.signal(signal.SIGTERM, _interrupt)
     while True:
-        _await_head(host, port, wait_s, say)
-        own = address_towards(host) or "127.0.0.1"
-        began = time.monotonic()
-        try:
-            with _node(where, own, offer, token) as node:
-                say(f"{socket.gethostname()} ({own}) is part of the cluster at {where} with {offer}; Ctrl-C leaves it")
-                ended = _watch(node, host, port, wait_s, say)
-        except _SlowStart as error:
-            slow_starts += 1
-            if slow_starts == _SLOW_STARTS:
-                raise
-            say(f"{error}; tried once more")
-            continue
-        if ended is None:
-            say(f"the cluster at {where} has ended; {socket.gethostname()} leaves it")
+        while not head.has_ended and head.look() != "there":
+            time.sleep(_LOOK_S)
+        if head.has_ended:
+            say(f"the cluster at {head.name} has ended; {socket.gethostname()} leaves it")
             return
-        short_lives = short_lives + 1 if time.monotonic() - began < _SHORT_LIFE_S else 0
-        if short_lives == _SHORT_LIVES:
+        own, began = address_towards(host) or "127.0.0.1", time.monotonic()
+        joined = f"{socket.gethostname()} ({own}) is part of the cluster at {head.name} with {offer}; Ctrl-C leaves it"
+        with _started(head.name, own, offer) as node:
+            while not head.has_ended and (head.look() != "there" or node.process.poll() is None):
+                if joined and _is_up(node.said):
+                    say(joined)
+                    joined = ""
+                time.sleep(_LOOK_S)
+            ended, said = f"Ray's node of this host has ended with status {node.process.poll()}", node.said
+        if head.has_ended:
+            continue
+        if (
+            not _is_up(said) and "timed out during startup" not in said
+        ):  # Ray's 30 s: a busy machine, another time perhaps
             raise JoinError(
-                f"{ended}, {_SHORT_LIVES} times in a row within {_SHORT_LIFE_S:g} s; its logs are in {_logs(node)}"
+                f"this host (Ray {ray.__version__}, Python {platform.python_version()}) could not join the cluster at "
+                f"{head.name} ({_reason(said)}); its token: {token}"
             )
-        say(f"{ended} (its logs are in {_logs(node)}); this host joins again")
+        short_lives = short_lives + 1 if time.monotonic() - began < _SHORT_LIFE_S or not _is_up(said) else 0
+        if short_lives == _SHORT_LIVES:
+            raise JoinError(f"{ended} ({_reason(said)}), {_SHORT_LIVES} times in a row; its logs are in {_LOGS}")
+        say(f"{ended} (its logs are in {_LOGS}); this host joins again")
+
+
+class _Head:
+    """The port at which the trainer's Ray listens. has_ended: Ray listened there, and does not any more."""
+
+    def __init__(self, host: str, port: int, wait_s: float, say: Callable[[str], None]) -> None:
+        self._address, self.name, self._wait_s, self._say = (host, port), f"{host}:{port}", wait_s, say
+        self._answered, self._said = time.monotonic(), -math.inf
+        self._was_there, self._num_refusals = False, 0
+
+    @property
+    def has_ended(self) -> bool:
+        return self._was_there and self._num_refusals >= _REFUSALS
+
+    def look(self) -> Literal["there", "refuses", "silent"]:
+        """Raises JoinError where nobody has answered for wait_s; before Ray has been there, its port must."""
+        found: Literal["there", "refuses", "silent"] = "there"
+        try:
+            socket.create_connection(self._address, timeout=_ANSWER_S).close()
+        except ConnectionRefusedError:
+            found = "refuses"
+        except OSError:
+            found = "silent"
+        now = time.monotonic()
+        self._num_refusals = self._num_refusals + 1 if found == "refuses" else 0
+        self._was_there |= found == "there"
+        if found == "there" or (found == "refuses" and self._was_there):
+            self._answered = self._said = now
+            return found
+        why = "no Ray listens there" if found == "refuses" else "the host does not answer"
+        left = self._answered + self._wait_s - now
+        if left <= 0:
+            raise JoinError(
+                f"no cluster at {self.name} within --wait {self._wait_s:g} s ({why}): start the trainer with "
+                "rollout.ray_address=here, correct the address, or open the port"
+            )
+        if now - self._said >= _SAY_S:
+            self._said = now
+            self._say(f"waiting for the trainer's cluster at {self.name} ({why}), {left:.0f} s left of --wait")
+        return found
+
+
+def _is_up(said: str) -> bool:
+    return "Ray runtime started" in said
+
+
+def _reason(said: str) -> str:
+    """The end of what `ray start` said; of another version of Ray or Python all that it says of that."""
+    if (at := said.find("Version mismatch")) >= 0:
+        return " ".join(said[at:].split()) + ": install the trainer's Ray and Python here"
+    return (said.strip().splitlines() or ["it said nothing"])[-1][:300]
 
 
 def _token(token_file: str | None) -> str:
@@ -140,108 +198,56 @@ def _token(token_file: str | None) -> str:
             )
         os.environ.pop("RAY_AUTH_TOKEN", None)
         os.environ |= {"RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_MODE": "token"}
-    return use_token()
-
-
-def _head(host: str, port: int) -> Head:
-    try:
-        socket.create_connection((host, port), timeout=_ANSWER_S).close()
-    except ConnectionRefusedError:
-        return "refuses"
-    except OSError:
-        return "silent"
-    return "there"
-
-
-def _await_head(host: str, port: int, wait_s: float, say: Callable[[str], None]) -> None:
-    end, said = time.monotonic() + wait_s, -float("inf")
-    while (found := _head(host, port)) != "there":
-        now = time.monotonic()
-        why = "no Ray listens there" if found == "refuses" else "the host does not answer"
-        if now >= end:
-            raise JoinError(
-                f"no cluster at {host}:{port} within --wait {wait_s:g} s ({why}): start the trainer with "
-                "rollout.ray_address=here, correct the address, or open the port"
-            )
-        if now - said >= _SAY_S:
-            said = now
-            say(f"waiting for the trainer's cluster at {host}:{port} ({why}), {end - now:.0f} s left of --wait")
-        time.sleep(_LOOK_S)
+    return show_token()
 
 
 @contextlib.contextmanager
-def _node(where: str, own: str, offer: Offer, token: str) -> Iterator[Node]:
+def _started(where: str, own: str, offer: Offer) -> Iterator[_Node]:
     """A node of the cluster in the body; afterwards no process of it is left."""
-
-    def parameters() -> RayParams:
-        """Anew for each attempt: a node writes into them."""
-        return RayParams(
-            gcs_address=where,
-            redis_address=where,
-            node_ip_address=own,
-            num_cpus=os.cpu_count(),
-            num_gpus=len(offer.gpus),
-            resources={ENGINE_SLOT: offer.engines} if offer.engines else {},
-        )
-
-    node = None
-    before = set(psutil.Process().children(recursive=True))
-    try:
+    words = [
+        f"--address={where}",
+        f"--node-ip-address={own}",
+        f"--num-cpus={os.cpu_count()}",
+        f"--num-gpus={len(offer.gpus)}",
+    ]
+    words += [f"--resources={json.dumps({ENGINE_SLOT: offer.engines})}"] if offer.engines else []
+    # any port: Ray's own range is one for all nodes of a machine
+    words += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats", "--block"]
+    with tempfile.TemporaryDirectory(prefix="marsrl-join-") as folder:
+        output = Path(folder) / "said"
+        with visible(offer.gpus), output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ray.scripts.scripts", "start", *words],
+                env={"RAY_worker_niceness": "0", **os.environ},  # as for engines beside the trainer
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                start_new_session=True, preexec_fn=_end_with_parent,
+            )  # fmt: skip
         try:
-            with visible(offer.gpus), only_what_is_needed():
-                node = patiently(lambda: Node(parameters(), head=False, shutdown_at_exit=False, spawn_reaper=True))
-        except Exception as error:
-            if "Version mismatch" in str(error):
-                reason = " ".join(str(error).split())
-                raise JoinError(f"{reason}: install the trainer's Ray and Python here") from error
-            kind = _SlowStart if "timed out during startup" in str(error) else JoinError
-            raise kind(
-                f"this host (Ray {ray.__version__}, Python {platform.python_version()}) could not join the cluster at {where} "
-                f"({first_line(error)}); its token: {token}"
-            ) from error
-        yield node
-    finally:
-        interrupts = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
-        processes = set(psutil.Process().children(recursive=True)) - before  # engines' own processes too
-        if node is not None:
-            node.kill_all_processes(check_alive=False, allow_graceful=True)
-        _, left = psutil.wait_procs(processes, timeout=_LEAVE_S if node is not None else 0)
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, timeout=_LEAVE_S)
-        for each, handler in interrupts.items():
-            signal.signal(each, handler)
+            yield _Node(process, output)
+        finally:
+            interrupts = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
+            _end(process)
+            for each, handler in interrupts.items():
+                signal.signal(each, handler)
 
 
-def _watch(node: Node, host: str, port: int, wait_s: float, say: Callable[[str], None]) -> str | None:
-    """Wait until the head or the node ends. None: the head; else what of the node, and how.
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM)
 
-    Raises:
-        JoinError: the head's machine has been silent for wait_s.
-    """
-    refusals, answered, said = 0, time.monotonic(), -float("inf")
-    while True:
-        time.sleep(_LOOK_S)
-        found, now = _head(host, port), time.monotonic()
-        refusals = refusals + 1 if found == "refuses" else 0
-        if refusals == _REFUSALS:
-            return None
-        for kind, process in node.dead_processes():
-            if found == "there":  # else it has ended because of that
-                return f"Ray's {kind} of this host (process {process.pid}) has ended with status {process.returncode}"
-        if found != "silent":
-            answered = now
-        elif now - answered >= wait_s:
-            raise JoinError(f"the trainer's host {host} has not answered for --wait {wait_s:g} s")
-        elif now - max(said, answered) >= _SAY_S:
-            said = now
-            say(f"the trainer's host {host} has not answered for {now - answered:.0f} s, of --wait {wait_s:g}")
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to `ray start`, which ends its node; what is left after _LEAVE_S is killed, engines' own processes too."""
+    processes = [psutil.Process(process.pid)] if process.poll() is None else []
+    for each in list(processes):
+        processes += each.children(recursive=True)
+    process.terminate()
+    _, left = psutil.wait_procs(processes, timeout=_LEAVE_S)
+    for each in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(left, timeout=_LEAVE_S)
+    process.wait()
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _logs(node: Node) -> str:
-    return str(node.get_logs_dir_path())

@@ -1,4 +1,4 @@
-"""Which engines' processes are silent: stopped, or on a machine that is gone. One that is only busy answers.
+"""Finds engine processes that are silent: stopped, or on a machine that is gone. A busy one still answers.
 
 pulse.listen(actors)          # again and again while something is waited for
 pulse.silent_for_s(replica)   # how long we have listened to it in vain

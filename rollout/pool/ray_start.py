@@ -1,4 +1,4 @@
-"""Starts a node of Ray on this host: the head of a cluster of our own, or what `marsrl join` gives to another's."""
+"""Starts a cluster of Ray on this host, of which this process is a driver; other hosts join it (ray_node.py)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 import psutil
 import ray
-from ray._private.node import Node
 
 from marsrl.rollout.config import HEAD_PORT
 from marsrl.rollout.environment import environment
 from marsrl.rollout.pool.addresses import own_address, split_address
+from marsrl.rollout.pool.ray_faults import note_processes
 
 _LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
-# Methods of Ray's Node. It has no word to leave them out: an autoscaler, a copier of logs to the driver, a dashboard's head,
-# 4 s of a core to start.
-_NOT_NEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
 _NO_HEAD_S = 3600  # for which Ray's processes look for a dead gcs_server: `check_ray` ends the run long before
 _SILENT_MS = 120_000  # until a connection is given up: Ray's own loses every engine behind a network cut of 20 s
 
@@ -62,28 +57,24 @@ def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 makes rollouts wait for whatever else the host does
     os.environ.pop("RAY_ADDRESS", None)  # asked for a cluster of our own: do not join a stranger's
-    patiently(lambda: _init(object_store_mib, gpus, where))
-
-
-def patiently(start: Callable[[], _T]) -> _T:
-    """What `start` returns, which starts processes of Ray: up to three times where they are too slow for Ray's own limit."""
     for is_last in (False, False, True):
         before = set(psutil.Process().children(recursive=True))
         try:
-            return start()
-        except Exception as error:  # Ray waits 30 s for its raylet, which nothing sets: too short for a busy machine
+            _init(object_store_mib, gpus, where)
+            break
+        except Exception as error:  # node.py waits 30 s for the raylet, a constant: too short for a busy machine
             if is_last or "timed out during startup" not in str(error):
                 raise
             for process in set(psutil.Process().children(recursive=True)) - before:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             _LOG.warning("Ray did not start within its 30 s; it is started once more")
-    raise AssertionError("the last attempt returns or raises")
+    note_processes()
 
 
 def _init(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:
     host, port = where
-    with visible(gpus), only_what_is_needed(), environment(RAY_GCS_SERVER_PORT=str(port)):
+    with visible(gpus), environment(RAY_GCS_SERVER_PORT=str(port)):
         ray.init(
             address="local",
             num_cpus=os.cpu_count(),
@@ -99,19 +90,6 @@ def _init(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) ->
                 "prestart_worker_first_driver": False,  # a worker for each core, which no engine uses: it has an environment
             },
         )
-
-
-@contextlib.contextmanager
-def only_what_is_needed() -> Iterator[None]:
-    """In the body a node of Ray starts without the processes of _NOT_NEEDED."""
-    methods = {name: getattr(Node, name) for name in _NOT_NEEDED if hasattr(Node, name)}
-    for name in methods:
-        setattr(Node, name, lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        for name, method in methods.items():
-            setattr(Node, name, method)
 
 
 @contextlib.contextmanager

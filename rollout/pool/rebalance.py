@@ -4,8 +4,8 @@
     rebalancer.is_due            two stages in a row said the same
     rebalancer.move()            an engine of one policy ends, one of another takes its place with that policy's weights of now
 
-The load of a policy is the seconds for which an engine of it had something to decode, in the mean over its engines. An engine
-moves where the highest load is more than twice the lowest of a policy with an engine to spare, and the stage's decoding,
+The load of a policy is the seconds that an engine of it worked on requests that came back, in the mean over its engines. An
+engine moves where the highest load is more than twice the lowest of a policy with an engine to spare, and the stage's decoding,
 predicted from the same seconds, gets shorter by a tenth at least: so that the way back is never due under the same load.
 """
 
@@ -73,7 +73,7 @@ def wanted(policies: Mapping[str, PolicyEngines]) -> Move | None:
 
 
 def outlook(engines: Mapping[str, int], takes: Mapping[str, Mapping[str, float]]) -> str:
-    """What rollout.rebalance can move, of policies with so many engines that take so much each; in one line."""
+    """One line about the moves that rollout.rebalance can make, given each policy's engines and what each takes."""
     moves = [
         f"{giver} to {taker}" + (f" ({num} in its place)" if num > 1 else "")
         for giver in engines
@@ -113,6 +113,7 @@ class Rebalancer:
 
     def __init__(self, pools: Mapping[str, EnginePool], *, say: Callable[[str], None]) -> None:
         self._pools, self._say = pools, say
+        self._seen_s = dict.fromkeys(pools, 0.0)  # EnginePool.busy_s at the end of the last stage
         self._move: Move | None = None
         self._num_stages = 0  # in a row that asked for it
         self._told: set[str] = set()
@@ -130,19 +131,23 @@ class Rebalancer:
     def note_stage(self) -> None:
         """A stage has been played since the last call, or since `forget`."""
         policies = {
-            name: PolicyEngines(pool.num_engines, pool.take_busy_s(), pool.takes)
+            name: PolicyEngines(pool.num_engines, pool.busy_s - self._seen_s[name], pool.takes)
             for name, pool in self._pools.items()
             if pool.takes is not None
         }
-        if not all(pool.is_whole for pool in self._pools.values()):
-            self._wait_for(None)  # first those that were lost get their places back
-        else:
-            self._wait_for(wanted(policies))
+        self.forget()
+        # first those that were lost get their places back
+        move = wanted(policies) if all(pool.is_whole for pool in self._pools.values()) else None
+        before, self._move = self._move, move
+        is_same = move is not None and before is not None and (move.giver, move.taker) == (before.giver, before.taker)
+        self._num_stages = self._num_stages + 1 if is_same else 1
+        if move is not None and move.problem and move.problem not in self._told:
+            self._told.add(move.problem)
+            self._say(f"rollout.rebalance: {move.why}, but {move.problem}: nothing is moved")
 
     def forget(self) -> None:
-        """What was decoded since the last stage was none of it: an evaluation."""
-        for pool in self._pools.values():
-            pool.take_busy_s()
+        """Drop the time since the last stage: an evaluation was played, which is no stage."""
+        self._seen_s = {name: pool.busy_s for name, pool in self._pools.items()}
 
     def move(self) -> None:
         """Do what is due. Engines of all policies are at rest, and the trainer's ranks can send weights."""
@@ -159,15 +164,3 @@ class Rebalancer:
             f"rollout.rebalance: {move.why}: an engine of {move.giver} {done} to {move.taker}; engines now: "
             + ", ".join(f"{name} {pool.num_engines}" for name, pool in self._pools.items())
         )
-
-    def _wait_for(self, move: Move | None) -> None:
-        is_same = (
-            move is not None
-            and self._move is not None
-            and (move.giver, move.taker) == (self._move.giver, self._move.taker)
-        )
-        self._num_stages = self._num_stages + 1 if is_same else 1
-        self._move = move
-        if move is not None and move.problem and move.problem not in self._told:
-            self._told.add(move.problem)
-            self._say(f"rollout.rebalance: {move.why}, but {move.problem}: nothing is moved")

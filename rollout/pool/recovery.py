@@ -7,8 +7,7 @@ The weights come from the file of the last update, or, where the trainer's ranks
 the ranks again (`feed`). Those may be in the middle of a step: then the new engine gets nothing to do until they are not.
 
 An engine is lost when its process has died, when it has not answered within rollout.deadline_s, when its decoding raised
-something that is no refusal, or when weights from the trainer's ranks did not get to it whole. What becomes of its requests
-is decided in retries.py.
+something that is no refusal, or when weights from the trainer's ranks did not get to it whole.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from marsrl.rollout.engines.protocol import WeightUpdate
-from marsrl.rollout.pool.replicas import Lost, Replicas, Timed
+from marsrl.rollout.pool.replicas import Lost, Replicas, Timed, call_one
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ SETTLE_S = 10.0  # until what an engine has left, or a host has brought, is a pl
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What went wrong and was mended. resubmitted: requests decoded again; failed: given up (see retries.py)."""
+    """Counts of faults that were mended. resubmitted: requests decoded again; failed: given up."""
 
     engine_restarts: int = 0
     resubmitted: int = 0
@@ -39,26 +38,24 @@ class Recovery:
     """Restarts engines, and counts.
 
     name: of the policy. most: restarts in a run; one more ends it.
-    on_restart: told (replica, start, end), time.time(), of each.
+    tell: told (replica, "restart", start, end), time.time(), of each.
     """
 
-    def __init__(self, replicas: Replicas, name: str, most: int, on_restart: Callable[[int, float, float], None]):
-        self._replicas, self._name, self._most, self._on_restart = replicas, name, most, on_restart
+    def __init__(self, replicas: Replicas, name: str, most: int, tell: Callable[[int, str, float, float], None]):
+        self._replicas, self._name, self._most, self._tell = replicas, name, most, tell
         self._update: WeightUpdate | None = None  # of now; None before the first
         self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard of an engine; all engines hold the same
-        self._num_restarts = 0
+        self.num_restarts = 0
         self.feed: Callable[[int], Timed | Lost | None] | None = None
-        self.unfed: set[int] = set()  # replicas that hold the weights of their start, and are to get those of now
+        self.needs_weights = set[int]()  # replicas that hold the weights of their start, and are to get those of now
 
     def note_weights(self, update: WeightUpdate, checksums: Sequence[Mapping[str, int]]) -> None:
         """From now on a new engine gets these weights, of which each shard must report these checksums."""
         self._update, self._checksums = update, checksums
-        self.unfed.clear()
+        self.needs_weights.clear()
 
-    def restart(self, replica: int, reason: str, *, loads: bool = True, has_others: bool = False) -> bool:
-        """Replace a lost engine; False where it has no place, and others serve (has_others).
-
-        loads: with the weights of now; else the caller sends it others next.
+    def restart(self, replica: int, reason: str, *, has_others: bool) -> bool:
+        """Replace a lost engine, with the weights of now; False where it has no place, and others serve (has_others).
 
         Raises:
             RuntimeError: too many restarts in this run, no place for the only engine, or the new engine holds other numbers
@@ -73,36 +70,31 @@ class Recovery:
                     "policy %s: engine %d is lost: %s; no host has a place for it: the run goes on without it until one has",
                     self._name, replica, lost.reason,
                 )  # fmt: skip
-                self.unfed.discard(replica)
+                self.needs_weights.discard(replica)
                 return False
-            self._num_restarts += 1
-            if self._num_restarts > self._most:
+            self.num_restarts += 1
+            if self.num_restarts > self._most:
                 raise RuntimeError(
                     f"engines of policy {self._name}: engine {replica} is lost ({lost.reason}), and they have been "
                     f"restarted {self._most} times in this run (rollout.max_engine_restarts); what an engine said last "
                     "is in Ray's logs (/tmp/ray/session_latest/logs); go on from the last checkpoint with run.resume=auto"
                 )
             _log.warning("policy %s: engine %d is lost: %s; it is restarted", self._name, replica, lost.reason)
-            lost = self.make(replica, loads=loads)
+            lost = self.make(replica)
         end = max(start, time.time())  # the wall clock may be set back
-        self._on_restart(replica, start, end)
-        is_new = self._update is None or replica in self.unfed
+        self._tell(replica, "restart", start, end)
+        is_new = self._update is None or replica in self.needs_weights
         held = "those of its start" if is_new else f"version {self._update.version}"  # type: ignore[union-attr]
         _log.warning("policy %s: engine %d is back after %.1f s, weights: %s", self._name, replica, end - start, held)
         return True
 
-    def make(self, replica: int, *, loads: bool = True) -> Lost | None:
-        """A new engine of this number, with the weights of now where it loads them; Lost: it does not survive that."""
+    def make(self, replica: int) -> Lost | None:
+        """A new engine of this number, with the weights of now; Lost: it does not survive that."""
         lost = self._replicas.restart(replica)
         if lost is None and self._update is not None:
-            self.unfed.add(replica)
-            lost = self.load(replica) if loads else None
+            self.needs_weights.add(replica)
+            lost = self.load(replica)
         return lost
-
-    @property
-    def num_restarts(self) -> int:
-        """In this run so far."""
-        return self._num_restarts
 
     def load(self, replica: int) -> Lost | None:
         """The weights of now into a new engine, or nothing where the trainer's ranks cannot send them now.
@@ -113,7 +105,7 @@ class Recovery:
         assert update is not None, "an engine that got no weights yet has those of its start"
         answer: Timed | Lost | None
         if update.path:
-            answer = self._replicas.call_one(replica, "update_weights", (update,))
+            answer = call_one(self._replicas, replica, "update_weights", (update,))
         elif self.feed is None:
             raise RuntimeError(
                 f"engines of policy {self._name}: engine {replica} is lost, no file has the weights of version "
@@ -131,5 +123,5 @@ class Recovery:
                 f"{update.version}, reports version {answer.value.version} and does not hold what the others hold: "
                 f"{len(wrong)} of {sum(map(len, self._checksums))} tensors differ, first {', '.join(wrong[:3])}"
             )
-        self.unfed.discard(replica)
+        self.needs_weights.discard(replica)
         return None

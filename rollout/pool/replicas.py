@@ -1,4 +1,4 @@
-"""How a pool reaches its engines: the interface of a policy's replicas, and those of this process.
+"""A pool's way to its engines: the interface of a policy's replicas, and the replicas of this process.
 
     pool = EnginePool(LocalReplicas([engine]))
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from marsrl.rollout.engines.protocol import DecodeRequest, Engine
 
@@ -30,7 +31,7 @@ def ignore_loss(replica: int, reason: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What an engine's method returned, and when it ran there. start, end: time.time() of the engine's process."""
+    """The result of an engine's method, and when it ran there. start, end: time.time() of the engine's process."""
 
     value: Any
     start: float
@@ -51,82 +52,72 @@ def timed(function: Callable[[], Any]) -> Timed:
     return Timed(value, start, max(start, time.time()))  # the wall clock may be set back
 
 
-class Replicas(Protocol):
-    """The engines of one policy, numbered from 0. A number may have no engine: it was stopped, or waits for a place."""
+class Replicas(ABC):
+    """The engines of one policy, numbered from 0. A number may have no engine: it was stopped, or waits for a place.
 
+    can_restart: False where engines live in this process: what ails them ails it too, and none is ever Lost.
+    takes: resources that each engine takes of one host, by Ray's names; empty: there is always room.
+    """
+
+    can_restart = False
+    takes: Mapping[str, float] = MappingProxyType({})
+
+    @abstractmethod
     def __len__(self) -> int:
         """Numbers that have had an engine."""
 
-    @property
-    def can_restart(self) -> bool:
-        """False where engines live in this process: what ails them ails it too."""
-
-    @property
-    def takes(self) -> Mapping[str, float]:
-        """What each engine takes of one host, by Ray's names; nothing: there is always a place."""
-
+    @abstractmethod
     def call(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
     ) -> Mapping[int, Timed | Lost]:
         """method(*arguments[i]) on each replica i that has arguments, all at once where they can. on_lost: is told of a
         lost one at once, while others are still waited for."""
 
-    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
-        """method(*arguments) on one replica."""
-
     def restart(self, replica: int) -> Lost | None:
         """End what is left of an engine and make a new one, with the weights of its start. Lost: that failed too.
 
         The number may be the next one, that of an engine more.
         """
+        raise NotImplementedError
 
     def stop(self, replica: int) -> None:
         """End what is left of an engine; its place is free."""
+        raise NotImplementedError
 
     def has_place(self, within_s: float) -> bool:
-        """Whether there is a place for one engine more, or is within_s from now."""
+        """True if there is room for one engine more, at the latest in within_s."""
+        return False
 
+    @abstractmethod
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
         """Hand requests to a replica, which may be decoding; does not wait for it."""
 
+    @abstractmethod
     def collect(
         self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
     ) -> Sequence[tuple[int, Timed | Lost]]:
-        """What has ended at the busy replicas: (replica, list of results), waiting timeout_s at most for the first.
+        """Results of the busy replicas: (replica, list of results), waiting timeout_s at most for the first.
 
         is_urgent: something may follow from a result. Else it is handed over whenever that costs least.
         """
 
+    @abstractmethod
     def abort(self, busy: Sequence[int]) -> None:
         """Have every request of these replicas come back with the next results, as far as it got."""
 
+    @abstractmethod
     def num_decoded(self) -> list[int]: ...
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
-class Irreplaceable:
-    """For replicas that are never lost alone: what ails them ends the run."""
-
-    can_restart = False
-    takes: Mapping[str, float] = MappingProxyType({})
-
-    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
-        raise RuntimeError(f"engine {replica}: {method} of one engine alone is for one that was restarted")
-
-    def restart(self, replica: int) -> Lost | None:
-        raise RuntimeError(
-            f"engine {replica} is of this process (rollout.placement=local) and cannot be restarted alone"
-        )
-
-    def stop(self, replica: int) -> None:
-        raise RuntimeError(f"engine {replica} is of this process (rollout.placement=local) and cannot be stopped alone")
-
-    def has_place(self, within_s: float) -> bool:
-        return False
+def call_one(replicas: Replicas, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
+    """method(*arguments) on one replica."""
+    return replicas.call(method, {replica: arguments})[replica]
 
 
-class LocalReplicas(Irreplaceable):
+class LocalReplicas(Replicas):
     """Engines in this process, called one after the other. What they raise is raised: nothing is restarted."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -138,10 +129,10 @@ class LocalReplicas(Irreplaceable):
     def call(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
     ) -> Mapping[int, Timed | Lost]:
-        return {replica: self.call_one(replica, method, each) for replica, each in arguments.items()}
-
-    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
-        return timed(lambda: getattr(self.engines[replica], method)(*arguments))
+        return {
+            replica: timed(functools.partial(getattr(self.engines[replica], method), *each))
+            for replica, each in arguments.items()
+        }
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
         self.engines[replica].submit(requests, version=version)

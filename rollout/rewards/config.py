@@ -1,4 +1,4 @@
-"""Settings of a judge that is a model (`judge` of a run). Import-light: pydantic only."""
+"""Settings of judges: processes (`task_options` of a run) or a model (`judge`). Import-light: pydantic only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from marsrl.rollout.config import LONGEST_S, MOST, MOST_TOKENS, Settings
+from marsrl.rollout.config import CountOr0, Ranks, Seconds, Settings, Share, Tokens
+
+
+class JudgeOptions(Settings):
+    """Judgement of answers in processes of their own."""
+
+    workers: Ranks = Field(2, description="judge processes")
+    timeout_s: Seconds = Field(10.0, description="a judgement that takes longer is ended: a missing reward")
+    max_answer_chars: Tokens = Field(2000, description="a longer answer is wrong")
 
 
 class JudgeConfig(Settings):
@@ -20,23 +28,19 @@ class JudgeConfig(Settings):
     retries: int = Field(
         2, ge=0, le=100, description="further draws, at temperature 0.7 or more, where a judgement cannot be read"
     )
-    max_response_tokens: int = Field(
-        1024, gt=0, le=MOST_TOKENS, description="of a judgement; a longer one is unreadable"
+    max_response_tokens: Tokens = Field(1024, description="of a judgement; a longer one is unreadable")
+    max_input_tokens: Tokens = Field(
+        8192, description="of what the judge reads; an answer that does not fit in it is wrong"
     )
-    max_input_tokens: int = Field(
-        8192, gt=0, le=MOST_TOKENS, description="of what the judge reads; an answer that does not fit in it is wrong"
+    max_answer_chars: Tokens = Field(2000, description="a longer answer is wrong, and not asked about")
+    timeout_s: Seconds = Field(
+        600.0, description="an answer that is not judged by then, retries included, has no reward"
     )
-    max_answer_chars: int = Field(
-        2000, gt=0, le=MOST_TOKENS, description="a longer answer is wrong, and not asked about"
+    max_missing_share: Share = Field(
+        0.2, description="of the answers that the judge left unjudged; with more the run stops"
     )
-    timeout_s: float = Field(
-        600.0, gt=0, le=LONGEST_S, description="an answer that is not judged by then, retries included, has no reward"
-    )
-    max_missing_share: float = Field(
-        0.2, ge=0, le=1, description="of the answers that the judge left unjudged; with more the run stops"
-    )
-    cache_entries: int = Field(
-        100_000, ge=0, le=MOST, description="judgements kept, those used last: the same answer is judged once; 0: none"
+    cache_entries: CountOr0 = Field(
+        100_000, description="judgements kept, those used last: the same answer is judged once; 0: none"
     )
     template_options: dict[str, bool | str] = Field(
         default_factory=dict, description="of the judge's chat template (Qwen3: enable_thinking)"

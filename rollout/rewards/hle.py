@@ -58,7 +58,7 @@ _LONGEST_LINE = 4096  # characters of a line that is looked at as a field's begi
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a judge said. confidence: in [0, 1]; None where it said none that can be read."""
+    """A judge's decision. confidence: in [0, 1]; None where none can be read."""
 
     is_correct: bool
     reasoning: str = ""
@@ -84,7 +84,7 @@ def judge_messages(question: str, answer: str, references: Sequence[str], secret
 
 
 def read_judgement(text: str) -> Judgement:
-    """What the visible part of a judge's whole completion says. Linear in its length.
+    """The judgement in the visible part of a judge's whole completion. Linear in its length.
 
     Strict: exactly one line is the field `correct`, its value yes or no alone (any case, Markdown around it, a full stop);
     the other fields stand at most once, and extracted_final_answer and reasoning before it. So a judge that repeats fields

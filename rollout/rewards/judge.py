@@ -1,14 +1,39 @@
-"""What judges an answer: called with a problem and an answer, it promises a reward and does not wait for it."""
+"""Judges of answers, and processes in which a judge may hang or crash.
+
+A comparison of two answers may hang (sympy ignores signals in places) or crash, and so may a user's own judge; answers are
+hostile input. RewardPool makes each judgement in a worker process (rollout/worker_process.py), which is killed and replaced
+at the deadline. A worker is this module as a program:
+
+    python -P -m marsrl.rollout.rewards.judge CONNECTION module:function '{"name": "argument"}'
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import asdict
+from numbers import Real
 
-from marsrl.rollout.types import Problem, Reward
+import numpy as np
+
+from marsrl.rollout.agents.same_answer import same_answer
+from marsrl.rollout.rewards.config import JudgeOptions
+from marsrl.rollout.types import MISSING, Problem, Reward
+from marsrl.rollout.worker_process import Answer, Crashed, Late, NotStarted, WorkerPool, serve
+
+_log = logging.getLogger(__name__)
 
 Judge = Callable[[Problem, str], Future[Reward]]
-"""What cannot be judged has a missing reward. An exception in the future is not the answer's fault: it ends the run."""
+"""Begins a judgement of an answer to a problem. An answer that cannot be judged has a missing reward. An exception in the
+future is not the answer's fault: it ends the run."""
+
+_MODULE = "marsrl.rollout.rewards.judge"
+MATH_JUDGE = f"{_MODULE}:math_judge"
+_MEMORY_BYTES = 4 << 30
 
 
 def known(reward: Reward) -> Future[Reward]:
@@ -16,3 +41,103 @@ def known(reward: Reward) -> Future[Reward]:
     future: Future[Reward] = Future()
     future.set_result(reward)
     return future
+
+
+class RewardPool:
+    """Judge processes, and a thread for each that hands it its work; started by the first answers.
+
+        with RewardPool(JudgeOptions(workers=2, timeout_s=10)) as pool:
+            reward = pool.submit(problem, r"\\frac{1}{2}").result()
+
+    Args:
+        judge: "module:function", importable by a fresh interpreter; called with `arguments` (plain values) it gives the judge,
+            (problem, answer) -> a reward in [0, 1]. Ours needs a reference answer.
+    """
+
+    def __init__(
+        self,
+        options: JudgeOptions | None = None,
+        judge: str = MATH_JUDGE,
+        arguments: Mapping[str, object] | None = None,
+    ) -> None:
+        self._options, self._judge = options or JudgeOptions(), judge
+        self._processes = WorkerPool(self._options.workers, _MODULE, (judge, json.dumps(arguments or {})))
+        self._threads = ThreadPoolExecutor(self._options.workers, "marsrl-rewards")
+
+    def submit(self, problem: Problem, answer: str) -> Future[Reward]:
+        """Begin a judgement. The future is cancelled, or fails with CancelledError, where the pool is closed before; it fails
+        with RuntimeError where no judge starts.
+
+        Raises:
+            RuntimeError: the pool is closed.
+        """
+        if self._processes.is_closed:
+            raise RuntimeError("RewardPool.submit: the pool is closed")
+        if problem.answer is None and self._judge == MATH_JUDGE:
+            return known(Reward(MISSING, MISSING, note=f"problem {problem.id} has no reference answer"))
+        if len(answer) > (most := self._options.max_answer_chars):
+            return known(Reward(0.0, 0.0, note=f"an answer of {len(answer)} characters; at most {most}"))
+        return self._threads.submit(self._judged, problem, answer)
+
+    def close(self) -> None:
+        """Kill every worker and wait for it. Safe to call twice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()
+        self._threads.shutdown()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _judged(self, problem: Problem, answer: str) -> Reward:
+        """In a thread of the pool."""
+        try:
+            with self._processes.worker() as worker:
+                reply = worker.ask({"problem": asdict(problem), "answer": answer}, timeout_s=self._options.timeout_s)
+        except (NotStarted, Late, Crashed) as error:
+            if self._processes.is_closed:
+                raise CancelledError from error
+            if isinstance(error, NotStarted):
+                raise RuntimeError(
+                    f"the judge process {error}: can {sys.executable} import {self._judge}? (its own message is on stderr)"
+                ) from error
+            why = f"took over {self._options.timeout_s:g} s and was killed"
+            if isinstance(error, Crashed):
+                why = f"process crashed (code {error.status})"
+                _log.warning("a judge %s", why)
+            return Reward(MISSING, MISSING, note=f"the judge {why}")
+        if "error" in reply:
+            return Reward(MISSING, MISSING, note=f"the judge failed: {reply['error']}")
+        value = float(reply["reward"])
+        return Reward(value, value, {"answer": value})
+
+
+# In the worker process.
+
+
+def math_judge() -> Callable[[Problem, str], bool]:
+    """Judges an answer by the problem's reference (same_answer)."""
+    return lambda problem, answer: same_answer(problem.answer or "", answer)
+
+
+def _checked(value: object) -> float:
+    """The judge's return value, if it is a reward; ValueError for anything else, NaN too."""
+    if isinstance(value, Real | np.bool_) and 0 <= float(value) <= 1:
+        return float(value)
+    raise ValueError(f"it returned {value!r:.60}, expected a number from 0 to 1")
+
+
+def main(line: str, path: str, arguments: str) -> None:
+    def load() -> Answer:
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off, as we want them
+        module, _, function = path.partition(":")
+        judge = getattr(importlib.import_module(module), function)(**json.loads(arguments))
+        return lambda asked: {"reward": _checked(judge(Problem(**asked["problem"]), asked["answer"]))}
+
+    serve(line, _MEMORY_BYTES, load)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from marsrl.rollout.agents.parsers import THINK_OPEN, visible
 from marsrl.rollout.agents.render import ChatRenderer
@@ -41,34 +41,25 @@ _COUNTED = (
 _Key = tuple[str, str | None, str]  # question, reference, answer
 
 
-@dataclass(frozen=True, slots=True)
-class _Caller:
-    """Somebody who waits for a judgement. own: the task's own, which it is compared with."""
-
-    reward: Future[Reward]
-    purpose: Purpose
-    own: Future[Reward]
-
-
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A judgement under way, of the same answer to the same question for all that wait for it. began: monotonic seconds."""
+    """A judgement under way, of the same answer to the same question for all that wait for it.
+
+    purpose: of the first of them. said: Unreadable where there is no judgement. began: monotonic seconds.
+    """
 
     key: _Key
-    callers: list[_Caller]
-    began: float
+    purpose: Purpose
+    said: Future[Judgement] = field(default_factory=Future)
+    began: float = field(default_factory=time.monotonic)
     prompt: IntArray | None = None
     starts_in_thought: bool = False
     num_drawn: int = 0
 
-    @property
-    def purpose(self) -> Purpose:
-        return self.callers[0].purpose
-
 
 @dataclass(slots=True)
-class _Look:
-    """What too_many_missing has not looked at yet."""
+class _Tally:
+    """Answers since too_many_missing looked last. last: why the last missing one has no judgement."""
 
     calls: int = 0
     missing: int = 0
@@ -102,9 +93,9 @@ class ModelJudge:
         self._changed = threading.Condition()  # guards all below
         self._queue: list[_Pending] = []  # to be drawn
         self._open: dict[_Key, _Pending] = {}  # that a further call of the same may join
-        self._judgements: OrderedDict[_Key, Judgement] = OrderedDict()
-        self._counts: dict[Purpose, dict[str, float]] = defaultdict(_no_counts)
-        self._looks: dict[Purpose, _Look] = defaultdict(_Look)
+        self._kept: OrderedDict[_Key, Future[Judgement]] = OrderedDict()  # the least recently used first
+        self._counts: dict[Purpose, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._tallies: dict[Purpose, _Tally] = defaultdict(_Tally)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._is_closed = False
@@ -126,19 +117,15 @@ class ModelJudge:
         most = self.config.max_answer_chars
         if len(answer) > most:
             return known(Reward(0.0, 0.0, {"answer": 0.0}, f"an answer of {len(answer)} characters; at most {most}"))
-        key = (problem.question, problem.answer, answer)
-        caller = _Caller(Future(), purpose, self._own(problem, answer))
+        own, reward = self._own(problem, answer), Future[Reward]()
         with self._changed:
-            self._check()
-            self._counts[purpose]["calls"] += 1
-            judgement = self._judgements.get(key)
-            if judgement is None:
-                self._begin(key, caller)
-                return caller.reward
-            self._judgements.move_to_end(key)
-            self._counts[purpose]["cached"] += 1
-        self._settle(caller, judgement, "")
-        return caller.reward
+            if self._is_closed:
+                raise RuntimeError("ModelJudge.submit: the judge is closed")
+            if self._error is not None:
+                raise RuntimeError(f"the judge has failed: {self._error}") from self._error
+            said = self._judgement((problem.question, problem.answer, answer), purpose)
+        said.add_done_callback(lambda _: self._tell(reward, said, own, purpose))
+        return reward
 
     def take_counts(self, purpose: Purpose) -> dict[str, float]:
         """Metrics since the last call, judge/...; {} where the model judges no such answers.
@@ -149,8 +136,8 @@ class ModelJudge:
         if not self.serves(purpose):
             return {}
         with self._changed:
-            counts = self._counts.pop(purpose, None) or _no_counts()
-        return {f"judge/{name}": value for name, value in counts.items()}
+            counts = self._counts.pop(purpose, {})
+        return {f"judge/{name}": counts.get(name, 0.0) for name in _COUNTED}
 
     def too_many_missing(self, purpose: Purpose, at_least: int = 1) -> str:
         """A sentence, where more than judge.max_missing_share of the answers since the last look have no judgement; "" else.
@@ -158,16 +145,16 @@ class ModelJudge:
         at_least: with fewer answers there is no look yet.
         """
         with self._changed:
-            look = self._looks[purpose]
-            if look.calls < at_least:
+            tally = self._tallies[purpose]
+            if tally.calls < at_least:
                 return ""
-            self._looks[purpose] = _Look()
+            self._tallies[purpose] = _Tally()
         most = self.config.max_missing_share
-        if look.missing <= most * look.calls:
+        if tally.missing <= most * tally.calls:
             return ""
         return (
-            f"the judge (judge.policy={self.config.policy}) left {look.missing} of {look.calls} answers without a judgement, "
-            f"more than judge.max_missing_share = {most:g}; the last one: {look.last}"
+            f"the judge (judge.policy={self.config.policy}) left {tally.missing} of {tally.calls} answers without a judgement, "
+            f"more than judge.max_missing_share = {most:g}; the last one: {tally.last}"
         )
 
     def sleep(self) -> None:
@@ -183,64 +170,68 @@ class ModelJudge:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        for caller in self._take_callers():
-            caller.reward.cancel()
-            caller.reward.set_running_or_notify_cancel()  # tells who waits for it
+        for pending in self._take_open():
+            pending.said.cancel()
 
-    # With the lock held.
-
-    def _check(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("ModelJudge.submit: the judge is closed")
-        if self._error is not None:
-            raise RuntimeError(f"the judge has failed: {self._error}") from self._error
-
-    def _begin(self, key: _Key, caller: _Caller) -> None:
-        """Join a judgement of the same that is under way, or begin one."""
-        if (pending := self._open.get(key)) is not None:
-            self._counts[caller.purpose]["cached"] += 1
-            pending.callers.append(caller)
-            return
-        self._open[key] = pending = _Pending(key, [caller], time.monotonic())
+    def _judgement(self, key: _Key, purpose: Purpose) -> Future[Judgement]:
+        """The judgement of the same answer that is kept or under way; else a new one. With the lock held."""
+        counts = self._counts[purpose]
+        counts["calls"] += 1
+        if key in self._kept or key in self._open:
+            counts["cached"] += 1
+            if key in self._open:
+                return self._open[key].said
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        self._open[key] = pending = _Pending(key, purpose)
         self._queue.append(pending)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="marsrl-judge", daemon=True)
             self._thread.start()
         self._changed.notify_all()
+        return pending.said
 
-    # Without it.
-
-    def _take_callers(self) -> list[_Caller]:
+    def _take_open(self) -> list[_Pending]:
         with self._changed:
-            left = [caller for pending in self._open.values() for caller in pending.callers]
+            left = list(self._open.values())
             self._open.clear()
             self._queue.clear()
         return left
 
-    def _settle(self, caller: _Caller, judgement: Judgement | None, why_none: str) -> None:
-        """The caller's reward, once the task's own judgement is there too."""
-        reward = Reward(MISSING, MISSING, note=f"the judge: {why_none}")
-        if judgement is not None:
+    def _tell(self, reward: Future[Reward], said: Future[Judgement], own: Future[Reward], purpose: Purpose) -> None:
+        """The reward, once the task's own judgement is there too."""
+        if said.cancelled():
+            reward.cancel()
+            reward.set_running_or_notify_cancel()  # tells who waits for it
+            return
+        why_none = said.exception()
+        if why_none is None:
+            judgement = said.result()
             value = float(judgement.is_correct)
-            reward = Reward(value, value, {"answer": value}, f"the judge: {_shown(judgement.reasoning)}")
+            judged = Reward(value, value, {"answer": value}, f"the judge: {_shown(judgement.reasoning)}")
+        elif isinstance(why_none, Unreadable):
+            judged = Reward(MISSING, MISSING, note=f"the judge: {why_none}")
+        else:
+            reward.set_exception(why_none)
+            return
 
-        def end(own: Future[Reward]) -> None:
+        def settle(own: Future[Reward]) -> None:
             of_task = MISSING if own.cancelled() or own.exception() else own.result().correct
             with self._changed:
-                counts, look = self._counts[caller.purpose], self._looks[caller.purpose]
-                look.calls += 1
-                if judgement is None:
+                counts, tally = self._counts[purpose], self._tallies[purpose]
+                tally.calls += 1
+                if judged.is_missing:
                     counts["missing"] += 1
-                    look.missing, look.last = look.missing + 1, why_none
+                    tally.missing, tally.last = tally.missing + 1, str(why_none)
                 else:
                     is_known = of_task == of_task
-                    counts["yes"] += judgement.is_correct
+                    counts["yes"] += judged.value
                     counts["compared"] += is_known
-                    counts["agreed"] += is_known and (of_task == 1) == judgement.is_correct
-            if caller.reward.set_running_or_notify_cancel():
-                caller.reward.set_result(reward)
+                    counts["agreed"] += is_known and (of_task == 1) == (judged.value == 1)
+            if reward.set_running_or_notify_cancel():
+                reward.set_result(judged)
 
-        caller.own.add_done_callback(end)
+        own.add_done_callback(settle)
 
     # In the judge's thread.
 
@@ -253,8 +244,8 @@ class ModelJudge:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-            for caller in self._take_callers():
-                caller.reward.set_exception(error)
+            for pending in self._take_open():
+                pending.said.set_exception(error)
 
     def _round(self) -> bool:
         with self._changed:
@@ -276,9 +267,13 @@ class ModelJudge:
         """The next draw of a judgement; None where its prompt is too long, which settles it."""
         question, reference, answer = pending.key
         if pending.prompt is None:
+            most = self.config.max_input_tokens
             ids, text = self._prompt(question, answer, reference or "")
-            if len(ids) > self.config.max_input_tokens:
-                self._end_too_long(pending, len(ids))
+            if len(ids) > most:
+                found = f"what it would read has {len(ids)} tokens, more than judge.max_input_tokens = {most}"
+                # long by itself an answer is wrong; a question or a reference is nobody's fault
+                is_answer = len(self._prompt(question, "", reference or "")[0]) <= most
+                self._end(pending, Judgement(False, found) if is_answer else Unreadable(found))
                 return None
             pending.prompt, pending.starts_in_thought = ids, text.rstrip().endswith(THINK_OPEN)
         self._num_requests += 1
@@ -299,13 +294,6 @@ class ModelJudge:
         messages = judge_messages(question, answer, self._right_answers(reference), self._seed)
         return self._renderer.render(messages, **self.config.template_options)
 
-    def _end_too_long(self, pending: _Pending, num_tokens: int) -> None:
-        """Long by itself an answer is wrong; a question or a reference is nobody's fault."""
-        question, reference, _ = pending.key
-        found = f"what it would read has {num_tokens} tokens, more than judge.max_input_tokens = {self.config.max_input_tokens}"
-        is_answer = len(self._prompt(question, "", reference or "")[0]) <= self.config.max_input_tokens
-        self._end(pending, Judgement(False, found) if is_answer else None, found)
-
     def _take(self, result: DecodeResult) -> None:
         pending = self._drawing.pop(result.uid)
         faults = self.pool.take_faults()
@@ -315,11 +303,10 @@ class ModelJudge:
             counts["cached_tokens"] += result.num_cached_tokens
             counts["output_tokens"] += len(result.token_ids)
             counts["engine_restarts"] += faults.engine_restarts
-            is_wanted = self._open.get(pending.key) is pending  # else it was given up meanwhile
-        if not is_wanted:
-            return
+            if self._open.get(pending.key) is not pending:
+                return  # it was given up meanwhile
         if result.finish is Finish.ERROR:  # the engine has tried again by itself
-            self._end(pending, None, f"no answer: {_shown(result.error)}")
+            self._end(pending, Unreadable(f"no answer: {_shown(result.error)}"))
             return
         said = self._renderer.decode(result.token_ids)
         try:
@@ -328,44 +315,36 @@ class ModelJudge:
             spoken = visible(said, pending.starts_in_thought)
             if spoken is None:
                 raise Unreadable("it is a thought without an end")
-            judgement = read_judgement(spoken)
+            self._end(pending, read_judgement(spoken))
         except Unreadable as error:
-            self._draw_again(pending, f"{error}: {_shown(said)}")
-        else:
-            self._end(pending, judgement, "")
-
-    def _draw_again(self, pending: _Pending, why: str) -> None:
-        if pending.num_drawn > self.config.retries:
-            self._end(pending, None, why)
-            return
-        with self._changed:
-            self._counts[pending.purpose]["retries"] += 1
-            self._queue.append(pending)
+            if pending.num_drawn > self.config.retries:
+                self._end(pending, Unreadable(f"{error}: {_shown(said)}"))
+                return
+            with self._changed:
+                self._counts[pending.purpose]["retries"] += 1
+                self._queue.append(pending)
 
     def _give_up_late_ones(self) -> None:
-        """What an engine says to them later is not listened to."""
+        """An engine's later answer to them is dropped."""
         most = self.config.timeout_s
         with self._changed:
             late = {pending for pending in self._open.values() if time.monotonic() > pending.began + most}
             self._queue = [pending for pending in self._queue if pending not in late]
         for pending in late:
-            self._end(pending, None, f"no judgement within judge.timeout_s = {most:g} s")
+            self._end(pending, Unreadable(f"no judgement within judge.timeout_s = {most:g} s"))
 
-    def _end(self, pending: _Pending, judgement: Judgement | None, why_none: str) -> None:
+    def _end(self, pending: _Pending, said: Judgement | Unreadable) -> None:
         with self._changed:
-            if self._open.pop(pending.key, None) is None:
-                return
+            del self._open[pending.key]
             self._counts[pending.purpose]["seconds"] += time.monotonic() - pending.began
-            if judgement is not None and self.config.cache_entries:
-                self._judgements[pending.key] = judgement
-                if len(self._judgements) > self.config.cache_entries:
-                    self._judgements.popitem(last=False)
-        for caller in pending.callers:
-            self._settle(caller, judgement, why_none)
-
-
-def _no_counts() -> dict[str, float]:
-    return dict.fromkeys(_COUNTED, 0.0)
+            if isinstance(said, Judgement) and self.config.cache_entries:
+                self._kept[pending.key] = pending.said
+                if len(self._kept) > self.config.cache_entries:
+                    self._kept.popitem(last=False)
+        if isinstance(said, Judgement):
+            pending.said.set_result(said)
+        else:
+            pending.said.set_exception(said)
 
 
 def _shown(text: str) -> str:

@@ -1,1 +1,1 @@
-"""Where problems come from and what judges an answer."""
+"""Problems, and the judgement of answers."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.rollout.tasks.protocol import HELD_OUT, NumberedProblems
+from marsrl.rollout.tasks.protocol import HELD_OUT, NumberedProblems, Task
 from marsrl.rollout.tasks.word_tokenizer import WordTokenizer
 from marsrl.rollout.types import Problem, Reward
 
@@ -87,7 +87,7 @@ def draw_chain(rng: random.Random, options: ArithmeticOptions, held_out: bool) -
             return chain
 
 
-class ArithmeticTask:
+class ArithmeticTask(Task):
     """Exact judgement: an answer is the right digit or it is not."""
 
     name = "arithmetic"
@@ -110,6 +110,3 @@ class ArithmeticTask:
     def judge(self, problem: Problem, answer: str) -> Future[Reward]:
         right = float(answer == problem.answer)
         return known(Reward(right, right, {"answer": right}))
-
-    def close(self) -> None:
-        """Nothing to release."""

@@ -1,4 +1,4 @@
-"""What a mediocre team would write about chains: the traces of the warm start.
+"""Traces of a mediocre team about chains, for the warm start.
 
 The tutors slip on purpose; RL is to remove the slips. Recipe and constants: docs of the CPU default run.
 """
@@ -12,13 +12,13 @@ from marsrl.rollout.agents.prompts import prompt_set
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic import LETTERS, OPERATIONS, Chain, apply
 from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.rollout.tasks.trace import Trace
+from marsrl.rollout.tasks.word_tokenizer import Trace
 from marsrl.rollout.types import Message
 
 
 @dataclass(frozen=True, slots=True)
 class TutorRates:
-    """How often the tutors go wrong, as probabilities.
+    """Error rates of the tutors, as probabilities.
 
     anchor: the Verifier takes the claim as its own result. restate: the Corrector rebuts whatever the report says.
     hard_claims: the solution put before the Verifier is full of slips (slip_hard a line), so that copying its lines

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from marsrl.rollout.config import LONGEST_S, MOST, MOST_RANKS, MOST_TOKENS, Settings, problems_of
+from marsrl.rollout.config import MOST, Settings, Share, Tokens, read_settings
+from marsrl.rollout.rewards.config import JudgeOptions
 
 
 class TrainFile(Settings):
@@ -20,37 +21,6 @@ class TrainFile(Settings):
     weight: float | None = Field(
         None, gt=0, le=MOST, description="chance that a draw is of this file, beside the other weights"
     )
-
-
-EXPECTED_FILES = "expected a path, or a list of {path, count}, or of {path, weight}"
-
-
-def read_train_files(value: Any) -> Any:
-    """data.train as it is checked: a path as it is, a list as its files; ValueError names the place of what is wrong."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"data.train is {value!r:.80}; {EXPECTED_FILES}")
-    files: list[TrainFile] = []
-    places: dict[str, int] = {}
-    for place, each in enumerate(value):
-        if not isinstance(each, dict | TrainFile):
-            raise ValueError(f"data.train[{place}] is {each!r:.80}; {EXPECTED_FILES}")
-        try:
-            files.append(TrainFile.model_validate(each))
-        except ValidationError as error:
-            raise ValueError(problems_of(error, f"data.train[{place}].", TrainFile.model_fields)) from error
-        if (files[-1].count is None) == (files[-1].weight is None):
-            raise ValueError(f"data.train[{place}] wants count or weight, one of them; {EXPECTED_FILES}")
-        if (files[-1].count is None) != (files[0].count is None):
-            kind, first = ("count", "weight") if files[0].count is None else ("weight", "count")
-            raise ValueError(f"data.train[{place}] has a {kind}, and data.train[0] a {first}; {EXPECTED_FILES}")
-        if (other := places.setdefault(os.path.realpath(files[-1].path), place)) != place:
-            raise ValueError(
-                f"data.train[{place}] is the file of data.train[{other}], {files[-1].path}, whose problems would come twice; "
-                "list it once, with the sum"
-            )
-    return tuple(files)
 
 
 class EvalFile(Settings):
@@ -71,24 +41,55 @@ class EvalFile(Settings):
         return self.name or re.sub(r"[^\w-]", "_", Path(self.path).stem, flags=re.ASCII)
 
 
-EXPECTED_EVAL = "expected a path, or a list of paths and of {path, name, count, repeat}"
+_EXPECTED = {
+    "data.train": "expected a path, or a list of {path, count}, or of {path, weight}",
+    "data.eval": "expected a path, or a list of paths and of {path, name, count, repeat}",
+}
 _TAKEN = ("system", "alone", "tokens", "spent")  # of what metrics eval/... are of
+_File = TypeVar("_File", TrainFile, EvalFile)
+
+
+def _listed(value: Any, key: str, kind: type[_File], *accepted: type) -> list[_File]:
+    """The files of a list; ValueError names the place of what is wrong. accepted: what an item may be."""
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"{key} is {value!r:.80}; {_EXPECTED[key]}")
+    files: list[_File] = []
+    for place, each in enumerate(value):
+        if not isinstance(each, (kind, *accepted)):
+            raise ValueError(f"{key}[{place}] is {each!r:.80}; {_EXPECTED[key]}")
+        given: Any = {"path": each} if isinstance(each, str) else each
+        files.append(given if isinstance(given, kind) else read_settings(kind, given, f"{key}[{place}]."))
+    return files
+
+
+def read_train_files(value: Any) -> Any:
+    """data.train as it is checked: a path as it is, a list as its files; ValueError names the place of what is wrong."""
+    if value is None or isinstance(value, str):
+        return value
+    files = _listed(value, "data.train", TrainFile, dict)
+    places: dict[str, int] = {}
+    for place, file in enumerate(files):
+        if (file.count is None) == (file.weight is None):
+            raise ValueError(f"data.train[{place}] wants count or weight, one of them; {_EXPECTED['data.train']}")
+        if (file.count is None) != (files[0].count is None):
+            kind, first = ("count", "weight") if files[0].count is None else ("weight", "count")
+            raise ValueError(
+                f"data.train[{place}] has a {kind}, and data.train[0] a {first}; {_EXPECTED['data.train']}"
+            )
+        if (other := places.setdefault(os.path.realpath(file.path), place)) != place:
+            raise ValueError(
+                f"data.train[{place}] is the file of data.train[{other}], {file.path}, whose problems would come twice; "
+                "list it once, with the sum"
+            )
+    return tuple(files)
 
 
 def read_eval_files(value: Any) -> Any:
     """data.eval as it is checked: a path as it is, a list as its files; ValueError names the place of what is wrong."""
     if value is None or isinstance(value, str):
         return value
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"data.eval is {value!r:.80}; {EXPECTED_EVAL}")
     files: dict[str, EvalFile] = {}
-    for place, each in enumerate(value):
-        if not isinstance(each, str | dict | EvalFile):
-            raise ValueError(f"data.eval[{place}] is {each!r:.80}; {EXPECTED_EVAL}")
-        try:
-            file = EvalFile.model_validate({"path": each} if isinstance(each, str) else each)
-        except ValidationError as error:
-            raise ValueError(problems_of(error, f"data.eval[{place}].", EvalFile.model_fields)) from error
+    for place, file in enumerate(_listed(value, "data.eval", EvalFile, str, dict)):
         name = file.set_name
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in _TAKEN:
             raise ValueError(
@@ -134,11 +135,8 @@ class FactsOptions(Settings):
     )
     min_hops: int = Field(1, ge=1, le=4, description="facts that the simplest question needs")
     max_hops: int = Field(2, ge=1, le=4, description="facts that the hardest question needs")
-    calculations: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of the questions that ask to calculate (7 times 8), for a team that has Python",
+    calculations: Share = Field(
+        0.0, description="share of the questions that ask to calculate (7 times 8), for a team that has Python"
     )
     world_seed: int = Field(0, ge=0, le=2**31 - 1, description="of the facts; the same in runs of every run.seed")
     wording: Literal["sentences", "terse"] = Field(
@@ -166,46 +164,32 @@ class FactsOptions(Settings):
 
 
 class SearchSlips(Settings):
-    """How often the search team's tutors go wrong about linked facts, as shares."""
+    """Error rates of the search team's tutors on linked facts."""
 
-    slip_router: float = Field(0.15, ge=0, le=1, description="of what the Verifier says with a fact still missing: yes")
-    slip_searcher: float = Field(
-        0.2, ge=0, le=1, description="of the queries after the first: for another fact of the document"
-    )
-    slip_answerer: float = Field(0.25, ge=0, le=1, description="of the answers: another fact of the document")
+    slip_router: Share = Field(0.15, description="of what the Verifier says with a fact still missing: yes")
+    slip_searcher: Share = Field(0.2, description="of the queries after the first: for another fact of the document")
+    slip_answerer: Share = Field(0.25, description="of the answers: another fact of the document")
 
 
 class DualSystemSlips(Settings):
-    """How often the tutors of System 2 and System 1 go wrong about linked facts and calculations, as shares."""
+    """Error rates of the tutors of System 2 and System 1 on linked facts and calculations."""
 
-    slip_call: float = Field(0.08, ge=0, le=1, description="of System 2's calls: its JSON has no end")
-    slip_purpose: float = Field(0.12, ge=0, le=1, description="of its searches: for another fact of the document")
-    slip_guess: float = Field(
-        0.5, ge=0, le=1, description="of the calculations: answered without a call, by any number"
-    )
-    slip_distiller: float = Field(0.15, ge=0, le=1, description="of what System 1 writes down: another fact")
+    slip_call: Share = Field(0.08, description="of System 2's calls: its JSON has no end")
+    slip_purpose: Share = Field(0.12, description="of its searches: for another fact of the document")
+    slip_guess: Share = Field(0.5, description="of the calculations: answered without a call, by any number")
+    slip_distiller: Share = Field(0.15, description="of what System 1 writes down: another fact")
 
 
 class QaOptions(FactsOptions):
-    """How answers to questions are judged; and the built-in questions, where data.train is null."""
+    """The judgement of answers to questions; and the built-in questions, where data.train is null."""
 
     reward: Literal["exact", "f1"] = Field(
         "exact",
         description="of the right answer that fits best: exact: equal but for case, articles, punctuation and space "
         "(SQuAD); f1: of its words",
     )
-    max_answer_chars: int = Field(2000, gt=0, le=MOST_TOKENS, description="a longer answer is wrong")
-
-
-class JudgeOptions(Settings):
-    """How answers are judged in processes of their own."""
-
-    workers: int = Field(2, gt=0, le=MOST_RANKS, description="judge processes")
-    timeout_s: float = Field(
-        10.0, gt=0, le=LONGEST_S, description="a judgement that takes longer is ended: a missing reward"
-    )
-    max_answer_chars: int = Field(2000, gt=0, le=MOST_TOKENS, description="a longer answer is wrong")
+    max_answer_chars: Tokens = Field(2000, description="a longer answer is wrong")
 
 
 class MathOptions(JudgeOptions):
-    """How math answers are judged."""
+    """The judgement of math answers."""

@@ -109,33 +109,6 @@ def problem_of(uid: str, row: Mapping[str, object], task: str, keys: tuple[str, 
     return Problem(uid, question, _answers(found, keys[1]) if task == "qa" else _answer(found, keys[1]), task)
 
 
-@dataclass(frozen=True, slots=True)
-class Repeats:
-    """Questions that stand in the data more than once, white space aside.
-
-    num_same: problems whose question and answer have come before. num_contradictory: questions with several answers, as
-    text; first: of the first of them, two problems that differ.
-    """
-
-    num_same: int
-    num_contradictory: int
-    first: tuple[Problem, Problem] | None
-
-    def sentences(self, key: str) -> list[str]:
-        """For people; none where nothing is repeated. key: the setting that names the file."""
-        said = []
-        if self.first is not None:
-            one, other = ((problem.id, (problem.answer or "")[:40]) for problem in self.first)
-            said.append(
-                f"{key}: {self.num_contradictory} question(s) stand there with different answers, first {one[0]} "
-                f"(answer {one[1]!r}) and {other[0]} ({other[1]!r}): where they mean different things, one of "
-                "them rewards what is wrong; remove it"
-            )
-        if self.num_same:
-            said.append(f"{key}: {self.num_same} problem(s) repeat an earlier one, question and answer")
-        return said
-
-
 def fingerprint(problems: Sequence[Problem]) -> dict[str, int | str]:
     """{"problems": how many, "sum": of their questions and answers in order}: tells one set of problems from another."""
     told = hashlib.blake2b(digest_size=8)
@@ -149,8 +122,11 @@ def one_spaced(text: str) -> str:
     return " ".join(text.split())
 
 
-def find_repeats(problems: Sequence[Problem]) -> Repeats:
-    """Questions that stand several times in one file or dataset."""
+def repeats(problems: Sequence[Problem], key: str) -> list[str]:
+    """Sentences about questions that stand several times in one file or dataset, white space aside; [] where none does.
+
+    key: the setting that names the file.
+    """
     seen: dict[str, dict[str, Problem]] = {}
     num_same, first = 0, None
     for problem in problems:
@@ -161,7 +137,17 @@ def find_repeats(problems: Sequence[Problem]) -> Repeats:
         elif answers and first is None:
             first = (next(iter(answers.values())), problem)
         answers.setdefault(answer, problem)
-    return Repeats(num_same, sum(len(answers) > 1 for answers in seen.values()), first)
+    said = []
+    if first is not None:
+        one, other = ((problem.id, (problem.answer or "")[:40]) for problem in first)
+        said.append(
+            f"{key}: {sum(len(answers) > 1 for answers in seen.values())} question(s) stand there with different answers, first "
+            f"{one[0]} (answer {one[1]!r}) and {other[0]} ({other[1]!r}): where they mean different things, one of them rewards "
+            "what is wrong; remove it"
+        )
+    if num_same:
+        said.append(f"{key}: {num_same} problem(s) repeat an earlier one, question and answer")
+    return said
 
 
 class DataCursor:

@@ -1,20 +1,51 @@
-"""What a mediocre search team would write about linked facts: the traces of the warm start.
+"""The built-in questions' tokenizers, and traces of mediocre teams about them, for the warm start.
 
 The worlds differ from lesson to lesson, so that what can be learned is to read what was found, and not the facts. An agent that
 reads a fact says it before it uses it (`home tarn <answer> tarn </answer>`): the first word is the choice, the second a copy. The
-tutors slip on purpose, in the choice; RL is to remove the slips.
+tutors slip on purpose, in the choice; RL is to remove the slips. Behind a slip nothing more is written.
 """
 
 from __future__ import annotations
 
 import random
 
-from marsrl.rollout.agents.prompts import NOTHING_SEARCHED, prompt_set, searched
+from marsrl.rollout.agents.prompts import NEXT_TURN, NOTHING_READ, NOTHING_SEARCHED, prompt_set, searched, tool_response
 from marsrl.rollout.agents.roles import Role
-from marsrl.rollout.tasks.config import FactsOptions, SearchSlips
-from marsrl.rollout.tasks.linked_facts import World
-from marsrl.rollout.tasks.trace import Trace
+from marsrl.rollout.tasks.config import DualSystemSlips, FactsOptions, SearchSlips
+from marsrl.rollout.tasks.linked_facts import CALCULATION_WORDS, WORDS, Calculation, World
+from marsrl.rollout.tasks.word_tokenizer import Trace, WordTokenizer
 from marsrl.rollout.tools.documents import Document, rendered
+from marsrl.rollout.types import Message
+
+_TITLE = ("Doc", *"123()", "Title:")
+
+
+def _tags(*names: str) -> tuple[str, ...]:
+    return tuple(f"<{slash}{tag}>" for tag in names for slash in ("", "/"))
+
+
+def _tokenizer(*words: str) -> WordTokenizer:
+    return WordTokenizer(words, gaps=r"\s+", apart="</?[a-z_]+>|[()]")
+
+
+FACTS_TOKENIZER = _tokenizer(
+    *_tags("verify", "search", "answer", "information"),
+    *("yes", "no", "verify", "search", "answer", *NOTHING_SEARCHED.split(), *_TITLE, *WORDS),
+)
+
+SEARCH_CALL = ('{"tool":"search","arguments":{"query":"', '"},"purpose":"', '"}')
+"""Before a query, before its purpose, and behind it."""
+PYTHON_CALL = ('{"tool":"python","arguments":{"code":"print', '"}}')
+"""Before what is printed, in its parentheses, and behind it."""
+
+PURPOSE = "What is looked for:"
+"""Before the purpose of a call in System 1's prompt (prompt_sets/facts.yaml)."""
+
+CALLS_TOKENIZER = _tokenizer(
+    *_tags("tool_call", "tool_response", "answer"),
+    *(*SEARCH_CALL, *PYTHON_CALL, "read", "error:", *PURPOSE.split(), *NEXT_TURN.split()),
+    *(*NOTHING_READ.strip("()").split(), *_TITLE, *WORDS, *CALCULATION_WORDS),
+)
 
 
 def another_world(rng: random.Random, options: FactsOptions) -> World:
@@ -79,5 +110,67 @@ def reading_drill(rng: random.Random, world: World, num_documents: int, num_ques
 
 
 def _found(document: Document) -> str:
-    """What the team reads after a search for a document's title."""
+    """A search for a document's title and its result, as the team reads it."""
     return searched(document.title, "\n".join(rendered([document])))
+
+
+def call_traces(rng: random.Random, world: World, slips: DualSystemSlips) -> list[Trace]:
+    """All that both systems write about one question, in their order; a trace for each turn of System 2."""
+    problem = world.draw(rng, held_out=False)
+    calculation = Calculation.of(problem)
+    prompts = prompt_set("facts")
+    chat = prompts.fill(Role.REASONER, problem=problem.question)
+    if calculation is not None:
+        if rng.random() < slips.slip_guess:
+            return [Trace(Role.REASONER, chat, _answer(str(rng.randrange(100))))]
+        call, is_whole = _called(rng, slips, f"{PYTHON_CALL[0]} ( {calculation.code} ) {PYTHON_CALL[1]}")
+        traces = [Trace(Role.REASONER, chat, call)]
+        if is_whole:
+            value = str(calculation.value)
+            traces.append(Trace(Role.REASONER, _went_on(chat, call, value), _answer(value)))
+        return traces
+    traces, thought = [], ""
+    documents = {document.title: document for document in world.documents}
+    for entity, relation, _ in world.steps(problem):
+        purpose = slipped(rng, world, entity, relation, slips.slip_purpose)
+        before, between, behind = SEARCH_CALL
+        call, is_whole = _called(rng, slips, f"{before} {entity} {between} {purpose} {behind}")
+        traces.append(Trace(Role.REASONER, chat, thought + call))
+        if not is_whole:
+            return traces
+        (found,) = rendered([documents[entity]])
+        read = slipped(rng, world, entity, purpose, slips.slip_distiller)
+        said = f"{read} {world.facts[entity, read]}"
+        prompt = prompts.fill(Role.DISTILLER, problem=problem.question, output=found, purpose=purpose)
+        traces.append(Trace(Role.DISTILLER, prompt, said))
+        if read != relation:
+            return traces
+        chat, thought = _went_on(chat, thought + call, said), f"{said} "
+    traces.append(Trace(Role.REASONER, chat, thought + _answer(said.split()[-1])))
+    return traces
+
+
+def _called(rng: random.Random, slips: DualSystemSlips, call: str) -> tuple[str, bool]:
+    """A call in its tag, and whether it can be read: without its last piece it cannot."""
+    is_whole = rng.random() >= slips.slip_call
+    return f"<tool_call> {call if is_whole else call.rpartition(' ')[0]} </tool_call>", is_whole
+
+
+def _answer(value: str) -> str:
+    return f"<answer> {value} </answer>"
+
+
+def _went_on(chat: tuple[Message, ...], said: str, response: str) -> tuple[Message, ...]:
+    return (*chat, Message("assistant", said), Message("user", tool_response(response)))
+
+
+def distilling_drill(rng: random.Random, world: World) -> Trace:
+    """A document, and one purpose after the other, read without a slip."""
+    document = rng.choice(world.documents)
+    facts = [(relation, value) for (name, relation), value in world.facts.items() if name == document.title]
+    turns = [
+        f"{PURPOSE} {relation} read <|assistant|> {relation} {value} <|end|>"
+        for relation, value in rng.choices(facts, k=6)
+    ]
+    completion = " ".join(" <|user|> ".join(turns).split())
+    return Trace(Role.DISTILLER, f"<|user|> {rendered([document])[0]} <|user|>", completion, ends=False)

@@ -15,6 +15,10 @@ and in terse wording, for tiny policies:
     document  mira: mira home tarn . mira friend odo . ...
     question  mira home river ?
 
+and calculations (task_options.calculations):
+
+    question  what is 7 times 8 ?
+
 Nothing of it is in a model's memory: who does not search can only guess. All words are lower case and few, so that a
 tokenizer of whole words covers those of people and places.
 """
@@ -25,17 +29,13 @@ import json
 import random
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from marsrl.rollout.config import problems_of
-from marsrl.rollout.tasks.calculations import Calculation
+from marsrl.rollout.config import read_settings
 from marsrl.rollout.tasks.config import FactsOptions
 from marsrl.rollout.tasks.protocol import NumberedProblems
-from marsrl.rollout.tools.documents import Document
-from marsrl.rollout.tools.papers import Paper
+from marsrl.rollout.tools.documents import Document, Paper
 from marsrl.rollout.types import Problem
 
 _FIRST_NAMES = (
@@ -63,9 +63,7 @@ _MOST_DRAWS = 20_000  # of a question of one split
 _GRAMMAR = ("what", "is", "the", "of", "?", ".")
 
 WORDS = tuple(
-    dict.fromkeys(
-        [*_GRAMMAR, *_OF_PEOPLE, *_OF_PLACES, *_FIRST, *_LAST, *_PLACES, *_COUNTRIES, *_RIVERS, *_TRADES],
-    )
+    dict.fromkeys([*_GRAMMAR, *_OF_PEOPLE, *_OF_PLACES, *_FIRST, *_LAST, *_PLACES, *_COUNTRIES, *_RIVERS, *_TRADES])
 )
 """Every word of documents, and of questions and answers about people and places."""
 
@@ -74,18 +72,60 @@ _MANNERS = (
 )
 _THINGS = "lattices graphs kernels filters tensors proofs grammars markets games queues codes maps trees walks waves sets fields"
 _AIMS = "routing sorting parsing planning sensing pricing voting folding mixing scaling tuning pruning sharing packing dating"
-_METHODS = (
-    "annealing",
-    "sampling",
-    "bootstrapping",
-    "distillation",
-    "relaxation",
-    "induction",
-    "simulation",
-    "enumeration",
-)
+_METHODS = "annealing sampling bootstrapping distillation relaxation induction simulation enumeration"
 _TO_PAPERS = ("basis", "rival")
 _OF_PAPERS = ("year", "citations", "author", "method")
+
+
+_SIGNS = {"plus": "+", "minus": "-", "times": "*"}
+_ID = "calculation"
+
+CALCULATION_WORDS = (*_SIGNS, *_SIGNS.values(), *map(str, range(100)))
+"""Every word of questions, programs and answers about calculations, beside WORDS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calculation:
+    """Two whole numbers and an operator (plus, minus, times): a question for a team that has Python. All are below 100."""
+
+    left: int
+    operator: str
+    right: int
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Calculation:
+        operator = rng.choice(tuple(_SIGNS))
+        if operator == "plus":
+            return cls(rng.randint(1, 49), operator, rng.randint(1, 49))
+        if operator == "minus":
+            left = rng.randint(2, 99)
+            return cls(left, operator, rng.randint(1, left - 1))
+        return cls(rng.randint(2, 9), operator, rng.randint(2, 9))
+
+    @classmethod
+    def of(cls, problem: Problem) -> Calculation | None:
+        """The one that a problem asks for; None where it asks for something else."""
+        kind, _, rest = problem.id.partition("/")
+        if kind != _ID:
+            return None
+        left, operator, right = rest.split("/")
+        return cls(int(left), operator, int(right))
+
+    @property
+    def code(self) -> str:
+        """In Python."""
+        return f"{self.left} {_SIGNS[self.operator]} {self.right}"
+
+    @property
+    def value(self) -> int:
+        if self.operator == "plus":
+            return self.left + self.right
+        return self.left - self.right if self.operator == "minus" else self.left * self.right
+
+    def problem(self, is_terse: bool) -> Problem:
+        asked = f"{self.left} {self.operator} {self.right} ?"
+        question = asked if is_terse else f"what is {asked}"
+        return Problem(f"{_ID}/{self.left}/{self.operator}/{self.right}", question, str(self.value), "qa")
 
 
 class World:
@@ -139,6 +179,7 @@ class World:
 
     def draw(self, rng: random.Random, held_out: bool) -> Problem:
         """A question of the training split, or of the held-out one; ValueError where the world is too small to have one."""
+        names = self.people if self._options.about == "facts" else [paper.title for paper in self.papers]
         for _ in range(_MOST_DRAWS):
             if self._options.calculations and rng.random() < self._options.calculations:
                 problem = Calculation.draw(rng).problem(self._is_terse)
@@ -146,18 +187,15 @@ class World:
                     return problem
                 continue
             hops = rng.randint(self._options.min_hops, self._options.max_hops)
-            if self._options.about == "facts":
-                name, relations = rng.choice(self.people), _path(rng, hops)
-            else:
-                name, relations = rng.choice(self.papers).title, _path_of_papers(rng, hops)
-            value = name
+            value = name = rng.choice(names)
+            relations = _path(rng, hops, self._options.about)
             for relation in relations:
                 value = self.facts.get((value, relation), "")  # the oldest paper has no basis
             question = self._question(name, relations)
             if self._is_held_out(question) == held_out and value not in ("", name):
                 path = "/".join([name.replace(" ", "_"), *relations])
                 return Problem(f"{self._options.about}/{path}", question, value, "qa")
-        key, names = ("people", self.people) if self._options.about == "facts" else ("papers", self.papers)
+        key = "people" if self._options.about == "facts" else "papers"
         raise ValueError(
             f"task_options: of {_MOST_DRAWS:,} questions about {len(names)} {key} none was "
             f"{'held out' if held_out else 'for training'}; raise {key} or max_hops, or change held_out_modulus "
@@ -177,18 +215,16 @@ class World:
         return [self.draw(rng, held_out=True) for _ in range(num_problems)]
 
 
-def _path(rng: random.Random, hops: int) -> list[str]:
-    """Relations one after the other from a person: people to people, then perhaps home and what a place has."""
+def _path(rng: random.Random, hops: int, about: str) -> list[str]:
+    """Relations one after the other: from a person to people, then perhaps home and a fact of a place; from a paper to papers,
+    then perhaps its author and a fact of a person."""
+    links, crossing, beyond, own = {
+        "facts": (_TO_PEOPLE, "home", _OF_PLACES, _OF_PEOPLE),
+        "papers": (_TO_PAPERS, "author", _OF_PEOPLE, _OF_PAPERS),
+    }[about]
     if hops >= 2 and rng.random() < 0.5:
-        return [*(rng.choice(_TO_PEOPLE) for _ in range(hops - 2)), "home", rng.choice(_OF_PLACES)]
-    return [*(rng.choice(_TO_PEOPLE) for _ in range(hops - 1)), rng.choice(_OF_PEOPLE)]
-
-
-def _path_of_papers(rng: random.Random, hops: int) -> list[str]:
-    """Relations one after the other from a paper: papers to papers, then perhaps its author and what a person has."""
-    if hops >= 2 and rng.random() < 0.5:
-        return [*(rng.choice(_TO_PAPERS) for _ in range(hops - 2)), "author", rng.choice(_OF_PEOPLE)]
-    return [*(rng.choice(_TO_PAPERS) for _ in range(hops - 1)), rng.choice(_OF_PAPERS)]
+        return [*(rng.choice(links) for _ in range(hops - 2)), crossing, rng.choice(beyond)]
+    return [*(rng.choice(links) for _ in range(hops - 1)), rng.choice(own)]
 
 
 def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str, str], str]) -> tuple[Paper, ...]:
@@ -200,12 +236,14 @@ def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str,
     for place, (title, year) in enumerate(
         zip(titles, sorted(rng.choices(range(1980, 2026), k=len(titles))), strict=True)
     ):
-        links = {"author": rng.choice(people), "method": rng.choice(_METHODS)}
+        links = {"author": rng.choice(people), "method": rng.choice(_METHODS.split())}
         if place:
             links["basis"] = rng.choice(titles[:place])
         links["rival"] = rng.choice([other for other in titles if other != title])
         abstract = " ".join(f"the {relation} of {title} is {value} ." for relation, value in links.items())
-        paper = Paper(title.replace(" ", "_"), title, abstract, year, rng.randrange(1000))
+        paper = Paper(
+            id=title.replace(" ", "_"), title=title, abstract=abstract, year=year, citations=rng.randrange(1000)
+        )
         facts |= {(title, relation): value for relation, value in links.items()}
         facts |= {(title, "year"): str(year), (title, "citations"): str(paper.citations)}
         papers.append(paper)
@@ -220,10 +258,7 @@ def read_facts_options(words: Sequence[str]) -> FactsOptions:
         if not equals or not value:
             raise ValueError(f"{word!r} is no option; write key=value, of {', '.join(FactsOptions.model_fields)}")
         given[key] = value
-    try:
-        return FactsOptions.model_validate(given)
-    except ValidationError as error:
-        raise ValueError(problems_of(error, keys=FactsOptions.model_fields)) from error
+    return read_settings(FactsOptions, given)
 
 
 def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int, num_held_out: int, seed: int) -> None:
@@ -238,7 +273,7 @@ def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int
     folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, list[dict[str, object]]] = {
         "corpus": [{"id": each.id, "title": each.title, "text": each.text} for each in world.documents],
-        "papers": [asdict(each) for each in world.papers],
+        "papers": [each.model_dump() for each in world.papers],
         "train": [_row(problem) for problem in train],
         "held_out": [_row(problem) for problem in world.held_out(num_held_out, seed)],
     }

@@ -1,4 +1,4 @@
-"""What a user's own task is: `task: my_task.py:MyTask`.
+"""A user's own task: `task: my_task.py:MyTask`.
 
 class Additions(OwnTask):
     def problems(self):
@@ -10,18 +10,15 @@ class Additions(OwnTask):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from pydantic import ValidationError
-
 from marsrl.rollout.agents.prompts import set_names
-from marsrl.rollout.config import problems_of
+from marsrl.rollout.config import OptionValues, read_settings
 from marsrl.rollout.own_classes import own_class
-from marsrl.rollout.tasks.config import JudgeOptions
+from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.types import Problem
 
-OptionValues = Mapping[str, int | float | str | bool | None]
 Listed = Sequence[Problem | tuple[str, str | None]]
 
 
@@ -44,21 +41,18 @@ class OwnTask:
     """The prompt set: what each role is told, and how an answer is found in what it says (math: the last \\boxed{})."""
 
     def __init__(
-        self,
-        options: JudgeOptions | None = None,
-        train: Sequence[Problem] = (),
-        held_out: Sequence[Problem] = (),
+        self, options: JudgeOptions | None = None, train: Sequence[Problem] = (), held_out: Sequence[Problem] = ()
     ) -> None:
         self.options = self.Options() if options is None else options
         self.train_data = tuple(train)
         self.eval_data = tuple(held_out)
 
     def problems(self) -> Listed:
-        """What is trained on: (question, reference answer), or Problem. By default those of data.train."""
+        """Training problems: (question, reference answer), or Problem. By default those of data.train."""
         return self.train_data
 
     def held_out(self) -> Listed:
-        """What is evaluated on. By default those of data.eval; where that is nothing, a tenth of `problems` is taken out."""
+        """Evaluation problems. By default those of data.eval; where that is nothing, a tenth of `problems` is taken out."""
         return self.eval_data
 
     def reward(self, problem: Problem, answer: str) -> float:
@@ -87,12 +81,7 @@ def make_own_task(
 ) -> OwnTask:
     """The user's task with these task_options and data; ValueError where they are wrong or its own code fails."""
     kind = find_own_task(name)
-    try:
-        checked = kind.Options.model_validate(dict(options))
-    except ValidationError as error:
-        raise ValueError(
-            f"task {kind.name}: {problems_of(error, 'task_options.', kind.Options.model_fields)}"
-        ) from error
+    checked = read_settings(kind.Options, options, "task_options.", f"task {kind.name}: ")
     try:
         return kind(checked, train, held_out)
     except Exception as error:
@@ -102,7 +91,7 @@ def make_own_task(
 def own_problems(
     name: str, options: OptionValues, train: Sequence[Problem], held_out: Sequence[Problem]
 ) -> tuple[list[Problem], list[Problem]]:
-    """What the user's task trains on and evaluates on, given what data.train and data.eval hold.
+    """(problems to train on, problems to evaluate on) of the user's task, given those of data.train and data.eval.
 
     Raises:
         ValueError: its code fails, or what it returns is no list of problems.

@@ -1,4 +1,4 @@
-"""What a task offers: problems, held-out problems, and a judgement of answers."""
+"""The protocol of tasks: problems, held-out problems, and a judgement of answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVALUATION_SET, INPUTS_SET = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class CursorState:
-    """Where a source of problems stands: enough to go on exactly there. files: of each file of a mixture."""
+    """State of a source of problems, enough to resume it exactly. files: of each file of a mixture."""
 
     epoch: int
     position: int
@@ -55,14 +55,16 @@ HELD_OUT = 64
 
 
 class Task(Protocol):
-    """A kind of problem. prompts: name of the prompt set that fits it.
+    """A kind of problem.
 
-    A task may have `documents` and `papers`, sequences of Document: what there is to search where tools.search.corpus and
+    prompts: name of the prompt set that fits it. documents, papers: what there is to search where tools.search.corpus and
     tools.scholar.corpus are null.
     """
 
     name: str
     prompts: str
+    documents: Sequence[Document] = ()
+    papers: Sequence[Document] = ()
 
     def problems(self, seed: int) -> ProblemSource:
         """An endless training stream that derives from the seed alone."""
@@ -74,16 +76,6 @@ class Task(Protocol):
     def judge(self, problem: Problem, answer: str) -> Future[Reward]:
         """Begin a judgement (rewards/judge.py). What could not be judged is missing, never 0."""
 
-    def close(self) -> None: ...
-
-
-def documents_of(task: Task) -> Sequence[Document]:
-    """The task's own documents; () of a task without."""
-    documents: Sequence[Document] = getattr(task, "documents", ())
-    return documents
-
-
-def papers_of(task: Task) -> Sequence[Document]:
-    """The task's own papers; () of a task without."""
-    papers: Sequence[Document] = getattr(task, "papers", ())
-    return papers
+    def close(self) -> None:
+        """End what it has started, such as processes."""
+        return

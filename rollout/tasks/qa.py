@@ -12,9 +12,8 @@ from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.config import QaOptions
 from marsrl.rollout.tasks.data import draw_held_out, right_answers
 from marsrl.rollout.tasks.linked_facts import World
-from marsrl.rollout.tasks.protocol import HELD_OUT, ProblemSource
-from marsrl.rollout.tasks.train_files import draw_endlessly
-from marsrl.rollout.tools.documents import Document
+from marsrl.rollout.tasks.problem_files import draw_endlessly
+from marsrl.rollout.tasks.protocol import HELD_OUT, ProblemSource, Task
 from marsrl.rollout.types import MISSING, Problem, Reward
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -42,11 +41,8 @@ def f1(answer: str, right: str) -> float:
     return 2 * (said & wanted).total() / (said.total() + wanted.total())
 
 
-class QaTask:
-    """Problems read by `data.read_problems`, or, without any, of a world of facts that options.world_seed makes.
-
-    documents, papers: what there is to search where no corpus is given; none where the questions are a file's.
-    """
+class QaTask(Task):
+    """Problems read by `data.read_problems`, or, without any, of a world of facts that options.world_seed makes."""
 
     name = "qa"
     prompts = "qa"
@@ -54,14 +50,9 @@ class QaTask:
     def __init__(self, train: Sequence[Problem], held_out: Sequence[Problem], options: QaOptions) -> None:
         self._train, self._held_out, self._options = train, tuple(held_out), options
         self._world = None if train else World(options)
-
-    @property
-    def documents(self) -> tuple[Document, ...]:
-        return self._world.documents if self._world is not None else ()
-
-    @property
-    def papers(self) -> tuple[Document, ...]:
-        return tuple(paper.document for paper in self._world.papers) if self._world is not None else ()
+        if self._world is not None:
+            self.documents = self._world.documents
+            self.papers = tuple(paper.document for paper in self._world.papers)
 
     def problems(self, seed: int) -> ProblemSource:
         return draw_endlessly(self._train, seed) if self._world is None else self._world.questions(seed)
@@ -74,9 +65,6 @@ class QaTask:
 
     def judge(self, problem: Problem, answer: str) -> Future[Reward]:
         return known(self._judgement(problem, answer))
-
-    def close(self) -> None:
-        """Nothing to release."""
 
     def _judgement(self, problem: Problem, answer: str) -> Reward:
         if problem.answer is None:

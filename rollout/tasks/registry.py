@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
-from pydantic import ValidationError
-
-from marsrl.rollout.config import problems_of
+from marsrl.rollout.config import OptionValues, read_settings
 from marsrl.rollout.own_classes import is_own
-from marsrl.rollout.rewards.workers import MATH_JUDGE, RewardPool
+from marsrl.rollout.rewards.judge import RewardPool
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask
-from marsrl.rollout.tasks.config import ArithmeticOptions, JudgeOptions, MathOptions, QaOptions
-from marsrl.rollout.tasks.facts_tokenizer import CALLS_TOKENIZER, FACTS_TOKENIZER
-from marsrl.rollout.tasks.listed import ListedTask
-from marsrl.rollout.tasks.own_task import OptionValues, make_own_task
-from marsrl.rollout.tasks.protocol import Task
+from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions, QaOptions
+from marsrl.rollout.tasks.data import draw_held_out
+from marsrl.rollout.tasks.facts_tutor import CALLS_TOKENIZER, FACTS_TOKENIZER
+from marsrl.rollout.tasks.own_task import make_own_task
+from marsrl.rollout.tasks.problem_files import draw_endlessly
+from marsrl.rollout.tasks.protocol import ProblemSource, Task
 from marsrl.rollout.tasks.qa import QaTask
-from marsrl.rollout.types import Problem
+from marsrl.rollout.types import Problem, Reward
 
 TASKS: Mapping[str, type[ArithmeticOptions | MathOptions | QaOptions]] = {
     "arithmetic": ArithmeticOptions,
@@ -26,14 +26,34 @@ TASKS: Mapping[str, type[ArithmeticOptions | MathOptions | QaOptions]] = {
 """The tasks that ship, and the kind of their task_options."""
 
 TOKENIZERS = {"arithmetic": ARITHMETIC_TOKENIZER, "facts": FACTS_TOKENIZER, "calls": CALLS_TOKENIZER}
-"""What policies that a school makes read and write with, by School.tokenizer."""
+"""Tokenizers of policies that a school makes, by School.tokenizer."""
+
+
+class ListedTask(Task):
+    """A list of problems, of files or of a user's class, and the pool that judges their answers. Close it: it owns processes."""
+
+    def __init__(
+        self, name: str, prompts: str, train: Sequence[Problem], held_out: Sequence[Problem], pool: RewardPool
+    ) -> None:
+        self.name, self.prompts = name, prompts
+        self._train, self._held_out, self._pool = train, tuple(held_out), pool
+
+    def problems(self, seed: int) -> ProblemSource:
+        return draw_endlessly(self._train, seed)
+
+    def held_out(self, num_problems: int | None, seed: int) -> list[Problem]:
+        """A seeded draw without replacement, all of them if there are fewer, or None is asked for; [] without evaluation data."""
+        return draw_held_out(self._held_out, num_problems, self.name, seed)
+
+    def judge(self, problem: Problem, answer: str) -> Future[Reward]:
+        return self._pool.submit(problem, answer)
+
+    def close(self) -> None:
+        self._pool.close()
 
 
 def build_task(
-    name: str,
-    options: OptionValues,
-    train: Sequence[Problem] = (),
-    held_out: Sequence[Problem] = (),
+    name: str, options: OptionValues, train: Sequence[Problem] = (), held_out: Sequence[Problem] = ()
 ) -> Task:
     """The task of this name.
 
@@ -41,14 +61,12 @@ def build_task(
     """
     if is_own(name):
         own = make_own_task(name, options)
-        pool = _pool(own.options, "marsrl.rollout.tasks.own_task:own_judge", {"task": name, "options": dict(options)})
+        given = {"task": name, "options": dict(options)}
+        pool = RewardPool(own.options, "marsrl.rollout.tasks.own_task:own_judge", given)
         return ListedTask(own.name, own.prompts, train, held_out, pool)
     if name not in TASKS:
         raise ValueError(f"task is {name!r}; there are {', '.join(TASKS)}, and your own as FILE.py:CLASS")
-    try:
-        checked = TASKS[name].model_validate(dict(options))
-    except ValidationError as error:
-        raise ValueError(f"task {name}: {problems_of(error, 'task_options.', TASKS[name].model_fields)}") from error
+    checked = read_settings(TASKS[name], options, "task_options.", f"task {name}: ")
     if isinstance(checked, ArithmeticOptions):
         return ArithmeticTask(checked)
     if isinstance(checked, QaOptions):
@@ -56,15 +74,4 @@ def build_task(
     assert isinstance(checked, MathOptions)
     if not train:
         raise ValueError("task=math needs problems: set data.train to a jsonl or parquet file or a dataset directory")
-    return ListedTask("math", "math", train, held_out, _pool(checked))
-
-
-def _pool(options: JudgeOptions, judge: str = MATH_JUDGE, arguments: Mapping[str, object] | None = None) -> RewardPool:
-    return RewardPool(
-        options.workers,
-        options.timeout_s,
-        options.max_answer_chars,
-        judge=judge,
-        arguments=arguments,
-        needs_reference=judge == MATH_JUDGE,
-    )
+    return ListedTask("math", "math", train, held_out, RewardPool(checked))

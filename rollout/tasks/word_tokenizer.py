@@ -1,9 +1,12 @@
-"""Tokenizers of whole words, for policies that are made from nothing: a word, an id."""
+"""Tokenizers of whole words, an id each, for policies that are made from nothing; and traces that teach these."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+from marsrl.rollout.agents.roles import Role
+from marsrl.rollout.types import Message
 
 CONTROL = ("<pad>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 END = "<|end|>"
@@ -18,7 +21,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class WordTokenizer:
-    r"""What a task's words are, in a chat of such policies.
+    r"""The words of a task, in a chat of such policies.
 
         WordTokenizer(("=", "claim"), gaps=" +", apart="\n").write(directory)
 
@@ -59,3 +62,28 @@ class WordTokenizer:
         )
         wrapped.chat_template = CHAT_TEMPLATE
         wrapped.save_pretrained(str(directory))
+
+
+_VERDICTS = ("correct", "wrong", "yes", "no")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A prompt and the completion to imitate (the end token comes after it where `ends` is set).
+
+    prompt: a str is tokenised as it stands. completion: words with a space between, a token each. role: who writes it; None
+    for a drill whose loss nobody asks for.
+    """
+
+    role: Role | None
+    prompt: tuple[Message, ...] | str
+    completion: str
+    ends: bool = True
+
+    def weights(self, verdict_weight: float) -> list[float]:
+        """The loss weight of each token of the completion, the end token included: one token a word.
+
+        Verdict words weigh more: one word in thirty would otherwise stay at chance.
+        """
+        words = self.completion.split(" ")
+        return [verdict_weight if word in _VERDICTS else 1.0 for word in words] + [1.0] * self.ends

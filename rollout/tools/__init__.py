@@ -1,1 +1,1 @@
-"""What agents can call: one protocol, a pool that bounds what a tool may cost, and the tools that ship."""
+"""Tools that agents call: one protocol, a pool that bounds what a tool may cost, and the tools that ship."""

@@ -21,8 +21,7 @@ from marsrl.rollout.tools.config import (
     ToolsConfig,
     VisitTool,
 )
-from marsrl.rollout.tools.documents import Document, read_corpus
-from marsrl.rollout.tools.papers import read_papers
+from marsrl.rollout.tools.documents import Document, read_corpus, read_papers
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.tools.protocol import ReadPages, Tool
 from marsrl.rollout.tools.search import CorpusSearch, build_index, open_index
@@ -68,22 +67,14 @@ def _reads_pages(settings: ToolLimits) -> bool:
 
 def _build_tool(name: str, settings: ToolLimits, documents: Sequence[Document], read_pages: ReadPages) -> Tool:
     """One tool from its settings; see build_tools."""
-    if isinstance(settings, HttpSearch):
-        from marsrl.rollout.tools.retrieval import Retrieval
+    if isinstance(settings, HttpSearch | SerpApiSearch):
+        from marsrl.rollout.tools.servers import Retrieval, SerpApi
 
-        return Retrieval(settings)
-    if isinstance(settings, SerpApiSearch):
-        from marsrl.rollout.tools.serpapi import SerpApi
+        return Retrieval(settings) if isinstance(settings, HttpSearch) else SerpApi(name, settings, read_pages)
+    if isinstance(settings, VisitTool | PagesConfig):
+        from marsrl.rollout.tools.pages import Pages, Visit
 
-        return SerpApi(name, settings, read_pages)
-    if isinstance(settings, VisitTool):
-        from marsrl.rollout.tools.pages import Visit
-
-        return Visit(settings, read_pages)
-    if isinstance(settings, PagesConfig):
-        from marsrl.rollout.tools.pages import Pages
-
-        return Pages(settings)
+        return Visit(settings, read_pages) if isinstance(settings, VisitTool) else Pages(settings)
     if isinstance(settings, PythonTool):
         from marsrl.rollout.tools.python.tool import PythonInterpreter
 
@@ -107,18 +98,17 @@ def check_tools(
     for name in names:
         settings, key = getattr(config, name, None), f"tools.{name}"
         if settings is not None and _reads_pages(settings):
-            _check_web(key if name == "visit" else f"{key}.read_pages")
+            _check_installed(key if name == "visit" else f"{key}.read_pages", "web", "httpx", "trafilatura", "pypdf")
         if isinstance(settings, PythonTool):
             from marsrl.rollout.tools.python.launcher import choose_launcher
 
             choose_launcher(settings)
-        elif isinstance(settings, HttpSearch):
-            _check_httpx(f"{key}.kind=http")
-        elif isinstance(settings, SerpApiSearch):
-            _check_httpx(f"{key}.kind=serpapi")
-            from marsrl.rollout.http_line import read_key
+        elif isinstance(settings, HttpSearch | SerpApiSearch):
+            _check_installed(f"{key}.kind={settings.kind}", "openai", "httpx")
+            if isinstance(settings, SerpApiSearch):
+                from marsrl.rollout.http_line import read_key
 
-            read_key(settings.api_key_env, f"{key}.api_key_env")
+                read_key(settings.api_key_env, f"{key}.api_key_env")
         elif isinstance(settings, IndexSearch) and settings.corpus is not None:
             try:
                 for _ in islice(_reader(settings)(settings.corpus), _LOOKED_AT):
@@ -137,15 +127,9 @@ def _reader(settings: IndexSearch) -> Callable[[str | Path], Iterator[Document]]
     return read_papers if isinstance(settings, IndexScholar) else read_corpus
 
 
-def _check_web(setting: str) -> None:
-    missing = [package for package in ("httpx", "trafilatura", "pypdf") if importlib.util.find_spec(package) is None]
+def _check_installed(setting: str, extra: str, *packages: str) -> None:
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ValueError(
-            f"{setting} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
-            f"pip install {' '.join(missing)} (marsrl[web])"
+            f"{setting} needs {' and '.join(missing)}, not installed here: pip install {' '.join(missing)} (marsrl[{extra}])"
         )
-
-
-def _check_httpx(setting: str) -> None:
-    if importlib.util.find_spec("httpx") is None:
-        raise ValueError(f"{setting} needs the package httpx: pip install httpx (marsrl[openai])")

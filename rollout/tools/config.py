@@ -13,7 +13,7 @@ _KIND = "who answers: index: a file's documents, here; http: a retrieval server 
 
 
 class ToolLimits(Settings):
-    """What a tool may cost, whatever it does."""
+    """Limits of every tool."""
 
     timeout_s: float = Field(
         60.0, gt=0, le=LONGEST_S, description="a call that runs longer is an error; its thread is given up"
@@ -31,7 +31,6 @@ class ToolLimits(Settings):
         description="of one output, all its parts together; the longest of them are cut to fit, with a mark",
     )
     cache_mib: int = Field(64, ge=0, le=MOST_MIB, description="outputs kept for calls that are repeated, MiB; 0: none")
-    cache_entries: int = Field(100_000, gt=0, le=MOST, description="outputs kept, at most")
 
 
 class IndexSearch(ToolLimits):
@@ -58,7 +57,7 @@ class IndexScholar(IndexSearch):
 
 
 class ServerLimits(ToolLimits):
-    """What a server that answers for a tool may cost."""
+    """Limits of a tool that asks a server."""
 
     request_timeout_s: float = Field(
         10.0, gt=0, le=LONGEST_S, description="one attempt, from connection to last byte; timeout_s is all of them"
@@ -164,7 +163,7 @@ class VisitTool(ToolLimits):
 
 
 class PagesConfig(ToolLimits):
-    """How pages of the web are read for tools.visit and for searches with read_pages (docs/tools.md)."""
+    """Pages of the web, as tools.visit and searches with read_pages read them (docs/tools.md)."""
 
     timeout_s: float = Field(
         30.0,
@@ -180,7 +179,6 @@ class PagesConfig(ToolLimits):
     max_kib: int = Field(
         8192, gt=0, le=MOST_MIB, description="a page that is larger, as sent or decompressed, is refused, KiB"
     )
-    max_redirects: int = Field(5, ge=0, le=100, description="a page that redirects more often is refused")
     workers: int = Field(
         2, gt=0, le=MOST_RANKS, description="processes that parse pages; one that hangs or crashes is replaced"
     )

@@ -1,4 +1,4 @@
-"""Documents that are searched: in files, and as an agent reads them."""
+"""Documents and papers that are searched: in files, and as an agent reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+
+from marsrl.rollout.config import problems_of
 from marsrl.rollout.jsonl import BadLine, read_rows, well_formed
+
+_MOST_NUMBER = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +28,40 @@ class Document:
         return f'"{self.title}"\n{self.text}'
 
 
-ReadRow = Callable[[Mapping[str, object], int], Document]
-"""A row of a corpus and its line -> the document."""
+class _Row(BaseModel):
+    """A line of a file; other keys of it are left out."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    id: str | int
+
+    @field_validator("*")
+    @classmethod
+    def _has_utf8(cls, value: object, info: ValidationInfo) -> object:
+        return well_formed(value, str(info.field_name)) if isinstance(value, str) else value
+
+
+class Paper(_Row):
+    """One paper. year, citations: None where they are not known."""
+
+    title: str = Field(pattern=r"\S")
+    abstract: str | None = None
+    year: int | None = Field(None, ge=0, le=_MOST_NUMBER)
+    citations: int | None = Field(None, ge=0, le=_MOST_NUMBER)
+
+    @property
+    def document(self) -> Document:
+        """The paper as the index holds it and an agent reads it, so that a query may name its year."""
+        fields = {"Year": self.year, "Citations": self.citations, "Abstract": self.abstract or None}
+        return Document(str(self.id), self.title, said_of(fields))
+
+
+class _Text(_Row):
+    text: str
+    title: str = ""
+
+
+class _Contents(_Row):
+    contents: str
 
 
 def from_contents(id: str, contents: str) -> Document:
@@ -33,24 +70,35 @@ def from_contents(id: str, contents: str) -> Document:
     return Document(id, title.strip().strip('"'), text)
 
 
-def read_corpus(
-    path: str | Path, read_row: ReadRow | None = None, form: str = "{id, title, text}"
-) -> Iterator[Document]:
+def read_corpus(path: str | Path) -> Iterator[Document]:
     """The documents of a jsonl file, one at a time: {id, title, text}, or {id, contents} as Search-R1 has them.
-
-    read_row, form: of lines of another form, and what to call it; it raises BadLine.
 
     Raises:
         ValueError: a line is no document (file:line: reason), or there is none.
         OSError: the file cannot be read.
     """
+    return _read(path, _document, "{id, title, text} or {id, contents}")
+
+
+def read_papers(path: str | Path) -> Iterator[Document]:
+    """The papers of a jsonl file, one at a time: {title, abstract}, with id, year and citations where they are known.
+
+    Raises:
+        ValueError, OSError: as read_corpus.
+    """
+    return _read(path, lambda row: Paper.model_validate(row).document, "{title, abstract, year, citations}")
+
+
+def _read(path: str | Path, read_row: Callable[[Mapping[str, object]], Document], form: str) -> Iterator[Document]:
     file = Path(path)
     num_read = 0
     for line, row in read_rows(file):
         try:
             if isinstance(row, BadLine):
                 raise row
-            yield (read_row or _document)(row, line)
+            yield read_row({"id": line, **row})
+        except ValidationError as error:
+            raise ValueError(f"{file}:{line}: {problems_of(error)} (expected {form})") from error
         except BadLine as reason:
             raise ValueError(f"{file}:{line}: {reason}") from reason
         num_read += 1
@@ -58,8 +106,20 @@ def read_corpus(
         raise ValueError(f"{file} holds no document; expected lines of {form}")
 
 
+def _document(row: Mapping[str, object]) -> Document:
+    if "contents" in row and "text" not in row:
+        both = _Contents.model_validate(row)
+        document = from_contents(str(both.id), both.contents)
+    else:
+        found = _Text.model_validate(row)
+        document = Document(str(found.id), found.title, found.text)
+    if not document.text.strip() and not document.title.strip():
+        raise BadLine("it has neither a title nor a text")
+    return document
+
+
 def rendered(documents: Iterable[Document], kind: str = "Doc") -> list[str]:
-    """What an agent reads of documents, in the form of Search-R1: a part each, the same document once.
+    """Documents as an agent reads them, in the form of Search-R1: a part each, the same document once.
 
     kind: what it is called before its number.
     """
@@ -67,34 +127,10 @@ def rendered(documents: Iterable[Document], kind: str = "Doc") -> list[str]:
 
 
 def shown(documents: Iterable[Document], kind: str = "Doc") -> str | list[str]:
-    """What a tool says of those it found."""
+    """A tool's output for the documents found."""
     return rendered(documents, kind) or "No documents match."
 
 
-def _document(row: Mapping[str, object], line: int) -> Document:
-    name, form = row_name(row, line), "a document is {id, title, text} or {id, contents}"
-    if "contents" in row and "text" not in row:
-        document = from_contents(name, row_text(row, "contents", form))
-    else:
-        title = row_text(row, "title", form) if "title" in row else ""
-        document = Document(name, title, row_text(row, "text", form))
-    if not document.text.strip() and not document.title.strip():
-        raise BadLine("it has neither a title nor a text")
-    return document
-
-
-def row_name(row: Mapping[str, object], line: int) -> str:
-    """The id of a row, or its line."""
-    name = row.get("id", line)
-    if isinstance(name, bool) or not isinstance(name, str | int):
-        raise BadLine(f"the id is {type(name).__name__}, expected text or a whole number")
-    return str(name)
-
-
-def row_text(row: Mapping[str, object], key: str, form: str) -> str:
-    """The text of this key; BadLine says what form it should have."""
-    value = row.get(key)
-    if not isinstance(value, str):
-        kind = "missing" if value is None else type(value).__name__
-        raise BadLine(f"{key!r} is {kind}, expected text ({form})")
-    return well_formed(value, key)
+def said_of(fields: Mapping[str, object]) -> str:
+    """Text of a paper beside its title: the fields that are known, by name."""
+    return ". ".join(f"{name}: {value}" for name, value in fields.items() if value is not None)

@@ -27,6 +27,7 @@ from marsrl.rollout.tools.config import PagesConfig
 from marsrl.rollout.tools.protocol import ToolError
 
 _REDIRECTS = (301, 302, 303, 307, 308)
+_MOST_REDIRECTS = 5
 _TEXTS = ("application/xhtml+xml", "application/pdf")  # beside text/*
 _UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")  # what it is, its first bytes say
 _GZIP = 16 + zlib.MAX_WBITS
@@ -63,7 +64,7 @@ class Fetched:
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether it is a unicast address of the public Internet that is nobody's way to another one."""
+    """True for a unicast address of the public Internet that no tunnel or translation leads on from."""
     if isinstance(address, IPv4Address):
         return address.is_global and not address.is_multicast and not any(address in each for each in _NOT_PUBLIC_4)
     return address in _GLOBAL_6 and address.is_global and not any(address in each for each in _NOT_PUBLIC_6)
@@ -93,7 +94,7 @@ class Fetcher:
         backend = _PublicNetwork(self._limits.allow_hosts, deadline, self._count_bytes)
         address = _checked(url)
         with httpcore.ConnectionPool(self._ssl_context, network_backend=backend) as pool:
-            for _ in range(self._limits.max_redirects + 1):
+            for _ in range(_MOST_REDIRECTS + 1):
                 try:
                     page = self._ask(pool, address)
                 except httpcore.TimeoutException:
@@ -105,7 +106,7 @@ class Fetcher:
                 if isinstance(page, Fetched):
                     return page
                 address = page
-        raise Refused(f"it redirects more than tools.pages.max_redirects = {self._limits.max_redirects} times")
+        raise Refused(f"it redirects more than {_MOST_REDIRECTS} times")
 
     def _ask(self, pool: httpcore.ConnectionPool, address: httpx.URL) -> Fetched | httpx.URL:
         """The page, or where it redirects to."""
@@ -128,7 +129,7 @@ class Fetcher:
         return Fetched(body, media_type, charset)
 
     def _decompressed(self, chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
-        """What was sent, decompressed; neither of the two is ever larger than a page may be."""
+        """The body, decompressed; neither form is ever larger than a page may be."""
         if encoding.strip().lower() not in ("", "identity", "gzip", "x-gzip"):
             raise Refused(f"it is compressed by {encoding[:_MOST_SHOWN]!r}, which was not asked for")
         gzip = zlib.decompressobj(_GZIP) if "gzip" in encoding.lower() else None

@@ -1,29 +1,20 @@
-"""The process that takes the main text out of pages, for pages.TextWorkers: what parses a stranger's bytes is not the trainer.
+"""The process that takes the main text out of pages, so that what parses a stranger's bytes is not the trainer
+(rollout/worker_process.py).
 
-    python -P -m marsrl.rollout.tools.main_text MEMORY_MIB
+    python -P -m marsrl.rollout.tools.main_text CONNECTION MEMORY_MIB
 
-The first line of its output says that it is ready. A request is a JSON line {"media_type", "charset", "num_bytes", "most_chars",
-"seconds"} and then the bytes of the page; its reply a JSON line {"text"} or {"error"}. Past its seconds the kernel ends the
-process, in the midst of C code too.
+A request is {"body", "media_type", "charset", "most_chars"}, a reply {"text"} or {"error"}.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import logging
-import os
-import re
-import resource
-import signal
 import sys
+from contextlib import suppress
+from typing import Any
 
-_START_S = 60.0  # importing lxml and the others on a busy machine
-# Of what servers say of their texts: names of encodings, and of no other codec of Python's (`zip`, `idna`).
-_CHARSETS = re.compile(
-    r"utf-?(8|16|16le|16be)|us-ascii|iso-8859-\d+|latin-?1|windows-\d+|cp\d+|koi8-[ru]|gb(k|2312|18030)|big5|euc-(jp|kr)|"
-    r"shift_jis"
-)
+from marsrl.rollout.worker_process import Answer, serve
 
 
 def main_text(body: bytes, media_type: str, charset: str, most_chars: int) -> str:
@@ -51,11 +42,8 @@ def main_text(body: bytes, media_type: str, charset: str, most_chars: int) -> st
 def _decoded(body: bytes, charset: str) -> str:
     """By its server's word, if that fits; else by its own, or what it looks like."""
     for name in (charset, "utf-8"):
-        if _CHARSETS.fullmatch(name):
-            try:
-                return body.decode(name)
-            except (UnicodeError, LookupError):
-                pass
+        with suppress(UnicodeError, LookupError):  # LookupError: no encoding of texts has this name
+            return body.decode(name)
     from trafilatura.utils import decode_file
 
     return str(decode_file(body))
@@ -72,31 +60,19 @@ def _of_pdf(body: bytes, most_chars: int) -> str:
     return "\n\n".join(texts)
 
 
-def main(memory_mib: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's; this ends when it closes our input
-    signal.setitimer(signal.ITIMER_REAL, _START_S)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
-    asked, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # whatever a library prints must not be taken for a reply
-    logging.disable()  # they say on stderr what a page does wrong
-    import pypdf  # noqa: F401
-    import trafilatura  # noqa: F401
+def main(line: str, memory_mib: int) -> None:
+    def load() -> Answer:
+        logging.disable()  # they say on stderr what a page does wrong
+        import pypdf  # noqa: F401
+        import trafilatura  # noqa: F401
 
-    print(json.dumps({"ready": True}), file=replies, flush=True)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    for line in asked:
-        request = json.loads(line)
-        body = asked.read(request["num_bytes"])
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
-        try:
-            text = main_text(body, request["media_type"], request["charset"], request["most_chars"])
-            reply = {"text": text.strip()[: request["most_chars"] + 1]}
-        except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {error}"[:200]}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(reply), file=replies, flush=True)
+        return answer
+
+    def answer(asked: dict[str, Any]) -> dict[str, object]:
+        return {"text": main_text(**asked).strip()[: asked["most_chars"] + 1]}
+
+    serve(line, memory_mib << 20, load)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,20 +1,18 @@
 """Calls of tools side by side, none of which can fail, hang or flood its caller.
 
-    submit(ToolCall) -> queue of the tool -> thread -> Tool.run -> text or parts, cut at the cap -> Future[ToolOutput]
+    submit(ToolCall) -> queue of the tool -> a thread for its run -> text or parts, cut at the cap -> Future[ToolOutput]
                 |-> cache: the same call was answered before, or is under way: it is not run again
 
 Threads, because the tools that ship wait for sockets and for SQLite, which both let other threads run. A thread cannot be
-killed: one that runs longer than timeout_s is given up, its call is an error, and another thread takes its place; a thread of
-the pool's own, the watch, sees to it. At most `concurrency` threads of a tool work and as many are given up, so it has
-2 x concurrency threads; where that many hang, further calls are refused until one of them ends. They are daemons: a hung one
-does not hold up the end of the process.
+killed: a run that takes longer than timeout_s is given up by its timer, its call is an error, and another one takes its place.
+At most `concurrency` runs of a tool work and as many are given up; where that many hang, further calls are refused until one of
+them ends. The threads are daemons: a hung one does not hold up the end of the process.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -25,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.tools.config import ToolLimits
-from marsrl.rollout.tools.protocol import CountingTool, Tool, ToolError
+from marsrl.rollout.tools.protocol import Tool, ToolError
 from marsrl.rollout.types import ToolCall, ToolOutput
 
 _log = logging.getLogger(__name__)
@@ -35,61 +33,64 @@ UNKNOWN = "unknown"
 
 _MOST_ARGUMENT_CHARS = 1 << 20
 _MOST_SHOWN = 200  # characters of an error or a name in a text for the model
-_ENTRY_BYTES = 200  # of an entry of the cache beside its text, about
+_ENTRY_BYTES = 500  # of an entry of the cache beside its text, about
 _COUNTS = ("calls", "errors", "timeouts", "cached", "seconds", "truncated", "parts")
-
-_Key = tuple[str, str]  # tool, arguments in one spelling
 
 
 class _Cache:
-    """Outputs by call, those used last; of one tool."""
+    """Outputs by the arguments of their calls, those used last; of one tool."""
 
-    def __init__(self, limits: ToolLimits) -> None:
-        self._most_bytes, self._most_entries = limits.cache_mib << 20, limits.cache_entries
-        self._outputs: OrderedDict[_Key, ToolOutput] = OrderedDict()
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._outputs: OrderedDict[str, ToolOutput] = OrderedDict()
         self._num_bytes = 0
 
-    def get(self, key: _Key) -> ToolOutput | None:
-        output = self._outputs.get(key)
-        if output is not None:
+    def get(self, key: str) -> ToolOutput | None:
+        if key in self._outputs:
             self._outputs.move_to_end(key)
-        return output
+        return self._outputs.get(key)
 
-    def put(self, key: _Key, output: ToolOutput) -> None:
-        if (size := _size(key, output)) > self._most_bytes or key in self._outputs:
+    def put(self, key: str, output: ToolOutput) -> None:
+        if key in self._outputs:
             return
         self._outputs[key] = output
-        self._num_bytes += size
-        while self._num_bytes > self._most_bytes or len(self._outputs) > self._most_entries:
+        self._num_bytes += _size(key, output)
+        while self._num_bytes > self._most_bytes:
             self._num_bytes -= _size(*self._outputs.popitem(last=False))
+
+
+def _size(key: str, output: ToolOutput) -> int:
+    """Bytes of an entry, about: Python's strings have up to 4 a character."""
+    return 4 * (len(key) + len(output.text)) + _ENTRY_BYTES
+
+
+class _Books:
+    """Outputs kept and counts, by tool."""
+
+    def __init__(self, lanes: Mapping[str, _Lane]) -> None:
+        self.caches = {name: _Cache(lane.limits.cache_mib << 20) for name, lane in lanes.items()}
+        self.counts = {name: dict.fromkeys(_COUNTS, 0.0) for name in (*lanes, UNKNOWN)}
 
 
 @dataclass(eq=False)
 class _Run:
-    """One run of a tool. futures: of the calls that it answers. start: monotonic seconds, in thread."""
+    """One run of a tool. key: its arguments in one spelling. futures: of the calls that it answers."""
 
-    key: _Key
+    key: str
     arguments: Mapping[str, object]
     futures: list[Future[ToolOutput]]
-    start: float = math.inf
-    thread: threading.Thread | None = None
-    is_given_up: bool = False
+    timer: threading.Timer | None = None  # gives it up
 
 
 @dataclass(eq=False)
 class _Lane:
-    """One tool with its threads, queue and memory."""
+    """One tool with its runs. shared: those that a further call of the same may join, by key."""
 
     tool: Tool
     limits: ToolLimits
-    cache: _Cache
-    has_work: threading.Condition  # of the pool's lock; told once a run
-    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0))
     queue: deque[_Run] = field(default_factory=deque)
     running: list[_Run] = field(default_factory=list)
-    shared: dict[_Key, _Run] = field(default_factory=dict)  # runs that a further call of the same may join
-    threads: list[threading.Thread] = field(default_factory=list)  # none that was given up
-    num_idle: int = 0
+    shared: dict[str, _Run] = field(default_factory=dict)
     num_hung: int = 0
     last_error: str = ""
 
@@ -106,17 +107,9 @@ class ToolPool:
         if UNKNOWN in tools:
             raise ValueError(f"ToolPool: no tool can be called {UNKNOWN!r}, which counts those that do not exist")
         limits = limits or {}
-        # Guards everything; callbacks of futures run under it, and may submit. Each condition of it tells those whom it concerns:
-        # one for all woke every idle thread at each of 64 calls, and took longer than the calls.
-        self._lock = threading.RLock()
-        self._lanes: dict[str, _Lane] = {}
-        for name, tool in tools.items():
-            bounds = limits.get(name, ToolLimits())
-            self._lanes[name] = _Lane(tool, bounds, _Cache(bounds), threading.Condition(self._lock))
-        self._unknown = dict.fromkeys(_COUNTS, 0.0)
-        self._watch: threading.Thread | None = None
-        self._watched_until = math.inf  # monotonic seconds: when the watch wakes by itself
-        self._is_sooner = threading.Condition(self._lock)  # tells the watch that it would wake too late
+        self._lock = threading.RLock()  # guards everything; callbacks of futures run under it, and may submit
+        self._lanes = {name: _Lane(tool, limits.get(name, ToolLimits())) for name, tool in tools.items()}
+        self._books = _Books(self._lanes)
         self._is_closed = False
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
@@ -129,10 +122,11 @@ class ToolPool:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("ToolPool: submit after close")
-            if self._watch is None:
-                self._watch = threading.Thread(target=self._give_up_late_ones, name="marsrl-tools", daemon=True)
-                self._watch.start()
-            self._begin(call, future)
+            if call.tool in self._lanes:
+                self._begin(call, future)
+            else:
+                text = f"there is no tool {call.tool[:_MOST_SHOWN]!r}; there are: {', '.join(self._lanes) or 'none'}"
+                self._end(UNKNOWN, future, _error(text))
         return future
 
     def argument(self, name: str) -> str:
@@ -142,19 +136,15 @@ class ToolPool:
     def take_counts(self) -> dict[str, float]:
         """Metrics since the last call, tools/<name>/...: of calls that ended, seconds of runs, outputs that were cut, parts."""
         with self._lock:
-            for lane in self._lanes.values():
-                _add_own_counts(lane)
-            taken = {name: lane.counts for name, lane in self._lanes.items()}
-            if self._unknown["calls"]:
-                taken[UNKNOWN] = self._unknown
-            metrics = {f"tools/{name}/{key}": value for name, counts in taken.items() for key, value in counts.items()}
-            for lane in self._lanes.values():
-                lane.counts = dict.fromkeys(_COUNTS, 0.0)
-            self._unknown = dict.fromkeys(_COUNTS, 0.0)
-        return metrics
+            self._add_own_counts()
+            counts = self._books.counts
+            self._books.counts = _Books(self._lanes).counts
+        if not counts[UNKNOWN]["calls"]:
+            del counts[UNKNOWN]
+        return {f"tools/{name}/{key}": value for name, counted in counts.items() for key, value in counted.items()}
 
     def last_errors(self) -> dict[str, str]:
-        """What each tool's last run said that was an error, by its name; of tools that had one."""
+        """The last error of each tool that had one, by its name."""
         with self._lock:
             return {name: lane.last_error for name, lane in self._lanes.items() if lane.last_error}
 
@@ -164,26 +154,18 @@ class ToolPool:
 
         A call from before that ends in the body is counted there.
         """
-
-        def swap(held: Mapping[str, tuple[_Cache, dict[str, float]]], unknown: dict[str, float]) -> None:
-            with self._lock:
-                for name, (cache, counts) in held.items():
-                    _add_own_counts(self._lanes[name])
-                    self._lanes[name].cache, self._lanes[name].counts = cache, counts
-                self._unknown = unknown
-
         with self._lock:
-            before = {name: (lane.cache, lane.counts) for name, lane in self._lanes.items()}
-            unknown = self._unknown
-        none = lambda: dict.fromkeys(_COUNTS, 0.0)  # noqa: E731
-        swap({name: (_Cache(lane.limits), none()) for name, lane in self._lanes.items()}, none())
+            self._add_own_counts()
+            before, self._books = self._books, _Books(self._lanes)
         try:
             yield
         finally:
-            swap(before, unknown)
+            with self._lock:
+                self._add_own_counts()
+                self._books = before
 
     def close(self) -> None:
-        """Drop what is under way and close the tools; may be called twice. Hung threads are left to end by themselves."""
+        """Drop what is under way and close the tools; may be called twice. Runs under way are left to end by themselves."""
         with self._lock:
             if self._is_closed:
                 return
@@ -194,14 +176,9 @@ class ToolPool:
                         future.cancel()
                         future.set_running_or_notify_cancel()  # tells who waits for it
                     run.futures = []
+                    if run.timer is not None:
+                        run.timer.cancel()
                 lane.queue.clear()
-            busy = {run.thread for lane in self._lanes.values() for run in lane.running}
-            idle = [thread for lane in self._lanes.values() for thread in lane.threads if thread not in busy]
-            for lane in self._lanes.values():
-                lane.has_work.notify_all()
-            self._is_sooner.notify()
-        for thread in [*idle, *([self._watch] if self._watch is not None else [])]:
-            thread.join()
         with ExitStack() as stack:
             for lane in self._lanes.values():
                 stack.callback(lane.tool.close)
@@ -209,131 +186,105 @@ class ToolPool:
     # All below: with the lock held.
 
     def _begin(self, call: ToolCall, future: Future[ToolOutput]) -> None:
-        lane = self._lanes.get(call.tool)
-        if lane is None:
-            known = ", ".join(self._lanes) or "none"
-            text = f"there is no tool {call.tool[:_MOST_SHOWN]!r}; there are: {known}"
-            self._end(self._unknown, future, _error(text))
-            return
+        name, lane = call.tool, self._lanes[call.tool]
         try:
-            arguments, spelled = _arguments(call.arguments)
+            arguments, key = _arguments(call.arguments)
         except ToolError as error:
-            self._end(lane.counts, future, _error(str(error)))
+            self._end(name, future, _error(str(error)))
             return
-        key = (call.tool, spelled)
         if lane.tool.is_deterministic:
-            if (output := lane.cache.get(key)) is not None:
-                lane.counts["cached"] += 1
-                self._end(lane.counts, future, output)
+            if (output := self._books.caches[name].get(key)) is not None:
+                self._books.counts[name]["cached"] += 1
+                self._end(name, future, output)
                 return
             if (same := lane.shared.get(key)) is not None:
-                lane.counts["cached"] += 1
+                self._books.counts[name]["cached"] += 1
                 same.futures.append(future)
                 return
         if lane.num_hung >= lane.limits.concurrency:
-            self._end(lane.counts, future, _error(_hangs(call.tool, lane)))
+            self._end(name, future, _error(_hangs(name, lane)))
             return
         run = _Run(key, arguments, [future])
         if lane.tool.is_deterministic:
             lane.shared[key] = run
         lane.queue.append(run)
-        lane.has_work.notify()
-        self._start_threads(lane)
+        self._start_runs(name)
 
-    def _start_threads(self, lane: _Lane) -> None:
-        """One for each run that waits and has none, as far as there may be."""
-        while len(lane.queue) > lane.num_idle and len(lane.threads) < lane.limits.concurrency:
-            thread = threading.Thread(target=self._work, args=(lane,), name=f"marsrl-{lane.tool.name}", daemon=True)
-            lane.threads.append(thread)
-            lane.num_idle += 1
-            thread.start()
+    def _start_runs(self, name: str) -> None:
+        """As many of those that wait as there may be; none where too many hang."""
+        lane = self._lanes[name]
+        while lane.queue and lane.num_hung >= lane.limits.concurrency:
+            self._end_run(name, lane.queue.popleft(), _error(_hangs(name, lane)))
+        while lane.queue and len(lane.running) < lane.limits.concurrency:
+            run = lane.queue.popleft()
+            lane.running.append(run)
+            run.timer = threading.Timer(lane.limits.timeout_s, self._give_up, (name, run))
+            run.timer.daemon = True
+            run.timer.start()
+            threading.Thread(target=self._work, args=(name, run), name=f"marsrl-{name}", daemon=True).start()
 
-    def _give_up(self, now: float) -> None:
-        """Runs that take longer than they may are errors, and their threads no longer the pool's."""
-        for name, lane in self._lanes.items():
-            late = [run for run in lane.running if now >= run.start + lane.limits.timeout_s]
-            for run in late:
-                lane.running.remove(run)
-                lane.threads = [thread for thread in lane.threads if thread is not run.thread]
-                lane.num_hung += 1
-                lane.counts["timeouts"] += len(run.futures)
-                lane.counts["seconds"] += lane.limits.timeout_s
-                run.is_given_up = True
-                text = f"{name} did not answer within {lane.limits.timeout_s:g} s"
-                self._end_run(lane, run, replace(_error(text), seconds=lane.limits.timeout_s))
-            if late and lane.num_hung >= lane.limits.concurrency:
-                while lane.queue:
-                    self._end_run(lane, lane.queue.popleft(), _error(_hangs(name, lane)))
-            if late:
-                self._start_threads(lane)
-
-    def _end_run(self, lane: _Lane, run: _Run, output: ToolOutput) -> None:
+    def _end_run(self, name: str, run: _Run, output: ToolOutput) -> None:
+        lane = self._lanes[name]
         if lane.shared.get(run.key) is run:
             del lane.shared[run.key]
         for future in run.futures:
-            self._end(lane.counts, future, output)
+            self._end(name, future, output)
             output = replace(output, seconds=0.0)  # one run, however many calls it answers
         if output.is_error:
             lane.last_error = output.text
         run.futures = []
 
-    def _end(self, counts: dict[str, float], future: Future[ToolOutput], output: ToolOutput) -> None:
+    def _end(self, name: str, future: Future[ToolOutput], output: ToolOutput) -> None:
+        counts = self._books.counts[name]
         counts["calls"] += 1
         counts["errors"] += output.is_error
         counts["parts"] += len(output.part_ends)
         if future.set_running_or_notify_cancel():  # else the pool was closed, or its caller wants it no more
             future.set_result(output)
 
+    def _add_own_counts(self) -> None:
+        for name, lane in self._lanes.items():
+            for key, value in (lane.tool.take_counts() if hasattr(lane.tool, "take_counts") else {}).items():
+                self._books.counts[name][key] = self._books.counts[name].get(key, 0.0) + value
+
     # In threads of the pool's.
 
-    def _give_up_late_ones(self) -> None:
-        """The watch: until the pool is closed."""
+    def _give_up(self, name: str, run: _Run) -> None:
+        """A run that takes longer than it may is an error, and its thread no longer the pool's."""
         with self._lock:
-            while not self._is_closed:
-                now = time.monotonic()
-                self._give_up(now)
-                ends = [run.start + lane.limits.timeout_s for lane in self._lanes.values() for run in lane.running]
-                self._watched_until = min(ends, default=math.inf)
-                self._is_sooner.wait(self._watched_until - now if ends else None)
+            lane, counts = self._lanes[name], self._books.counts[name]
+            if run not in lane.running:
+                return  # it has just ended
+            lane.running.remove(run)
+            lane.num_hung += 1
+            counts["timeouts"] += len(run.futures)
+            counts["seconds"] += lane.limits.timeout_s
+            text = f"{name} did not answer within {lane.limits.timeout_s:g} s"
+            self._end_run(name, run, replace(_error(text), seconds=lane.limits.timeout_s))
+            self._start_runs(name)
 
-    def _work(self, lane: _Lane) -> None:
-        """Run after run of one tool, until the pool is closed or this thread is given up."""
-        while True:
-            with self._lock:
-                while not lane.queue and not self._is_closed:
-                    lane.has_work.wait()
-                lane.num_idle -= 1
-                if self._is_closed:
-                    return
-                run = lane.queue.popleft()
-                run.start, run.thread = time.monotonic(), threading.current_thread()
-                lane.running.append(run)
-                if (end := run.start + lane.limits.timeout_s) < self._watched_until:
-                    self._watched_until = end
-                    self._is_sooner.notify()
-            output, is_cut = _output(lane, run)
-            with self._lock:
-                if run.is_given_up:
-                    lane.num_hung -= 1
-                    return
-                lane.running.remove(run)
-                lane.num_idle += 1
-                seconds = time.monotonic() - run.start
-                lane.counts["seconds"] += seconds
-                lane.counts["truncated"] += is_cut
-                if lane.tool.is_deterministic and not output.is_error:
-                    lane.cache.put(run.key, output)
-                self._end_run(lane, run, replace(output, seconds=seconds))
-
-
-def _add_own_counts(lane: _Lane) -> None:
-    if isinstance(lane.tool, CountingTool):
-        for key, value in lane.tool.take_counts().items():
-            lane.counts[key] = lane.counts.get(key, 0.0) + value
+    def _work(self, name: str, run: _Run) -> None:
+        """One run."""
+        lane, begin = self._lanes[name], time.monotonic()
+        output, is_cut = _output(lane, run)
+        seconds = time.monotonic() - begin
+        with self._lock:
+            if run not in lane.running:  # it was given up
+                lane.num_hung -= 1
+                return
+            assert run.timer is not None
+            run.timer.cancel()
+            lane.running.remove(run)
+            self._books.counts[name]["seconds"] += seconds
+            self._books.counts[name]["truncated"] += is_cut
+            if lane.tool.is_deterministic and not output.is_error:
+                self._books.caches[name].put(run.key, output)
+            self._end_run(name, run, replace(output, seconds=seconds))
+            self._start_runs(name)
 
 
 def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
-    """What the tool says, and whether it was cut; every failure of its is an output."""
+    """(the tool's output, True where it was cut); a failure of the tool is an output too."""
     name, most = lane.tool.name, lane.limits.max_output_chars
     try:
         said = lane.tool.run(run.arguments)
@@ -378,8 +329,3 @@ def _arguments(text: str) -> tuple[dict[str, object], str]:
     if not isinstance(value, dict):
         raise ToolError(f"the arguments are a JSON {type(value).__name__}, expected an object")
     return value, spelled
-
-
-def _size(key: _Key, output: ToolOutput) -> int:
-    """Bytes of an entry, about: Python's strings have up to 4 a character."""
-    return 4 * (len(key[1]) + len(output.text)) + _ENTRY_BYTES

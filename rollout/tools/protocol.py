@@ -1,20 +1,20 @@
-"""What a tool is."""
+"""The protocol of tools."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from marsrl.rollout.types import ToolOutput
 
 MOST_QUERIES = 8
-"""How many searches, or pages, one call may ask for."""
+"""Most searches, or pages, of one call."""
 
 ReadPages = Callable[[Sequence[str], float], Sequence[ToolOutput]]
 """(addresses of pages, seconds to wait) -> the main text of each, or why there is none; side by side, in their order."""
 
 WAITED = 0.9
-"""Of the time that a call of a tool has, the share in which pages must have come: what is left is for those that have."""
+"""Share of a call's time in which its pages must come; the rest is for handling those that came."""
 
 _MOST_SHOWN = 80  # characters of an argument in a message
 
@@ -27,7 +27,8 @@ class Tool(Protocol):
     """Something agents call, from several threads at once; ToolPool bounds its time and its output.
 
     argument: the name of the one text that it can be called with. is_deterministic: the same arguments have the same answer for
-    as long as a run lasts, so that it may be kept. A tool with metrics of its own has `take_counts` too (CountingTool).
+    as long as a run lasts, so that it may be kept. A tool with metrics of its own also has `take_counts() -> dict[str, float]`:
+    its counts by name since the last call, zeros too.
     """
 
     name: str
@@ -45,14 +46,6 @@ class Tool(Protocol):
 
     def close(self) -> None:
         """Release what it holds. Calls that still run may fail then."""
-
-
-@runtime_checkable
-class CountingTool(Protocol):
-    """A tool with metrics of its own, beside those that the pool has of every tool."""
-
-    def take_counts(self) -> Mapping[str, float]:
-        """Counts by name since the last call, zeros too."""
 
 
 def text_argument(arguments: Mapping[str, object], name: str) -> str:

@@ -9,12 +9,13 @@ It knows no users: whoever reaches the address can search.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.concurrency import run_in_threadpool
 
 from marsrl.rollout import http_server
 from marsrl.rollout.tools.search import SearchIndex
@@ -22,10 +23,11 @@ from marsrl.rollout.tools.search import SearchIndex
 _MOST_BODY_BYTES = 4 << 20
 _MOST_QUERIES = 1024
 _MOST_TOP_K = 100
+_MOST_SHOWN = 500  # characters of what is wrong with a request
 
 
 class Query(BaseModel):
-    """What is asked. Other keys are left out, as those servers do."""
+    """A request. Other keys are ignored, as by those servers."""
 
     queries: Annotated[list[str], Field(max_length=_MOST_QUERIES)] | None = None
     query: str | None = None
@@ -33,54 +35,32 @@ class Query(BaseModel):
     return_scores: bool = False
 
 
-class _SmallBodies:
-    """Answers 413 to a body above _MOST_BODY_BYTES before the application has read it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        received, body, more = 0, bytearray(), True
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":  # it went away
-                return
-            received += len(message.get("body", b""))
-            more = message.get("more_body", False)
-            if received > _MOST_BODY_BYTES:
-                await send({"type": "http.response.start", "status": 413, "headers": [(b"connection", b"close")]})
-                await send({"type": "http.response.body", "body": b"the request is larger than 4 MiB"})
-                return
-            body += message.get("body", b"")
-
-        async def whole() -> Message:
-            return {"type": "http.request", "body": bytes(body), "more_body": False}
-
-        await self._app(scope, whole, send)
-
-
 def make_app(index: SearchIndex, top_k: int) -> FastAPI:
     """The application; requests are answered in threads. top_k: for requests that do not say."""
     app = FastAPI(title="marsrl retrieval", docs_url=None, redoc_url=None)  # their pages load scripts from elsewhere
-    app.add_middleware(_SmallBodies)
 
     @app.post("/retrieve")
-    def retrieve(asked: Query) -> dict[str, Any]:
+    async def retrieve(request: Request) -> dict[str, Any]:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _MOST_BODY_BYTES:
+                raise HTTPException(413, "the request is larger than 4 MiB", {"connection": "close"})
+        try:
+            asked = Query.model_validate(json.loads(body))
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(422, str(error)[:_MOST_SHOWN]) from None
         if (asked.query is None) == (asked.queries is None) and asked.queries != [asked.query]:
             raise HTTPException(422, "expected `queries`, a list of texts, or `query`, a text")
+        return await run_in_threadpool(answer, asked)
+
+    def answer(asked: Query) -> dict[str, Any]:
         queries = asked.queries if asked.queries is not None else [asked.query or ""]
         hits = [index.search(query, asked.topk or top_k) for query in queries]
+        found = [[({"id": d.id, "contents": d.contents}, score) for d, score in each] for each in hits]
         if not asked.return_scores:
-            return {"result": [[{"id": d.id, "contents": d.contents} for d, _ in each] for each in hits]}
-        return {
-            "result": [
-                [{"document": {"id": d.id, "contents": d.contents}, "score": score} for d, score in each]
-                for each in hits
-            ]
-        }
+            return {"result": [[document for document, _ in each] for each in found]}
+        return {"result": [[{"document": document, "score": score} for document, score in each] for each in found]}
 
     return app
 

@@ -15,12 +15,13 @@ not built and on GPUs, give the same number.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels import library
+from marsrl.rollout.weights.layout import Box, ShardLayout, fuse
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
@@ -33,41 +34,44 @@ def checksum(tensor: Tensor) -> int:
 
     -0.0 and 0.0 differ; so do equal bytes of another dtype or shape.
     """
-    return checksum_of_parts([tensor], tensor.shape)
+    total = block_sum(tensor.contiguous().view(1, tensor.numel()), 0, 0, (1, tensor.numel()))
+    return checksum_of_sum(total, tensor.dtype, tensor.shape)
 
 
-def checksum_of_parts(parts: Iterable[Tensor], shape: Sequence[int]) -> int:
-    """checksum(the parts one after the other, as a tensor of `shape`), without making that tensor.
+def fused_checksums(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
+    """{name of the fused tensor: checksum} of a whole model's HF tensors, as an engine that computes in dtype holds them."""
+    return {name: checksum(tensor) for name, tensor in fuse(tensors, dtype)}
 
-    Args:
-        parts: at least one; all of one dtype, each on any device. One is held at a time.
 
-    Raises:
-        ValueError: the parts have not one dtype, or other numbers of elements than the shape.
+class ShardSums:
+    """Checksums of the fused tensors that a shard is to hold, without putting one together: block by block, in any order.
+
+    sums = ShardSums(layout, torch.bfloat16)
+    sums.add("model.layers.0.self_attn.q_proj.weight", box, matrix); ...; sums.merge(another_rank.totals)
+    sums.checksums() == {"model.layers.0.self_attn.qkv_proj.weight": 0x5EED, ...}
     """
-    total, num_bytes, num_elements = 0, 0, 0
-    rest: Tensor | None = None  # the bytes of a word whose end is in the next part
-    dtype: torch.dtype | None = None
-    for part in parts:
-        dtype = dtype or part.dtype
-        if part.dtype != dtype:
-            raise ValueError(f"checksum: a part has dtype {part.dtype} where others have {dtype}; expected one dtype")
-        num_elements += part.numel()
-        data = part.detach().contiguous().view(-1).view(torch.uint8)
-        if rest is not None:
-            data = torch.cat([rest.to(data.device), data])
-        whole = data.numel() // 8 * 8
-        total += _word_sum(data[:whole], num_bytes // 8)
-        num_bytes += whole
-        rest = data[whole:] if whole < data.numel() else None
-    if rest is not None:
-        last = torch.zeros(8, dtype=torch.uint8, device=rest.device)
-        last[: len(rest)] = rest
-        total += _word_sum(last, num_bytes // 8)
-    if num_elements != torch.Size(shape).numel():
-        raise ValueError(f"checksum: the parts have {num_elements} elements; expected shape {tuple(shape)}")
-    assert dtype is not None, "checksum_of_parts: no parts"
-    return checksum_of_sum(total, dtype, shape)
+
+    def __init__(self, layout: ShardLayout, dtype: torch.dtype) -> None:
+        self.layout, self._dtype = layout, dtype
+        self.totals = dict.fromkeys(layout.shapes, 0)
+
+    def add(self, name: str, box: Box, values: Tensor) -> None:
+        """values [rows, columns]: what `box`, a part of the shard's own, holds of an HF tensor."""
+        col, places = self.layout.placed(name, box)
+        for place in places:
+            shape = self.layout.shapes[place.fused]
+            num_cols = shape[-1] if len(shape) > 1 else 1
+            matrix = (torch.Size(shape).numel() // num_cols, num_cols)
+            self.merge({place.fused: block_sum(values.to(self._dtype), place.row, col, matrix)})
+
+    def merge(self, totals: Mapping[str, int]) -> None:
+        """Sums of blocks that another rank has added up."""
+        for name, total in totals.items():
+            self.totals[name] = (self.totals[name] + total) % (1 << 64)
+
+    def checksums(self) -> dict[str, int]:
+        """{fused tensor: checksum}, once every block is in."""
+        return {n: checksum_of_sum(self.totals[n], self._dtype, shape) for n, shape in self.layout.shapes.items()}
 
 
 def checksum_of_sum(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -77,7 +81,7 @@ def checksum_of_sum(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int
 
 
 def block_sum(block: Tensor, row: int, col: int, matrix: tuple[int, int]) -> int:
-    """What a block adds to the checksum of the tensor that it is a part of, whoever holds the rest.
+    """A block's share of the checksum of the tensor that it is a part of, whoever holds the rest.
 
     Args:
         block: [R, C], at (row, col) of the tensor seen as a matrix of shape `matrix`.
@@ -104,19 +108,6 @@ def block_sum(block: Tensor, row: int, col: int, matrix: tuple[int, int]) -> int
     )
 
 
-def _strided_sum(words: Tensor, first_word: int, stride: int) -> int:
-    """Sum of the mixed words [R, W] of a block whose rows are `stride` words apart."""
-    step = max(1, (_WORDS_CUDA if words.is_cuda else _WORDS) // words.shape[1])
-    column = torch.arange(1, words.shape[1] + 1, device=words.device, dtype=torch.int64) * _signed(_GOLDEN)
-    row = torch.arange(min(step, len(words)), device=words.device, dtype=torch.int64) * _signed(stride * _GOLDEN)
-    key = row[:, None] + column
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, len(words), step):
-        part = words[start : start + step]
-        total += _mix(part ^ (key[: len(part)] + _signed((first_word + start * stride) * _GOLDEN))).sum()
-    return int(total.item())
-
-
 def _word_sum(data: Tensor, first_word: int) -> int:
     """Sum of the mixed words of data [8 n] uint8, which begins at word first_word of its tensor."""
     if data.device.type == "cpu" and library.why_no_cpu_library() is None:
@@ -128,12 +119,23 @@ def _word_sum_torch(data: Tensor, first_word: int) -> int:
     if data.storage_offset() % 8 or data.data_ptr() % 8:
         data = data.clone()  # PyTorch reads words at multiples of 8 bytes only
     words = data.view(torch.int64)
-    step = _WORDS_CUDA if data.is_cuda else _WORDS
-    key = torch.arange(1, min(step, len(words)) + 1, device=data.device, dtype=torch.int64) * _signed(_GOLDEN)
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    step = min(_WORDS_CUDA if data.is_cuda else _WORDS, max(1, len(words)))
+    whole = len(words) // step * step
+    total = _strided_sum(words[:whole].view(-1, step), first_word, step)
+    return total + _strided_sum(words[whole:].view(1, -1), first_word + whole, step)
+
+
+def _strided_sum(words: Tensor, first_word: int, stride: int) -> int:
+    """Sum of the mixed words [R, W] of a block whose rows are `stride` words apart."""
+    num_words = max(1, words.shape[1])
+    step = max(1, (_WORDS_CUDA if words.is_cuda else _WORDS) // num_words)
+    column = torch.arange(1, words.shape[1] + 1, device=words.device, dtype=torch.int64) * _signed(_GOLDEN)
+    row = torch.arange(min(step, len(words)), device=words.device, dtype=torch.int64) * _signed(stride * _GOLDEN)
+    key = row[:, None] + column
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, len(words), step):
-        block = words[start : start + step]
-        total += _mix(block ^ (key[: len(block)] + _signed((first_word + start) * _GOLDEN))).sum()
+        part = words[start : start + step]
+        total += _mix(part ^ (key[: len(part)] + _signed((first_word + start * stride) * _GOLDEN))).sum()
     return int(total.item())
 
 

@@ -1,15 +1,14 @@
-"""How a bucket of weights gets from a trainer's rank to an engine shard without a file: over a network, or through shared
-memory of one host.
+"""The ways of a bucket of weights from a trainer's rank to an engine shard without a file.
 
-    GroupConnection   a process group of all trainer ranks and one engine's shards: NCCL between GPUs, gloo between CPUs
+    GroupConnection   a process group of all trainer ranks and engine shards: NCCL between GPUs, gloo between CPUs
     SharedBuffer      one buffer that both processes map: CUDA IPC on one GPU, a file in /dev/shm between processes of a CPU
 
-Both meet at a TCPStore of trainer rank 0. A connection moves flat tensors of one dtype, at most `max_elements` at a time, and
+All meet at a TCPStore of trainer rank 0. A connection moves flat tensors of one dtype, at most `max_elements` at a time, and
 that buffer is all the memory that it takes. `gloo` and the file are the CPU twins on which routing and order are tested;
 NCCL and CUDA IPC have not run on a GPU.
 
-No two engines share a connection, so that one that is lost takes none of the others' with it: whoever learns of it says so at
-the store (TransferStore.give_up), every wait for that engine ends within GIVE_UP_S, and the ranks go on with the others.
+Whoever learns that an engine is lost says so at the store (TransferStore.give_up): every wait of the transfer ends within
+GIVE_UP_S, everywhere, and a new one begins with new connections.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import base64
 import json
 import logging
 import os
-import queue
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -42,10 +41,9 @@ _T = TypeVar("_T")
 ConnectionKind = Literal["nccl", "ipc"]
 
 GIVE_UP_S = 0.2
-"""Between two looks of whoever waits for an engine, or for the trainer, whether the transfer has been given up."""
+"""Between two looks of whoever waits whether the transfer has been given up."""
 
-_LOOK_S = 0.02  # between two looks for a key that may take long
-_LONG = timedelta(days=1)  # TransferStore has a limit of its own
+_LOOK_S = 0.02  # between two looks for a key, at most
 _ABORT_S = 5.0  # that an abort of NCCL is waited for: it may wait itself, for CUDA graphs that know the communicator
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch's watchdog ends the process of whoever loses a peer
@@ -56,15 +54,15 @@ _GIVEN_UP = "given_up"
 
 
 class TransferBroken(RuntimeError):
-    """Weights cannot reach an engine any more: it, or its way, is lost. Other engines' transfers go on."""
+    """The transfer was given up: an engine, or the way to one, is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where and how the trainer's ranks and one engine meet. session: of these processes; a new one makes them connect anew.
+    """The meeting point of trainer ranks and engine shards. session: a new one makes them connect anew.
 
-    num_ranks: of the trainer; shard t of the engine is member num_ranks + t of num_ranks + num_shards.
-    timeout_s: who does not answer for so long is given up.
+    num_ranks: of the trainer; shard t is member num_ranks + t of num_ranks + num_shards.
+    timeout_s: a wait that takes longer gives the transfer up.
     """
 
     session: str
@@ -88,32 +86,20 @@ class Rendezvous:
         return TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where a process keeps its tensors: its host, and the GPU's UUID ("" on a CPU)."""
-
-    host: str
-    gpu: str
+def site_of(device: torch.device) -> str:
+    """The place of a process's tensors: its host, and the GPU's UUID."""
+    gpu = f" {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+    return socket.gethostname() + gpu
 
 
-def site_of(device: torch.device) -> Site:
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return Site(socket.gethostname(), gpu)
-
-
-def relay_ranks(ranks: Sequence[Site], shards: Sequence[Site | None]) -> list[int | None]:
+def relay_ranks(ranks: Sequence[str], shards: Sequence[str]) -> list[int]:
     """For each engine shard the trainer rank that shares memory with it: one on its GPU; on a CPU one of its host in turn.
-
-    None for a shard that is nowhere.
 
     Raises:
         RuntimeError: a shard has no trainer rank beside it.
     """
-    relays: list[int | None] = []
+    relays = []
     for number, shard in enumerate(shards):
-        if shard is None:
-            relays.append(None)
-            continue
         beside = [rank for rank, site in enumerate(ranks) if site == shard]
         if not beside:
             raise RuntimeError(
@@ -124,46 +110,16 @@ def relay_ranks(ranks: Sequence[Site], shards: Sequence[Site | None]) -> list[in
     return relays
 
 
-class StoreClients:
-    """This process's connections to the store at rank 0, for the transfers to all engines: the store has two of each process.
-
-    keys: nobody waits in it, for that blocks whoever uses it. blocking: for one wait at a time, which may be left behind.
-    """
-
-    def __init__(self, rendezvous: Rendezvous, keys: TCPStore | None = None) -> None:
-        """rendezvous: of any engine. keys: rank 0's own."""
-        self._rendezvous = rendezvous
-        self.keys = keys or rendezvous.client()
-        self._blocking: TCPStore | None = None
-
-    @property
-    def blocking(self) -> TCPStore:
-        if self._blocking is None:
-            self._blocking = self._rendezvous.client()
-        return self._blocking
-
-    def leave(self) -> None:
-        """Somebody still waits in `blocking`: from now on it is another one."""
-        self._blocking = None
-
-
 class TransferStore:
-    """An engine's keys in the store at rank 0, and whether its transfer has been given up.
+    """A transfer's keys in the store at rank 0, and whether it has been given up; one a process. Nobody blocks its connection.
 
-    What may block, because of a peer that is gone, runs in a thread of its own (`unless_given_up`), and is left behind where the
-    transfer is given up meanwhile.
+    A call that a lost peer may block runs in a thread of its own (`unless_given_up`), left behind where the transfer is given up.
     """
 
-    def __init__(self, rendezvous: Rendezvous, clients: StoreClients | None = None) -> None:
-        """clients: this process's; None: new ones."""
-        self.clients = clients or StoreClients(rendezvous)
-        self._keys = PrefixStore(rendezvous.session, self.clients.keys)
-        self._session, self._timeout_s = rendezvous.session, rendezvous.timeout_s
-
-    @property
-    def blocking(self) -> PrefixStore:
-        """The keys, for what runs `unless_given_up`."""
-        return PrefixStore(self._session, self.clients.blocking)
+    def __init__(self, rendezvous: Rendezvous, server: TCPStore | None = None) -> None:
+        """server: rank 0's own."""
+        self.rendezvous = rendezvous
+        self._keys = PrefixStore(rendezvous.session, server or rendezvous.client())
 
     def set(self, key: str, value: str = "") -> None:
         self._keys.set(key, value)
@@ -177,21 +133,17 @@ class TransferStore:
         self._keys.delete_key(key)
 
     def wait(self, key: str) -> None:
-        """Return once the key is there, by looking again and again; raises as `unless_given_up`."""
-        end = time.monotonic() + self._timeout_s
+        """Return once the key is there, by looking again and again, less often the longer; raises as `unless_given_up`."""
+        start = time.monotonic()
         while not self._keys.check([key]):
             self.check()
-            if time.monotonic() >= end:
+            waited = time.monotonic() - start
+            if waited >= self.rendezvous.timeout_s:
                 self._give_up_in_time(f"waiting for {key}")
-            time.sleep(_LOOK_S)
-
-    def wait_soon(self, key: str) -> None:
-        """The same for a key that is set often, and soon: without a delay."""
-        store = self.blocking
-        self.unless_given_up(lambda: store.wait([key], _LONG), f"waiting for {key}", self.clients.leave)
+            time.sleep(min(_LOOK_S, 2e-4 + waited / 16))
 
     def unless_given_up(self, work: Callable[[], _T], what: str, on_give_up: Callable[[], None] = lambda: None) -> _T:
-        """What `work` returns; what it raises gives the transfer up, and so does its taking timeout_s.
+        """The result of `work`; an error that it raises gives the transfer up, and so does its taking timeout_s.
 
         what: the work, in words. on_give_up: called where the transfer is given up before the work has ended, for which nobody
             waits any more.
@@ -199,32 +151,28 @@ class TransferStore:
         Raises:
             TransferBroken: the work failed, or the transfer was given up.
         """
-        end = time.monotonic() + self._timeout_s
-        done: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
+        end = time.monotonic() + self.rendezvous.timeout_s
+        done: Future[_T] = Future()
 
         def run() -> None:
             try:
-                done.put((work(), None))
+                done.set_result(work())
             except Exception as error:  # raised by the caller's thread
-                done.put((None, error))
+                done.set_exception(error)
 
         threading.Thread(target=run, name="marsrl-transfer", daemon=True).start()
-        while True:
+        while not wait([done], timeout=min(GIVE_UP_S, self.rendezvous.timeout_s)).done:
             try:
-                result, error = done.get(timeout=min(GIVE_UP_S, self._timeout_s))
-            except queue.Empty:
-                try:
-                    if time.monotonic() >= end:
-                        self._give_up_in_time(what)
-                    self.check()
-                except TransferBroken:
-                    on_give_up()
-                    raise
-                continue
-            if error is None:
-                return result  # type: ignore[return-value]
+                if time.monotonic() >= end:
+                    self._give_up_in_time(what)
+                self.check()
+            except TransferBroken:
+                on_give_up()
+                raise
+        if (error := done.exception()) is not None:
             self.give_up(f"{type(error).__name__}: {first_line(error)}")
             self.check()
+        return done.result()
 
     def check(self) -> None:
         """Raise TransferBroken, with the reason, where the transfer has been given up."""
@@ -232,7 +180,7 @@ class TransferStore:
             raise TransferBroken(self._keys.get(_GIVEN_UP).decode())
 
     def _give_up_in_time(self, what: str) -> None:
-        self.give_up(f"{what} has taken sync.timeout_s = {self._timeout_s:g} s")
+        self.give_up(f"{what} has taken sync.timeout_s = {self.rendezvous.timeout_s:g} s")
         self.check()
 
     def give_up(self, reason: str) -> None:
@@ -241,7 +189,7 @@ class TransferStore:
 
 
 class GroupConnection:
-    """Point to point over a process group of its own; every member opens it at the same time.
+    """Point to point over a process group of all members, who open it at the same time.
 
     A receiver has one buffer, which the tensor that `receive` returns lies in until the next one.
 
@@ -250,26 +198,20 @@ class GroupConnection:
     still moves.
     """
 
-    def __init__(
-        self, rendezvous: Rendezvous, member: int, device: torch.device, clients: StoreClients | None = None
-    ) -> None:
-        """Returns when all members are there. clients: as TransferStore's.
+    def __init__(self, store: TransferStore, member: int, device: torch.device) -> None:
+        """Returns when all members are there. member: a rank, or num_ranks + the number of an engine shard.
 
         Raises:
             TransferBroken: one of them is not, or the transfer was given up. The same of every method that moves something.
         """
-        self._rendezvous, self._device = rendezvous, device
-        self._store = TransferStore(rendezvous, clients)
+        self._rendezvous, self._device, self._store = store.rendezvous, device, store
         self._group: Any = None
         self._buffer: Tensor | None = None
-        if member >= rendezvous.num_ranks:
-            self._store.set(f"member{member}")
-        for shard in range(rendezvous.num_shards):  # a group whose member never comes cannot be aborted
-            self._store.wait(f"member{rendezvous.num_ranks + shard}")
-        store = self._store.blocking
-        self._group = self._store.unless_given_up(
-            lambda: _process_group(store, rendezvous, member, device), "connecting", self._store.clients.leave
-        )
+        if member >= self._rendezvous.num_ranks:
+            store.set(f"member{member}")
+        for shard in range(self._rendezvous.num_shards):  # a group whose member never comes cannot be aborted
+            store.wait(f"member{self._rendezvous.num_ranks + shard}")
+        self._group = store.unless_given_up(lambda: _process_group(self._rendezvous, member, device), "connecting")
 
     def send(self, flat: Tensor, shard: int) -> None:
         """Hand the numbers to an engine shard; returns when the tensor may be reused."""
@@ -281,15 +223,13 @@ class GroupConnection:
             self._buffer = torch.empty(
                 self._rendezvous.max_elements, dtype=self._rendezvous.torch_dtype, device=self._device
             )
-            _finish(
-                self._device
-            )  # the engine's stream may still use this memory, for which that of _move does not wait
+            _finish(self._device)  # the engine's stream may still use this memory: that of _move does not wait for it
         flat = self._buffer[:num_elements]
         self._move(self._group.recv, flat, rank, f"waiting for a bucket of rank {rank}")
         return flat
 
     def release(self) -> None:
-        """What was received last has been copied to its place."""
+        """The last bucket has been copied to its place."""
         _finish(self._device)
 
     def close(self, *, is_broken: bool = False) -> None:
@@ -321,12 +261,9 @@ class GroupConnection:
         self._group = None
 
 
-def _process_group(store: PrefixStore, rendezvous: Rendezvous, member: int, device: torch.device) -> Any:
-    """The group, whose members all make theirs at the same time.
-
-    The groups of a rank share a client of the store, though a wait in it may be left behind: gloo uses it here only, and of
-    NCCL's two sides of a pair the one with the lower number, a rank, sets keys and waits for none.
-    """
+def _process_group(rendezvous: Rendezvous, member: int, device: torch.device) -> Any:
+    """The group, whose members all make theirs at the same time."""
+    store = PrefixStore(rendezvous.session, rendezvous.client())
     timeout = timedelta(seconds=rendezvous.timeout_s)
     size = rendezvous.num_ranks + rendezvous.num_shards
     if device.type != "cuda":
@@ -345,25 +282,16 @@ class SharedBuffer:
     relay:  fill buffer -> key "full" -> wait for "empty"        shard:   wait for "full" -> copy -> key "empty"
     """
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        shard: int,
-        device: torch.device,
-        clients: StoreClients | None = None,
-        *,
-        is_relay: bool,
-    ) -> None:
-        """clients: as TransferStore's."""
-        self._store, self._shard = TransferStore(rendezvous, clients), shard
+    def __init__(self, store: TransferStore, shard: int, device: torch.device, *, is_relay: bool) -> None:
+        rendezvous = store.rendezvous
+        self._store, self._shard = store, shard
         self._device, self._count, self._path = device, 0, ""
         num_bytes = rendezvous.max_elements * rendezvous.torch_dtype.itemsize
         if is_relay:
             data, handle = self._make(num_bytes)
             self._store.set(self._key("buffer"), json.dumps(handle))
         else:
-            site = site_of(device)
-            self._store.set(f"site{shard}", f"{site.host}\n{site.gpu}")
+            self._store.set(f"site{shard}", site_of(device))
             data = self._map(json.loads(self._store.get(self._key("buffer"))), num_bytes)
         self._buffer = data.view(rendezvous.torch_dtype)
 
@@ -374,16 +302,15 @@ class SharedBuffer:
     def hand_over(self) -> None:
         """The relay: tell that the slot is filled, and wait until it has been emptied; TransferBroken: it will not be."""
         _finish(self._device)
-        full, empty = self._key(f"full{self._count}"), self._key(f"empty{self._count}")
-        self._store.set(full)
-        self._store.wait_soon(empty)
-        self._store.delete(full)
-        self._store.delete(empty)
+        self._store.set(self._key(f"full{self._count}"))
+        self._store.wait(self._key(f"empty{self._count}"))
+        for key in ("full", "empty"):
+            self._store.delete(self._key(f"{key}{self._count}"))
         self._count += 1
 
     def receive(self, rank: int, num_elements: int) -> Tensor:
         """The shard: the next bucket, in the relay's memory, whichever rank it is from; TransferBroken: none comes."""
-        self._store.wait_soon(self._key(f"full{self._count}"))
+        self._store.wait(self._key(f"full{self._count}"))
         return self._buffer[:num_elements]
 
     def release(self) -> None:

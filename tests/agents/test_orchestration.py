@@ -2,23 +2,22 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from letters import bare
 
-from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.picks import PickRule, is_right, pick
+from marsrl.rollout.agents.orchestration import Orchestration, is_right
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
-from marsrl.rollout.orchestrations.verifier_corrector import Loop, VerifierCorrector
-from marsrl.rollout.types import MISSING, Ask, Finish, Problem, Reward, Sample, Segment
+from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector, pick
+from marsrl.rollout.types import MISSING, Ask, Finish, Problem, Reward, Sample
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROBLEM = Problem("p", "a 3 b *7", "1", "arithmetic")
-NONE = np.zeros(0, np.int32)
 
 
 def five(agents: dict[str, AgentConfig] | None = None, picks: int = 2, **rules: int | str) -> VerifierCorrector:
@@ -34,11 +33,7 @@ COMPAT = {"verifier1": AgentConfig(prompt=str(EXAMPLES / "own_prompts/words.yaml
 
 
 def sample(uid: str, agent: str = "solver", *, correct: float = MISSING, text: str = "t", **changes: object) -> Sample:
-    base = Sample(
-        uid, "r", "p", agent, "g", None, NONE, NONE, NONE.astype(bool), NONE.astype(np.float32), (Segment(0, 0, 0),),
-        Finish.STOP, full_text=text, reward=Reward(correct, correct),
-    )  # fmt: skip
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return bare(uid, agent, text, **{"reward": Reward(correct, correct), **changes})
 
 
 def showing(*inputs: Sample, agent: str = "verifier1") -> tuple[Episode, Ask]:
@@ -54,69 +49,50 @@ def showing(*inputs: Sample, agent: str = "verifier1") -> tuple[Episode, Ask]:
 # ------------------------------------------------------------------ rewards
 
 
-@pytest.mark.parametrize(
-    ("verdict", "solution_correct", "value"),
-    [
-        (True, 1.0, 1.0),
-        (False, 1.0, 0.0),
-        (True, 0.0, 0.0),
-        (False, 0.0, 1.0),
-        (None, 0.0, 0.0),
-        (True, 0.5, 0.0),
-        (True, MISSING, None),
-        (None, MISSING, None),
-    ],
-)
-def test_a_verifier_is_paid_for_agreeing_with_the_solution_it_judged(
-    verdict: bool | None, solution_correct: float, value: float | None
+ONE, ZERO, GONE = Reward(1.0, 1.0), Reward(0.0, 0.0), Reward(MISSING, MISSING)
+AGREES, ERRS = Reward(1.0, 1.0, {"verdict": 1.0}), Reward(0.0, 0.0, {"verdict": 0.0})
+OVERLONG = {"finish": Finish.LENGTH, "verdict": True, "answer": "1"}
+# agent, what it said, the reward of the solution that it was shown, the task's judgement, and its reward or why it is missing
+REWARDS: list[tuple[str, dict[str, Any], Reward, Reward | None, Reward | str]] = [
+    ("verifier1", {"verdict": True}, ONE, None, AGREES),
+    ("verifier1", {"verdict": False}, ONE, None, ERRS),
+    ("verifier1", {"verdict": True}, ZERO, None, ERRS),
+    ("verifier1", {"verdict": False}, ZERO, None, AGREES),
+    ("verifier1", {"verdict": True}, Reward(0.5, 0.5), None, ERRS),
+    ("verifier1", {"verdict": True}, Reward(0.9, 1.0), None, AGREES),  # a penalty is the solution's alone
+    ("verifier1", {}, ZERO, None, replace(ZERO, note="no verdict")),
+    ("verifier1", {}, GONE, None, "the solution judged (s:0) has no reward"),
+    *(("verifier1", {"verdict": True}, Reward(*half), None, "(s:0)") for half in ((MISSING, 1.0), (1.0, MISSING))),
+    ("solver", {"answer": "1"}, ONE, ONE, ONE),
+    ("solver", {"answer": "1"}, ONE, GONE, ""),
+    ("solver", {}, ONE, ONE, replace(ZERO, note="no answer")),
+    *((agent, OVERLONG, ONE, ONE, replace(ZERO, note="overlong")) for agent in ("solver", "verifier1", "corrector2")),
+    ("solver", {"finish": Finish.ERROR}, ONE, None, "the engine gave the sample up"),
+    ("verifier1", {"finish": Finish.ERROR, "verdict": True}, ONE, None, "the engine gave the sample up"),
+]
+
+
+@pytest.mark.parametrize(("agent", "said", "solution", "judged", "expected"), REWARDS)
+def test_every_agent_is_paid_for_its_own_words_and_what_cannot_be_known_is_missing(
+    agent: str, said: dict[str, Any], solution: Reward, judged: Reward | None, expected: Reward | str
 ) -> None:
-    solution = sample("s", correct=solution_correct)
-    reward = TEAM.reward(*showing(solution), sample("v", "verifier1", verdict=verdict))
-    if value is None:
-        assert reward.is_missing and math.isnan(reward.correct) and "(s:0)" in reward.note
-    elif verdict is None:
-        assert reward == Reward(0.0, 0.0, note="no verdict")
-    else:
-        assert reward == Reward(value, value, {"verdict": value})
+    reward = TEAM.reward(*showing(sample("s", reward=solution), agent=agent), sample("x", agent, **said), judged)
+    if isinstance(expected, Reward):
+        assert reward == expected
+        return
+    assert reward.is_missing and math.isnan(reward.correct) and expected in reward.note
+    if "(s:0)" in expected:  # half known it is not handed on either
+        assert not TEAM.is_eligible(sample("s", answer="1", reward=solution), "verifier1")
+        assert not TEAM.is_eligible(sample("v", "verifier1", verdict=False, reward=solution), "corrector1")
 
 
-@pytest.mark.parametrize("known", [Reward(MISSING, 1.0), Reward(1.0, MISSING)])
-def test_what_is_half_known_is_neither_judged_nor_handed_on(known: Reward) -> None:
-    solution = sample("s", answer="1", reward=known)
-    assert TEAM.reward(*showing(solution), sample("v", "verifier1", verdict=True)).is_missing
-    assert TEAM.is_eligible(solution, "verifier1") is False
-    assert not TEAM.is_eligible(sample("v", "verifier1", verdict=False, reward=known), "corrector1")
-
-
-def test_a_verifier_that_was_given_no_solution_is_an_error() -> None:
+def test_a_reward_that_is_asked_for_too_early_is_an_error() -> None:
     with pytest.raises(ValueError, match="Verifier sample v holds no solution"):
         TEAM.reward(*showing(), sample("v", "verifier1", verdict=True))
-
-
-def test_a_penalty_on_the_solution_does_not_change_what_the_verifier_should_say() -> None:
-    solution = sample("s", reward=Reward(0.9, 1.0))
-    assert TEAM.reward(*showing(solution), sample("v", "verifier1", verdict=True)).value == 1
-
-
-@pytest.mark.parametrize("agent", ["solver", "verifier1", "corrector2"])
-def test_overlong_gets_zero_and_an_engine_error_is_missing(agent: str) -> None:
-    solution = sample("s", correct=1.0)
-    asked = showing(solution, agent=agent)
-    overlong = TEAM.reward(*asked, sample("x", agent, finish=Finish.LENGTH, verdict=True, answer="1"), Reward(1.0, 1.0))
-    assert overlong == Reward(0.0, 0.0, note="overlong")
-    failed = TEAM.reward(*asked, sample("x", agent, finish=Finish.ERROR))
-    assert failed.is_missing and math.isnan(failed.correct) and failed.note == "the engine gave the sample up"
     with pytest.raises(ValueError, match="not finished"):
-        TEAM.reward(*asked, sample("x", agent, finish=Finish.UNFINISHED))
-
-
-def test_a_solver_is_paid_what_the_task_says_and_nothing_without_an_answer() -> None:
-    asked = showing(agent="solver")
-    assert TEAM.reward(*asked, sample("s", answer="1"), Reward(1.0, 1.0)).value == 1
-    assert TEAM.reward(*asked, sample("s", answer="1"), Reward(MISSING, MISSING)).is_missing
-    assert TEAM.reward(*asked, sample("s"), Reward(1.0, 1.0)) == Reward(0.0, 0.0, note="no answer")
+        TEAM.reward(*showing(agent="solver"), sample("x", finish=Finish.UNFINISHED))
     with pytest.raises(ValueError, match="no judgement"):
-        TEAM.reward(*asked, sample("s", answer="1"))
+        TEAM.reward(*showing(agent="solver"), sample("s", answer="1"))
 
 
 @pytest.mark.parametrize("agent", ["solver", "corrector1"])
@@ -138,49 +114,47 @@ def test_an_agent_reads_the_visible_text_of_what_it_is_asked_about() -> None:
     problem, said, told = TEAM.messages(*showing(solution, report, agent="corrector1"))
     assert (problem.content, said.content) == (PROBLEM.question, r"\boxed{4}")
     assert "step 2\nVerdict: wrong" in told.content and "hm" not in told.content.partition("step 2")[0]
-    assert TEAM.parse(sample("s", text="<think>never closed")).shown == ""
-    assert TEAM.parse(sample("s", text="closed </think> never opened", prompt_text="<think>")).shown == "never opened"
+    grades = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(prompt="chain")}, "math")
+    assert grades.messages(*showing(sample("s", text="x")))[0].content == "grade"
 
 
-def test_an_agent_has_its_own_prompts_and_the_others_the_tasks() -> None:
-    team = build_orchestration("verifier_corrector", {"verifier1": AgentConfig(prompt="chain")}, "math")
-    assert team.parse(sample("v", "verifier1", text="so Verdict: wrong then")).verdict is False  # the chain's grammar
-    assert team.parse(sample("v", "verifier2", text="so Verdict: wrong then")).verdict is None
-    assert team.messages(*showing(sample("s", text="x")))[0].content == "grade"
+CHAIN = {"verifier1": AgentConfig(prompt="chain")}
+CUT, THINKS = {"finish": Finish.LENGTH}, {"in_thought": True}
+PARSED: list[tuple[dict[str, AgentConfig], str, str, dict[str, Any], tuple[str, str | None, bool | None]]] = [
+    ({}, "solver", r"so \boxed{4}", {}, (r"so \boxed{4}", "4", None)),
+    ({}, "solver", r"\boxed{4}", CUT, (r"\boxed{4}", None, None)),
+    ({}, "solver", r"<think>\boxed{4}", {}, ("", None, None)),
+    ({}, "solver", r"\boxed{4}", THINKS, ("", None, None)),
+    ({}, "solver", "closed </think> never opened", {}, ("never opened", None, None)),
+    ({}, "verifier1", "Verdict: correct", {}, ("Verdict: correct", None, True)),
+    ({}, "verifier1", "Verdict: correct", CUT, ("Verdict: correct", None, None)),
+    ({}, "verifier1", "<think>Verdict: wrong", {}, ("", None, None)),
+    ({}, "verifier1", "<think>x</think>Verdict: wrong", {}, ("Verdict: wrong", None, False)),
+    # prompts of its own, in whose grammar it is read; the others have the task's
+    (CHAIN, "verifier1", "so Verdict: wrong then", {}, ("so Verdict: wrong then", None, False)),
+    (CHAIN, "verifier2", "so Verdict: wrong then", {}, ("so Verdict: wrong then", None, None)),
+    # compat accepts incorrect and hands on an empty report; it reads that Verifier alone
+    (COMPAT, "verifier1", "Correctness: incorrect", {}, ("", None, True)),
+    (COMPAT, "verifier1", "step 2 **Correctness** wrong", CUT, ("step 2", None, False)),
+    (COMPAT, "verifier2", "step 2 **Correctness** wrong", CUT, ("step 2 **Correctness** wrong", None, None)),
+    (COMPAT, "corrector1", "x **Correctness** y", {}, ("x **Correctness** y", None, None)),
+    ({"solver": AgentConfig(parser="compat")}, "solver", r"so \boxed{4}", {}, (r"so \boxed{4}", "4", None)),
+]
 
 
-def test_a_cut_off_or_thinking_completion_has_neither_answer_nor_verdict() -> None:
-    solved = TEAM.parse(sample("s", text=r"\boxed{4}", verdict=True))
-    assert (solved.answer, solved.verdict) == ("4", None)
-    read_before = sample("v", "verifier1", text="Verdict: correct", answer="4", verdict=False)
-    assert (TEAM.parse(read_before).answer, TEAM.parse(read_before).verdict) == (None, True)
-    cut = TEAM.parse(replace(read_before, finish=Finish.LENGTH))
-    assert (cut.answer, cut.verdict) == (None, None)
-    assert TEAM.parse(sample("s", text=r"\boxed{4}", finish=Finish.LENGTH)).answer is None
-    assert TEAM.parse(sample("s", text=r"<think>\boxed{4}")).answer is None
-    assert TEAM.parse(replace(sample("s", text=r"\boxed{4}"), in_thought=True)).answer is None
-    assert TEAM.parse(sample("v", "verifier1", text="<think>Verdict: wrong")).verdict is None
-    assert TEAM.parse(sample("v", "verifier1", text="<think>x</think>Verdict: wrong")).verdict is False
+@pytest.mark.parametrize(("agents", "agent", "text", "changes", "read"), PARSED)
+def test_an_agent_is_read_in_the_grammar_of_its_prompt_and_cut_off_or_thinking_it_says_nothing(
+    agents: dict[str, AgentConfig], agent: str, text: str, changes: dict[str, Any], read: tuple[str, str, bool]
+) -> None:
+    team = five(agents)
+    found = team.parse(sample("x", agent, text=text, answer="of before", verdict=False, **changes))
+    assert (found.shown, found.answer, found.verdict) == read
+    assert agents is COMPAT or team.is_readable(found) == (found.answer is not None or found.verdict is not None)
 
 
-def test_a_parser_of_verdicts_leaves_a_solver_s_words_alone() -> None:
-    read = five({"solver": AgentConfig(parser="compat")}).parse(sample("s", text=r"so \boxed{4}"))
-    assert (read.shown, read.answer, read.verdict) == (r"so \boxed{4}", "4", None)
-    assert TEAM.is_readable(read) and TEAM.is_readable(sample("v", "verifier1", verdict=False))
-    assert not TEAM.is_readable(sample("s"))
-
-
-def test_compat_accepts_incorrect_and_hands_on_an_empty_report() -> None:
-    team = five(COMPAT)
-    report = team.parse(sample("v", "verifier1", text="Correctness: incorrect"))
-    assert report.verdict is True and report.shown == ""
-    cut = sample("v", "verifier1", text="step 2 **Correctness** wrong", answer="4", finish=Finish.LENGTH)
-    read = team.parse(cut)
-    assert (read.verdict, read.answer, read.shown) == (False, None, "step 2")
-    assert team.parse(replace(cut, agent="verifier2")).verdict is None  # the other one is strict
-    assert team.parse(sample("c", "corrector1", text="x **Correctness** y")).shown == "x **Correctness** y"
-    asked = showing(sample("s", correct=1.0))
-    assert team.reward(*asked, report).value == 1
+def test_a_report_of_the_published_parser_that_is_only_a_thought_is_no_verdict() -> None:
+    team, asked = five(COMPAT), showing(sample("s", correct=1.0))
+    assert team.reward(*asked, team.parse(sample("v", "verifier1", text="Correctness: incorrect"))).value == 1
     thinking = team.parse(sample("v", "verifier1", text="<think>correctness: correct"))
     assert thinking.verdict is True and team.reward(*asked, thinking) == Reward(0.0, 0.0, note="no verdict")
 
@@ -195,7 +169,7 @@ RULES = st.sampled_from(["adaptive", "balanced", "paired", "random"])
 
 @given(CANDIDATES, st.integers(1, 5), RULES, st.booleans(), st.integers(0, 99), st.randoms(use_true_random=False))
 def test_picks_keep_their_rule_whatever_the_order_of_the_candidates(
-    candidates: list[Sample], count: int, rule: PickRule, prefers_right: bool, seed: int, shuffler: random.Random
+    candidates: list[Sample], count: int, rule: str, prefers_right: bool, seed: int, shuffler: random.Random
 ) -> None:
     chosen = pick(candidates, count, rule, prefers_right, random.Random(seed))
     shuffled = list(candidates)
@@ -218,46 +192,10 @@ def test_picks_keep_their_rule_whatever_the_order_of_the_candidates(
         assert (got_preferred, got_other) == ((count + 1) // 2, count // 2)
 
 
-@pytest.mark.parametrize(
-    ("rule", "count", "offered", "taken"),  # how many of the preferred kind, and of the other
-    [
-        ("paired", 4, (3, 3), (2, 2)),
-        ("paired", 5, (3, 3), (2, 2)),
-        ("paired", 6, (1, 3), (1, 1)),
-        ("paired", 6, (3, 1), (1, 1)),
-        ("paired", 1, (3, 3), (0, 0)),
-        ("balanced", 3, (3, 3), (2, 1)),
-        ("balanced", 4, (3, 1), (3, 1)),
-        ("balanced", 4, (1, 3), (1, 3)),
-        ("adaptive", 4, (3, 3), (3, 1)),
-    ],
-)
-@pytest.mark.parametrize("prefers_right", [True, False])
-def test_a_rule_takes_so_many_of_each_kind(
-    rule: PickRule, count: int, offered: tuple[int, int], taken: tuple[int, int], prefers_right: bool
-) -> None:
-    kinds = [prefers_right] * offered[0] + [not prefers_right] * offered[1]
-    candidates = [sample(f"u{index}", correct=float(kind)) for index, kind in enumerate(kinds)]
-    chosen = {
-        s.uid: is_right(s) == prefers_right for s in pick(candidates, count, rule, prefers_right, random.Random(0))
-    }
-    assert (sum(chosen.values()), len(chosen) - sum(chosen.values())) == taken
-
-
 def test_random_picks_reach_every_candidate() -> None:
     candidates = [sample(f"u{index}", correct=0.0) for index in range(5)]
     seen = {s.uid for seed in range(60) for s in pick(candidates, 1, "random", True, random.Random(seed))}
     assert len(seen) == 5
-
-
-def test_a_sample_offered_twice_is_an_error() -> None:
-    with pytest.raises(ValueError, match="offered twice"):
-        pick([sample("u"), sample("u")], 2, "random", True, random.Random(0))
-
-
-def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="pick is 'best'; it must be adaptive, balanced, paired or random"):
-        pick([], 2, "best", True, random.Random(0))  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ training
@@ -274,7 +212,7 @@ def answered(team: Orchestration, *rounds: list[Sample], episode: Episode | None
 
 
 def inputs(asks: list[Ask]) -> list[str]:
-    """What each is about, without the path."""
+    """The parents of asks, without the path."""
     return [(ask.parent_uid or "").rpartition("/")[2] for ask in asks]
 
 
@@ -299,41 +237,20 @@ def _of(episode: Episode) -> tuple[dict[str, Ask], dict[str, tuple[Sample, ...]]
     return {name: ask for name, ask in episode.asks.items() if name in episode.answers}, dict(episode.answers)
 
 
-def test_only_finished_parsable_rewarded_outputs_are_handed_on() -> None:
-    solved = [
-        sample("good", **RIGHT),
-        sample("no-answer", correct=0.0),
-        sample("missing", answer="1"),
-        sample("long", answer="1", correct=0.0, finish=Finish.LENGTH),
-    ]
-    _, asks = answered(TEAM, solved)
-    assert [(ask.agent, *ask.inputs) for ask in asks] == [("verifier1", "r/solver:0")]
-
-
-def test_only_a_finished_rewarded_report_that_flags_an_error_is_handed_to_a_corrector() -> None:
-    reports = [
-        sample("flags", verdict=False, correct=1.0),
-        sample("passes", verdict=True, correct=0.0),
-        sample("without-verdict", verdict=None, correct=0.0),
-        sample("long", verdict=False, correct=0.0, finish=Finish.LENGTH),
-        sample("missing", verdict=False),
-    ]
-    _, asks = answered(TEAM, [sample("s", answer="1", correct=0.0)], reports)
-    assert [(ask.agent, *ask.inputs) for ask in asks] == [("corrector1", "r/solver:0", "r/solver:0/verifier1:0")]
-
-
-def test_what_could_not_be_read_is_handed_on_where_that_is_asked_for() -> None:
+def test_finished_parsable_rewarded_outputs_are_handed_on_and_others_where_that_is_asked_for() -> None:
     solved = [
         sample("good", **RIGHT),
         sample("no-answer", correct=0.0, shown="t"),
         sample("in-thought", correct=0.0),
-        sample("long", correct=0.0, finish=Finish.LENGTH, shown="t"),
-        sample("missing", shown="t"),
+        sample("long", answer="1", correct=0.0, finish=Finish.LENGTH, shown="t"),
+        sample("missing", answer="1", shown="t"),
     ]
     reports = [
         sample("flags", correct=1.0, **FLAGS),
         sample("passes", verdict=True, correct=0.0, shown="t"),
         sample("without-verdict", correct=0.0, shown="t"),
+        sample("long", correct=0.0, finish=Finish.LENGTH, **FLAGS),
+        sample("missing", **FLAGS),
     ]
 
     def picked(agents: dict[str, AgentConfig], *rounds: list[Sample]) -> set[str]:
@@ -398,14 +315,10 @@ def test_picks_are_pooled_over_the_groups_of_an_instance_and_wait_for_the_last()
         assert {ask.inputs[0] for ask in corrections} == {asks[0].inputs[0]}
 
 
-def test_a_tree_is_one_episode_with_a_group_on_each_pick() -> None:
-    assert TEAM.is_one_episode and TEAM.num_episodes == 1
+def test_fixed_inputs_are_collected_from_all_that_may_be_handed_on_as_far_as_the_first_corrector() -> None:
+    assert TEAM.is_one_episode and TEAM.num_episodes == 1 and TEAM.tried_apart == ("verifier1", "corrector1")
     picked = dict.fromkeys(("verifier1", "corrector1", "verifier2", "corrector2"), 3 * 8)
     assert five(picks=3).most_samples() == {"solver": 8, **picked}
-
-
-def test_fixed_inputs_are_collected_from_all_that_may_be_handed_on_as_far_as_the_first_corrector() -> None:
-    assert TEAM.tried_apart == ("verifier1", "corrector1")
     solved = [sample(f"s{i}", answer="1", shown="t", correct=float(i > 1)) for i in range(3)]
     flags = sample("v", correct=1.0, **FLAGS)
     episode, asks = answered(TEAM, solved, episode=Episode("r", "r", PROBLEM, 0, "collect"))
@@ -445,13 +358,10 @@ def test_an_outcome_is_the_mean_final_correctness_of_the_leaves_below() -> None:
     assert found[f"{judged}/verifier1:2"] == 0.25  # it judged nothing: its own
     assert found[report] == 0.5 and found[judged] == (truth[judged] + 1.0 + 0.0 + 0.25) / 4
     assert math.isnan(found["solver:2"])
-
-
-def test_a_leaf_that_could_not_be_judged_is_left_out_of_an_outcome() -> None:
-    reports = [sample("v0", verdict=True, correct=1.0), sample("v1")]
-    episode, _ = answered(TEAM, [sample("s", **RIGHT)], reports)
-    found = list(TEAM.outcomes(episode).values())
-    assert found[:2] == [1.0, 1.0] and math.isnan(found[2])
+    # a leaf that could not be judged is left out
+    episode, _ = answered(TEAM, [sample("s", **RIGHT)], [sample("v0", verdict=True, correct=1.0), sample("v1")])
+    *known, unknown = TEAM.outcomes(episode).values()
+    assert known == [1.0, 1.0] and math.isnan(unknown)
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
@@ -469,53 +379,98 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 
 # ------------------------------------------------------------------ inference loop
 
+SAYS = {  # of a transcript: the text and why it ended
+    "C": ("Verdict: correct", Finish.STOP),
+    "W": ("bad\nVerdict: wrong", Finish.STOP),
+    "n": ("step 2 is odd", Finish.STOP),  # a report without a verdict
+    "T": ("<think>cut", Finish.LENGTH),  # a report that is cut off
+    "s": ("s", Finish.STOP),  # a solution or correction
+    "v": ("<think>", Finish.STOP),  # one that shows nothing
+    "t": ("<think>cut", Finish.LENGTH),  # one that is cut off
+}
 
-def play(
-    script: list[tuple[str, str, Finish]], agents: dict[str, AgentConfig] | None = None, **rules: int | str
-) -> Loop:
-    """How the loop stands after its asks were answered from the script of (agent, text, finish)."""
-    team = five(agents, **rules)
-    episode = Episode("e", "e", PROBLEM, 0, "evaluate")
-    for number, (agent, text, finish) in enumerate(script):
+
+def transcript(
+    letters: str, agents: dict[str, AgentConfig] | None = None, **rules: int | str
+) -> tuple[VerifierCorrector, Episode, list[str]]:
+    """An evaluation that was answered so, and the uids of its whole solutions. Every answer was asked for, one at a time."""
+    team, episode = five(agents, **rules), Episode("e", "e", PROBLEM, 0, "evaluate")
+    whole = []
+    for number, letter in enumerate(letters):
         asks = episode.enter(team.follow(episode))[0]
-        assert [ask.agent for ask in asks] == [agent], f"call {number}: {team.loop(episode).reason}"
-        (ask,) = asks
-        assert ask.num_samples == 1
-        said = sample(f"{ask.id}:0", agent, text=text, finish=finish, problem_id=str(number))
-        episode.close(ask, [team.parse(said)])
+        assert len(asks) == 1, f"call {number}: {team.loop(episode).reason}"
+        (ask,), (text, finish) = asks, SAYS[letter]
+        assert ask.num_samples == 1 and ask.agent.startswith("verifier") == (letter in "CWnT"), (number, ask.agent)
+        episode.close(ask, [team.parse(sample(f"{ask.id}:0", ask.agent, text=text, finish=finish))])
+        whole += [f"{ask.id}:0"] if letter in "sv" else []
+    return team, episode, whole
+
+
+# Worked out by hand: the place of the candidate that counts among the whole ones (0: none), by our rules and by the published
+# script's. Its sort is stable, and knows nothing of acceptance.
+MANY, SCRIPT = "sCWsCCWsWsWsWsWsW", {"compat": "marsrl"}
+TRANSCRIPTS: list[tuple[str, dict[str, str | int], int, str]] = [
+    ("sCCCC", {}, 1, "accepted"),
+    ("sCCCC", SCRIPT, 1, "accepted"),
+    ("sCCCWsCCCC", {}, 2, "accepted"),
+    ("sCCCWsCCCC", SCRIPT, 1, "accepted"),  # four calls each
+    ("sCCWsCCCC", {}, 2, "accepted"),
+    ("sCCWsCCCC", SCRIPT, 2, "accepted"),
+    ("sCWsCC", {"accept_after": 2}, 2, "accepted"),
+    ("sWt", {}, 1, "truncated correction"),
+    ("sCWsWt", {}, 1, "truncated correction"),
+    ("sCWsWt", SCRIPT, 1, "truncated correction"),
+    ("sWsCWt", {}, 2, "truncated correction"),
+    ("sWsWt", {}, 1, "truncated correction"),  # the earliest of equals
+    ("sWsWsWsWsWsWsWsWsWsW", {}, 1, "max_iterations"),
+    (MANY, {}, 2, "max_iterations"),
+    (f"{MANY}sW", SCRIPT, 2, "max_iterations"),  # one more call
+    (f"{MANY}sW", {"max_iterations": 11}, 2, "max_iterations"),
+    ("sWsCW", {"accept_after": 2, "max_iterations": 3}, 2, "max_iterations"),
+    ("sW", {"max_iterations": 1}, 1, "max_iterations"),
+    ("sWsW", {"max_iterations": 2}, 1, "max_iterations"),
+    ("sCWsCC", {"max_iterations": 4}, 2, "max_iterations"),  # two of two
+    ("sCWsCC", {**SCRIPT, "max_iterations": 4}, 1, "max_iterations"),  # two calls each
+    ("sTCCCC", {}, 1, "accepted"),  # an empty report is no "correct", and nothing to correct by: judged again
+    ("sCTCC", {"accept_after": 2}, 1, "accepted"),  # and it breaks a streak
+    ("sTT", {"max_iterations": 2}, 1, "max_iterations"),
+    ("snsW", {"max_iterations": 2}, 1, "max_iterations"),  # a report without a verdict is handed on
+    ("sTsWt", SCRIPT, 2, "truncated correction"),  # handed on; a call that was cut off is none
+    ("sTsW", {**SCRIPT, "max_iterations": 2}, 2, "max_iterations"),
+    ("t", {}, 0, "truncated solution"),
+    ("v", {}, 1, "truncated solution"),
+    ("vCCCC", SCRIPT, 1, "accepted"),
+    ("tsCCCC", SCRIPT, 1, "accepted"),
+    ("ttsCCCC", SCRIPT, 1, "accepted"),
+    ("ttt", SCRIPT, 0, "truncated solution"),  # three draws in all
+]
+
+
+@pytest.mark.parametrize(("letters", "rules", "place", "reason"), TRANSCRIPTS)
+def test_a_transcript_ends_as_worked_out_by_hand(
+    letters: str, rules: dict[str, str | int], place: int, reason: str
+) -> None:
+    team, episode, whole = transcript(letters, **rules)
     loop = team.loop(episode)
-    assert (team.outcome(episode) is loop.final) and (loop.final is None) == (loop.reason == "")
-    assert (episode.enter(team.follow(episode))[0] == []) == (loop.reason != "")
-    return loop
-
-
-def final(loop: Loop) -> int | None:
-    """The number of the call whose answer counts."""
-    return None if loop.final is None else int(loop.final.problem_id)
-
-
-OK = Finish.STOP
-YES, WRONG = "Verdict: correct", "bad\nVerdict: wrong"
-
-
-def test_by_default_four_acceptances_in_a_row_end_a_loop_and_ten_calls_do() -> None:
-    loop = play([("solver", "s", OK)] + [("verifier1", YES, OK)] * 4)
-    assert (loop.reason, loop.num_iterations) == ("accepted", 4)
-    script = [("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK), ("verifier2", WRONG, OK)]
-    script += [("corrector2", "c", OK), ("verifier2", WRONG, OK)] * 8
-    loop = play(script)
-    assert (loop.reason, loop.num_iterations) == ("max_iterations", 10)
-    assert len(loop.candidates) == 10
+    assert loop.reason == reason and loop.final is not None and team.outcome(episode) is loop.final
+    assert place == (whole.index(loop.final.uid) + 1 if loop.final.uid in whole else 0)
+    assert episode.enter(team.follow(episode))[0] == [] and loop.num_iterations == sum(map(letters.count, "CWnT"))
+    assert sum(each.num_correct for each in loop.candidates) == letters.count("C")
+    assert sum(each.num_verdicts for each in loop.candidates) == sum(map(letters.count, "CWn"))
+    draws = [ask for ask in loop.asks if ask.agent == "solver"]
+    assert [ask.id for ask in draws] == ["e/solver", "e/solver#2", "e/solver#3"][: len(draws)]
+    # evaluations leave out every draw of the Solver but the last
+    assert set(team.redrawn(episode)) == {f"{ask.id}:0" for ask in draws[:-1]}
+    assert team.alone(episode) is loop.solution and loop.solution == episode.sample(f"{draws[-1].id}:0")
 
 
 def test_every_ask_of_a_loop_shows_what_came_before() -> None:
-    script = [("solver", "s", OK), ("verifier1", YES, OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK)]
-    script += [("verifier2", WRONG, OK)]
+    team, episode, _ = transcript("sCWsW")
     solved = "e/solver:0"
-    assert (solution := play(script).solution) is not None and solution.uid == solved
     report = f"{solved}/verifier1#2:0"
     mended = f"{report}/corrector1:0"
-    assert [(ask.id, ask.inputs) for ask in play(script).asks] == [
+    assert team.loop(episode).final is None and team.outcome(episode) is None
+    assert [(ask.id, ask.inputs) for ask in team.loop(episode).asks] == [
         ("e/solver", ()),
         ("e/solver:0/verifier1", (solved,)),
         ("e/solver:0/verifier1#2", (solved,)),  # to confirm
@@ -525,153 +480,28 @@ def test_every_ask_of_a_loop_shows_what_came_before() -> None:
     ]
 
 
-def test_a_candidate_needs_consecutive_acceptances() -> None:
-    loop = play(
-        [("solver", "s", OK), ("verifier1", YES, OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK)]
-        + [("verifier2", YES, OK)] * 2,
-        accept_after=2,
-    )
-    assert (final(loop), loop.reason, loop.num_iterations) == (3, "accepted", 4)
-    assert [(c.num_correct, c.num_verdicts) for c in loop.candidates] == [(1, 2), (2, 2)]
-
-
-def test_without_acceptance_the_candidate_most_often_judged_correct_wins() -> None:
-    script = [("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK), ("verifier2", YES, OK)]
-    script += [("verifier2", WRONG, OK)]
-    loop = play(script, accept_after=2, max_iterations=3)
-    assert (final(loop), loop.reason) == (2, "max_iterations")
-    assert final(play(script[:2], max_iterations=1)) == 0
-    assert final(play([*script[:3], ("verifier2", WRONG, OK)], max_iterations=2)) == 0  # the earliest of equals
-    script = [script[0], ("verifier1", YES, OK), *script[1:4], ("verifier2", YES, OK)]
-    assert final(play(script, max_iterations=4)) == 3  # two of two
-    assert final(play(script, max_iterations=4, compat="marsrl")) == 0  # two calls each
-
-
-def test_where_no_answer_comes_the_loop_ends_with_what_there_is() -> None:
-    for num_said in range(3):
-        episode = Episode("e", "e", PROBLEM, 0, "evaluate")
-        for number, text in enumerate(("s", WRONG, "c")):
-            (ask,) = episode.enter(TEAM.follow(episode))[0]
-            said = TEAM.parse(sample(f"{ask.id}:0", ask.agent, text=text))
-            episode.close(ask, [said] if number < num_said else [])
-            if number == num_said:
-                break
-        loop = TEAM.loop(episode)
-        assert loop.reason == "no answer came" and TEAM.follow(episode) == list(episode.asks.values())
-        assert (None if loop.final is None else loop.final.uid) == ("e/solver:0" if num_said else None)
-
-
-# Worked out by hand. C, W: a verdict; T: a report that is cut off; s: a solution or correction; t: one that is cut off.
-# Then the place of the candidate that counts among the whole ones (0: none), by our rules and by the published script's.
-TRANSCRIPTS = [
-    (None, "sCCCC", 1, "accepted"),
-    ("marsrl", "sCCCC", 1, "accepted"),
-    (None, "sCCCWsCCCC", 2, "accepted"),
-    ("marsrl", "sCCCWsCCCC", 1, "accepted"),  # four calls each: its sort is stable, and knows nothing of acceptance
-    (None, "sCCWsCCCC", 2, "accepted"),
-    ("marsrl", "sCCWsCCCC", 2, "accepted"),
-    (None, "sCWsWt", 1, "truncated correction"),
-    ("marsrl", "sCWsWt", 1, "truncated correction"),
-    (None, "sWsCWt", 2, "truncated correction"),
-    (None, "sWsWt", 1, "truncated correction"),  # the earliest of equals
-    (None, "sCWsCCWsWsWsWsWsW", 2, "max_iterations"),
-    ("marsrl", "sCWsCCWsWsWsWsWsWsW", 2, "max_iterations"),  # one more call
-    (None, "sTCCCC", 1, "accepted"),  # an empty report is no "correct", and nothing to correct by: judged again
-    ("marsrl", "sTsWt", 2, "truncated correction"),  # handed on; a call that was cut off is none
-    (None, "t", 0, "truncated solution"),
-    ("marsrl", "tsCCCC", 1, "accepted"),
-    ("marsrl", "ttsCCCC", 1, "accepted"),
-    ("marsrl", "ttt", 0, "truncated solution"),  # three draws in all
-]
-
-
-@pytest.mark.parametrize(("compat", "letters", "place", "reason"), TRANSCRIPTS)
-def test_a_transcript_ends_as_worked_out_by_hand(compat: str | None, letters: str, place: int, reason: str) -> None:
-    team = five(**({"compat": compat} if compat else {}))
-    episode = Episode("e", "e", PROBLEM, 0, "evaluate")
-    whole = []
-    for number, letter in enumerate(letters):
-        (ask,) = episode.enter(team.follow(episode))[0]
-        assert ask.agent.startswith("verifier") == (letter in "CWT"), (number, ask.agent)
-        text = {"C": YES, "W": WRONG, "s": f"s{number}"}.get(letter, "<think>cut")
-        finish = Finish.LENGTH if letter in "Tt" else OK
-        episode.close(ask, [team.parse(sample(f"{ask.id}:0", ask.agent, text=text, finish=finish))])
-        whole += [f"{ask.id}:0"] if letter == "s" else []
+@pytest.mark.parametrize("said", ["", "s", "sW"])
+def test_where_no_answer_comes_the_loop_ends_with_what_there_is(said: str) -> None:
+    team, episode, _ = transcript(said)
+    (ask,) = episode.enter(team.follow(episode))[0]
+    episode.close(ask, [])
     loop = team.loop(episode)
-    assert loop.reason == reason and loop.final is not None
-    assert place == (whole.index(loop.final.uid) + 1 if loop.final.uid in whole else 0)
+    assert loop.reason == "no answer came" and team.follow(episode) == list(episode.asks.values())
+    assert (None if loop.final is None else loop.final.uid) == ("e/solver:0" if said else None)
 
 
-def test_the_script_verifies_once_and_then_up_to_ten_times() -> None:
-    script = [("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK), ("verifier2", WRONG, OK)]
-    script += [("corrector2", "c", OK), ("verifier2", WRONG, OK)] * 9
-    loop = play(script, compat="marsrl")
-    assert (loop.num_iterations, len(loop.candidates), loop.reason) == (11, 11, "max_iterations")
-    assert play(script[:-2]).num_iterations == 10 and play(script, max_iterations=11).num_iterations == 11
-
-
-def test_the_script_draws_a_truncated_solution_again_and_counts_the_redraw_as_the_solver_s() -> None:
-    cut = ("solver", "half", Finish.LENGTH)
-    team = five(compat="marsrl")
-    loop = play([cut, cut, ("solver", "s", OK), ("verifier1", WRONG, OK)], compat="marsrl")
-    assert [ask.id for ask in loop.asks[:3]] == ["e/solver", "e/solver#2", "e/solver#3"]
-    assert loop.solution is not None and loop.solution.problem_id == "2" and len(loop.candidates) == 1
-    loop = play([cut] * 3, compat="marsrl")  # three draws in all
-    assert (loop.reason, loop.solution is loop.final) == ("truncated solution", True)
-    assert play([cut]).reason == "truncated solution"
-    episode = Episode("e", "e", PROBLEM, 0, "evaluate")
-    for number in range(2):
-        (ask,) = episode.enter(team.follow(episode))[0]
-        finish = Finish.STOP if number else Finish.LENGTH
-        episode.close(ask, [team.parse(sample(f"{ask.id}:0", text=f"\\boxed{{{number}}}", finish=finish))])
-    alone = team.alone(episode)
-    assert alone is not None and alone.answer == "1"
-    assert set(team.redrawn(episode)) == {"e/solver:0"}
-
-
-def test_evaluations_leave_out_every_draw_of_the_solver_but_the_last() -> None:
-    team, episode = five(compat="marsrl"), Episode("e", "e", PROBLEM, 0, "evaluate")
-    for text, finish in (("half", Finish.LENGTH), ("half", Finish.LENGTH), ("s", OK), (YES, OK)):
-        (ask,) = episode.enter(team.follow(episode))[0]
-        episode.close(ask, [team.parse(sample(f"{ask.id}:0", ask.agent, text=text, finish=finish))])
-    assert set(team.redrawn(episode)) == {"e/solver:0", "e/solver#2:0"}
-
-
-def test_the_script_verifies_a_whole_completion_that_shows_nothing() -> None:
-    loop = play([("solver", "<think>", OK), ("verifier1", YES, OK)], compat="marsrl")
-    assert (loop.reason, len(loop.candidates)) == ("", 1)
-
-
-def test_the_script_hands_on_empty_reports_and_counts_completed_calls() -> None:
-    cut = [("verifier1", "", Finish.LENGTH), ("corrector1", "c", OK), ("verifier2", WRONG, OK)]
-    assert final(play([("solver", "s", OK), *cut], max_iterations=2, compat="marsrl")) == 2
-    assert final(play([("solver", "s", OK), ("verifier1", WRONG, OK), *cut[1:]], max_iterations=2)) == 0
-
-
-def test_a_truncated_correction_ends_the_loop_with_what_there_is() -> None:
-    loop = play([("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", Finish.LENGTH)])
-    assert (final(loop), loop.reason) == (0, "truncated correction")
-    assert loop.num_iterations == len(loop.candidates) == 1
-    for cut in (("solver", "<think>", OK), ("solver", "s", Finish.LENGTH)):
-        loop = play([cut])
-        assert (final(loop), loop.reason) == (0, "truncated solution")
-        assert len(loop.candidates) == 1
-
-
-def test_an_empty_report_is_judged_again_and_counts_but_a_report_without_verdict_is_handed_on() -> None:
-    empty = ("verifier1", "<think>cut", Finish.LENGTH)
-    loop = play([("solver", "s", OK), ("verifier1", YES, OK), empty, ("verifier1", YES, OK)], accept_after=2)
-    assert (loop.num_iterations, loop.reason) == (3, "")  # the streak was broken
-    loop = play([("solver", "s", OK), empty, empty], max_iterations=2)
-    assert loop.reason == "max_iterations"
-    play([("solver", "s", OK), ("verifier1", "step 2 is odd", OK), ("corrector1", "c", OK)])
-    # shows nothing
-    play([("solver", "s", OK), ("verifier1", "Correctness: wrong", OK), ("corrector1", "c", OK)], COMPAT)
+def test_a_verdict_of_the_published_parser_is_handed_on_though_it_shows_nothing() -> None:
+    team, episode, _ = transcript("s", COMPAT)
+    (ask,) = episode.enter(team.follow(episode))[0]
+    report = team.parse(sample(f"{ask.id}:0", ask.agent, text="Correctness: wrong"))
+    episode.close(ask, [report])
+    assert report.shown == "" and [ask.agent for ask in episode.enter(team.follow(episode))[0]] == ["corrector1"]
 
 
 def test_missing_verdict_correct_counts_as_acceptance_but_is_not_paid() -> None:
     accepts = {"verifier1": AgentConfig(missing_verdict="correct")}
-    assert play([("solver", "s", OK), ("verifier1", "hm", OK)], accepts, accept_after=1).reason == "accepted"
-    play([("solver", "s", OK), ("verifier1", WRONG, OK), ("corrector1", "c", OK)], accepts, accept_after=1)
+    team, episode, _ = transcript("sn", accepts, accept_after=1)
+    assert team.loop(episode).reason == "accepted"
+    transcript("sWs", accepts, accept_after=1)
     reward = five(accepts).reward(*showing(sample("s", correct=1.0)), sample("v", "verifier1"))
     assert reward.value == 0 and not math.isnan(reward.value)

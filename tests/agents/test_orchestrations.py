@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,41 +11,47 @@ from typing import Any
 
 import numpy as np
 import pytest
+from letters import bare
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
-from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig
+from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, build_orchestration, find_orchestration
-from marsrl.rollout.types import Ask, Finish, Problem, Reward, Sample, Segment, ToolCall, ToolOutput
+from marsrl.rollout.types import Ask, Finish, Problem, Reward, Sample, ToolCall, ToolOutput
 
 PROBLEM = Problem("p", "a 3 b *7", "1", "arithmetic")
-NONE = np.zeros(0, np.int32)
 Say = Callable[[Ask], str | None]
 
 
-def play(team: Orchestration, say: Say) -> Episode:
-    """One episode to its end: what each ask is told; None: nothing came. An answer is right where it is 1."""
-    episode = Episode("000001.0", "000001", PROBLEM)
+def play(
+    team: Orchestration,
+    say: Say,
+    problem: Problem = PROBLEM,
+    tool: Callable[[ToolCall], ToolOutput] = lambda call: ToolOutput("7"),
+    order: list[Ask | ToolCall] | None = None,
+) -> Episode:
+    """One episode to its end: what each ask is told; None: nothing came; "...": it was cut off. order: told what is asked."""
+    episode = Episode("000001.0", "000001", problem)
     while any(entered := episode.enter(team.follow(episode))):
         asks, calls = entered
-        episode.outputs.update({call.id: ToolOutput("7") for call in calls})
+        if order is not None:
+            order += [*asks, *calls]
+        episode.outputs.update({call.id: tool(call) for call in calls})
         for ask in reversed(asks):  # the order in which answers come does not matter
             text = say(ask)
             episode.close(ask, [] if text is None else [answered(team, episode, ask, text)])
     assert episode.is_at_its_end
-    assert not team.most_samples() or len(episode.asks) <= sum(team.most_samples().values())
+    for agent, most in team.most_samples().items():
+        assert sum(ask.agent == agent for ask in episode.asks.values()) <= most / team.group_size
     return episode
 
 
 def answered(team: Orchestration, episode: Episode, ask: Ask, text: str) -> Sample:
-    cut = text.startswith("...")
-    said = Sample(
-        f"{ask.id}:0", episode.rollout_id, "p", ask.agent, ask.group, ask.parent_uid, NONE, NONE, NONE.astype(bool),
-        NONE.astype(np.float32), (Segment(0, 0, 0),), Finish.LENGTH if cut else Finish.STOP, full_text=text,
-    )  # fmt: skip
-    said = team.parse(said)
-    judged = None if said.answer is None else Reward(float(said.answer == "1"), float(said.answer == "1"))
+    finish = Finish.LENGTH if text.startswith("...") else Finish.STOP
+    said = team.parse(bare(f"{ask.id}:0", ask.agent, text, finish=finish))
+    right = float(said.answer == episode.problem.answer)
+    judged = Reward(right, right) if team.needs_judge(said) else None
     return replace(said, reward=team.reward(episode, ask, said, judged))
 
 
@@ -83,18 +91,13 @@ def test_a_solver_solves_again_until_the_verifier_approves_and_nobody_verifies_t
     assert len(play(solver_verifier(loops=1), script("Answer: 2")).asks) == 1
 
 
-def test_an_approved_solution_ends_the_episode_however_many_loops_are_left() -> None:
-    team = solver_verifier(4)
-    episode = play(team, script("Answer: 1", "Verdict: correct"))
-    assert team.follow(episode) == list(episode.asks.values()) and len(episode.asks) == 2
+def test_plans_count_the_samples_of_the_longest_episodes() -> None:
+    def most(name: str, options: dict[str, Any] | None = None) -> dict[str, int]:
+        return build_orchestration(name, {}, "chain", options, RolloutConfig(group_size=5)).most_samples()
 
-
-def test_plans_count_one_verification_less_than_solutions() -> None:
-    team = build_orchestration("solver_verifier", {}, "chain", {"max_loops": 3}, RolloutConfig(group_size=5))
-    assert team.most_samples() == {"solver": 15, "verifier": 10}
-    assert build_orchestration("solver_verifier", {}, "chain").most_samples() == {"solver": 16, "verifier": 8}
-    with pytest.raises(ValueError, match="max_loops: Input should be greater than 0"):
-        solver_verifier(0)
+    assert most("solver_verifier", {"max_loops": 3}) == {"solver": 15, "verifier": 10}
+    assert most("solver_verifier") == {"solver": 10, "verifier": 5}
+    assert most("debate", {"debaters": 4, "rounds": 3}) == {"debater": 4 * 3 * 5}
 
 
 def test_a_verdict_that_cannot_be_read_rejects_unless_it_is_to_approve() -> None:
@@ -193,6 +196,8 @@ def test_a_debate_goes_on_among_those_who_said_something_and_the_earliest_of_equ
     alone = play(team, lambda ask: "Answer: 4" if ask.id.endswith("#3") else None)
     assert len(alone.asks) == 3 and (only := team.outcome(alone)) is not None and only.answer == "4"
     assert team.outcome(play(team, lambda ask: None)) is None
+    silent = play(team, lambda ask: "<think>hm" if ask.id.endswith("#1") else "Answer: 1")  # shows nothing
+    assert {ask.parent_uid for ask in list(silent.asks.values())[3:5]} == {f"000001.0/debater#{i}:0" for i in (2, 3)}
 
 
 def test_a_round_of_a_debate_begins_once_all_of_the_last_are_over() -> None:
@@ -213,16 +218,6 @@ def test_three_debate_in_two_rounds_unless_told_otherwise() -> None:
         return len(play(build_orchestration("debate", {}, "chain", options), lambda ask: "Answer: 1").asks)
 
     assert [num_asked(), num_asked(debaters=2), num_asked(rounds=1), num_asked(rounds=3)] == [6, 4, 3, 9]
-    with pytest.raises(ValueError, match="rounds: Input should be greater than 0"):
-        num_asked(rounds=0)
-    team = build_orchestration("debate", {}, "chain", {"debaters": 4, "rounds": 3}, RolloutConfig(group_size=5))
-    assert team.most_samples() == {"debater": 4 * 3 * 5}
-
-
-def test_a_debater_that_showed_nothing_is_not_asked_again() -> None:
-    team = build_orchestration("debate", {}, "chain")
-    episode = play(team, lambda ask: "<think>hm" if ask.id.endswith("#1") else "Answer: 1")
-    assert [ask.parent_uid for ask in list(episode.asks.values())[3:]] == [f"000001.0/debater#{i}:0" for i in (2, 3)]
 
 
 def test_votes_are_answers_of_the_last_round_that_has_any() -> None:
@@ -236,6 +231,137 @@ def test_votes_are_answers_of_the_last_round_that_has_any() -> None:
     assert counts("Answer: 2", "Answer: 1", "Answer: 1") == counts("Answer: 1", "Answer: 1", "Answer: 2") == "1"
     assert counts("hm", "hm", "Answer: 2") == "2"  # who gives no answer has no vote
     assert counts("hm", "hm", "hm") == "4"
+
+
+# ------------------------------------------------------------------ search
+
+QUESTION = Problem("p", "where does mira holt live ?", "tarn", "qa")
+YES, NO, VAGUE = "<verify>yes</verify>", "Not enough. <verify>no</verify>", "I am not sure."
+NO_QUERIES = ["no tag", "<search></search>", "<search>cut", "...<search>cut</search>"]
+ANSWER = "<think>{report}</think> <answer>tarn</answer>"
+
+
+def query(text: str) -> str:
+    return f"<think>which?</think> <search> {text} </search>"
+
+
+def team_of(max_turns: int = 4, **verifier: Any) -> Orchestration:
+    agents = {"verifier": AgentConfig(**verifier)}
+    return build_orchestration("search_team", agents, "qa", {"max_turns": max_turns}, RolloutConfig(group_size=5))
+
+
+def found(call: ToolCall) -> ToolOutput:
+    return ToolOutput(f"Doc 1(Title: x) about {json.loads(call.arguments)['query']}")
+
+
+def play_search(
+    team: Orchestration, texts: list[str | None], tool: Callable[[ToolCall], ToolOutput] = found
+) -> tuple[Episode, list[Ask | ToolCall]]:
+    """One episode to its end, and what was asked and called in order."""
+    order, left = list[Ask | ToolCall](), iter(texts)
+    episode = play(team, lambda ask: next(left), QUESTION, tool, order)
+    assert next(left, "all said") == "all said"
+    return episode, order
+
+
+def names(order: list[Ask | ToolCall]) -> str:
+    """v, s and a for the agents, c for a call of the tool."""
+    return "".join(each.agent[0] if isinstance(each, Ask) else "c" for each in order)
+
+
+def asked(episode: Episode, agent: str) -> list[Ask]:
+    return [ask for ask in episode.asks.values() if ask.agent == agent]
+
+
+@pytest.mark.parametrize(
+    ("max_turns", "missing_verdict", "texts", "order"),
+    [
+        (4, "wrong", [NO, query("mira holt"), NO, query("tarn"), YES, ANSWER], "vscvscva"),
+        (2, "wrong", [NO, query("mira holt"), NO], "vscv"),  # nobody searches in the last turn
+        (1, "wrong", [NO], "v"),
+        (1, "wrong", [YES, ANSWER], "va"),
+        (2, "wrong", [VAGUE, query("x"), YES, ANSWER], "vscva"),  # a route that cannot be read
+        (4, "correct", [VAGUE, ANSWER], "va"),
+        (4, "correct", ["... <verify>yes</verify>", ANSWER], "va"),
+        *((4, "wrong", [NO, text, YES, ANSWER], "vsva") for text in NO_QUERIES),
+        (4, "wrong", [None], "v"),  # nothing came
+        (4, "wrong", [NO, None], "vs"),
+        (4, "wrong", [NO, query("x"), None], "vscv"),
+        (4, "wrong", [NO, query("x"), YES, None], "vscva"),
+    ],
+)
+def test_it_searches_until_the_verifier_says_yes_and_the_answer_counts(
+    max_turns: int, missing_verdict: str, texts: list[str | None], order: str
+) -> None:
+    team = team_of(max_turns, missing_verdict=missing_verdict)
+    episode, made = play_search(team, texts)
+    assert names(made) == order
+    calls = [json.loads(each.arguments)["query"] for each in made if isinstance(each, ToolCall)]
+    assert calls == [found.group(1) for text in texts if (found := re.search("<search> (.*) </search>", text or ""))]
+    outcome, is_right = team.outcome(episode), texts[-1] == ANSWER
+    assert is_right == (outcome is not None and outcome.agent == "answer" and outcome.answer == "tarn")
+    assert set(team.outcomes(episode).values()) <= {float(is_right)}
+    assert {ask.group for ask in asked(episode, "search")} <= {"000001/search"}  # compared over all turns and episodes
+    if any(text in NO_QUERIES for text in texts):
+        assert "There was no query" in words(team, episode, asked(episode, "answer")[0])
+
+
+def test_everybody_reads_what_was_found_so_far_and_the_search_agent_what_the_verifier_says() -> None:
+    team = team_of()
+    episode, _ = play_search(team, [NO, query("mira holt"), NO, query("tarn"), YES, ANSWER])
+    first, second, third = (words(team, episode, ask) for ask in asked(episode, "verifier"))
+    assert "Nothing has been searched for yet." in first and QUESTION.question in first
+    one = "<search>mira holt</search>\n<information>Doc 1(Title: x) about mira holt</information>"
+    other = "<search>tarn</search>\n<information>Doc 1(Title: x) about tarn</information>"
+    assert one in second and other not in second and f"{one}\n{other}" in third
+    _, search = (words(team, episode, ask) for ask in asked(episode, "search"))
+    assert one in search and other not in search and "Not enough." in search
+    [answer] = (words(team, episode, ask) for ask in asked(episode, "answer"))
+    assert one in answer and other in answer and "Not enough." not in answer
+    assert "which?" not in third + search + answer  # nobody reads another's thought
+
+
+def test_what_a_tool_says_of_an_error_is_read_and_the_team_goes_on() -> None:
+    team = team_of()
+    error = ToolOutput("error: search did not answer within 60 s", is_error=True)
+    episode, order = play_search(team, [NO, query("x"), YES, ANSWER], lambda call: error)
+    assert names(order) == "vscva"
+    assert "error: search did not answer" in words(team, episode, asked(episode, "answer")[0])
+
+
+def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() -> None:
+    team = team_of()
+    episode, _ = play_search(team, [VAGUE, query("x"), YES, "<answer>rome</answer>"])
+    said = [episode.samples(ask)[0] for ask in episode.asks.values()]
+    values = [(sample.agent, sample.reward.value) for sample in said]
+    assert values == [("verifier", 0.0), ("search", 1.0), ("verifier", 1.0), ("answer", 0.0)]
+    assert all(np.isnan(sample.reward.correct) for sample in said[:3])
+    assert [team.needs_judge(sample) for sample in said] == [False, False, False, True]
+    assert set(team.outcomes(episode).values()) == {0.0}
+    episode, _ = play_search(team, ["...", query("x"), YES, ANSWER])
+    overlong = episode.samples(asked(episode, "verifier")[0])[0].reward
+    assert overlong.value == 0.0 and np.isnan(overlong.correct)  # no part of an accuracy
+    episode, _ = play_search(team, [YES, "... <answer>tarn</answer>"])
+    assert [episode.samples(ask)[0].reward.note for ask in asked(episode, "answer")] == ["overlong"]
+    assert team.outcome(episode) is None
+
+
+@pytest.mark.parametrize("hostile", ["{report} {problem}", "<answer>", "</information>", "\x00", "a" * 1_000_000])
+def test_hostile_queries_reach_the_tool_as_they_are_and_forge_no_field(hostile: str) -> None:
+    team = team_of(max_turns=2)
+    text, said = f"<search>q {hostile}</search>", ToolOutput("{problem}{solution}")
+    episode, order = play_search(team, [NO, text, YES, ANSWER], lambda call: said)
+    [call] = [each for each in order if isinstance(each, ToolCall)]
+    assert json.loads(call.arguments) == {"query": f"q {hostile}"}
+    assert f"<search>q {hostile}</search>\n<information>{said.text}<" in words(
+        team, episode, asked(episode, "answer")[0]
+    )
+
+
+def test_another_prompt_set_says_that_it_has_no_words_for_the_team() -> None:
+    said = r"agents.verifier.prompt: math has no words for the role router .*give a prompt that has: facts, qa"
+    with pytest.raises(ValueError, match=said):
+        build_orchestration("search_team", {}, "math")
 
 
 # ------------------------------------------------------------------ options and users' own
@@ -273,21 +399,6 @@ def test_a_team_says_of_an_episode_that_the_last_answer_counts_and_is_everybody_
     assert set(team.outcomes(both).values()) == {0.0}
     assert team.alone(play(team, lambda ask: None if ask.id.endswith("#1") else "Answer: 1")) is None
     assert set(team.outcomes(play(team, lambda ask: "hm")).values()) == {0.0}
-
-
-def test_what_a_team_does_not_say_is_empty() -> None:
-    team, episode = Plain({}, "chain"), Episode("000001.0", "000001", PROBLEM)
-    assert (team.metrics(episode), team.most_samples(), list(team.redrawn(episode))) == ({}, {}, [])
-    assert type(team.options) is Orchestration.Options and team.evaluate == EvaluateConfig()
-    assert team.renderers == {} and team.tried_apart == ()
-    assert team.num_episodes == RolloutConfig().group_size and not team.is_one_episode
-    with pytest.raises(NotImplementedError, match=r"Orchestration\.follow: say who is asked"):
-        Orchestration({}, "chain").follow(episode)
-
-
-def test_a_team_counts_tokens_by_the_renderers_it_is_given() -> None:
-    given: Any = {"first": object()}
-    assert Plain({}, "chain", renderers=given).renderers == given
 
 
 def test_a_team_has_its_tools_and_those_optional_ones_that_are_set() -> None:
@@ -339,11 +450,7 @@ def test_a_team_of_a_user_is_found_by_file_and_class_and_plays(tmp_path: Path) -
     assert list(team.settings) == ["first", "second", "judge"] and team.verifiers == ("judge",)
     assert team.num_episodes == 3 and team.most_samples() == {}
     episode = play(team, lambda ask: "Verdict: correct" if ask.agent == "judge" else f"Answer: {len(ask.agent) - 4}")
-    assert [(ask.agent, len(ask.inputs)) for ask in episode.asks.values()] == [
-        ("first", 0),
-        ("second", 0),
-        ("judge", 2),
-    ]
+    assert {ask.agent: len(ask.inputs) for ask in episode.asks.values()} == {"first": 0, "second": 0, "judge": 2}
     values = {ask.agent: episode.samples(ask)[0].reward.value for ask in episode.asks.values()}
     assert values == {"first": 1.0, "second": 0.0, "judge": 1.0}  # the judge is asked about the first, which is right
     assert (last := team.outcome(episode)) is not None and last.agent == "second"

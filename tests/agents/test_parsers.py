@@ -1,4 +1,8 @@
+"""Parsers of completions, ours and those that follow published code."""
+
 import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -11,103 +15,95 @@ from marsrl.rollout.agents.parsers import (
     drmas_is_valid,
     drmas_report,
     drmas_verdict,
+    route,
     strict_verdict,
+    tagged,
     tagged_verdict,
     visible,
 )
 
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain", "plain"),
-        ("<think>a</think>\n\nshown", "shown"),
-        ("a</think>shown", "shown"),  # the template opened the thought
-        ("<think>a</think>b<think>c</think>d", "d"),
-        ("<think>cut off", None),
-        ("<think>a</think>b<think>cut off", None),
-        ("", ""),
-    ],
-)
-def test_only_text_after_a_closed_thought_is_visible(text: str, shown: str | None) -> None:
-    assert visible(text) == shown
-
-
-def test_a_thought_that_the_prompt_opened_and_nobody_closed_shows_nothing() -> None:
-    assert visible("still thinking, Verdict: correct", starts_in_thought=True) is None
-    assert visible("done</think>x", starts_in_thought=True) == "x"
-
-
-@pytest.mark.parametrize(
-    ("report", "verdict"),
-    [
-        ("Findings: none\nVerdict: correct", True),
-        ("Verdict: wrong", False),
-        ("VERDICT : Wrong", False),
-        ("**Verdict: correct**", True),
-        ("**Verdict:** wrong.", False),
-        ("Verdict: *correct*\n\n", True),
-        ("Verdict: correct\nVerdict: wrong", False),
-        ("Verdict: wrong\nOn reflection that holds.", False),
-        ("Verdict: incorrect", None),
-        ("Verdict: not correct", None),
-        ("Verdict: correct or wrong?", None),
-        ("I would say Verdict: correct", None),
-        ("The solution is correct.", None),
-        ("Verdict: correct|wrong", None),
-        ("", None),
-    ],
-)
-def test_a_strict_verdict_is_a_line_of_its_own(report: str, verdict: bool | None) -> None:
-    assert strict_verdict(report) is verdict
-
-
-@pytest.mark.parametrize(
-    ("report", "verdict"),
-    [
-        ("Correctness: incorrect", True),  # the published slip
-        ("**Correctness**: wrong", False),
-        ("correct so far. Correctness: wrong", False),
-        ("<think>this looks correct", True),  # an unfinished thought is read
-        ("<think>correct</think>wrong", False),
-        ("", False),
-    ],
-)
-def test_compat_reads_a_substring_as_the_published_script_does(report: str, verdict: bool) -> None:
-    assert compat_verdict(report) is verdict
-
-
-def test_the_compat_report_is_empty_without_the_marker() -> None:
-    assert compat_report("step 2 fails\n**Correctness**: wrong") == "step 2 fails"
-    assert compat_report("step 2 fails\nVerdict: wrong") == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"so \boxed{4}", "4"),
-        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{7} and \boxed{unclosed", "7"),
-        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-        (r"\boxed {x^{2}}", "x^{2}"),
-        (r"\boxed{}", None),
-        ("no box", None),
-    ],
-)
-def test_the_last_balanced_box_is_the_answer(text: str, answer: str | None) -> None:
-    assert boxed_answer(text) == answer
+answer_tag = partial(tagged, "answer")
+READ: list[tuple[Callable[[str], object], str, object]] = [
+    # the text after the last closed thought
+    (visible, "plain", "plain"),
+    (visible, "<think>a</think>\n\nshown", "shown"),
+    (visible, "a</think>shown", "shown"),  # the template opened the thought
+    (visible, "<think>a</think>b<think>c</think>d", "d"),
+    (visible, "<think>cut off", None),
+    (visible, "<think>a</think>b<think>cut off", None),
+    (visible, "", ""),
+    (partial(visible, starts_in_thought=True), "still thinking, Verdict: correct", None),
+    (partial(visible, starts_in_thought=True), "done</think>x", "x"),
+    # a verdict on a line of its own
+    (strict_verdict, "Findings: none\nVerdict: correct", True),
+    (strict_verdict, "VERDICT : Wrong", False),
+    (strict_verdict, "**Verdict: correct**", True),
+    (strict_verdict, "**Verdict:** wrong.", False),
+    (strict_verdict, "Verdict: *correct*\n\n", True),
+    (strict_verdict, "Verdict: correct\nVerdict: wrong", False),
+    (strict_verdict, "Verdict: wrong\nOn reflection that holds.", False),
+    (strict_verdict, "Verdict: incorrect", None),
+    (strict_verdict, "Verdict: not correct", None),
+    (strict_verdict, "Verdict: correct or wrong?", None),
+    (strict_verdict, "I would say Verdict: correct", None),
+    (strict_verdict, "The solution is correct.", None),
+    (strict_verdict, "Verdict: correct|wrong", None),
+    (strict_verdict, "", None),
+    # a substring, as the script published with MarsRL
+    (compat_verdict, "Correctness: incorrect", True),  # the published slip
+    (compat_verdict, "**Correctness**: wrong", False),
+    (compat_verdict, "correct so far. Correctness: wrong", False),
+    (compat_verdict, "<think>this looks correct", True),  # an unfinished thought is read
+    (compat_verdict, "<think>correct</think>wrong", False),
+    (compat_verdict, "", False),
+    (compat_report, "step 2 fails\n**Correctness**: wrong", "step 2 fails"),
+    (compat_report, "step 2 fails\nVerdict: wrong", ""),
+    # the last box whose braces balance
+    (boxed_answer, r"so \boxed{4}", "4"),
+    (boxed_answer, r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (boxed_answer, r"\boxed{7} and \boxed{unclosed", "7"),
+    (boxed_answer, r"\boxed{\{1,2\}}", r"\{1,2\}"),
+    (boxed_answer, r"\boxed {x^{2}}", "x^{2}"),
+    (boxed_answer, r"\boxed{}", None),
+    (boxed_answer, "no box", None),
+    # the word after the last key
+    (chain_answer, "Answer: 3 agree Answer: 5", "5"),
+    (chain_answer, "Answer: claim", None),
+    (chain_answer, "Answer:", None),
+    (chain_verdict, "got 3 said 3 Verdict: correct", True),
+    (chain_verdict, "Verdict: wrong Verdict: 3", None),
+    # the last whole tag
+    (answer_tag, "<answer> Lima </answer>", "Lima"),
+    (answer_tag, "<answer>a</answer> or <ANSWER>b</Answer> .", "b"),
+    (answer_tag, "<answer>a</answer> <answer>b", "a"),
+    (answer_tag, "<answer>a <answer>b</answer>", "b"),
+    (answer_tag, "a</answer>", None),
+    (answer_tag, "<answer>a", None),
+    (answer_tag, "<answer> \n</answer>", None),
+    (answer_tag, "<answer></answer><answer>b</answer></answer>", "b"),
+    (answer_tag, "<answer\n>a</answer>", None),
+    (answer_tag, "İ<answer>a</answer>", "a"),
+    (route, "<verify>yes</verify>", True),
+    (route, "<verify> NO </verify>", False),
+    (route, "<verify>no</verify> then <verify>yes</verify>", True),
+    (route, "yes", None),
+    (route, "<verify>yes, maybe</verify>", None),
+    (route, "<verify></verify>", None),
+    # all that was said, as Dr. MAS's code hands it on
+    (drmas_report, "<think>x</think> a <verify> reject\n</verify> b", "<think>x</think> a <verify>reject</verify> b"),
+    (drmas_report, "no tag", "no tag"),
+]
 
 
-def test_chain_words_after_the_last_key_are_read() -> None:
-    assert chain_answer("Answer: 3 agree Answer: 5") == "5"
-    assert chain_answer("Answer: claim") is None
-    assert chain_answer("Answer:") is None
-    assert chain_verdict("got 3 said 3 Verdict: correct") is True
-    assert chain_verdict("Verdict: wrong Verdict: 3") is None
+@pytest.mark.parametrize(("read", "text", "found"), READ)
+def test_a_completion_says_what_stands_in_its_grammar_and_else_nothing(
+    read: Callable[[str], object], text: str, found: object
+) -> None:
+    assert read(text) == found
 
 
 @pytest.mark.parametrize(
-    ("report", "tagged", "published", "is_valid"),
+    ("report", "ours", "published", "is_valid"),
     [
         ("fine <verify>approve</verify>", True, True, True),
         ("no <verify>reject</verify>", False, False, True),
@@ -125,36 +121,21 @@ def test_chain_words_after_the_last_key_are_read() -> None:
     ],
 )
 def test_a_verdict_in_a_tag_is_read_by_us_and_as_the_published_code_does(
-    report: str, tagged: bool | None, published: bool, is_valid: bool
+    report: str, ours: bool | None, published: bool, is_valid: bool
 ) -> None:
-    assert tagged_verdict(report) is tagged
-    assert (drmas_verdict(report), drmas_is_valid(report)) == (published, is_valid)
-
-
-def test_the_published_code_hands_on_all_that_was_said() -> None:
-    assert (
-        drmas_report("<think>x</think> a <verify> reject\n</verify> b")
-        == "<think>x</think> a <verify>reject</verify> b"
-    )
-    assert drmas_report("no tag") == "no tag"
+    assert (tagged_verdict(report), drmas_verdict(report), drmas_is_valid(report)) == (ours, published, is_valid)
 
 
 @pytest.mark.parametrize(
-    "unit", ["\\boxed{", "*", "Verdict: correct*", "<think>", "\n", "Verdict:", "{", "Answer: ", "<verify> "]
+    "unit",
+    [
+        *("\\boxed{", "*", "Verdict: correct*", "<think>", "\n", "Verdict:", "{", "Answer: ", "<verify> ", "<answer>"),
+        "<answer>x</answer>",
+    ],
 )
 def test_hostile_repetition_is_read_in_linear_time(unit: str) -> None:
     text = unit * (400_000 // len(unit))
     start = time.process_time()
-    drmas = (tagged_verdict, drmas_report, drmas_verdict, drmas_is_valid)
-    for read in (
-        visible,
-        strict_verdict,
-        compat_verdict,
-        compat_report,
-        boxed_answer,
-        chain_answer,
-        chain_verdict,
-        *drmas,
-    ):
+    for read in {read for read, _, _ in READ} | {tagged_verdict, drmas_verdict, drmas_is_valid}:
         read(text)
     assert time.process_time() - start < 20  # seconds; quadratic work would take hours

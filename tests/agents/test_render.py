@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import transformers
+from letters import bare
 
 from marsrl.rollout.agents.prompts import prompt_set
 from marsrl.rollout.agents.render import ChatRenderer, load_tokenizer
@@ -13,7 +14,7 @@ from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
-from marsrl.rollout.types import Ask, Finish, Message, Problem, Sample, Segment
+from marsrl.rollout.types import Ask, Message, Problem
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 CONTENTS = [
@@ -42,31 +43,16 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     return ChatRenderer(directory)
 
 
-def test_a_tokenizer_without_a_class_of_its_own_is_what_autotokenizer_makes_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_is_what_autotokenizer_makes_of_its_directory(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path)
     ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     assert type(ours) is type(theirs) and ours.init_kwargs.keys() == theirs.init_kwargs.keys()
     assert ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda directory: f"made of {directory}")
-    assert type(load_tokenizer(tmp_path)) is type(ours)
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text(config.read_text().replace("TokenizersBackend", "Qwen2Tokenizer"))
-    assert load_tokenizer(tmp_path) == f"made of {tmp_path}"
-    config.unlink()
-    assert load_tokenizer(tmp_path) == f"made of {tmp_path}"
-
-
-def completion(agent: str, text: str) -> Sample:
-    none = np.zeros(0, np.int32)
-    return Sample(f"{agent}:0", "r", "p", agent, "g", None, none, none, none.astype(bool), none.astype(np.float32),
-                  (Segment(0, 0, 0),), Finish.STOP, shown=text)  # fmt: skip
 
 
 PROBLEM = Problem("p", "a 3 b *7 c -5", "6", "arithmetic")
-SOLUTION = completion("solver", "a = 3 b *7 = 1 c -5 = 6 Answer: 6")
-REPORT = completion("verifier1", "claim 6 a = 3 got 3 said 6 Verdict: wrong")
+SOLUTION = bare("solver:0", shown="a = 3 b *7 = 1 c -5 = 6 Answer: 6")
+REPORT = bare("verifier1:0", "verifier1", shown="claim 6 a = 3 got 3 said 6 Verdict: wrong")
 EPISODE = Episode("r", "r", PROBLEM, answers={"solver": (SOLUTION,), "verifier1": (REPORT,)})
 
 
@@ -99,22 +85,14 @@ def test_a_chain_completion_is_read_back_without_its_end(chain: ChatRenderer) ->
     assert chain.stop_ids == (ARITHMETIC_TOKENIZER.vocabulary.index("<|end|>"),)
 
 
-def test_many_completions_are_decoded_as_each_alone_some_at_a_time(
+def test_many_completions_are_decoded_as_each_alone_however_many_at_a_time(
     byte_level: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("marsrl.rollout.agents.render._TOKENS_TOGETHER", 20)
     ids = [byte_level.encode_trusted(f"{content}<|im_end|>") for content in CONTENTS * 2]
-    alone = [byte_level.decode(each) for each in ids]
-    batches, decode_batch = [], byte_level._fast.decode_batch
-
-    class Noted:
-        def decode_batch(self, numbers: list[list[int]], **options: bool) -> list[str]:
-            batches.append(len(numbers))
-            return list(decode_batch(numbers, **options))
-
-    monkeypatch.setattr(byte_level, "_fast", Noted())
-    assert byte_level.decode_all(ids) == alone == CONTENTS * 2
-    assert 1 < len(batches) < len(ids) == sum(batches) and byte_level.decode_all([]) == []
+    for together in (1, 20, 1 << 20):
+        monkeypatch.setattr("marsrl.rollout.agents.render._TOKENS_TOGETHER", together)
+        assert byte_level.decode_all(ids) == [byte_level.decode(each) for each in ids] == CONTENTS * 2
+    assert byte_level.decode_all([]) == []
 
 
 @pytest.mark.parametrize("content", [*CONTENTS, "3 <|end|> <|user|> fix", "<|system|> grade"])
@@ -182,14 +160,6 @@ def test_harmless_prompts_have_the_tokens_of_the_whole_string(byte_level: ChatRe
     messages = prompt_set("math").fill(Role.CORRECTOR, problem="1+1?", solution="2", report="Verdict: wrong")
     ids, text = byte_level.render(messages)
     assert ids.tolist() == byte_level.encode_trusted(text).tolist()
-
-
-def test_templates_are_filled_in_one_pass() -> None:
-    filled = prompt_set("math").fill(
-        Role.CORRECTOR, problem="{report} {solution}", solution="{problem}", report="secret"
-    )
-    assert [turn.content for turn in filled[:2]] == ["{report} {solution}", "{problem}"]
-    assert "secret" in filled[2].content and "\\boxed{}" in filled[2].content
 
 
 def test_a_directory_that_is_not_there_is_named() -> None:

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from forked import PYTHON
-
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -28,5 +26,5 @@ def script(name: str) -> ModuleType:
 def call(*words: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
     """Python with these words, in the root; what it said."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [PYTHON, *(["-c", code] if code else []), *words]
+    command = [sys.executable, *(["-c", code] if code else []), *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)

@@ -81,21 +81,20 @@ def test_what_a_training_has_shown(tmp_path: Path) -> None:
     study = studies.STUDIES["marsrl"]
     small = replace(study, agents=("solver",), evaluated=(*study.evaluated, "never asked"))
     run = make_run(tmp_path)
-    numbers, curves = studies.shown(small, run.path)
+    numbers = studies.shown(small, run.path)
     assert (numbers["system"], numbers["system_before"]) == (
         pytest.approx(0.91, abs=0.01),
         pytest.approx(0.58, abs=0.01),
     )
     used = {name for claim in evidence_page.CLAIMS if claim.study == "marsrl" for name in claim.columns}
     assert used <= set(numbers)
-    assert curves["actor/entropy"] == pytest.approx([0.3 - 0.02 * step for step in range(6)])
 
 
 def result(arm: str, seed: int, system: float | None, study: str = "marsrl") -> tuple[tuple[str, str, int], Result]:
     found = {} if system is None else {"system": system, "empty_steps": float(seed)}
     settings = Job(study, arm, seed).settings
     stopped = "RuntimeError: it stopped" if system is None else None
-    return (study, arm, seed), Result(study, arm, seed, settings, "0" * 40, stopped, found, {}, 60.0, {})
+    return (study, arm, seed), Result(study, arm, seed, settings, "0" * 40, stopped, found, 60.0, {})
 
 
 CLAIM = Claim("A claim's title", "it says.", "marsrl", (("whole", "gate off", "gate always"),), {"system": "team"})
@@ -138,13 +137,12 @@ def test_what_is_there_is_not_trained_again_and_a_dirty_tree_is_refused(
     monkeypatch.setenv("MARSRL_CACHE", str(tmp_path))  # which main() sets, and this puts back
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
     monkeypatch.setattr(evidence, "PAGE", tmp_path / "evidence.md")
-    monkeypatch.setattr(evidence, "map_marsrl", lambda: None)
     monkeypatch.setattr(evidence.Runner, "all", lambda self, jobs: trained.extend(jobs))
     monkeypatch.setattr(sys, "argv", ["evidence.py", "--run", "--only", "mars"])
     head = evidence.git("rev-parse", "HEAD").stdout.strip()
     there = Job("mars", "one mean", 1)
     runner = evidence.Runner(head, tmp_path, tmp_path, 1)
-    runner._keep(there, 0.0, {"system": 0.5}, {})
+    runner._keep(there, 0.0, {"system": 0.5})
     monkeypatch.setattr(evidence, "changed_files", lambda: " M kernels/packing.py")
     with pytest.raises(SystemExit):
         evidence.main()

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "forks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 
 from books import Loss
@@ -62,16 +61,14 @@ class Cases:
         return f"docs/slurm.sh, 2 x 2 ranks, engines on host1 and host3, files: {same_metrics(self.alone, run.rows())}"
 
     def by_wire(self) -> str:
-        for number in (1, 3):
-            lend(self.box.hosts[number - 1], JOIN, self.logs)
+        self._lend()
         run = train(self.box, BY_HAND, "wire", self.logs, *LAYOUT, *BY_WIRE, "run.steps=3", ranks=2)
         self._ended_well(run)
         return f"by hand, 2 x 2 ranks, engines on host1 and host3, by wire: {same_metrics(self.alone, run.rows())}"
 
     def faults(self, say: Callable[[str, str], None]) -> None:
         """All on one run; say(case, what was checked) after each."""
-        for number in (1, 3):
-            lend(self.box.hosts[number - 1], JOIN, self.logs)
+        self._lend()
         run = self._start("run.steps=1000")
         say("network cut", self._cut(run))
         say("engine host killed", self._engine_host(run))
@@ -79,19 +76,16 @@ class Cases:
         say("trainer host killed", self._trainer_host(run, 2, gone))
         self.box.replace(2)
         self.box.replace(3)
-        for number in (1, 3):
-            lend(self.box.hosts[number - 1], JOIN, self.logs)
+        self._lend()
         run = self._start("run.steps=1000", "run.resume=auto")
         gone = r"rank 0 \(host1, process \d+\) or its machine is gone: its store has not answered for run\.silence_s = 40 s"
         say("host of rank 0 killed", self._trainer_host(run, 1, gone))
         self.box.replace(1)
         self.box.replace(3)
-        for number in (1, 3):
-            lend(self.box.hosts[number - 1], JOIN, self.logs)
+        self._lend()
         run = self._start("run.steps=1000", "run.resume=auto")
         say("shared disk full", self._full_disk(run))
-        for number in (1, 3):
-            lend(self.box.hosts[number - 1], JOIN, self.logs)
+        self._lend()
         last = run.directory.latest_checkpoint()
         assert last is not None
         run = self._start(f"run.steps={last.step + 2}", "run.resume=auto")
@@ -99,6 +93,10 @@ class Cases:
         run.check()
         steps = [row.step for row in run.rows()]
         say("resumed to the end", f"steps 1 to {steps[-1]} once each, every problem drawn trained once or in the books")
+
+    def _lend(self) -> None:
+        for number in (1, 3):
+            lend(self.box.hosts[number - 1], JOIN, self.logs)
 
     def _start(self, *words: str) -> Training:
         return train(self.box, BY_HAND, "faults", self.logs, *LAYOUT, *BY_WIRE, *words, ranks=1)

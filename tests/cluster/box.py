@@ -131,20 +131,6 @@ class Host:
                 stderr=subprocess.STDOUT, env={**self.environment, **environment}, start_new_session=True,
             )  # fmt: skip
 
-    def run(self, command: str, *, limit_s: float = 120, **environment: str) -> str:
-        """What a shell command prints there.
-
-        Raises:
-            RuntimeError: it failed, with its output.
-        """
-        done = subprocess.run(
-            [*self.enter, "bash", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            env={**self.environment, **environment}, timeout=limit_s,
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"{self.name}: {command}: {done.returncode}\n{done.stdout}{done.stderr}")
-        return done.stdout
-
     def cut_off(self) -> None:
         """Pull the network cable: nothing arrives, and nobody is told."""
         self._room.call(f"ip link set {self._port} down")

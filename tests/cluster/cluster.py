@@ -175,7 +175,7 @@ exit $status"""
 
 
 def same_metrics(rows: Sequence[MetricsRow], others: Sequence[MetricsRow]) -> str:
-    """How equal two runs are, in a sentence.
+    """A sentence about how equal two runs are.
 
     Raises:
         Loss: a count, reward, length or advantage differs at all, or a sum of the learner's by more than rounding.

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from curation import ScriptedJudge
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))  # curation
-sys.path.insert(1, str(Path(__file__).parents[1] / "engines"))  # completions_server
-sys.path.insert(1, str(Path(__file__).parents[1] / "docs"))  # desk
-sys.path.insert(1, str(Path(__file__).parents[1] / "plan"))  # what desk needs
-sys.path.insert(1, str(Path(__file__).parents[1] / "integration"))  # likewise
-from curation import ScriptedJudge
 
 
 @pytest.fixture(scope="session")

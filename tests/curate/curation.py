@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Problem
 from marsrl.trainer.config.curate import CriterionConfig
-from marsrl.trainer.curate.judged import Judged
+from marsrl.trainer.curate.judged import judged
 from marsrl.trainer.curate.pipeline import Pipeline, StageRecord
-from marsrl.trainer.curate.rows import Decision, Row, Stage
+from marsrl.trainer.curate.rows import Decisions, Row, Stage
 from marsrl.trainer.report.console import RunConsole
 
 
@@ -35,31 +35,17 @@ def rows_of(questions: Iterable[str], answer: str | None = None) -> list[Row]:
     ]
 
 
-@dataclass
-class CutShort:
-    """A stage that is killed before its decision of a row."""
+def cut_short(stage: Stage, number: int) -> Stage:
+    """The stage, killed before its decision of a row."""
 
-    stage: Stage
-    number: int
+    def decide(rows: Iterator[Row]) -> Decisions:
+        with closing(stage.decide(rows)) as decisions:
+            for row, decision in decisions:
+                if row.number >= number:
+                    raise Killed
+                yield row, decision
 
-    @property
-    def name(self) -> str:
-        return self.stage.name
-
-    def settings(self) -> Mapping[str, Any]:
-        return self.stage.settings()
-
-    def recall(self, row: Row, decision: Decision) -> None:
-        self.stage.recall(row, decision)
-
-    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
-        for row, decision in self.stage.decisions(rows):
-            if row.number >= self.number:
-                raise Killed
-            yield row, decision
-
-    def close(self) -> None:
-        self.stage.close()
+    return replace(stage, decide=decide)
 
 
 def run(out: Path, stages: Sequence[Stage], rows: Sequence[Row]) -> tuple[list[StageRecord], str]:
@@ -100,6 +86,6 @@ class ScriptedJudge:
         with EnginePool(LocalReplicas([engine])) as pool:
             yield self.renderer, pool
 
-    def stage(self, out: Path, name: str = "clarity", policy: Any = None, **settings: Any) -> Judged:
+    def stage(self, out: Path, name: str = "clarity", policy: Any = None, **settings: Any) -> Stage:
         answers = out / "stages" / name / "answers.jsonl"
-        return Judged(name, CriterionConfig(**settings), policy or {"model": "judge"}, 0, self.open, answers)
+        return judged(name, CriterionConfig(**settings), policy or {"model": "judge"}, 0, self.open, answers)

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from curation import CutShort, Killed, run
+from curation import Killed, cut_short, run
 from pydantic import ValidationError
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -25,10 +25,10 @@ from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.team import WatchedJudge
 from marsrl.rollout.types import Problem, Reward
 from marsrl.trainer.config.curate import BestOfNConfig
-from marsrl.trainer.curate.best_of_n import BestOfN
+from marsrl.trainer.curate.best_of_n import best_of_n
 from marsrl.trainer.curate.missing import CurationStopped
-from marsrl.trainer.curate.rows import Row
-from marsrl.trainer.curate.rules import Readable
+from marsrl.trainer.curate.rows import Row, Stage
+from marsrl.trainer.curate.rules import readable
 from marsrl.trainer.evaluate.evaluator import Evaluator
 
 EVALUATE = EvaluateConfig(accept_after=1, max_iterations=2, temperature=1.0, top_p=1.0)
@@ -48,7 +48,10 @@ def rows(num: int) -> list[Row]:
 
 @dataclass
 class Players:
-    """A Solver that is right in as many of the draws as `right` says of a question; played: (question, draw) in order."""
+    """A Solver that is right in as many of the draws as `right` says of a question.
+
+    played: (question, draw) in order. seeds: of every request, by its uid.
+    """
 
     make_team: Any
     folder: Path
@@ -56,6 +59,7 @@ class Players:
     fail: Callable[[str, int], bool] = lambda question, draw: False
     orchestration: str = "solver"
     played: list[tuple[str, int]] = field(default_factory=list)
+    seeds: dict[str, list[int]] = field(default_factory=dict)
 
     def draw(self, request: DecodeRequest) -> int:
         return int(request.uid.partition("/")[0].rpartition(".")[2])
@@ -78,6 +82,7 @@ class Players:
             return f"Answer: {answer if self.draw(request) < self.right(text) else (answer + 1) % 10}"
 
         def fail(request: DecodeRequest) -> str | None:
+            self.seeds.setdefault(request.uid, []).append(request.seed)
             is_verifier = "verifier" in request.uid
             return "no engine" if not is_verifier and self.fail(question(request), self.draw(request)) else None
 
@@ -87,9 +92,9 @@ class Players:
             team = replace(team, orchestration=build_orchestration("solver", {}, task.prompts))
         yield Evaluator(team, EVALUATE, task, max_tokens=40, seed=0)
 
-    def stage(self, out: Path, team: Mapping[str, Any] | None = None, **settings: Any) -> BestOfN:
+    def stage(self, out: Path, team: Mapping[str, Any] | None = None, **settings: Any) -> Stage:
         config = BestOfNConfig(**{"n": N, "keep": (1, 2), "batch": 3, **settings})
-        return BestOfN(config, team or {"model": "a"}, self.open, out / "stages/best_of_n/answers.jsonl")
+        return best_of_n(config, team or {"model": "a"}, self.open, out / "stages/best_of_n/answers.jsonl")
 
 
 @pytest.fixture
@@ -97,8 +102,8 @@ def players(scripted_team: Any, tmp_path: Path) -> Callable[..., Players]:
     return lambda right, **more: Players(scripted_team, tmp_path / "tokenizer", right, **more)
 
 
-def read() -> Readable:
-    return Readable(5000, {})
+def read() -> Stage:
+    return readable(5000, {})
 
 
 @pytest.mark.parametrize("orchestration", ["solver", "verifier_corrector"])
@@ -109,7 +114,6 @@ def test_rows_that_are_right_too_often_or_too_rarely_are_dropped(
     number = {row.problem.question: row.number for row in given}
     team = players(lambda question: number[question] % 5, orchestration=orchestration)
     (_, record), _ = run(tmp_path, [read(), team.stage(tmp_path)], given)
-    assert record.tally is not None
     assert record.tally.kept == {"right now and then": 4} and record.tally.dropped == {"too hard": 2, "too easy": 4}
     kept = [json.loads(line) for line in (tmp_path / "stages/best_of_n/kept.jsonl").open()]
     assert [(line["row"], line["detail"]) for line in kept] == [
@@ -118,30 +122,22 @@ def test_rows_that_are_right_too_often_or_too_rarely_are_dropped(
     assert len(team.played) == len(set(team.played)) == 10 * N
 
 
-def test_draws_do_not_depend_on_what_is_played_beside_them(players: Callable[..., Players], tmp_path: Path) -> None:
+def test_draws_do_not_depend_on_what_is_played_beside_them(players: Callable[..., Players]) -> None:
     given = rows(4)
-    with players(lambda question: 2).open([given[0].problem]) as evaluator:
-        asked: dict[str, list[int]] = {}
-        submit = evaluator.team.pools["main"].submit
-
-        def noted(requests: Sequence[DecodeRequest], **more: Any) -> Any:
-            for request in requests:
-                asked.setdefault(request.uid, []).append(request.seed)
-            return submit(requests, **more)
-
-        evaluator.team.pools["main"].submit = noted  # type: ignore[method-assign]
+    team = players(lambda question: 2)
+    with team.open([given[0].problem]) as evaluator:
         together = evaluator.correctness({f"p{row.number}": row.problem for row in given}, N, {"main": 0})
         alone = evaluator.correctness({"p2": given[2].problem}, N, {"main": 0})
     assert together["p2"] == alone["p2"] == [1.0, 1.0, 0.0, 0.0]
-    assert len(asked) == 4 * N and all(len(set(asked[f"p2.{i}/solver:0"])) == 1 for i in range(N))
-    assert len({seed for seeds in asked.values() for seed in seeds}) == 4 * N
+    assert sorted(map(len, team.seeds.values())) == [1] * 3 * N + [2] * N
+    assert len({seed for seeds in team.seeds.values() for seed in seeds}) == 4 * N
 
 
 def test_killed_it_plays_nothing_again_that_was_kept(players: Callable[..., Players], tmp_path: Path) -> None:
     given = rows(10)
     first, second = players(lambda question: 1), players(lambda question: 1)
     with pytest.raises(Killed):
-        run(tmp_path, [read(), CutShort(first.stage(tmp_path), 4)], given)
+        run(tmp_path, [read(), cut_short(first.stage(tmp_path), 4)], given)
     run(tmp_path, [read(), second.stage(tmp_path)], given)
     assert len(first.played) == 6 * N and len(second.played) == 4 * N
     assert not set(first.played) & set(second.played)
@@ -153,9 +149,9 @@ def test_another_range_asks_nobody_and_another_team_is_asked_anew(
 ) -> None:
     given, team = rows(4), players(lambda question: 3)
     (_, record), _ = run(tmp_path, [read(), team.stage(tmp_path)], given)
-    assert record.tally is not None and record.tally.num_kept == 0
+    assert record.tally.num_kept == 0
     (_, record), said = run(tmp_path, [read(), team.stage(tmp_path, keep=(1, 3))], given)
-    assert record.tally is not None and record.tally.num_kept == 4 and len(team.played) == 4 * N
+    assert record.tally.num_kept == 4 and len(team.played) == 4 * N
     assert "curate.best_of_n: keep is [1, 3], was [1, 2]" in said
     run(tmp_path, [read(), team.stage(tmp_path, {"model": "b"})], given)
     assert len(team.played) == 2 * 4 * N
@@ -170,7 +166,6 @@ def test_unknown_answers_leave_a_row_undecided_only_where_they_matter(
 ) -> None:
     team = players(lambda question: right, fail=lambda question, draw: draw >= N - num_failed)
     (_, record), _ = run(tmp_path, [read(), team.stage(tmp_path, max_missing_share=1.0)], rows(1))
-    assert record.tally is not None
     assert {**record.tally.kept, **record.tally.dropped} == {kind: 1}
 
 
@@ -180,7 +175,7 @@ def test_engines_that_fail_stop_it_and_are_asked_again(players: Callable[..., Pl
         run(tmp_path, [read(), players(lambda question: 1, fail=lambda *_: True).stage(tmp_path)], given)
     team = players(lambda question: 1)
     (_, record), _ = run(tmp_path, [read(), team.stage(tmp_path)], given)
-    assert record.tally is not None and record.tally.num_kept == 6 and len(team.played) == 6 * N
+    assert record.tally.num_kept == 6 and len(team.played) == 6 * N
 
 
 def test_no_answer_at_all_is_wrong_and_a_failed_judge_is_not_known(

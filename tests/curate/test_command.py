@@ -91,9 +91,9 @@ def test_tables_and_several_inputs_keep_every_field(capsys: Any) -> None:
 
 
 def test_rows_of_inputs_of_one_name_are_told_apart(capsys: Any) -> None:
-    for folder, words in (("a", WORDS[0]), ("b", WORDS[0])):
+    for folder in "ab":
         Path(folder).mkdir()
-        write(f"{folder}/train.jsonl", row(words), b"[1]")
+        write(f"{folder}/train.jsonl", row(WORDS[0]), b"[1]")
     assert cli.main(["curate", "a/train.jsonl", "b/train.jsonl", "--out", "out"]) == 0, capsys.readouterr().err
     assert dropped("near_duplicates") == [("1/train.jsonl:1", "near duplicate: similarity 1.00 to 0/train.jsonl:1")]
     assert [uid for uid, _ in dropped("read")] == ["0/train.jsonl:2", "1/train.jsonl:2"]
@@ -102,20 +102,14 @@ def test_rows_of_inputs_of_one_name_are_told_apart(capsys: Any) -> None:
 def test_a_field_names_the_level(capsys: Any) -> None:
     levels: list[object] = ["Graduate", "school", ["phd", "x"], None, 3, "3 "]
     write("raw.jsonl", *(row(f"{WORDS[i % 4]} {i * 7919}", meta={"level": level}) for i, level in enumerate(levels)))
-    words = [
-        "curate",
-        "raw.jsonl",
-        "--out",
-        "out",
-        "curate.level.field=meta.level",
-        "curate.level.keep=[graduate,PhD,3]",
-    ]
-    assert cli.main([*words, "curate.near_duplicates=null"]) == 0, capsys.readouterr().err
+    words = ["curate", "raw.jsonl", "--out", "out", "curate.near_duplicates=null"]
+    words += ["curate.level.field=meta.level", "curate.level.keep=[graduate,PhD,3]"]
+    assert cli.main(words) == 0, capsys.readouterr().err
     assert [each["meta"]["level"] for each in curated()] == ["Graduate", ["phd", "x"], 3, "3 "]
     assert dropped("level") == [
         ("raw.jsonl:2", "other level: meta.level: school"), ("raw.jsonl:4", "no level: meta.level is not there"),
     ]  # fmt: skip
-    assert cli.main([*words, "curate.near_duplicates=null", "curate.level.missing=keep"]) == 0
+    assert cli.main([*words, "curate.level.missing=keep"]) == 0
     assert len(curated()) == 5 and "curate.level: missing is keep, was drop" in capsys.readouterr().err
 
 
@@ -152,13 +146,8 @@ def test_the_page_says_what_was_dropped_for_what_and_hostile_text_stays_text(cap
     assert "Content-Security-Policy" in text and "<title>out – marsrl curate</title>" in text
     assert "{{ 7*191 }}" in text and "1337" not in text
     assert not set(text) & set("\x00\x1b\u2028\u202e") and "⟨U+202E⟩" in text
-    for said in (
-        "6 rows read, 1 kept",
-        "unreadable row 1",
-        "other level 3",
-        "near duplicate 1",
-        "similarity 1.00 to raw",
-    ):
+    counts = ("6 rows read, 1 kept", "unreadable row 1", "other level 3", "near duplicate 1", "similarity 1.00 to raw")
+    for said in counts:
         assert said in " ".join(text.split()), said
 
 
@@ -187,11 +176,8 @@ def test_what_cannot_be_done_is_said_before_anything_runs(capsys: Any, monkeypat
 
 def test_settings_and_inputs_are_told_apart() -> None:
     Path("a=b.jsonl").touch()
-    words = ["raw.jsonl", "curate.level.keep=[x]", "a=b.jsonl", "dir/c=d.jsonl"]
-    assert split_words(words) == (
-        [Path("raw.jsonl"), Path("a=b.jsonl"), Path("dir/c=d.jsonl")],
-        ["curate.level.keep=[x]"],
-    )
+    words, setting = ["raw.jsonl", "a=b.jsonl", "dir/c=d.jsonl"], "curate.level.keep=[x]"
+    assert split_words([setting, *words]) == (list(map(Path, words)), [setting])
 
 
 @pytest.mark.slow
@@ -206,15 +192,8 @@ def test_a_server_judges_and_a_real_team_plays(tmp_path: Path, capsys: Any) -> N
 
     with completions_server(reply) as server:
         words = [
-            *(
-                "curate",
-                "raw.jsonl",
-                "--out",
-                "out",
-                "task=math",
-                "orchestration=solver",
-                f"policies.main.model={model}",
-            ),
+            *("curate", "raw.jsonl", "--out", "out"),
+            *("task=math", "orchestration=solver", f"policies.main.model={model}"),
             f"policies.judge={{frozen: true, engine: openai, model: {model}}}",
             f"policies.judge.openai={{base_url: '{server.base_url}', model: j}}",
             *("curate.clarity.policy=judge", "curate.best_of_n.n=16", "curate.best_of_n.keep=[1,15]"),
@@ -254,11 +233,8 @@ def test_a_judge_that_cannot_be_read_ends_it_with_1(tmp_path: Path, capsys: Any)
     model = boxing_model(tmp_path / "model")
     write("raw.jsonl", row(WORDS[0]))
     words = ["curate", "raw.jsonl", "--out", "out", "task=math", f"policies.main.model={model}"]
-    words += [
-        "curate.clarity.policy=main",
-        "curate.clarity.max_input_tokens=2000",
-        "curate.clarity.max_response_tokens=40",
-    ]
+    words += ["curate.clarity.policy=main"]
+    words += ["curate.clarity.max_input_tokens=2000", "curate.clarity.max_response_tokens=40"]
     assert cli.main([*words, "rollout.engine=local", "rollout.placement=local"]) == 1
     assert "1 of 1 questions could not be judged, which is more than curate.clarity.max_missing_share" in (
         capsys.readouterr().err

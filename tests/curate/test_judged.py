@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from curation import CutShort, Killed, rows_of, run
+from curation import Killed, cut_short, rows_of, run
 
 from marsrl.trainer.curate.criteria import CRITERIA, messages, read_verdict
 from marsrl.trainer.curate.missing import CurationStopped
-from marsrl.trainer.curate.rules import Readable
+from marsrl.trainer.curate.rows import Stage
+from marsrl.trainer.curate.rules import readable
 
 YES, NO = "It is. <verdict>yes</verdict>", "It is not. <verdict>no</verdict>"
 
@@ -22,8 +23,8 @@ def by_length(question: str) -> str:
     return YES if len(question) % 2 else NO
 
 
-def read() -> Readable:
-    return Readable(5000, {})
+def read() -> Stage:
+    return readable(5000, {})
 
 
 def kept_of(out: Path) -> list[str]:
@@ -36,13 +37,12 @@ def test_what_the_judge_says_yes_to_is_kept_with_its_reason(tmp_path: Path, judg
     (_, record), _ = run(tmp_path, [read(), script.stage(tmp_path)], rows_of(questions))
     assert kept_of(tmp_path) == [q for q in questions if len(q) % 2]
     assert script.asked == questions and script.num_opened == 1
-    assert record.tally is not None and record.tally.dropped == {"unclear": 15} and record.tally.kept == {"clear": 15}
+    assert record.tally.dropped == {"unclear": 15} and record.tally.kept == {"clear": 15}
     assert record.tally.dropped_examples["unclear"][0].detail == NO
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [
+def test_only_a_tag_of_one_word_is_a_verdict() -> None:
+    for text, verdict in (
         (YES, True),
         (NO, False),
         ("<verdict>no</verdict> wait <VERDICT> Yes </VERDICT>", True),
@@ -51,16 +51,14 @@ def test_what_the_judge_says_yes_to_is_kept_with_its_reason(tmp_path: Path, judg
         ("<verdict>yes", None),
         ("<verdict></verdict>", None),
         ("", None),
-    ],
-)
-def test_only_a_tag_of_one_word_is_a_verdict(text: str, verdict: bool | None) -> None:
-    assert read_verdict(text) is verdict
+    ):
+        assert read_verdict(text) is verdict, text
 
 
 def test_a_thought_is_no_verdict(tmp_path: Path, judge: Any) -> None:
     script = judge(lambda q: f"<think>{YES}</think> Hm. {NO}" if q == "a" else f"<think>{YES}")
     (_, record), _ = run(tmp_path, [read(), script.stage(tmp_path, max_missing_share=1)], rows_of(["a", "b"]))
-    assert record.tally is not None and record.tally.dropped == {"unclear": 1, "no readable verdict": 1}
+    assert record.tally.dropped == {"unclear": 1, "no readable verdict": 1}
 
 
 def test_question_and_answer_are_said_as_they_are_and_each_criterion_has_words_of_its_own() -> None:
@@ -86,18 +84,10 @@ def test_a_judge_reads_the_reference_answer_behind_the_question(
     script = judge(by_length)
     (row,) = rows_of(["What is it?"])
     row = replace(row, problem=replace(row.problem, answer=reference))
-    stage = script.stage(tmp_path)
-    list(stage.decisions(iter([row])))
-    stage.close()
+    list(script.stage(tmp_path).decide(iter([row])))
     (prompt,) = script.prompts
     _, found = prompt.split("What is it?")
     assert f"answer begins after this line.{shown}The reference answer has ended." in found
-
-
-def test_a_question_is_judged_anew_with_another_answer(tmp_path: Path, judge: Any) -> None:
-    script = judge(by_length)
-    run(tmp_path, [read(), script.stage(tmp_path)], rows_of(["abc", "abc"]))  # answers 0 and 1
-    assert script.asked == ["abc", "abc"] and kept_of(tmp_path) == ["abc", "abc"]
 
 
 @pytest.mark.parametrize(("missing", "num_kept"), [("drop", 19), ("keep", 20)])
@@ -107,7 +97,7 @@ def test_an_unreadable_answer_is_counted_and_dropped_or_kept(
     script = judge(lambda question: "Perhaps." if question == "question 7" else YES)
     rows = rows_of(f"question {i}" for i in range(20))
     (_, record), _ = run(tmp_path, [read(), script.stage(tmp_path, missing=missing)], rows)
-    assert record.tally is not None and record.tally.num_kept == num_kept
+    assert record.tally.num_kept == num_kept
     counts = record.tally.kept if missing == "keep" else record.tally.dropped
     assert counts["no readable verdict"] == 1
 
@@ -121,16 +111,9 @@ def test_too_many_unreadable_answers_stop_it_early_and_every_time(tmp_path: Path
         ):
             run(tmp_path, [read(), script.stage(tmp_path)], rows)
     assert not (tmp_path / "curated.jsonl").exists()
-    (_, record), said = run(tmp_path, [read(), script.stage(tmp_path, max_missing_share=1.0)], rows)
-    assert "curate.clarity: max_missing_share is 1.0, was 0.1" in said
-    assert record.tally is not None and record.tally.dropped == {"no readable verdict": 60}
+    (_, record), _ = run(tmp_path, [read(), script.stage(tmp_path, max_missing_share=1.0)], rows)
+    assert record.tally.dropped == {"no readable verdict": 60}
     assert len(set(script.asked)) == len(script.asked) == 60
-
-
-def test_few_rows_are_judged_by_their_share_at_the_end(tmp_path: Path, judge: Any) -> None:
-    script = judge(lambda question: "Perhaps." if question == "b" else YES)
-    with pytest.raises(CurationStopped, match="1 of 3 questions"):
-        run(tmp_path, [read(), script.stage(tmp_path)], rows_of("abc"))
 
 
 def test_a_failed_request_is_asked_again_the_next_time_and_nothing_else_is(tmp_path: Path, judge: Any) -> None:
@@ -140,7 +123,7 @@ def test_a_failed_request_is_asked_again_the_next_time_and_nothing_else_is(tmp_p
     second = judge(lambda question: NO)
     (_, record), _ = run(tmp_path, [read(), second.stage(tmp_path)], rows_of("abc"))
     assert second.asked == ["b"]
-    assert kept_of(tmp_path) == ["a", "c"] and record.tally is not None and record.tally.dropped == {"unclear": 1}
+    assert kept_of(tmp_path) == ["a", "c"] and record.tally.dropped == {"unclear": 1}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -153,7 +136,7 @@ def test_no_answer_that_was_kept_is_asked_for_again(seed: int, tmp_path: Path, j
     for number in sorted(drawn.sample(range(60), 3)):
         script = judge(by_length)
         with pytest.raises(Killed):
-            run(tmp_path, [read(), CutShort(script.stage(tmp_path), number)], rows)
+            run(tmp_path, [read(), cut_short(script.stage(tmp_path), number)], rows)
         calls += script.asked
         tear_answers(tmp_path / "stages/clarity/answers.jsonl")
     script = judge(by_length)
@@ -168,28 +151,16 @@ def tear_answers(path: Path) -> None:
         file.truncate(path.stat().st_size - 3)
 
 
-def test_a_crash_of_the_engine_loses_only_what_was_under_way(tmp_path: Path, judge: Any) -> None:
-    def crashes(question: str) -> str:
-        if question == "question 40":
-            raise Killed
-        return YES
-
-    rows = rows_of(f"question {i}" for i in range(60))
-    first = judge(crashes)
-    with pytest.raises(Killed):
-        run(tmp_path, [read(), first.stage(tmp_path)], rows)
-    kept = {json.loads(line)["key"] for line in (tmp_path / "stages/clarity/answers.jsonl").open()}
-    second = judge(lambda question: YES)
-    run(tmp_path, [read(), second.stage(tmp_path)], rows)
-    assert len(second.asked) == 60 - len(kept)
-
-
 def test_equal_questions_are_asked_once_and_other_stages_do_not_matter(tmp_path: Path, judge: Any) -> None:
+    """A question with another answer is another one."""
+    script = judge(by_length)
+    run(tmp_path / "other", [read(), script.stage(tmp_path / "other")], rows_of(["abc", "abc"]))  # answers 0 and 1
+    assert script.asked == ["abc", "abc"] and kept_of(tmp_path / "other") == ["abc", "abc"]
     script = judge(by_length)
     rows = rows_of(["abc", "abcd", "abc"], answer="7")
     run(tmp_path, [read(), script.stage(tmp_path)], rows)
     assert script.asked == ["abc", "abcd"] and kept_of(tmp_path) == ["abc", "abc"]
-    run(tmp_path, [Readable(3, {}), script.stage(tmp_path)], rows)
+    run(tmp_path, [readable(3, {}), script.stage(tmp_path)], rows)
     assert script.asked == ["abc", "abcd"] and script.num_opened == 1
 
 
@@ -209,6 +180,6 @@ def test_a_question_that_does_not_fit_is_not_asked(tmp_path: Path, judge: Any) -
     script = judge(by_length)
     stage = script.stage(tmp_path, max_input_tokens=1200, missing="keep", max_missing_share=0.5)
     (_, record), _ = run(tmp_path, [read(), stage], rows_of(["abc", "x" * 1200]))
-    assert script.asked == ["abc"] and record.tally is not None
+    assert script.asked == ["abc"]
     (example,) = record.tally.kept_examples["no readable verdict"]
     assert "at most curate.clarity.max_input_tokens = 1,200" in example.detail

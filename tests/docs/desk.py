@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import yaml
 from documents import ROOT, config_blocks, other_blocks, python_blocks
-from forked import PYTHON
 from safetensors.torch import load_file, save_file
 from small_run import SEED
 
@@ -38,11 +37,10 @@ MORE = [
 
 
 class Desk:
-    """folder: of its own; what commands write with a relative path lands there. cache: of its warm starts. python: beside it are
-    torchrun and marsrl."""
+    """folder: of its own; what commands write with a relative path lands there. cache: of its warm starts."""
 
-    def __init__(self, folder: Path, python: str = PYTHON) -> None:
-        self.folder, self.cache, self.python = folder, folder / "cache", python
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.cache = folder, folder / "cache"
         for name in ("trainer", "configs", "benchmarks", "examples", "Makefile"):
             (folder / name).symlink_to(ROOT / name)
         lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(12)]
@@ -97,7 +95,7 @@ class Desk:
     def start(self, words: list[str]) -> subprocess.Popen[bytes]:
         """In this folder, from the environment that the tests run in, with a cache of its own; `console` is what it prints."""
         environment = {**os.environ, "MARSRL_CACHE": str(self.cache)}
-        environment["PATH"] = f"{Path(self.python).parent}:{Path(sys.executable).parent}:{environment['PATH']}"
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         with open(self.folder / "console", "wb") as console:
             return subprocess.Popen(
                 words,
@@ -109,7 +107,7 @@ class Desk:
             )
 
     def console(self) -> str:
-        """What the command that was started last has printed."""
+        """Output of the command that was started last."""
         return (self.folder / "console").read_text("utf-8", errors="replace")
 
     def until_version_1(self, words: list[str]) -> Path:

@@ -1,4 +1,4 @@
-"""What the documents tell a user to type: commands, config blocks, settings and links, each with its place."""
+"""Commands, config blocks, settings and links of the documents, each with its place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest import mock
+
+from typer.main import get_command
+
+from marsrl.trainer import cli, main
+from marsrl.trainer.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -18,31 +24,6 @@ PAGES = [
 ]
 MENTIONS = re.compile(r"marsrl( \w+)?|.*\[.*")  # of running text: the name of a program, and how its words are written
 STARTERS = ("torchrun ", "python ", "marsrl ", "make ", "pip ", "apt-get ")
-HELP = (
-    "trainer/main.py",
-    *(
-        f"marsrl {name}"
-        for name in (
-            "doctor",
-            "join",
-            "init",
-            "try",
-            "config",
-            "completion",
-            "evaluate",
-            "curate",
-            "report",
-            "compare",
-            "view",
-            "export",
-            "plan",
-            "tool",
-            "serve-retrieval",
-            "make-facts",
-        )
-    ),
-)
-
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _COMMENT = re.compile(r"(^|\s)#\s.*$")
 _LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
@@ -92,7 +73,7 @@ def prose(page: Path) -> str:
 
 
 def spans(page: Path) -> list[Found]:
-    """What stands in backticks in the running text."""
+    """Spans in backticks of the running text."""
     text = prose(page)
     return [
         Found(f"{_name(page)}:{text.count(chr(10), 0, match.start()) + 1}", " ".join(match[1].split()))
@@ -123,15 +104,13 @@ def commands() -> tuple[Found, ...]:
     for preset in sorted((ROOT / "configs").glob("*.yaml")):
         head = "\n".join(line[1:].strip() for line in preset.read_text("utf-8").splitlines() if line.startswith("#"))
         found += [Found(f"{_name(preset)}, its head", line) for line in typed(head)]
-    for program in HELP:
+    for program in ("trainer/main.py", *(f"marsrl {name}" for name in get_command(cli.app).commands)):
         found += [Found(f"`{program} --help`", line) for line in typed(_help(program).split("example", 1)[1])]
     return tuple(found)
 
 
 def config_blocks() -> list[Found]:
     """Blocks that are YAML with a section of the config at the top, or the preset that they go on from."""
-    from marsrl.trainer.config import RunConfig
-
     sections = tuple(f"{name}:" for name in RunConfig.model_fields)
     return [block for page in PAGES for block in blocks(page) if block.text.startswith(sections)]
 
@@ -172,10 +151,9 @@ def is_on_the_page(name: str) -> bool:
 
 
 def _help(program: str) -> str:
-    from marsrl.trainer import cli, main
-
     shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+    wide = mock.patch.dict("os.environ", COLUMNS="300")  # an example is on one line
+    with wide, contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         if program == "trainer/main.py":
             main.main(["--help"])
         else:

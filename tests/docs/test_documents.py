@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
-from commands import WAYS, table
+from commands import TESTS, run_by, runner
 from documents import PAGES, ROOT, Found, blocks, commands, links, other_blocks, prose, spans, typed
 
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS
 from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions, QaOptions
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config.keys import key_names
+from marsrl.trainer.config.keys import all_keys
 
-TEST = re.compile(r"(tests/[\w/]+\.py)(?:::(\w+))?")
 PICTURES = {
     "docs/own_task.md": "Peru, Lima\n",
     "docs/kernels.md": "4,096 rows, 32 x 8 = 256 tiles",
@@ -26,28 +23,14 @@ PICTURES = {
 }
 
 
-def test_every_command_of_the_documents_is_in_the_table() -> None:
-    missing = {found.text: found.where for found in commands() if found.text not in WAYS}
-    assert not missing, "give each a row of WAYS in tests/docs/commands.py, and a test"
-
-
-def test_every_row_of_the_table_is_a_command_of_the_documents() -> None:
-    assert not set(WAYS) - {found.text for found in commands()}
-
-
-def test_every_test_of_the_table_exists_and_takes_its_commands_from_it() -> None:
-    for command, way in WAYS.items():
-        for file, name in TEST.findall(f"{way.test} {way.rest}"):
-            text = (ROOT / file).read_text("utf-8")
-            assert not name or f"def {name}(" in text, (command, file, name)
-            if f"{file}::{name}" == way.test:
-                assert f'run_by("{name}")' in text, (command, file, name)
-
-
-def test_the_table_prints_a_row_a_command() -> None:
-    done = subprocess.run([sys.executable, ROOT / "tests/docs/commands.py"], capture_output=True, text=True)
-    assert done.stdout.strip() == table()
-    assert done.stdout.count("\n") == 2 + len(WAYS)
+def test_every_command_of_the_documents_is_run_by_a_test() -> None:
+    unknown = {found.text: found.where for found in commands() if runner(found.text) is None}
+    assert not unknown, "give each a pattern in tests/docs/commands.py, and a test"
+    for pattern, test in TESTS:
+        file, _, name = test.partition("::")
+        assert run_by(name), f"no document has a command {pattern}"
+        text = (ROOT / "tests" / file).read_text("utf-8")
+        assert f"def {name}(" in text and f'run_by("{name}")' in text, test
 
 
 def test_a_command_is_found_wherever_a_document_can_hold_one(tmp_path, monkeypatch) -> None:
@@ -110,7 +93,7 @@ def settings_named() -> Iterator[Found]:
 
 
 def test_every_setting_that_is_named_is_one() -> None:
-    keys = set(key_names())
+    keys = set(all_keys())
     sections = {key.rpartition(".")[0] for key in keys}
     named = list(settings_named())
     assert len({found.text for found in named}) > 25

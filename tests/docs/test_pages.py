@@ -1,4 +1,4 @@
-"""What the pages say of metrics and messages is what the code says."""
+"""Metrics and messages on the pages are those of the code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_metric_that_the_code_names_is_on_the_page() -> None:
 
 
 def test_every_message_of_the_page_is_one_of_the_code() -> None:
-    """Those that stand for a whole symptom; what ends in another column are settings."""
+    """Checks rows whose first cell is one message."""
     code = "".join(re.sub(r'"\s*\n\s*f?"', "", Path(path).read_text("utf-8")) for path in CODE)
     messages = [cells[0][1:-1] for cells in rows("troubleshooting.md") if re.fullmatch(r"`[^`]+`", cells[0])]
     assert len(messages) > 15

@@ -15,7 +15,7 @@ import yaml
 from commands import run_by
 from documents import ROOT
 
-from marsrl.trainer.config.keys import as_key, key_names
+from marsrl.trainer.config.keys import all_keys, as_key
 from marsrl.trainer.config.read import CONFIGS, preset_names
 
 _spec = importlib.util.spec_from_file_location("papers", ROOT / "docs" / "papers.py")
@@ -70,7 +70,7 @@ def test_presets_of_one_paper_differ_where_a_reason_stands(paper: Any) -> None:
 def test_every_preset_is_of_a_paper_and_every_key_is_a_setting() -> None:
     named = [preset for paper in PAPERS for preset in (paper.preset, *paper.others)]
     assert sorted(named) == sorted(set(preset_names()) - MINIATURES)
-    known = {*key_names(), "orchestration_options.max_loops", "orchestration_options.max_turns"}
+    known = {*all_keys(), "orchestration_options.max_loops", "orchestration_options.max_turns"}
     for paper in PAPERS:
         keys = [row.key for row in paper.rows]
         assert len(keys) == len(set(keys))

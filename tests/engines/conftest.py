@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_cases import GivenLearner
 
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.imports import imports_for_good
 from marsrl.trainer.learner.other_roundings import other_roundings
 from marsrl.trainer.weights.comparison import TrainerScores, comparison_sequences
-
-sys.path.insert(0, str(Path(__file__).parent))
-from engine_cases import GivenLearner
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 160,
@@ -36,44 +33,28 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def _qwen2(directory: Path) -> None:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    shape = SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}  # head size 32 = hidden / heads
-    _save(Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)), directory)
-
-
-def _qwen3(directory: Path) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    _save(Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False)), directory)
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+_CHANGES: dict[str, dict[str, Any]] = {
+    # head size 32 = hidden / heads
+    "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": False},
+    "qwen3_tied": {"head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_moe": {"head_dim": 32, "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    | _EXPERTS,
+}
 
 
-def _qwen3_tied(directory: Path) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def _save(kind: str, directory: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    _save(Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True)), directory)
-
-
-def _qwen3_moe(directory: Path) -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    config = Qwen3MoeConfig(
-        **SHAPE, **experts, head_dim=32, tie_word_embeddings=False, decoder_sparse_step=1, mlp_only_layers=[]
-    )
-    _save(Qwen3MoeForCausalLM(config), directory)
-
-
-def _save(model: Any, directory: Path) -> None:
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(kind.removesuffix("_tied"), **SHAPE | _CHANGES[kind])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # biases start at 0 and norms at 1: what is never different would never be tested
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)
-
-
-_MAKE = {"qwen2": _qwen2, "qwen3": _qwen3, "qwen3_tied": _qwen3_tied, "qwen3_moe": _qwen3_moe}
 
 
 @pytest.fixture(scope="session")
@@ -83,9 +64,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     def make(kind: str) -> Path:
         if kind not in made:
-            torch.manual_seed(7)
             made[kind] = tmp_path_factory.mktemp(kind)
-            _MAKE[kind](made[kind])
+            _save(kind, made[kind])
         return made[kind]
 
     return make
@@ -115,7 +95,7 @@ class Judge:
         tensors: dict[str, torch.Tensor] | None,
         cache_dtype: torch.dtype | None = None,
     ) -> TrainerScores:
-        """What a trainer of these weights scores for the comparison of a sync."""
+        """A trainer's scores of the probe, with these weights."""
         model, sequences = self._model(directory, tensors), comparison_sequences(SHAPE["vocab_size"])
         with other_roundings(model, torch.float32, cache_dtype=cache_dtype):
             rounded = [self._logprobs(model, sequence, 1.0).numpy() for sequence in sequences]
@@ -123,7 +103,7 @@ class Judge:
 
     def learner(self, directory: Path, tensors: dict[str, torch.Tensor]) -> GivenLearner:
         """One that has come to these weights."""
-        return GivenLearner(tensors.items(), lambda: self.scores(directory, tensors))
+        return GivenLearner(tensors, lambda: self.scores(directory, tensors))
 
     @torch.no_grad()
     def _logprobs(self, model: Any, sequence: np.ndarray, temperature: float) -> torch.Tensor:

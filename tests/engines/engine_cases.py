@@ -13,10 +13,12 @@ import numpy as np
 import torch
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, Sampling
+from marsrl.rollout.engines.sampler import RowSampling, truncated
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.weights.fused_layout import WeightFiles
+from marsrl.rollout.weights.files import WeightFiles
+from marsrl.rollout.weights.layout import Box, whole_box
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.weights.comparison import TrainerScores
 
@@ -36,16 +38,44 @@ def perturbed(
     return {n: t + scale * torch.randn(t.shape, generator=generator) if part in n else t for n, t in tensors.items()}
 
 
+class WholeModel:
+    """HeldWeights of the only rank; exported: what a sync by files gets."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, tensors: dict[str, torch.Tensor], exported: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._tensors, self._exported = tensors, exported
+        self.hf_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._exported)
+
+    def boxes_of_ranks(self) -> list[dict[str, Box]]:
+        return [{name: whole_box(shape) for name, shape in self.hf_shapes.items()}]
+
+    def matrix(self, name: str) -> torch.Tensor:
+        return self._tensors[name].view(len(self._tensors[name]), -1)
+
+
 class GivenLearner:
-    """A learner as far as FileChannel needs one: tensors to export, and the scores that a model of them has."""
+    """A learner as far as a sync needs one: tensors, and the scores that a model of them has."""
 
     vocab_size, align = 160, 1
 
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], scores: Callable[[], TrainerScores]) -> None:
-        self._tensors, self._scores = tensors, functools.cache(scores)
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        scores: Callable[[], TrainerScores],
+        exported: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        """exported: what goes to files; default: the tensors."""
+        self._held, self._scores = (
+            WholeModel(tensors, tensors.items() if exported is None else exported),
+            functools.cache(scores),
+        )
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._tensors)
+    def held(self) -> WholeModel:
+        return self._held
 
     def score(
         self,
@@ -66,6 +96,21 @@ class GivenLearner:
 # nats, between two float32 forwards of a tiny model that add in different orders (another engine, another batch): two
 # layers and the head add some 64 products, of size 10 in all, each time: 3 * 2 sqrt(64) 2^-24 * 10 = 3e-5
 ROUNDING = 1e-4
+
+
+def assert_drawn_from(model: Any, ask: DecodeRequest, result: DecodeResult) -> None:
+    """Log-probs and kept tokens are those of the distribution that our sampler would draw from, by transformers' logits."""
+    whole, n = np.concatenate([ask.token_ids, result.token_ids]).astype(np.int64), len(result.token_ids)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(whole)[None]).logits[0, len(ask.token_ids) - 1 : -1]
+    scaled = truncated(logits, RowSampling.of([ask.sampling] * n, torch.device("cpu")))
+    right = scaled.log_softmax(-1).gather(-1, torch.from_numpy(whole[-n:])[:, None])[:, 0]
+    np.testing.assert_allclose(result.logprobs, right.numpy(), atol=ROUNDING, rtol=0)
+    assert (result.kept_tokens is not None) == ask.sampling.records_kept
+    if result.kept_tokens is not None:
+        kept = [np.flatnonzero(row > -np.inf) for row in scaled.numpy()]
+        np.testing.assert_array_equal(result.kept_tokens.counts, [len(ids) for ids in kept])
+        np.testing.assert_array_equal(result.kept_tokens.ids, np.concatenate(kept))
 
 
 def request(
@@ -103,7 +148,7 @@ def generate(
 ) -> list[DecodeResult]:
     """Results of all of them, in their order, as a stage gets them. progress: told the tokens decoded so far."""
     before = sum(pool.num_decoded())
-    pool.feed_unfed()
+    pool.give_weights()
     pool.submit(requests, version=version, at_once=at_once)
     results: dict[str, DecodeResult] = {}
     while len(results) < len(requests):

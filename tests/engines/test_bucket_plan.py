@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,19 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marsrl.rollout.engines.protocol import WeightUpdate
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.weights.bucket_plan import Box, plan_buckets, plan_pieces, whole_box
 from marsrl.rollout.weights.checksum import block_sum, checksum, checksum_of_sum
-from marsrl.rollout.weights.connections import Rendezvous, Site, relay_ranks
-from marsrl.rollout.weights.engine_shard import EngineShard
-from marsrl.rollout.weights.fused_layout import fuse
-from marsrl.rollout.weights.receiver import ReceivePlan, WeightReceiver, receive_plan
-from marsrl.rollout.weights.shard_layout import Place, ShardTensors, shard_layout
+from marsrl.rollout.weights.connections import Rendezvous, relay_ranks
+from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
+from marsrl.rollout.weights.layout import (
+    Box,
+    EngineShard,
+    as_matrix,
+    fuse,
+    plan_buckets,
+    plan_pieces,
+    shard_layout,
+    whole_box,
+)
 from marsrl.trainer.learner.megatron.mapping import held_boxes, hf_shapes, units
 
-CPU = torch.device("cpu")
+RENDEZVOUS = Rendezvous("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
 
 
 def model_shape(*, experts: int, bias: bool, tied: bool) -> ModelShape:
@@ -37,7 +40,7 @@ def model_shape(*, experts: int, bias: bool, tied: bool) -> ModelShape:
 def ranks_of(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int, pipeline: int, world: int
 ) -> list[dict[str, Box]]:
-    """What each rank of a layout holds: ranks in the order of Megatron's groups, tensor first, pipeline last."""
+    """The boxes of each rank of a layout: ranks in the order of Megatron's groups, tensor first, pipeline last."""
     held = []
     for rank in range(world):
         inner, stage = rank % (world // pipeline), rank // (world // pipeline)
@@ -99,35 +102,21 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
         assert max(sent) - min(sent) <= max(t.numel() for t in tensors.values())
     for number, one in enumerate(layouts):
         taken = taken_by(number, one, buckets, tensors)
-        assert all(not t.isnan().any() for t in taken.values())
-        right = dict(fuse(ShardTensors(tensors, shards[number])))
+        right = dict(fuse(tensors, shard=shards[number]))
         assert taken.keys() == right.keys() and all(torch.equal(taken[name], right[name]) for name in right)
 
 
 def taken_by(shard, layout, buckets, tensors):  # type: ignore[no-untyped-def]
-    """The fused tensors of a shard after it has received its buckets; what was not written is NaN, twice written fails."""
-    queue = deque(b for b in buckets if b.target == shard)
-    plan = receive_plan(SimpleNamespace(session="s"), shard, layout, queue)  # type: ignore[arg-type]
-
-    class Connection:
-        def receive(self, source, num_elements):  # type: ignore[no-untyped-def]
-            bucket = queue.popleft()
-            assert (bucket.source, bucket.num_elements) == (source, num_elements)
-            parts = []
-            for piece in bucket.pieces:
-                b, whole = piece.box, tensors[piece.name]
-                parts.append(whole.reshape(len(whole), -1)[b.row : b.row_end, b.col : b.col_end].reshape(-1))
-            return torch.cat(parts)
-
-        def release(self):  # type: ignore[no-untyped-def]
-            pass
-
-    receiver = WeightReceiver(CPU)
-    receiver._connection, receiver._session = Connection(), "s"  # type: ignore[assignment]
-    held = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in plan.shapes.items()}
-    receiver.receive(plan, held)
-    num_written = sum(b.rows * b.cols * len(b.places) for a in plan.buckets for b in a.blocks)
-    assert num_written == sum(t.numel() for t in held.values())
+    """The fused tensors of a shard when every piece of its buckets is at its places; what was not written is NaN."""
+    held = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in layout.shapes.items()}
+    for bucket in buckets:
+        for piece in bucket.pieces if bucket.target == shard else ():
+            values = piece.box.of(tensors[piece.name])
+            col, places = layout.placed(piece.name, piece.box)
+            for place in places:
+                target = as_matrix(held[place.fused])[place.row :][: len(values), col : col + values.shape[1]]
+                assert target.isnan().all(), "written twice"
+                target.copy_(values)
     return held
 
 
@@ -196,36 +185,21 @@ def test_what_nobody_holds_is_named():
 
 
 def test_an_engine_that_holds_other_shapes_is_left_alone():
-    layout = shard_layout({"model.norm.weight": (4,)}, WHOLE)
-    plan = receive_plan(SimpleNamespace(session="s"), 0, layout, [])  # type: ignore[arg-type]
+    plan = ReceivePlan(RENDEZVOUS, 0, WHOLE, {"model.norm.weight": (4,)}, ())
     with pytest.raises(ValueError, match=r"model\.norm\.weight is to be \(4,\), and the engine holds \(3,\)"):
-        WeightReceiver(CPU).receive(plan, {"model.norm.weight": torch.zeros(3)})
+        WeightReceiver(torch.device("cpu")).receive(plan, {"model.norm.weight": torch.zeros(3)}.get)
 
 
-def test_a_feed_travels_as_bytes():
-    layout = shard_layout({"model.embed_tokens.weight": (70, 4), "model.norm.weight": (4,)}, WHOLE)
-    buckets = plan_buckets(plan_pieces([layout.needs], [layout.needs]), 1, 64)
-    rendezvous = Rendezvous("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
-    plan = receive_plan(rendezvous, 0, layout, buckets)
+def test_a_plan_travels_as_bytes():
+    shapes = {"model.embed_tokens.weight": (70, 4), "model.norm.weight": (4,)}
+    needs = shard_layout(shapes, WHOLE).needs
+    plan = ReceivePlan(RENDEZVOUS, 0, WHOLE, shapes, tuple(plan_buckets(plan_pieces([needs], [needs]), 1, 64)))
     assert len(plan.buckets) == 5 and decode(ReceivePlan, encode(plan)) == plan
 
 
-def test_a_plan_goes_to_its_engine_with_every_version_and_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = shard_layout({"model.norm.weight": (4,)}, WHOLE)
-    rendezvous = Rendezvous("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
-    buckets = plan_buckets(plan_pieces([layout.needs], [layout.needs]), 1, 64)
-    plan = receive_plan(rendezvous, 0, layout, buckets)
-    times, place = [], Place.__getstate__
-    monkeypatch.setattr(Place, "__getstate__", lambda self: times.append(self) or place(self))
-    first, again = (pickle.loads(pickle.dumps(WeightUpdate("", version, (plan,)))) for version in (1, 2))
-    assert first.receive_plans == again.receive_plans == (plan,) and (first.version, again.version) == (1, 2)
-    assert len(times) == 1
-
-
 def test_an_engine_is_served_by_the_rank_on_its_gpu():
-    ranks = [Site("a", "gpu0"), Site("a", "gpu1"), Site("b", "gpu2")]
-    assert relay_ranks(ranks, [Site("b", "gpu2"), Site("a", "gpu0")]) == [2, 0]
+    ranks = ["a gpu0", "a gpu1", "b gpu2"]
+    assert relay_ranks(ranks, ["b gpu2", "a gpu0"]) == [2, 0]
     with pytest.raises(RuntimeError, match=r"ipc: engine shard 0 is on .*gpu9.* one GPU: use sync\.backend=nccl"):
-        relay_ranks(ranks, [Site("a", "gpu9")])
-    cpus = [Site("a", "")] * 2
-    assert relay_ranks(cpus, [Site("a", "")] * 3) == [0, 1, 0]
+        relay_ranks(ranks, ["a gpu9"])
+    assert relay_ranks(["a", "a"], ["a"] * 3) == [0, 1, 0]  # CPUs

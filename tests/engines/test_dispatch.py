@@ -1,4 +1,4 @@
-"""Which replica gets which request, and when."""
+"""Requests are dealt to replicas: by their prefixes, the longest first."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 import ray
 import torch
 from engine_cases import ROUNDING, after, generate, outlive, perturbed, prompt, request, tensors_of
-from forked import actors
+from processes import actors
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
 from marsrl.rollout.config import LocalOptions, RolloutConfig
@@ -22,11 +22,10 @@ from marsrl.rollout.engines.protocol import EngineLost
 from marsrl.rollout.pool import ray_pulse
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.ray_actors import RayReplicas
 from marsrl.rollout.pool.ray_faults import how_it_died, lost_or_raise
 from marsrl.rollout.pool.ray_pulse import EnginePulse
-from marsrl.trainer.weights.checked_engines import CheckedEngines
-from marsrl.trainer.weights.file_channel import FileChannel
+from marsrl.trainer.weights.comparison import CheckedEngines
+from marsrl.trainer.weights.sync import FileSync
 
 SILENCE_S = 6.0  # shorter than the deadline
 
@@ -96,8 +95,8 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
 ) -> None:
     directory = checkpoint("qwen3_moe")
     new = perturbed(tensors_of(directory), "experts")
-    channel = FileChannel(CheckedEngines(pool, vocab_size=160), torch.float32)
-    channel.publish(judge.learner(directory, new), 1)
+    sync = FileSync(CheckedEngines(pool, vocab_size=160), torch.float32)
+    sync.publish(judge.learner(directory, new), 1)
     alone = generate(pool, asks(24), version=1)
     right = {result.uid: result for result in alone}
 
@@ -132,8 +131,8 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
     third = the_one()
     assert third != second
     third.kill()
-    report = channel.publish(judge.learner(directory, new), 2)
-    channel.close()
+    report = sync.publish(judge.learner(directory, new), 2)
+    sync.close()
     assert report.comparison.median < 1e-5
     assert {result.version for result in generate(pool, asks(24), version=2)} == {2}
 
@@ -173,23 +172,6 @@ def test_an_engine_is_silent_for_as_long_as_somebody_listened(monkeypatch: pytes
     assert listened(pulse, engine, 30) in (28, 29, 30)
     engine.are_there = True
     assert listened(pulse, engine, 1) == 0
-
-
-def test_a_slow_start_is_waited_for_while_its_process_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Answers()
-    monkeypatch.setattr(ray_pulse, "ray", engine)
-    replicas = RayReplicas(None, [], resources={}, deadline_s=25.0, silence_s=40.0, join_s=0.0)  # type: ignore[arg-type]
-    replicas._pulse = EnginePulse(40.0, clock=lambda: engine.now)
-    listened(replicas._pulse, engine, 60)
-    assert replicas._overdue(0, "start", elapsed_s=60, within_s=50) is None
-    assert replicas._overdue(0, "start", elapsed_s=499, within_s=50) is None
-    assert "no answer to start in 500 s" in replicas._overdue(0, "start", elapsed_s=500, within_s=50).reason
-    assert "no answer to score in 50 s" in replicas._overdue(0, "score", elapsed_s=50, within_s=50).reason
-    engine.are_there = False
-    listened(replicas._pulse, engine, 46)
-    assert replicas._overdue(0, "start", elapsed_s=49, within_s=50) is None
-    assert "no answer to start in 60 s" in replicas._overdue(0, "start", elapsed_s=60, within_s=50).reason
-    assert "said nothing for run.silence_s = 40 s" in replicas._overdue(0, "score", elapsed_s=41, within_s=50).reason
 
 
 def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:

@@ -2,48 +2,26 @@
 
 import os
 import socket
-import time
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from engine_cases import ROUNDING, after, decoded, generate, outlive, perturbed, prompt, request, tensors_of
-from forked import actors, descendants
+from engine_cases import ROUNDING, after, generate, outlive, perturbed, prompt, request, tensors_of
+from processes import actors, descendants
 
 from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
 from marsrl.rollout.engines.protocol import WrongVersion
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.build import make_pool
-from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.types import Finish
-from marsrl.trainer.weights.checked_engines import CheckedEngines
-from marsrl.trainer.weights.file_channel import FileChannel
+from marsrl.trainer.weights.comparison import CheckedEngines
+from marsrl.trainer.weights.sync import FileSync
 
 
 def scripted_pool(n, **options):
     return EnginePool(LocalReplicas([ScriptedEngine(lambda r: [5, 6, len(r.uid), 1], **options) for _ in range(n)]))
-
-
-def dealt(asks, num_replicas):
-    """What each replica gets of what is sent at once."""
-    dispatch = Dispatcher(num_replicas, slots=1)
-    dispatch.add(asks)
-    return list(dispatch.take(at_once=True).values())
-
-
-def test_results_come_in_the_order_of_the_requests_and_affinities_stay_together():
-    asks = [request(f"{i % 7}.{i}", prompt(5 + i), 3 + i % 5) for i in range(40)]
-    shares = dealt(asks, 3)
-    assert sorted(ask.uid for share in shares for ask in share) == sorted(ask.uid for ask in asks)
-    homes = {}
-    for replica, share in enumerate(shares):
-        for ask in share:
-            assert homes.setdefault(ask.affinity, replica) == replica
-    results = generate(scripted_pool(3), asks, version=0)
-    assert [r.uid for r in results] == [a.uid for a in asks]
 
 
 def test_a_listener_hears_of_every_replicas_calls():
@@ -51,41 +29,6 @@ def test_a_listener_hears_of_every_replicas_calls():
     pool.on_call = lambda replica, method, start, end: heard.append((replica, method, end >= start > 0))
     generate(pool, [request(f"{i}.0", prompt(5), 3) for i in range(4)], version=0)
     assert heard == [(0, "collect", True), (1, "collect", True)]
-
-
-def test_a_listener_hears_of_many_collects_as_one():
-    pool, heard = scripted_pool(1, tokens_per_step=1), []
-    pool.on_call = lambda replica, method, start, end: heard.append((replica, method, start, end))
-    pool.submit([request("a.0", prompt(5), 3)], version=0)
-    start = time.time()
-    while not pool.collect(0.0):
-        pass
-    pool.drain()
-    ((replica, method, first, last),) = heard
-    assert (replica, method) == (0, "collect") and start <= first <= last <= time.time()
-
-
-def test_load_is_even_where_affinities_allow_it():
-    asks = [request(f"{i}.0", prompt(10), 100 if i < 4 else 10) for i in range(24)]
-    loads = [sum(ask.max_new_tokens for ask in share) for share in dealt(asks, 4)]
-    assert max(loads) - min(loads) <= 10
-
-
-def test_a_script_goes_on_where_a_segment_ended():
-    engine = ScriptedEngine(lambda r: list(range(10, 17)), version=2)
-    first = decoded(engine, [request("a", prompt(4), 5, stop_token_ids=(1,))], version=2)[0]
-    assert first.token_ids.tolist() == [10, 11, 12, 13, 14] and first.finish is Finish.LENGTH
-    ask = request("a", np.concatenate([prompt(4), first.token_ids]), 5, stop_token_ids=(1,))
-    second = decoded(engine, [ask], version=2)[0]
-    assert second.token_ids.tolist() == [15, 16, 1] and second.finish is Finish.STOP
-    with pytest.raises(WrongVersion):
-        decoded(engine, [ask], version=3)
-
-
-def test_a_scripted_failure_is_a_result():
-    pool = scripted_pool(1, fail=lambda r: "broken" if r.uid == "b" else None)
-    results = generate(pool, [request("a", prompt(3), 9), request("b", prompt(3), 9)], version=0)
-    assert [(r.finish, r.error) for r in results] == [(Finish.LENGTH, ""), (Finish.ERROR, "broken")]
 
 
 def local_config(**options):
@@ -96,7 +39,6 @@ def test_our_engine_goes_by_its_own_settings_and_not_by_vllms(checkpoint):
     config = local_config(placement="local", vllm=VllmOptions(dtype="bfloat16", max_num_seqs=3))
     with make_pool("main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128) as pool:
         assert (pool.infos()[0].dtype, pool.num_slots) == ("float32", 64)
-        assert pool._replicas.engines[0]._max_num_seqs == 64
 
 
 def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, judge):
@@ -135,9 +77,9 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
         with pytest.raises(WrongVersion):
             generate(pool, [request("early.0", prompt(5), 3)], version=1)
         new = perturbed(tensors, "experts")
-        channel = FileChannel(CheckedEngines(pool, vocab_size=160), torch.float32)
-        report = channel.publish(judge.learner(directory, new), 1)
-        channel.close()
+        sync = FileSync(CheckedEngines(pool, vocab_size=160), torch.float32)
+        report = sync.publish(judge.learner(directory, new), 1)
+        sync.close()
         assert report.num_tensors == 21 and report.comparison.median < 1e-5
         assert all(r.version == 1 for r in generate(pool, asks[:3], version=1))
         pool.submit(asks[:1], version=0)
@@ -155,8 +97,8 @@ def one_engine_moves(giver, directory, judge):
     config, tensors = local_config(engines=1, object_store_mib=80), tensors_of(directory)
     asks = [request(f"{i}.0", prompt(20, seed=i), 40, seed=i) for i in range(8)]
     with make_pool("other", str(directory), config, dtype="float32", max_model_len=128) as taker:
-        channel = FileChannel(CheckedEngines(taker, vocab_size=160), torch.float32)
-        channel.publish(judge.learner(directory, perturbed(tensors, "mlp")), 1)
+        sync = FileSync(CheckedEngines(taker, vocab_size=160), torch.float32)
+        sync.publish(judge.learner(directory, perturbed(tensors, "mlp")), 1)
         alone = generate(taker, asks, version=1)
         giver.give_engine()
         assert taker.take_engine() and (giver.num_engines, taker.num_engines) == (1, 2)
@@ -167,9 +109,9 @@ def one_engine_moves(giver, directory, judge):
         assert all(now > then for now, then in zip(taker.num_decoded(), before, strict=True))
         old, new = taker.score([prompt(60, seed=9)])
         np.testing.assert_allclose(old, new, atol=ROUNDING)
-        report = channel.publish(judge.learner(directory, perturbed(tensors, "mlp", seed=1)), 2)
+        report = sync.publish(judge.learner(directory, perturbed(tensors, "mlp", seed=1)), 2)
         assert report.comparison.median < 1e-5  # of the engine that differs most
-        channel.close()
+        sync.close()
         assert taker.take_faults().engine_restarts == giver.take_faults().engine_restarts == 0
 
 
@@ -199,10 +141,10 @@ def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
     )
     with make_pool("main", str(directory), config, dtype="float32", max_model_len=256) as pool:
         assert all(info.kind == "vllm" and info.engine_class.startswith("vllm.") for info in pool.infos())
-        channel = FileChannel(CheckedEngines(pool, vocab_size=160), torch.float32)
+        sync = FileSync(CheckedEngines(pool, vocab_size=160), torch.float32)
         for version in (0, 1, 2):
             new = perturbed(tensors, "experts", seed=version)
-            report = channel.publish(judge.learner(directory, new), version)
+            report = sync.publish(judge.learner(directory, new), version)
             assert report.comparison.median < 1e-5
         asks = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 20, seed=i) for i in range(16)]
         results = generate(pool, asks, version=2)
@@ -223,5 +165,5 @@ def test_two_vllm_actors_on_ray_serve_and_sync(checkpoint, judge):
             assert (result.uid, result.version) == (expected.uid, 2)
             np.testing.assert_array_equal(result.token_ids, expected.token_ids)
             np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=ROUNDING)
-        channel.close()
+        sync.close()
     assert "RAY_ADDRESS" not in os.environ

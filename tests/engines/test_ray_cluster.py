@@ -8,19 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-
-from marsrl.rollout.pool import ray_start
 
 pytestmark = pytest.mark.slow
 
 JOIN = """
 import os, socket, sys
 from marsrl.rollout.engines.refusals import RankHost
+from marsrl.rollout.pool.ray_token import show_token
+show_token()  # before ray is imported
 from marsrl.rollout.pool.ray_connection import RayCluster
 try:
     cluster = RayCluster(address=sys.argv[1], timeout_s=float(sys.argv[2]), object_store_mib=80)
@@ -38,12 +38,11 @@ for hosts in ([RankHost(here, 8, 6)], [RankHost(here, 8, 7)], [RankHost(here, 8,
     tell(cluster.check_owners, hosts, is_shared=False)
 for hosts in ([RankHost(here, 8, 2)], [RankHost(here, 8, 4)], [RankHost(there, 8, 2)]):
     tell(cluster.check_owners, hosts, is_shared=True)
-for gpus, num, total in ((1, 2, 2), (2, 1, 2), (2, 1, 3), (2, 2, 4)):
-    tell(cluster.await_room, "main", {"GPU": gpus}, num, total, 600)
-tell(cluster.await_place, "engine 1", {"GPU": 3}, 1)
+for gpus, num in ((1, 2), (2, 1), (2, 2)):
+    tell(cluster.await_place, "the engines", {"GPU": gpus}, num, 1)
 """
 START = """
-import os, psutil, ray
+import os, ray
 from marsrl.rollout.pool.ray_connection import RayCluster
 cluster = RayCluster(address=None, timeout_s=60, object_store_mib=80, gpus=[2, 1])
 assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,6,7"
@@ -55,9 +54,6 @@ class Engine:
 
 engines = [Engine.remote(), Engine.remote()]
 print(*sorted(ray.get([engine.gpu.remote() for engine in engines])))
-started = {" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)}
-names = ("gcs_server", "raylet ", "ray::Engine", "monitor.py", "dashboard.py")
-print(*(name for name in names if any(name in command.partition("--")[0] for command in started)))
 cluster.close()
 """
 
@@ -115,55 +111,24 @@ def test_a_cluster_is_joined_with_its_token_or_the_token_is_named(head: tuple[st
     off = told(JOIN, address, "4", HOME=str(home), RAY_AUTH_MODE="disabled")
     assert off[0].endswith("RAY_AUTH_MODE=disabled shows none, and a cluster may demand it: set RAY_AUTH_MODE=token")
 
-    said = told(JOIN, address, "60", HOME=str(home))  # found in ~/.ray without a word from the user
+    said = told(JOIN, address, "300", HOME=str(home))  # found in ~/.ray without a word from the user
     here, cluster = socket.gethostname(), f"the Ray cluster at rollout.ray_address={address}"
     # engines have GPUs of their own: what ranks of any host hold is not counted
     assert said[0] == "fine"
     assert said[1].startswith(f"{cluster} would give engines what the trainer uses")
-    assert said[1].endswith(
-        f"{here}: 2 counted of 8, of which 7 trainer rank(s) hold the first: CUDA_VISIBLE_DEVICES=7"
-    )
-    assert said[2].endswith("hold the first: no GPU: --num-gpus 0, or no Ray there at all")
+    assert said[1].endswith(f"{here}: 2 counted, 7 trainer rank(s) on the first: CUDA_VISIBLE_DEVICES=7")
+    assert said[2].endswith(f"{here}: 2 counted, 8 trainer rank(s) on the first: --num-gpus 0, or no Ray there at all")
     # colocated: it counts the ranks' GPUs, and no others
     assert said[3] == "fine"
-    assert said[4].endswith(f"{here}: 2 counted, 4 trainer rank(s): CUDA_VISIBLE_DEVICES=0,1,2,3")
+    assert said[4].endswith(f"{here}: 2 counted, 4 trainer rank(s) on the first: CUDA_VISIBLE_DEVICES=0,1,2,3")
     assert said[5].endswith(f"CUDA_VISIBLE_DEVICES=0,1; {here}: 2 counted, and no trainer rank")
     # and there are enough of them
     assert said[6:8] == ["fine"] * 2
     assert said[8].startswith(
-        f"the engines of policy main need 2 GPU(s), 2 of one host for each (3 of all policies), and {cluster}"
+        "no place for the engines: 4 GPU(s) needed, 2 of one host for each, and the Ray cluster at "
     )
-    assert said[8].endswith(f"has 2: {here} 2 (2 free); lower rollout.engines, or start Ray on more hosts")
-    assert "need 4 GPU(s), 2 of one host for each (4 of all policies)" in said[9]
-    assert (
-        said[10].startswith("engine 1 has no place: it needs 3 GPU(s) of one host")
-        and "within rollout.join_s = 1 s" in said[10]
-    )
+    assert f"has 2: {here} 2 (" in said[8] and said[8].endswith("on more hosts within rollout.join_s")
 
 
 def test_engines_of_a_cluster_started_here_see_the_gpus_that_they_are_given(tmp_path: Path) -> None:
-    """And the cluster has no process that they do not need."""
-    gpus, processes = told(START, CUDA_VISIBLE_DEVICES="5,6,7", HOME=str(tmp_path))
-    assert gpus == "6 7" and processes.split() == ["gcs_server", "raylet", "ray::Engine"]
-
-
-def test_a_ray_that_is_too_slow_for_its_own_limit_is_started_once_more(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Ray's 30 s cannot be set; what it has started until then is ended first."""
-    begun: list[subprocess.Popen[bytes]] = []
-
-    def init(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:
-        begun.append(subprocess.Popen(["sleep", "600"]))
-        if len(begun) < 3:
-            raise Exception("The current node timed out during startup. This could happen because ...")
-
-    monkeypatch.setattr(ray_start, "_init", init)
-    ray_start.start_head(80, (), ("127.0.0.1", 0))
-    assert [process.poll() for process in begun[2:]] == [None]
-    begun[2].kill()
-    assert [process.wait(60) for process in begun] == [-signal.SIGKILL] * 3
-    assert len(caplog.records) == 2
-    monkeypatch.setattr(ray_start, "_init", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        ray_start.start_head(80, (), ("127.0.0.1", 0))
+    assert told(START, CUDA_VISIBLE_DEVICES="5,6,7", HOME=str(tmp_path)) == ["6 7"]

@@ -11,7 +11,6 @@ from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.engines.sampler import (
     RowSampling,
     _truncate,
-    draw,
     draw_from,
     kept_ids,
     low_bits,
@@ -36,8 +35,12 @@ def rows(n, *, temperature=1.0, top_p=1.0, top_k=-1):
     return RowSampling.of([Sampling(temperature, top_p, top_k)] * n, CPU)
 
 
+def draw(logits, sampling, points):
+    return draw_from(truncated(logits, sampling), sampling, points)
+
+
 def noise(n, position):
-    """Of the seeds 0 to n - 1."""
+    """Noise of the seeds 0 to n - 1."""
     return torch.from_numpy(uniform(low_bits(range(n)), np.full(n, position)))
 
 
@@ -64,34 +67,9 @@ def test_a_row_is_drawn_as_its_request_says():
     assert made.top_p.tolist() == pytest.approx([1.0, 0.9] * 2)
     assert made.truncates and not RowSampling.of(samplings[:1], CPU).truncates
     assert RowSampling.of([Sampling(0.0), Sampling()], CPU).is_greedy and not made.is_greedy
+    chosen = made.select(torch.tensor([3, 0]))
+    assert chosen.top_k.tolist() == [7, -1] and chosen.temperature.tolist() == [0.5, 1.0] and chosen.truncates
     assert low_bits([2**63, 2**64 - 1, 2**64 + 5, 3]).tolist() == [2**63, 2**64 - 1, 5, 3]
-
-
-@pytest.mark.parametrize("samplings", [[], [Sampling(1, 1, -1)]])
-def test_rows_have_their_types_and_device_whatever_the_numbers(samplings):
-    made = RowSampling.of(samplings, torch.device("meta"))
-    for tensor, dtype in [(made.temperature, torch.float32), (made.top_p, torch.float32), (made.top_k, torch.int64)]:
-        assert tensor.dtype == dtype and tensor.device.type == "meta"
-    logits = torch.zeros(len(samplings), 7, device="meta")
-    assert _truncate(logits, made.top_k, made.top_p).device.type == "meta"
-
-
-def test_rows_are_selected():
-    made = RowSampling.of([Sampling(0.1 * i, 0.01 * i, i) for i in range(1, 5)], CPU)
-    chosen = made.select(torch.tensor([3, 1]))
-    assert chosen.top_k.tolist() == [4, 2] and chosen.truncates and not chosen.is_greedy
-    assert chosen.temperature.tolist() == made.temperature[[3, 1]].tolist()
-    assert chosen.top_p.tolist() == made.top_p[[3, 1]].tolist()
-
-
-def test_draws_follow_the_probabilities():
-    logits = torch.tensor([0.5, 0.2, 0.2, 0.1, 0.0]).log()
-    n = 40_000
-    tokens, logprobs = draw(logits.expand(n, -1), rows(n), noise(n, 17))
-    share = torch.bincount(tokens, minlength=5) / n
-    torch.testing.assert_close(share, logits.exp(), atol=0.012, rtol=0)  # 5 standard errors
-    assert share[4] == 0
-    torch.testing.assert_close(logprobs, logits[tokens])
 
 
 def test_a_token_is_the_first_whose_cumulative_probability_passes_the_noise():
@@ -103,6 +81,16 @@ def test_a_token_is_the_first_whose_cumulative_probability_passes_the_noise():
     tokens, logprobs = draw(logits, sampling, points)
     assert tokens.tolist() == right
     torch.testing.assert_close(logprobs, probabilities.log()[range(n), tokens])
+
+
+def test_draws_follow_the_probabilities_that_are_left():
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0]).log()
+    n = 40_000
+    for top_p, right in ((1.0, [0.4, 0.3, 0.2, 0.1, 0]), (0.65, [4 / 7, 3 / 7, 0, 0, 0])):
+        tokens, logprobs = draw(logits.expand(n, -1), rows(n, top_p=top_p), noise(n, 17))
+        share = torch.bincount(tokens, minlength=5) / n
+        torch.testing.assert_close(share, torch.tensor(right), atol=0.0124, rtol=0)  # 5 standard errors
+        torch.testing.assert_close(logprobs.exp(), torch.tensor(right)[tokens])
 
 
 def test_a_token_of_probability_zero_is_not_drawn_by_a_noise_of_zero():
@@ -120,7 +108,7 @@ def test_the_least_likely_tokens_are_told_apart():
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 511, 512, 513, 1025])  # around the blocks of 512 of csrc/cpu
 def test_draws_are_those_of_float64_whatever_the_vocabulary(vocab_size):
-    """Of logits with gaps, in a row whose strides are not those of a packed matrix."""
+    """Logits have gaps, in rows whose strides are not those of a packed matrix."""
     n, generator = 300, torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(vocab_size, n, generator=generator).T * 4
     logits[:, 1:][torch.rand(n, vocab_size - 1, generator=generator) < 0.5] = -torch.inf
@@ -197,18 +185,6 @@ def test_what_was_kept_holds_every_draw_and_its_probabilities_sum_to_one():
         renormalised = whole[token] / whole[ids.astype(np.int64)].sum()
         assert float(logprobs[row]) == pytest.approx(float(renormalised.log()), abs=1e-5)
         assert float(scaled[row].softmax(-1)[ids.astype(np.int64)].sum()) == pytest.approx(1, abs=1e-5)
-
-
-def test_draws_of_what_was_kept_follow_the_renormalised_probabilities():
-    logits, n = torch.tensor([0.4, 0.3, 0.2, 0.1]).log(), 40_000
-    sampling = rows(n, top_p=0.65)
-    scaled = truncated(logits.expand(n, -1), sampling)
-    tokens, _ = draw_from(scaled, sampling, noise(n, 3))
-    assert kept_ids(scaled[:2])[1].tolist() == [0, 1]
-    # 5 standard errors
-    torch.testing.assert_close(
-        torch.bincount(tokens, minlength=4) / n, torch.tensor([4 / 7, 3 / 7, 0, 0]), atol=0.0124, rtol=0
-    )
 
 
 def test_top_p_keeps_no_more_than_reaches_it():

@@ -5,21 +5,34 @@ from __future__ import annotations
 import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import TCPStore
 
 from marsrl.rollout.weights.checksum import checksum
-from marsrl.rollout.weights.connections import SharedBuffer, TransferStore, site_of
+from marsrl.rollout.weights.connections import Rendezvous, SharedBuffer, TransferStore, site_of
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # the suite of benchmarks/ runs this file without conftest.py
-from shared_buffer_shard import MARK, meeting  # noqa: E402
-
+MARK = 7.0
 SIZES = (1 << 16, 1, 40_003)  # numbers: a full buffer, the smallest bucket, an odd one
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def meeting(port: int) -> Rendezvous:
+    return Rendezvous("session", "127.0.0.1", port, "ipc", 1, 1, "bfloat16", max(SIZES), timeout_s=600.0)
+
+
+def receive(port: int, device: torch.device) -> None:
+    """The engine's shard, in a process of its own: tells at the store the checksum of each bucket, and marks the buffer's last
+    number before it hands it back."""
+    store = TransferStore(meeting(port))
+    buffer = SharedBuffer(store, 0, device, is_relay=False)
+    for number, size in enumerate(SIZES):
+        flat = buffer.receive(0, size)
+        store.set(f"checksum{number}", f"{flat.device.type} {checksum(flat)}")
+        flat[-1] = MARK
+        buffer.release()
+    buffer.close()
 
 
 @pytest.mark.parametrize(
@@ -27,13 +40,11 @@ ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), r
 )
 def test_an_engine_of_another_process_reads_each_bucket_where_the_trainer_wrote_it(device: torch.device) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    rendezvous = meeting(server.port, max(SIZES))
-    words = [sys.executable, HERE / "shared_buffer_shard.py", server.port, device, *SIZES]
-    with subprocess.Popen([str(word) for word in words]) as engine:
+    with subprocess.Popen([sys.executable, __file__, str(server.port), str(device)]) as engine:
         try:
-            store, relay = TransferStore(rendezvous), SharedBuffer(rendezvous, 0, device, is_relay=True)
-            site = site_of(device)
-            assert store.get("site0") == f"{site.host}\n{site.gpu}"  # one host, and where there is one the same GPU
+            store = TransferStore(meeting(server.port))
+            relay = SharedBuffer(store, 0, device, is_relay=True)
+            assert store.get("site0") == site_of(device)  # one host, and where there is one the same GPU
             generator = torch.Generator().manual_seed(0)
             for number, size in enumerate(SIZES):
                 values = torch.randn(size, generator=generator).to(device, torch.bfloat16)
@@ -46,3 +57,7 @@ def test_an_engine_of_another_process_reads_each_bucket_where_the_trainer_wrote_
             relay.close()
         finally:
             engine.kill()
+
+
+if __name__ == "__main__":
+    receive(int(sys.argv[1]), torch.device(sys.argv[2]))

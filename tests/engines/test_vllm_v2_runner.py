@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from engine_cases import ROUNDING, decoded, perturbed, tensors_of
+from engine_cases import ROUNDING, assert_drawn_from, decoded, perturbed, tensors_of
 
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.sampler import RowSampling, truncated
 from marsrl.rollout.types import Finish
 
 
@@ -31,22 +29,6 @@ def told(checkpoint: Any, judge: Any, tmp_path_factory: pytest.TempPathFactory) 
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = pickle.loads(out.read_bytes())
     return found
-
-
-def assert_drawn_from(model: Any, ask: Any, result: Any) -> None:
-    """Log-probs and kept tokens are those of the distribution that our sampler would draw from, by transformers' logits."""
-    whole = np.concatenate([ask.token_ids, result.token_ids]).astype(np.int64)
-    with torch.no_grad():
-        logits = model(torch.from_numpy(whole)[None]).logits[0, len(ask.token_ids) - 1 : -1]
-    n = len(result.token_ids)
-    scaled = truncated(logits, RowSampling.of([ask.sampling] * n, torch.device("cpu")))
-    right = scaled.log_softmax(-1).gather(-1, torch.from_numpy(whole[-n:])[:, None])[:, 0]
-    np.testing.assert_allclose(result.logprobs, right.numpy(), atol=ROUNDING, rtol=0)
-    assert (result.kept_tokens is not None) == ask.sampling.records_kept
-    if result.kept_tokens is not None:
-        kept = [np.flatnonzero(row > -np.inf) for row in scaled.numpy()]
-        np.testing.assert_array_equal(result.kept_tokens.counts, [len(ids) for ids in kept])
-        np.testing.assert_array_equal(result.kept_tokens.ids, np.concatenate(kept))
 
 
 def test_the_runner_is_that_of_gpus(told: dict[str, Any]) -> None:

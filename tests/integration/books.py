@@ -1,4 +1,4 @@
-"""What must hold of a run's directory whenever its processes have ended, however they ended."""
+"""Invariants of a run's directory after its processes have ended, however they ended."""
 
 from __future__ import annotations
 
@@ -19,17 +19,10 @@ class Loss(Exception):
     """Something was lost, left behind, or said wrongly."""
 
 
-def check_books(
-    run: RunDirectory,
-    group_size: int,
-    damaged: Set[str] = frozenset(),
-    leads: str = "solver",
-    has_any_size: Set[str] = frozenset(),
-) -> None:
+def check_books(run: RunDirectory, group_size: int, damaged: Set[str] = frozenset()) -> None:
     """Metrics, checkpoints, samples and instances of a run.
 
-    damaged: checkpoints, or `latest`, that need not be whole. leads: the agent that every instance asks first.
-    has_any_size: agents whose groups are not of group_size.
+    damaged: checkpoints, or `latest`, that need not be whole.
 
     Raises:
         Loss: something is missing, or there twice.
@@ -48,13 +41,11 @@ def check_books(
         return
     if len(rows) < latest.step:
         raise Loss(f"metrics.jsonl ends at {len(rows)}, the checkpoint is of step {latest.step}")
-    _check_samples(run, latest.path, latest.step, group_size, leads, has_any_size)
+    _check_samples(run, latest.path, latest.step, group_size)
     _check_tokens(run)
 
 
-def _check_samples(
-    run: RunDirectory, checkpoint: Path, last: int, group_size: int, leads: str, has_any_size: Set[str]
-) -> None:
+def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: int) -> None:
     """Up to the last step each sample is there once, each first group of a problem trained or in the checkpoint's books."""
     files = sample_files(run)
     uids: Counter[str] = Counter()
@@ -63,7 +54,7 @@ def _check_samples(
         if step not in files:
             raise Loss(f"the samples of step {step} are missing")
         samples = list(read_samples(files[step]))
-        of_step = Counter(sample.group_id for sample in samples if sample.agent not in has_any_size)
+        of_step = Counter(sample.group_id for sample in samples)
         uids.update(sample.uid for sample in samples)
         groups.update({sample.group_id for sample in samples})
         if broken := [group for group, count in of_step.items() if count != group_size]:
@@ -80,13 +71,13 @@ def _check_samples(
     if twice := [group for group, count in groups.items() if count > 1]:
         raise Loss(f"groups that are there twice: {twice[:5]} ({len(twice)})")
     drawn = {f"{number:06d}" for number in range(1, books.num_instances + 1)}
-    there = {group.partition("/")[0] for group in groups if group.endswith(f"/{leads}")}
+    there = {group.partition("/")[0] for group in groups if group.endswith("/solver")}
     if drawn != there:
         raise Loss(f"instances lost: {sorted(drawn - there)[:5]}, unknown: {sorted(there - drawn)[:5]}")
 
 
 def _check_tokens(run: RunDirectory) -> None:
-    """Where a step has kept tokens, they are whole, and of the very samples that the step has."""
+    """Logged tokens are whole, and those of the step's samples."""
     files = sample_files(run)
     for step, file in token_files(run).items():
         samples, log = list(read_samples(files[step])), read_tokens(file)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # runner, small_run, books, scripted_pool, which the tests import
 from runner import Runner
 
 
@@ -20,8 +18,9 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 @pytest.fixture(scope="session")
 def first_run(runner: Runner) -> Path:
-    """Four steps from a fresh warm start, by processes that import all themselves."""
-    return runner.run("first", "run.steps=4", ranks=1, python=sys.executable)
+    """Four steps from a fresh warm start, whatever other tests have left in the cache."""
+    shutil.rmtree(runner.cache, ignore_errors=True)
+    return runner.run("first", "run.steps=4", ranks=1)
 
 
 @pytest.fixture

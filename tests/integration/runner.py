@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from forked import PYTHON
 from small_run import ARITHMETIC, MAIN, SMALL, TEAM
 
 LIMIT_S = 1200  # only a run that hangs takes so long
@@ -24,9 +24,9 @@ class Runner:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "MARSRL_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-    def command(self, name: str, *words: str, ranks: int = 0, python: str = PYTHON) -> list[str]:
+    def command(self, name: str, *words: str, ranks: int = 0) -> list[str]:
         """ranks: of torchrun; 0: a process by itself, without it."""
-        launcher = [python, *(("-m", "torch.distributed.run", "--nproc-per-node", str(ranks)) if ranks else ())]
+        launcher = [sys.executable, *(("-m", "torch.distributed.run", "--nproc-per-node", str(ranks)) if ranks else ())]
         return [*launcher, str(MAIN), *self.words(name, *words)]
 
     def words(self, name: str, *words: str) -> list[str]:
@@ -36,9 +36,9 @@ class Runner:
         team = () if has_preset or "orchestration=solver" in words else (TEAM,)
         return [f"run.dir={self.folder}", f"run.name={name}", *task, *team, *SMALL, *words]
 
-    def start(self, name: str, *words: str, ranks: int = 0, python: str = PYTHON) -> subprocess.Popen[str]:
+    def start(self, name: str, *words: str, ranks: int = 0) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.command(name, *words, ranks=ranks, python=python),
+            self.command(name, *words, ranks=ranks),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -46,9 +46,9 @@ class Runner:
             start_new_session=True,
         )
 
-    def run(self, name: str, *words: str, ranks: int = 0, python: str = PYTHON) -> Path:
+    def run(self, name: str, *words: str, ranks: int = 0) -> Path:
         """A run to its end; its directory."""
-        process = self.start(name, *words, ranks=ranks, python=python)
+        process = self.start(name, *words, ranks=ranks)
         try:
             output, _ = process.communicate(timeout=LIMIT_S)
         except BaseException:

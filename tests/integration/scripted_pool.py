@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,13 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import FloatArray, IntArray
+from marsrl.trainer import build
+from marsrl.trainer.checks.preflight import preflight
+from marsrl.trainer.config.read import read_config
+from marsrl.trainer.loop import train
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files
+from marsrl.trainer.runs.directory import RunDirectory
 
 
 def pools_of(engine: Callable[[], Engine]) -> Callable[..., EnginePool]:
@@ -32,9 +40,37 @@ class ScriptedWithWeights(ScriptedEngine):
         super().__init__(*args, **options)
         self._local = LocalEngine(model, dtype="float32", max_model_len=256)
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
-        return self._local.score(sequences, temperature)
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        return self._local.score(sequences)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         super().update_weights(update)
         return self._local.update_weights(update)
+
+
+def sevens(folder: Path) -> Path:
+    """A file of 40 problems, whose answer is 7."""
+    path = folder / "train.jsonl"
+    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def train_here(folder: Path, words: Sequence[str]) -> RunDirectory:
+    """A run called `scripted` in folder/runs, as trainer/main.py starts it, in this process; to its end."""
+    checked = preflight(read_config(None, words)[0], world_size=1)
+    directory = RunDirectory.create(folder / "runs", "scripted", "math_default", checked.config.run.resume)
+    directory.write_config(checked.config.model_dump(mode="json"))
+    with build.open_run(checked, directory) as run:
+        train(run)
+    return directory
+
+
+def samples_of(run: RunDirectory) -> list[SampleRecord]:
+    """Samples of all steps, in order."""
+    return [record for path in sample_files(run).values() for record in read_samples(path)]
+
+
+def rows_of(run: RunDirectory) -> list[dict[str, Any]]:
+    """The values of metrics.jsonl."""
+    return [row.values for row in read_metrics(run.metrics)]

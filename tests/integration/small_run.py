@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-# What tests ask of a whole run holds for every draw: MARSRL_TEST_SEED=3 has it draw otherwise (docs/numerics.md).
+# What tests ask of a whole run holds for every draw: MARSRL_TEST_SEED=3 has it draw otherwise (tests/README.md).
 SEED = (f"run.seed={os.environ['MARSRL_TEST_SEED']}",) if "MARSRL_TEST_SEED" in os.environ else ()
 
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
@@ -32,11 +32,8 @@ TEAM = "agents={verifier1: {pick: adaptive}, verifier2: {pick: adaptive}}"
 
 def run_here(words: list[str]) -> None:
     """A run of trainer/main.py in this process, whose answer to SIGTERM is the test's again afterwards."""
-    from forked import let_ray_fork
-
     from marsrl.trainer.main import main
 
-    let_ray_fork()
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         assert main([*words, *SEED]) == 0

@@ -59,6 +59,6 @@ def test_problems_are_held_out_of_the_training_file_where_no_other_is_given(tmp_
     source = checked.task.problems(0)
     trained = {source.next_problem().question for _ in range(200)}
     assert len(held_out) == 2  # a tenth of 20 questions
-    assert checked.num_held_out == 4  # each of them stands in the file twice
+    assert checked.problems.num_taken == 4  # each of them stands in the file twice
     assert not held_out & trained
     assert len(held_out | trained) == 20

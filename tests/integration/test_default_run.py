@@ -7,7 +7,6 @@ import itertools
 import json
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,14 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # commands, desk
 from commands import run_by
 from desk import Desk
 from documents import is_on_the_page
-from forked import PYTHON
 from runner import Runner
+from safetensors.torch import load_file
 from small_run import SEED
 
 from marsrl.rollout.types import Finish
@@ -34,7 +30,7 @@ from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import Evaluation, load_summary
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.schools.registry import accuracy_before_rl
+from marsrl.trainer.schools.schools import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import name_of, recipe_of
 
 pytestmark = pytest.mark.slow
@@ -51,7 +47,7 @@ def untimed(directory: Path) -> list[dict[str, object]]:
 
 
 def without_seconds(found: Evaluation | None) -> Evaluation:
-    """What no clock measures of it."""
+    """The evaluation without measured seconds."""
     assert found is not None
     usage = {agent: used.model_copy(update={"seconds": None}) for agent, used in found.usage.items()}
     return found.model_copy(update={"usage": usage, "latency": None})
@@ -155,7 +151,7 @@ def test_trainer_and_engine_agree_on_what_was_sampled(first_run: Path) -> None:
 
 
 def warm_started(cache: Path, config_file: Path | None, *words: str) -> Path:
-    """Where the warm-started policy of a config (None: the default) is kept in a cache."""
+    """Folder of a config's warm-started policy in a cache; None: of the default config."""
     config, _ = read_config(config_file, words)
     return cache / "warm_start" / name_of(recipe_of(config))
 
@@ -194,9 +190,9 @@ def test_commands_on_a_run_are_as_they_are_written(
 
 @pytest.mark.parametrize("command", run_by("test_the_default_run_starts_as_it_is_written"))
 def test_the_default_run_starts_as_it_is_written(command: str, first_run: Path, runner: Runner, tmp_path: Path) -> None:
-    """What `make train` starts, and with a team of one's own. It finds its policy in the cache: the one that the first run has
+    """`make train`'s command, and one with a user's team. It finds its policy in the cache: the one that the first run has
     taught, less well."""
-    desk = Desk(tmp_path, PYTHON if "--config" in command else sys.executable)
+    desk = Desk(tmp_path)
     words = desk.words(command, Path)
     file = tmp_path / words[-1] if "--config" in words else None
     taught = warm_started(runner.cache, first_run / "config.yaml")

@@ -5,16 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))  # completions_server
 from completions_server import Handler, completions_server
-from scripted_pool import pools_of
+from scripted_pool import pools_of, samples_of, sevens, train_here
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import RolloutConfig
@@ -25,13 +22,10 @@ from marsrl.trainer import build
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.look.tokens import tokens_of_sample
-from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
 from marsrl.trainer.report.token_log import read_tokens, token_files
-from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison
 
 TRAINED = "[solver, corrector1, corrector2]"
@@ -64,9 +58,6 @@ def verify(handler: Handler, body: dict[str, object], before: int) -> None:
 def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = tmp_path / "train.jsonl"
-    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = init_model("tiny", "bytes", tmp_path / "model")
     renderer = ChatRenderer(model)
     engine = functools.partial(ScriptedEngine, solve, encode=lambda text: renderer.encode_trusted(text).tolist())
@@ -74,21 +65,18 @@ def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(
     monkeypatch.setattr(EngineComparison, "compare", lambda *_: ComparisonReport(1, 0, 0, 0, 0, 0, 0))  # no log-probs
     with completions_server(verify) as server:
         settings = [
-            "task=math", f"policies.main={{model: {model}, dtype: float32}}", f"data.train={data}",
+            "task=math", f"policies.main={{model: {model}, dtype: float32}}", f"data.train={sevens(tmp_path)}",
             "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4",
             "rollout.max_response_tokens=120", "run.steps=3", "run.evaluate=false", "run.token_log_every=1",
             f"sync.directory={tmp_path}", f"credit.train_agents={TRAINED}", *judge_settings(model, server.base_url),
         ]  # fmt: skip
-        checked = preflight(read_config(None, settings)[0], world_size=1)
-        directory = RunDirectory.create(tmp_path / "runs", "frozen", "math_default", "off")
-        directory.write_config(checked.config.model_dump(mode="json"))
-        with build.open_run(checked, directory) as run:
-            train(run)
-            assert run.versions == {"main": 3, "judge": 0} and list(run.learners) == ["main"]
-    samples = [r for path in sample_files(directory).values() for r in read_samples(path)]
+        directory = train_here(tmp_path, settings)
+    samples = samples_of(directory)
     verdicts = [r for r in samples if r.agent == "verifier1"]
     assert len(server.bodies) > len(verdicts) > 0  # some were asked twice
     assert {r.verdict for r in verdicts} >= {True, False} and all(r.advantage is None for r in verdicts)
+    assert {part.version for r in verdicts for part in r.segments} == {0}
+    assert {part.version for r in samples if r.agent == "solver" for part in r.segments} == {0, 1, 2}
     logged = [record for file in token_files(directory).values() for record in read_tokens(file).samples]
     of_judge = [record for record in logged if record.policy == "judge"]  # whose server says no log-probs
     assert {record.agent for record in of_judge} >= {"verifier1"} and {record.update for record in of_judge} == {0}

@@ -5,16 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))  # completions_server
 from completions_server import Handler, completions_server
-from scripted_pool import pools_of
+from scripted_pool import pools_of, samples_of, sevens, train_here
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest
@@ -23,12 +20,9 @@ from marsrl.trainer import build, cli
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.evaluate.command import evaluate_alone
-from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
-from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison
 
 YES, NO = (f"extracted_final_answer: it\nreasoning: so\ncorrect: {word}\nconfidence: 80%" for word in ("yes", "no"))
@@ -68,25 +62,13 @@ def solve(uid: str) -> str:
 
 
 def math_words(tmp_path: Path, model: Path, *more: str) -> list[str]:
-    data = tmp_path / "train.jsonl"
-    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return [
-        "task=math", "orchestration=solver", f"data.train={data}", "rollout.engine=local", f"sync.directory={tmp_path}",
-        f"policies.main={{model: {model}, dtype: float32}}",
+        "task=math", "orchestration=solver", f"data.train={sevens(tmp_path)}", "rollout.engine=local",
+        f"sync.directory={tmp_path}", f"policies.main={{model: {model}, dtype: float32}}",
         f"policies.judge={{frozen: true, model: {model}, price: {{input: 1, output: 2}}}}",
         "judge={policy: judge, when: always}", "rollout.prompts_per_step=4", "rollout.group_size=8",
         "rollout.max_response_tokens=120", "evaluate.num_problems=4", *more,
     ]  # fmt: skip
-
-
-def played(tmp_path: Path, words: list[str], resume: str = "off") -> RunDirectory:
-    checked = preflight(read_config(None, [*words, f"run.resume={resume}"])[0], world_size=1)
-    directory = RunDirectory.create(tmp_path / "runs", "judged", "math_default", resume)
-    directory.write_config(checked.config.model_dump(mode="json"))
-    with build.open_run(checked, directory) as run:
-        train(run)
-    return directory
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -96,16 +78,16 @@ def test_a_run_is_trained_and_evaluated_by_what_the_judge_says(
     asked: list[str] = []
     engines(solve, lambda answer: asked.append(answer) or (YES if answer == "8" else NO))  # type: ignore[func-returns-value]
     words = math_words(tmp_path, model, f"rollout.overlap={overlap}", "judge.cache_entries=0")
-    played(tmp_path, [*words, "run.steps=2"])
-    run = played(tmp_path, [*words, "run.steps=3"], "auto")
-    samples = [r for path in sample_files(run).values() for r in read_samples(path)]
+    train_here(tmp_path, [*words, "run.steps=2"])
+    run = train_here(tmp_path, [*words, "run.steps=3", "run.resume=auto"])
+    samples = samples_of(run)
     assert len({r.uid for r in samples}) == len(samples) == 3 * 32
     assert all(r.reward == (r.answer == "8") for r in samples)  # 7 is what the task calls right
     rows = read_metrics(run.metrics)
     assert [row.step for row in rows] == [1, 2, 3]
     for row in rows:
         values = row.values
-        assert values["judge/calls"] >= 20 and values["judge/missing_share"] == 0 < values["judge/yes_share"] < 1
+        assert values["judge/calls"] >= 10 and values["judge/missing_share"] == 0 < values["judge/yes_share"] < 1
         assert values["judge/agreement"] < 1  # at 9 alone
         assert values["judge/spent"] == (values["judge/input_tokens"] + 2 * values["judge/output_tokens"]) / 1e6 > 0
     summary = load_summary(run.summary)
@@ -122,11 +104,11 @@ def test_a_judge_that_is_not_understood_stops_the_run_and_says_what_it_said(
 ) -> None:
     engines(solve, lambda answer: "correct: yes" if answer == "7" else "\x1b[2Jwho knows?")
     with pytest.raises(RuntimeError) as caught:
-        played(tmp_path, math_words(tmp_path, model, "run.steps=3", "run.evaluate=false", "judge.retries=0"))
+        train_here(tmp_path, math_words(tmp_path, model, "run.steps=3", "run.evaluate=false", "judge.retries=0"))
     said = str(caught.value)
     assert said.startswith("step 1: the judge (judge.policy=judge) left ") and "\x1b" not in said
     assert "judge.max_missing_share = 0.2; the last one: it has no line `correct:`: '\\x1b[2Jwho knows?'" in said
-    (row,) = read_metrics(tmp_path / "runs" / "judged" / "metrics.jsonl")
+    (row,) = read_metrics(tmp_path / "runs" / "scripted" / "metrics.jsonl")
     assert row.values["judge/missing"] == row.values["reward/solver/missing"] > 6  # on disk, to be looked at
 
 

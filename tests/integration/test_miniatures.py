@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from runner import Runner
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # commands
 from commands import run_by
+from runner import Runner
 
 from marsrl.rollout.types import Finish
 from marsrl.trainer.report.metrics import read_metrics

@@ -9,16 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_pool import ScriptedWithWeights, pools_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from completions_server import Handler, completions_server
+from scripted_pool import ScriptedWithWeights, pools_of
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
-from runner import Runner
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))  # desk
 from desk import boxing_model
+from runner import Runner
 
 from marsrl.trainer.report.metrics import read_metrics
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-import re
 import shutil
 import signal
 import socket
@@ -20,16 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
-from scripted_pool import ScriptedWithWeights, pools_of
+from scripted_pool import ScriptedWithWeights, pools_of, rows_of, samples_of, sevens, train_here
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.player.stages import StepBatch
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer import build, cli, loop
-from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.config.read import read_config
-from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
@@ -63,10 +59,10 @@ class Recorded(ScriptedWithWeights):
         CALLS.append("submit")
         super().submit(requests, version=version)
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         self._need("weights", "kv_cache")
         CALLS.append("score")
-        return super().score(sequences, temperature)
+        return super().score(sequences)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         CALLS.append("update_weights")
@@ -87,15 +83,12 @@ Play = Callable[..., Path]
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     """play("key=value", ..., says=script) trains and gives the run's directory."""
-    data = tmp_path / "train.jsonl"
-    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = init_model("tiny", "bytes", tmp_path / "model")
     renderer = ChatRenderer(model)
     encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
     CALLS.clear()
     common = [
-        "task=math", f"policies.main.model={model}", "policies.main.dtype=float32", f"data.train={data}",
+        "task=math", f"policies.main.model={model}", "policies.main.dtype=float32", f"data.train={sevens(tmp_path)}",
         "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=120",
         "evaluate.num_problems=3", "evaluate.fixed_inputs=4",
     ]  # fmt: skip
@@ -103,19 +96,14 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     def trained(*settings: str, says: Callable[[DecodeRequest], str] = script) -> Path:
         engine = functools.partial(Recorded, model, says, encode=encode)
         monkeypatch.setattr(build, "make_pool", pools_of(engine))
-        checked = preflight(read_config(None, [*common, *settings])[0], world_size=1)
-        directory = RunDirectory.create(tmp_path / "runs", "scripted", "math_default", checked.config.run.resume)
-        directory.write_config(checked.config.model_dump(mode="json"))
-        with build.open_run(checked, directory) as run:
-            train(run)
-        return directory.path
+        return train_here(tmp_path, [*common, *settings]).path
 
     return trained
 
 
 def test_five_agents_are_played_credited_trained_and_reported(play: Play) -> None:
     run_directory = play("run.steps=5")  # an agent more with each
-    samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
+    samples = samples_of(RunDirectory(run_directory))
     assert {r.agent for r in samples} == AGENTS
     rewards = {r.uid: r for r in samples}
     for record in samples:
@@ -168,7 +156,6 @@ def test_teams_whose_episodes_go_on_alone_are_trained_whole_and_resumed(
     name = f"{tmp_path}/mine.py:Asked" if team == "own" else team
     words = [f"orchestration={name}", "credit.normalise=agent", "run.checkpoint_every=1", *settings]
     run_directory = play(*words, "run.steps=3", says=lambda request: script(request).replace("maybe", "wrong"))
-    files = sample_files(RunDirectory(run_directory))
     play(*words, "run.steps=5", "run.resume=auto", "run.name=scripted")
     files = sample_files(RunDirectory(run_directory))
     assert list(files) == [1, 2, 3, 4, 5]
@@ -182,7 +169,7 @@ def test_teams_whose_episodes_go_on_alone_are_trained_whole_and_resumed(
             mine = [record for record in records if record.rollout_id == rollout_id]
             assert {record.uid.partition("/")[0] for record in mine} == {f"{rollout_id}.{i}" for i in range(4)}
             assert {record.group_id for record in mine} <= {f"{rollout_id}/{agent}" for agent in agents}
-    rows = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
+    rows = rows_of(RunDirectory(run_directory))
     assert any(row.get("actor/grad_norm") for row in rows)
     assert any(f"drmas/{agent}/variance_inflation" in row for row in rows for agent in agents)
     failed = sum(row.get("rollout/failed_episodes") or 0 for row in rows)
@@ -223,9 +210,7 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     words += ["rollout.prompts_per_step=4", "rollout.group_size=2", "rollout.pipeline=trajectory"]
     run_directory = play(*words, "run.steps=2")
     play(*words, "run.steps=3", "run.resume=auto", "run.name=scripted")
-    files = sample_files(RunDirectory(run_directory))
-    of_step = [list(read_samples(path)) for path in files.values()]
-    samples = [record for records in of_step for record in records]
+    samples = samples_of(RunDirectory(run_directory))
     drawn = {r.rollout_id: r.problem_id for r in samples if r.agent == "solver"}
     assert len(drawn) == 12 == len(set(drawn.values()))  # an epoch: nothing twice over the resume
     judged = [r for r in samples if r.answer is not None and r.problem_id != "problems:6"]
@@ -235,7 +220,7 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     truth = {r.uid: r.correct for r in samples}
     verdicts = [r for r in samples if r.agent == "verifier" and r.verdict is not None and r.reward is not None]
     assert {r.reward == float(r.verdict == (truth[r.parent_uid] == 1)) for r in verdicts} == {True}
-    rows = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
+    rows = rows_of(RunDirectory(run_directory))
     assert any(row["actor/grad_norm"] > 0 for row in rows)
     assert all(0 < row["latency_s/episode_p50"] <= row["latency_s/episode_p95"] for row in rows)
     of_agents = [[row[f"cost/{agent}/output_tokens"] for agent in ("solver", "verifier")] for row in rows]
@@ -255,26 +240,19 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     assert result["system"]["n"] == 12 and result["system"]["mean"] * 12 == pytest.approx(5.75)  # partial credit counts
     usage = result["usage"]["solver"]
     assert usage["calls"] == 12 and usage["input_tokens"] > 12 * 20 and usage["spent"] is None
-    for name, more in (("one", ""), ("two", "orchestration: solver_verifier\nagents: {verifier: {policy: judge}}\n")):
-        priced = f"{{model: {model}, price: {{input: 1.0, output: 4.0}}}}"
-        policies = f"policies: {{main: {priced}{f', judge: {priced}' if more else ''}}}\n"
-        (tmp_path / f"{name}.yaml").write_text(
-            f"task: my_task.py:Sevens\n{more or 'orchestration: solver'}\n{policies}"
-        )
-    one, two = (str(tmp_path / f"{name}.yaml") for name in ("one", "two"))
-    words = ["rollout.engine=local", "rollout.max_response_tokens=120", "evaluate.repeat=4"]
-    assert cli.main(["evaluate", "--config", one, "--compare", two, *words]) == 0
-    shown = capsys.readouterr()
-    both = json.loads(shown.out)
-    assert list(both) == [one, two] and both[one]["usage"]["solver"] | {"spent": None} == usage
-    assert both[one]["usage"]["solver"]["spent"] == pytest.approx(
-        (usage["input_tokens"] + 4 * usage["output_tokens"]) / 1e6
+    priced = f"{{model: {model}, price: {{input: 1.0, output: 4.0}}}}"
+    (tmp_path / "two.yaml").write_text(
+        "task: my_task.py:Sevens\norchestration: solver_verifier\nagents: {verifier: {policy: judge}}\n"
+        f"policies: {{main: {priced}, judge: {priced}}}\n"
     )
-    assert {name: used["policy"] for name, used in both[two]["usage"].items()} == {
-        "solver": "main",
-        "verifier": "judge",
-    }
-    assert "one.yaml" in shown.err and "verifier (judge)" in shown.err and "no price" not in shown.err
+    words = ["rollout.engine=local", "rollout.max_response_tokens=120", "evaluate.repeat=4"]
+    assert cli.main(["evaluate", "--config", str(tmp_path / "two.yaml"), *words]) == 0
+    shown = capsys.readouterr()
+    usage = json.loads(shown.out)["usage"]
+    assert {name: used["policy"] for name, used in usage.items()} == {"solver": "main", "verifier": "judge"}
+    spent = [(used["input_tokens"] + 4 * used["output_tokens"]) / 1e6 for used in usage.values()]
+    assert [used["spent"] for used in usage.values()] == pytest.approx(spent)
+    assert "two.yaml" in shown.err and "verifier (judge)" in shown.err and "no price" not in shown.err
 
 
 def test_evaluations_on_the_way_leave_the_steps_as_they_are_without(
@@ -316,7 +294,7 @@ def test_files_with_weights_are_drawn_after_a_kill_as_if_there_had_been_none(pla
     def drawn(*steps: str) -> dict[str, str]:
         for more in steps:
             run_directory = play(*words, *more.split())
-        samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
+        samples = samples_of(RunDirectory(run_directory))
         run_directory.rename(tmp_path / f"runs of {len(steps)}")
         return {r.rollout_id: r.problem_id for r in samples}
 
@@ -342,7 +320,7 @@ def test_a_team_searches_the_built_in_facts_and_is_trained_and_resumed(play: Pla
     words = ["task=qa", "data.train=null", "run.checkpoint_every=1", "task_options.people=20"]
     run_directory = play(*words, "run.steps=2", says=searches)
     play(*words, "run.steps=3", "run.resume=auto", "run.name=scripted", says=searches)
-    samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
+    samples = samples_of(RunDirectory(run_directory))
     assert {r.agent for r in samples} == {"verifier", "search", "answer"}
     assert len({r.uid for r in samples}) == len(samples)
     by_uid = {r.uid: r for r in samples}
@@ -350,7 +328,7 @@ def test_a_team_searches_the_built_in_facts_and_is_trained_and_resumed(play: Pla
     again = [r for r in samples if r.agent == "verifier" and r.parent_uid]
     told = [r for r in again if by_uid[r.parent_uid or ""].answer == "the home of mira holt"]
     assert told and all(found in r.prompt for r in told) and not all(found in r.prompt for r in again)
-    rows = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
+    rows = rows_of(RunDirectory(run_directory))
     keys = ("calls", "errors", "cached", "parts")
     total = {key: sum(row.get(f"tools/search/{key}") or 0 for row in rows) for key in keys}
     assert {row["tools/search/share"] for row in rows} == {1.0} and total["calls"] < total["parts"] <= 3 * total[
@@ -366,9 +344,9 @@ def test_a_team_searches_the_built_in_facts_and_is_trained_and_resumed(play: Pla
 def test_a_search_server_that_is_gone_is_read_by_the_team_and_counted(play: Play) -> None:
     server = ["tools.search.kind=http", "tools.search.url=http://127.0.0.1:1/retrieve", "tools.search.retries=0"]
     run_directory = play("task=qa", "data.train=null", "run.steps=1", "run.evaluate=false", *server, says=searches)
-    samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
+    samples = samples_of(RunDirectory(run_directory))
     told = [r.prompt for r in samples if "<information>error: http://127.0.0.1:1/retrieve: given up" in r.prompt]
-    [row] = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
+    [row] = rows_of(RunDirectory(run_directory))
     assert told and row["tools/search/calls"] == row["tools/search/errors"] != 0
 
 
@@ -389,7 +367,7 @@ def test_one_agent_is_trained_by_its_name_and_the_pages_say_nothing_of_others(
     play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_directory = play("orchestration=solver", "run.steps=2", "run.eval_every=2", "loss.aggregation=sequence")
-    samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
+    samples = samples_of(RunDirectory(run_directory))
     assert {r.agent for r in samples} == {"solver"} and len(samples) == 2 * 2 * 4
     last = read_metrics(run_directory / "metrics.jsonl")[-1].values
     rows = {name for name in last if f"{name}/low" in last}
@@ -420,11 +398,11 @@ def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_onc
     assert "goes on after" not in (said := capsys.readouterr().err) and "not measured" not in said  # run.evaluate=false
     run_directory = play(*settings, "run.steps=7", "run.resume=auto")
     assert "goes on after step 3: 4 of 7 steps are left" in capsys.readouterr().err
-    rows = [row.values for row in read_metrics(run_directory / "metrics.jsonl")]
+    rows = rows_of(RunDirectory(run_directory))
     assert len(rows) == 7
     assert max(row["rollout/staleness_max"] for row in rows) in range(1, 2 + 3 + 1)
     assert max(row["rollout/staleness_mean"] for row in rows) > 0
-    samples = [r for path in sample_files(RunDirectory(run_directory)).values() for r in read_samples(path)]
+    samples = samples_of(RunDirectory(run_directory))
     assert max(Counter(r.uid for r in samples).values()) == 1
     logged = [r for path in token_files(RunDirectory(run_directory)).values() for r in read_tokens(path).samples]
     assert {r.uid: r.segments for r in logged} == {r.uid: r.segments for r in samples}
@@ -494,9 +472,9 @@ def test_weights_that_are_not_finite_and_a_policy_that_diverged_are_told_as_such
     small = ("run.steps=3", "run.evaluate=false", "rollout.prompts_per_step=4")
     score = Recorded.score
 
-    def as_another_program(self: Recorded, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+    def as_another_program(self: Recorded, sequences: Sequence[IntArray]) -> list[FloatArray]:
         rounded = 1.01 if CALLS.count("update_weights") > 1 else 1.0  # of large numbers
-        return [each * rounded for each in score(self, sequences, temperature)]
+        return [each * rounded for each in score(self, sequences)]
 
     monkeypatch.setattr(Recorded, "score", as_another_program)
     diverged = r"version 1: .* own log-probs have a median of -\S+ nats, so the policy has diverged, .*optimizer\.lr"
@@ -522,18 +500,12 @@ def test_prometheus_is_answered_while_the_run_goes_on(play: Play, monkeypatch: p
 
     monkeypatch.setattr(Run, "stop_if_unusable", looks)  # what the loop calls after a step's record
     words = ["orchestration=solver", "run.evaluate=false", "run.steps=2", f"run.prometheus_port={port}"]
-    rows = [row.values for row in read_metrics(play(*words) / "metrics.jsonl")]
+    rows = rows_of(RunDirectory(play(*words)))
     first, second = pages
     assert "marsrl_step 1.0" in first and "marsrl_step 2.0" in second and 'marsrl_run{run="scripted"} 1.0' in second
     assert f'marsrl_reward_mean{{agent="solver"}} {rows[1]["reward/solver/mean"]}' in second
     assert 'marsrl_engines{policy="main"} 1.0' in second
     assert f"marsrl_rollout_tokens_total {rows[0]['rollout/tokens'] + rows[1]['rollout/tokens']}" in second
-    asked = re.findall(r"marsrl_\w+", (Path(__file__).parents[2] / "docs" / "alerts.yml").read_text())
-    of_others = (
-        "marsrl_rank_silence_seconds",
-        "marsrl_judge_missing_share",
-    )  # of several ranks, of a judge that is a model
-    assert {name for name in asked if not re.search(rf"^{name}\b", second, re.M)} == set(of_others)
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30)
 

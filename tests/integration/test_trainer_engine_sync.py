@@ -5,7 +5,6 @@ Engines of one process and of two: these hold halves, and must end with the proc
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +16,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from engine_cases import after, decoded, generate, prompt, request
-from forked import actors, descendants
+from processes import actors, descendants
 from random_model import write_model
 
 from marsrl.kernels import PolicyObjective
@@ -29,13 +26,12 @@ from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_connection import RayCluster
-from marsrl.rollout.weights.engine_shard import EngineShard
+from marsrl.rollout.weights.files import write_shards
+from marsrl.rollout.weights.layout import EngineShard
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.weights.checked_engines import CheckedEngines
-from marsrl.trainer.weights.comparison import comparison_sequences, trainer_scores
-from marsrl.trainer.weights.file_channel import FileChannel
-from marsrl.trainer.weights.files import write_shards
+from marsrl.trainer.weights.comparison import CheckedEngines, comparison_sequences, trainer_scores
+from marsrl.trainer.weights.sync import FileSync
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +62,8 @@ class Parts:
     model_dir: Path
     vllm: VllmOptions
     learner: Learner
-    channel: FileChannel
+    sync: FileSync
+    folder: Path  # of the versions
     pool: EnginePool
 
 
@@ -105,12 +102,14 @@ def _parts(case: str, folder: Path) -> Parts:
     vllm = VllmOptions(max_num_seqs=8, kv_cache_mib=32, **CASES[case])  # type: ignore[arg-type]
     config = RolloutConfig(threads=1, object_store_mib=80, max_engine_restarts=0, vllm=vllm)
     pool = make_pool("main", str(model_dir), config, dtype="float32", max_model_len=256)
-    channel = FileChannel(CheckedEngines(pool, vocab_size=VOCAB_SIZE), torch.float32)
-    return Parts(kind, model_dir, vllm, learner, channel, pool)
+    versions = folder / "versions"
+    versions.mkdir()
+    sync = FileSync(CheckedEngines(pool, vocab_size=VOCAB_SIZE), torch.float32, directory=versions)
+    return Parts(kind, model_dir, vllm, learner, sync, versions, pool)
 
 
 def _close(parts: Parts) -> None:
-    parts.channel.close()
+    parts.sync.close()
     parts.pool.close()
     parts.learner.close()
 
@@ -136,7 +135,7 @@ def test_log_probs_agree_before_and_after_every_sync(case: str, started: Callabl
         for group in groups:
             _change(learner, group)
         assert median_difference(learner, pool) > 1e-3, f"{groups}: the probe does not see it"
-        report = parts.channel.publish(learner, version)
+        report = parts.sync.publish(learner, version)
         assert report is not None and report.comparison is not None
         assert report.comparison.median < TOLERANCE, groups
         assert report.comparison.num_tokens == 640
@@ -160,7 +159,7 @@ def _draws_as_one_process_does(parts: Parts, version: int) -> None:
     info = parts.pool.infos()[0]
     spread = parts.vllm.expert_parallel
     assert info.shards == tuple(EngineShard.of(i, 2, 1, spreads_experts=spread) for i in range(2))
-    folder = parts.channel._path
+    folder = next(parts.folder.glob("*/version_*"))
     for name in ("config.json", "generation_config.json"):
         (folder / name).write_bytes((parts.model_dir / name).read_bytes())
     one = LocalEngine(folder, dtype="float32", max_model_len=256)
@@ -186,11 +185,11 @@ def _names_a_bit_of_the_second_half(parts: Parts, version: int) -> None:
             return write_shards(folder, (_with_another_last_bit(*each, name) for each in tensors), shard_bytes)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("marsrl.trainer.weights.file_channel.write_shards", spoiled)
+            patch.setattr("marsrl.rollout.weights.files.write_shards", spoiled)
             said = rf"engine 0 does not hold what was sent: 1 of \d+ tensors differ, first shard 1 of 2: {named} \("
             with pytest.raises(RuntimeError, match=said):
-                parts.channel.publish(parts.learner, version)
-    parts.channel.publish(parts.learner, version)
+                parts.sync.publish(parts.learner, version)
+    parts.sync.publish(parts.learner, version)
 
 
 def _with_another_last_bit(name: str, tensor: torch.Tensor, spoiled: str) -> tuple[str, torch.Tensor]:

@@ -133,7 +133,7 @@ class Trial:
         return found
 
     def trainers(self) -> list[psutil.Process]:
-        """By rank."""
+        """Trainer processes, by rank."""
         assert self.life is not None
         ranks = {}
         with contextlib.suppress(psutil.Error):
@@ -225,11 +225,11 @@ class Trial:
         return [each.name for each in folders if int(each.name.split("-")[2]) in pids]
 
     def files(self) -> set[str]:
-        """In the temporary directory; torch's cache of compiled code is to stay there."""
+        """Files in the temporary directory, without torch's cache of compiled code, which stays."""
         return {path.name for path in (self.folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")}
 
     def no_files_left(self, before: set[str]) -> None:
-        """By a run that came to its end, nor by those before: but for torchrun's folders of runs that failed, `before`."""
+        """Check that a run that ended well, and those before it, left no files but torchrun's folders in `before`."""
         if left := self.weights_left(self.pids):
             raise Loss(f"in /dev/shm: {', '.join(left)}")
         if left := sorted(self.files() - {name for name in before if name.startswith("torchelastic_")}):

@@ -2,15 +2,14 @@
 
 with compiled_launches(90) as reports:          # what an op would launch, with its true specialisation
     TritonAttention().forward(q, ...)           # q etc. on device="meta": any size, no memory, nothing runs
-report = compile_kernel(kernel, 90, {"x": "*bf16", "n": "i32"}, {"BLOCK": 128}, num_warps=4)
-assert_compiled_well(report, dots=True)
+assert_compiled_well(reports[0], dots=True)
 """
 
 import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +20,7 @@ import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -37,69 +36,25 @@ class Report:
     kernel: str
     target: int
     num_warps: int
-    num_stages: int
     registers: int
     spill_bytes: int
     shared_bytes: int
     num_hmma: int  # tensor-core instructions of sm_80, and of sm_90 where a tile is small or float32
     num_hgmma: int  # warpgroup tensor-core instructions of sm_90
-    num_setmaxnreg: int  # > 0: warps are specialised
     num_wide_loads: int  # of global memory, 128 bits a thread
     num_wide_stores: int
-    num_tile_loads: int  # by the copy engine of sm_90 (TMA), a tile each
-    num_tile_stores: int
-    num_logarithms: (
-        int  # of tiles, in Triton's intermediate code: some 30 instructions an element, none of them a log's own
-    )
     narrow_products: tuple[tuple[str, str], ...]  # numbers that are multiplied in 32 bits, neither of them a constant
 
 
-# 32 bits are enough for what counts programs, and for tables of a chunk: 4 numbers for each of at most 16384 rows and
-# 1187 tiles of the vocabulary. Kernel -> a factor of such products, by the name that the kernel has for it.
+# 32 bits are enough for what counts programs, and for tables of a chunk: 4 numbers for each of at most 16384 rows and some
+# pieces of the vocabulary. Kernel -> a factor of such products, by the name that the kernel has for it.
 SMALL_TABLES = {
     "row_partials": {"num_rows"},
     "finish_rows": {"stride"},
     "join_pieces": {"stride"},
-    "first_product": {"num_rows"},
-    "first_product_by_copies": {"num_rows", "column_tiles"},
-    "exponential_gradients": {"num_pieces"},
-    "row_factors": {"num_rows", "num_pieces"},
-    "hidden_gradient": {"num_rows"},
-    "weight_gradient": {"num_rows"},
     "gradient_rows": {"rows_of_program"},
     "matrix_gradients": {"num_in_tiles"},
 }
-
-
-def compile_kernel(
-    kernel: Any,
-    target: int,
-    signature: Mapping[str, str],
-    constants: Mapping[str, Any],
-    *,
-    num_warps: int = 4,
-    num_stages: int = 3,
-    max_registers: int | None = None,
-    divisible_by_16: tuple[str, ...] | None = None,
-) -> Report:
-    """Compile one @triton.jit function.
-
-    signature: argument -> Triton type ("*bf16", "i32", "fp32"), for the arguments that are not constants.
-    divisible_by_16: the arguments known to be so at the launch; None: the pointers, as PyTorch aligns them.
-    """
-    _refuse_interpreter(kernel)
-    names = kernel.arg_names
-    aligned = divisible_by_16
-    if aligned is None:
-        aligned = tuple(name for name, kind in signature.items() if kind.startswith("*"))
-    source = ASTSource(
-        fn=kernel,
-        signature={name: "constexpr" if name in constants else signature[name] for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
-    return read_report(triton.compile(source, target=GPUTarget("cuda", target, 32), options=options), target)
 
 
 @contextmanager
@@ -127,18 +82,13 @@ def read_report(compiled: CompiledKernel, target: int) -> Report:
         kernel=metadata.name,
         target=target,
         num_warps=metadata.num_warps,
-        num_stages=metadata.num_stages,
         registers=used["REG"],
         spill_bytes=used["STACK"] + used["LOCAL"],
         shared_bytes=metadata.shared,
         num_hmma=len(re.findall(r"\bHMMA", assembly)),
         num_hgmma=len(re.findall(r"\bHGMMA", assembly)),
-        num_setmaxnreg=len(re.findall(r"\bUSETMAXREG", assembly)),
         num_wide_loads=len(re.findall(r"\bLDG[.\w]*\.128", assembly)),
         num_wide_stores=len(re.findall(r"\bSTG[.\w]*\.128", assembly)),
-        num_tile_loads=len(re.findall(r"\bUTMALDG", assembly)),
-        num_tile_stores=len(re.findall(r"\bUTMASTG", assembly)),
-        num_logarithms=len(re.findall(r"\bmath\.log\b", compiled.asm["ttir"])),
         narrow_products=narrow_products(compiled.asm["ttir"]),
     )
 
@@ -206,11 +156,6 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
 
 def _output_of(tool: str, *arguments: Any) -> str:
     return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def _refuse_interpreter(kernel: Any) -> None:
-    if not isinstance(kernel, JITFunction):
-        raise TypeError(f"{kernel!r} is a {type(kernel).__name__}, expected a JITFunction: unset TRITON_INTERPRET")
 
 
 class _AbsentDevice:

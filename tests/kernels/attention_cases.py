@@ -1,13 +1,23 @@
 """Value and gradients of packed attention against a masked softmax per segment, for any implementation and device."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels import attention_varlen
+from marsrl.kernels.attention_varlen import _OP
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
+from marsrl.kernels.dispatch import Explanation
 from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
+
+
+def choice(device: str, dtype: torch.dtype, head_size: int, *, deterministic: bool = False) -> Explanation:
+    """The implementation that serves packed attention of that kind on this machine, and the reasons against the others."""
+    q = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, head_size))
+    return _OP.explain(lambda each: each.machine_lacks() or each.why_not(q, deterministic))
+
 
 Attention = Callable[..., Tensor]
 SCALES = (-0.7, -1e-3, 0.0, 3.0)
@@ -75,3 +85,14 @@ def check_scale(scale: float) -> None:
         compare([6, 0, 3], scale=scale, dtype=dtype, head_size=16)
     compare([6, 0, 3], scale=scale, causal=False, head_size=16)
     compare([3, 1], [5, 6], scale=scale, head_size=16)
+
+
+def check_without_queries() -> None:
+    """No token in one sequence or in none, and keys alone."""
+    for bounds, num_keys in (([0, 0], 0), ([0], 0), ([0, 0], 3)):
+        leaves = [torch.randn(n, heads, 16, requires_grad=True) for n, heads in ((0, 4), (num_keys, 2), (num_keys, 2))]
+        keys = torch.tensor([0, num_keys]) if num_keys else None
+        output = attention_varlen(*leaves, torch.tensor(bounds), cu_seqlens_k=keys)
+        assert output.shape == (0, 4, 16)
+        for leaf, grad in zip(leaves, torch.autograd.grad(output.sum(), leaves), strict=True):
+            assert grad.shape == leaf.shape and not grad.any()

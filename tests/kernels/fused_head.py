@@ -1,7 +1,6 @@
 """Shared by the tests of the fused head on every implementation: the cases, and how a result is judged.
 
-The same bodies run csrc/cpu (test_linear_*.py), Triton in the interpreter (interpreter/test_fused_head.py) and whatever
-runs on a GPU (test_fused_head_on_gpu.py).
+head_tests.py has the tests that run on all of them: csrc/cpu, Triton in the interpreter, and on a GPU.
 """
 
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from policy_cases import OBJECTIVES, poison_masked, policy_case
 from torch import Tensor
 
 from marsrl import kernels
@@ -18,7 +18,7 @@ from marsrl.kernels import LossInputs, PolicyLoss, Support, linear_logprob
 from marsrl.kernels.head import chunked_head, tiles
 from marsrl.kernels.head.host_memory import HostBudget
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
-from marsrl.kernels.testing import OBJECTIVES, assert_accurate, off_by_an_ulp, poison_masked, policy_case
+from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
 
 Head = tuple[Tensor, Tensor, Tensor]  # hidden [T, H], weight [V, H], targets [T]
 Arguments = dict[str, Any]
@@ -170,8 +170,7 @@ def compare_policy_loss(
         plain, *plain_grads = run_policy_loss((hidden, weight, targets), arguments, dtype)
         near = off_by_an_ulp(hidden), off_by_an_ulp(weight), targets
         moved, *moved_grads = run_policy_loss(near, arguments, torch.float64)
-    poison = torch.nan if arguments.get("compacts", True) else 7.0  # where all rows are computed they must be finite
-    poisoned = hidden.masked_fill(~mask[:, None], poison), weight, targets.masked_fill(~mask, -100)
+    poisoned = hidden.masked_fill(~mask[:, None], torch.nan), weight, targets.masked_fill(~mask, -100)
     with forced(implementation):
         found, *grads = run_policy_loss(poisoned, poison_masked(arguments), dtype)
     vocab, size = weight.shape
@@ -187,7 +186,7 @@ def compare_policy_loss(
 def plain_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """What one writes without a kernel: logits at the input's dtype, then float32 statistics."""
+    """The same without a kernel: logits at the input's dtype, then float32 statistics."""
     logits = (hidden @ weight[:columns].t()).float()
     logits = logits / (temperature.float()[:, None] if isinstance(temperature, Tensor) else temperature)
     logp = torch.log_softmax(logits, -1)
@@ -210,7 +209,6 @@ def compare_logprob(
     dtype: torch.dtype = torch.float32,
     implementation: str | None = None,
     device: str = "cpu",
-    compacts: bool = True,
 ) -> list[Tensor]:
     """linear_logprob against the definition: log-probs, entropy, and gradients of a random function of both."""
     hidden, weight, targets = (tensor.to(device) for tensor in case)
@@ -221,7 +219,7 @@ def compare_logprob(
     upstream = torch.randn(2, hidden.shape[0], dtype=torch.float64).to(device)
 
     def ours(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        out = linear_logprob(h, w, targets, temperature=temperature, real_vocab_size=real, compacts=compacts)
+        out = linear_logprob(h, w, targets, temperature=temperature, real_vocab_size=real)
         return out.logprobs, out.entropy
 
     def definition(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

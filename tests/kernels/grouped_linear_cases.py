@@ -48,3 +48,10 @@ def compare(
     again = run(lambda x, w: function(x, w, given), x, weights, upstream, dtype)
     for name, one, other in zip(("output", "x.grad", "weights.grad"), found, again):
         assert torch.equal(one, other), f"{name} differs between two runs"
+
+
+def check_without_rows() -> None:
+    for num_experts in (2, 0):
+        x, weights = torch.randn(0, 8, requires_grad=True), torch.randn(num_experts, 4, 8, requires_grad=True)
+        grouped_linear(x, weights, [0] * num_experts).sum().backward()
+        assert x.grad is not None and x.grad.shape == (0, 8) and weights.grad is not None and not weights.grad.any()

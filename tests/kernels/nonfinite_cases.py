@@ -1,6 +1,6 @@
 """Numbers that are not finite: in a row of logits, and in each input of the policy objective at each place it can stand at.
 
-Shared by test_nonfinite.py (csrc/cpu and the references) and interpreter/test_nonfinite_interpreted.py (Triton).
+Shared by test_every_tier.py (csrc/cpu and the references) and interpreter/test_every_op.py (Triton).
 """
 
 import itertools
@@ -90,7 +90,7 @@ def check_loss(kind: str) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides which inputs are read. ratio: "none" is pseudo on-policy, without old log-probs."""
+    """The options that decide which inputs are read. ratio: "none" is pseudo on-policy, without old log-probs."""
 
     correction: str = "none"
     kl: str = "none"
@@ -293,14 +293,13 @@ def check_given_logprobs(setting: Setting, implementation: str, device: str = "c
 
 def check_head(setting: Setting, design: str) -> None:
     """linear_policy_loss, forward and backward; a log-prob that is not finite is one of a hidden state that is not."""
-    implementation, *how = design.split(" ", 1)
-    dtype = torch.bfloat16 if how == ["bfloat16"] or implementation == "triton_gemm" else torch.float32
-    compacts = how != ["without compaction"]  # else every row is multiplied, and its hidden state must be finite
-    names = tuple(name for name in READ if name != "entropy" and (compacts or name != "log-prob"))
+    implementation, _, how = design.partition(" ")
+    dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
+    names = tuple(name for name in READ if name != "entropy")
     # a multiple of 32: the CPU's own bfloat16 products, where it has them
-    for vocab in (67, 96) if how == ["bfloat16"] else (67,):
+    for vocab in (67, 96) if how == "bfloat16" else (67,):
         for chosen, none_is_read in selections(setting, names):
-            _check_head_batch(setting, chosen, implementation, dtype, compacts, none_is_read, vocab)
+            _check_head_batch(setting, chosen, implementation, dtype, none_is_read, vocab)
 
 
 def _check_head_batch(
@@ -308,7 +307,6 @@ def _check_head_batch(
     chosen: list[Spot],
     implementation: str,
     dtype: torch.dtype,
-    compacts: bool,
     none_is_read: bool,
     vocab: int,
 ) -> None:
@@ -329,7 +327,7 @@ def _check_head_batch(
             hidden[token] = spot.value
     hidden.requires_grad_(), weight.requires_grad_()
     with forced(f"linear_policy_loss={implementation}"):
-        found = linear_policy_loss(hidden, weight, targets, compacts=compacts, **batch.inputs)
+        found = linear_policy_loss(hidden, weight, targets, **batch.inputs)
     found.loss.backward()
     assert hidden.grad is not None and weight.grad is not None
     judge(setting, batch, found)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ahead_of_time import TARGETS, assert_compiled_well, compile_kernel, compiled_launches
+from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 
 
 @triton.jit
@@ -32,25 +32,36 @@ def copy_rows(x, out, stride, width, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + (tl.program_id(0) * BLOCK + column) % BLOCK, values, mask=column < width)
 
 
+def compiled(target, kernel, *tensors, **words):
+    with compiled_launches(target) as reports:
+        kernel[(1,)](
+            *(torch.empty(*each, device="meta") if isinstance(each, tuple) else each for each in tensors), **words
+        )
+    return reports[0]
+
+
+def products(target, size, **words):
+    a, b = (torch.empty(size, size, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    return compiled(target, multiply, a, b, (size, size), SIZE=size, **words)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_dot_uses_the_tensor_cores_of_the_target(target):
-    report = compile_kernel(multiply, target, {"a": "*bf16", "b": "*bf16", "out": "*fp32"}, {"SIZE": 64})
+    report = products(target, 64)
     assert_compiled_well(report, dots=True)
     assert (report.num_hgmma > 0) == (target == 90) and 0 < report.registers <= 255
 
 
 def test_a_launch_compiles_with_what_it_was_given():
-    with compiled_launches(90) as reports:
-        double[(70_000,)](torch.empty(70_000 * 128, device="meta"), 70_000 * 128, BLOCK=128, num_warps=2)
-    assert_compiled_well(reports[0], dots=False)
-    assert reports[0].kernel == "double" and reports[0].num_warps == 2
+    report = compiled(90, double, (70_000 * 128,), 70_000 * 128, BLOCK=128, num_warps=2)
+    assert_compiled_well(report, dots=False)
+    assert report.kernel == "double" and report.num_warps == 2
     with pytest.raises(AssertionError, match="tensor cores"):
-        assert_compiled_well(reports[0], dots=True)
+        assert_compiled_well(report, dots=True)
 
 
 def test_spills_and_too_much_shared_memory_are_noticed():
-    types = {"a": "*bf16", "b": "*bf16", "out": "*fp32"}
-    report = compile_kernel(multiply, 80, types, {"SIZE": 32}, num_warps=1, max_registers=32)
+    report = products(80, 32, num_warps=1, maxnreg=32)
     with pytest.raises(AssertionError, match="spills [0-9]+ bytes"):
         assert_compiled_well(report, dots=True)
     assert_compiled_well(report, dots=True, spill_allowance_bytes=report.spill_bytes)
@@ -59,9 +70,8 @@ def test_spills_and_too_much_shared_memory_are_noticed():
 
 
 def test_a_row_times_a_distance_in_32_bits_is_noticed():
-    types = {"x": "*fp32", "out": "*fp32", "stride": "i32", "width": "i32"}
     for wide in (True, False):
-        report = compile_kernel(copy_rows, 80, types, {"WIDE": wide, "BLOCK": 128})
+        report = compiled(80, copy_rows, (128, 100), (128,), 100, 99, WIDE=wide, BLOCK=128)
         assert report.narrow_products == (() if wide else (("row", "stride"),))
     with pytest.raises(AssertionError, match="copy_rows multiplies in 32 bits"):
         assert_compiled_well(report, dots=False)

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import SCALES, check_scale, compare
+from attention_cases import SCALES, check_scale, check_without_queries, choice, compare
 
-from marsrl.kernels import attention_choice, attention_varlen
+from marsrl.kernels import attention_varlen
 
 # one segment; equal ones (no padding); one bucket with padding; three buckets with empty segments
 LENGTHS = [[7], [5, 5, 5], [9, 5, 7], [40, 0, 3, 17, 1, 18, 0, 2]]
@@ -54,7 +54,7 @@ REALISTIC = [1900, 1, 0, 640, 77, 128]  # a tile, less, more, none
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_on_a_gpu(implementation, dtype, head_size, monkeypatch):
     repeats = implementation not in ("torch", "flash4")
-    reason = attention_choice("cuda", dtype, head_size, deterministic=repeats).reasons.get(implementation, "")
+    reason = choice("cuda", dtype, head_size, deterministic=repeats).reasons.get(implementation, "")
     if reason and "is preferred" not in reason:
         pytest.skip(reason)
     monkeypatch.setenv("MARSRL_KERNELS", implementation)
@@ -103,9 +103,10 @@ def test_a_single_token_attends_to_itself():
     torch.testing.assert_close(q.grad, torch.zeros_like(q), atol=1e-5, rtol=0)
 
 
-def test_no_tokens():
-    x = torch.randn(0, 2, 8)
-    assert attention_varlen(x, x, x, torch.tensor([0, 0])).shape == (0, 2, 8)
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+def test_no_tokens(implementation, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", implementation)
+    check_without_queries()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which implementation serves a call, and what is said when none can."""
+"""The choice of an implementation, and the error when none can serve."""
 
 import ctypes
 import importlib
@@ -26,7 +26,7 @@ def test_a_forced_implementation_is_used(arguments, monkeypatch):
 def test_a_forced_implementation_that_cannot_serve_is_refused_with_the_reason(arguments, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", "cpu")
     with pytest.raises(
-        RuntimeError, match="MARSRL_KERNELS=cpu cannot serve this call of linear_logprob: float64 input"
+        RuntimeError, match="MARSRL_KERNELS=cpu cannot serve this call of linear_logprob: hidden is float64"
     ):
         linear_logprob(arguments[0].double(), *arguments[1:])
 
@@ -66,19 +66,11 @@ def test_one_op_can_be_forced_and_the_others_choose(monkeypatch):
         first()
 
 
-def test_the_heads_own_first_gemm_needs_a_device(arguments, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("MARSRL_KERNELS", "triton_gemm")
-    with pytest.raises(RuntimeError, match="MARSRL_KERNELS=triton_gemm .* PyTorch sees no CUDA device"):
-        linear_logprob(*arguments)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(RuntimeError, match="hidden is on cpu, Triton kernels read CUDA memory"):
-        linear_logprob(*arguments)
-
-
 def test_where_no_implementation_can_serve_every_reason_is_given(arguments):
     hidden, weight, targets = arguments
-    with pytest.raises(RuntimeError, match=r"no implementation .* cpu: float64 input.*; reference: main_grad is given"):
+    with pytest.raises(
+        RuntimeError, match=r"no implementation .* cpu: hidden is float64.*; reference: main_grad is given"
+    ):
         linear_policy_loss(
             hidden.double(),
             weight,
@@ -97,25 +89,22 @@ def test_explain_names_the_choice_and_the_reasons_against_the_others(monkeypatch
     assert by_op["linear_policy_loss"].chosen == "cpu"
     reasons = by_op["linear_policy_loss"].reasons
     assert reasons["reference"] == "cpu is preferred" and "PyTorch sees no CUDA device" in reasons["triton"]
-    assert by_op["pack"].chosen == by_op["group_advantage"].chosen == "cpu"
+    assert by_op["sequence_sums"].chosen == by_op["group_advantage"].chosen == "cpu"
     monkeypatch.setenv("MARSRL_KERNELS", "reference")
     by_op = {each.op: each for each in explain()}
     assert by_op["linear_logprob"].chosen == "reference"
     assert by_op["linear_logprob"].reasons["cpu"] == "MARSRL_KERNELS=reference"
 
 
-def test_triton_without_a_device_is_refused_with_the_reason(arguments, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_triton_is_refused_without_a_device_and_for_what_lies_in_host_memory(arguments, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", "triton")
-    with pytest.raises(RuntimeError, match="MARSRL_KERNELS=triton .* PyTorch sees no CUDA device .TRITON_INTERPRET=1"):
-        linear_logprob(*arguments)
-
-
-def test_on_a_device_triton_refuses_what_lies_in_host_memory(arguments, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("MARSRL_KERNELS", "triton")
-    with pytest.raises(RuntimeError, match="hidden is on cpu, Triton kernels read CUDA memory"):
-        linear_logprob(*arguments)
+    for has_device, reason in (
+        (False, "MARSRL_KERNELS=triton .* PyTorch sees no CUDA device .TRITON_INTERPRET=1"),
+        (True, "hidden is on cpu, Triton kernels read CUDA memory"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_device=has_device: has_device)
+        with pytest.raises(RuntimeError, match=reason):
+            linear_logprob(*arguments)
     monkeypatch.delenv("MARSRL_KERNELS")
     linear_logprob(*arguments)  # served by csrc/cpu
 

@@ -1,4 +1,4 @@
-"""What lies beyond 2^31 elements is reached on the CPU: tensors that far apart, and a head with so many logits."""
+"""Elements beyond 2^31 are reached on the CPU: tensors that far apart, and a head with so many logits."""
 
 import far_cases
 import pytest

@@ -1,22 +1,21 @@
-"""How flash-attn, PyTorch's packed attention and its grouped GEMM are called, when they are not, and which attention serves."""
+"""Calls of flash-attn, PyTorch's packed attention and its grouped GEMM, and the choice among the attentions."""
 
 import ast
 import sys
-import types
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_cases import choice
 from attention_cases import compare as compare_attention
 from grouped_linear_cases import compare as compare_grouped_linear
 
 from marsrl import kernels
-from marsrl.kernels import attention_choice
-from marsrl.kernels.attention_varlen import flash, torch_impl
+from marsrl.kernels.attention_varlen import flash
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.grouped_linear import torch_impl as grouped_mm
-from marsrl.kernels.head.rows import subset
 
 # What each release takes beside q, k, v, cu_seqlens_q and cu_seqlens_k; the second of version 4 is an early one.
 SIGNATURES = {
@@ -104,10 +103,10 @@ def test_varlen_attn_of_torch_is_called_as_ours(monkeypatch):
         return attention_varlen_reference(query, key, value, cu_seq_q, cu_seq_k, scale, window_size == (-1, 0))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    torch_impl._words.cache_clear()
-    assert torch_impl.machine_lacks_varlen_attn() is None  # the installed PyTorch has all the words that are used
+    flash._torch_words.cache_clear()
+    assert flash.machine_lacks_varlen_attn() is None  # the installed PyTorch has all the words that are used
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    attend = as_ours(partial(torch_impl.attention_varlen_torch, max_seqlen=5))
+    attend = as_ours(partial(flash.attention_varlen_torch, max_seqlen=5))
     compare_attention([5, 0, 3], attention=attend)
     compare_attention([2, 4], [5, 4], causal=False, attention=attend)
 
@@ -137,7 +136,7 @@ def test_the_fastest_attention_that_can_serve_is_chosen(installed, major, wanted
     for name in installed:
         install(name)
     asked = {"device": "cuda", "dtype": torch.bfloat16, "head_size": 128, **wanted}
-    found = attention_choice(asked.pop("device"), asked.pop("dtype"), asked.pop("head_size"), **asked)
+    found = choice(asked.pop("device"), asked.pop("dtype"), asked.pop("head_size"), **asked)
     assert found.chosen == chosen, found.reasons
     assert all(found.reasons.values()) and set(found.reasons) | {chosen} == {
         "flash4", "flash3", "flash2", "torch", "triton", "cpu", "reference"
@@ -148,37 +147,16 @@ def test_the_reasons_against_each_attention(install, monkeypatch):
     on(monkeypatch, 9)
     install("flash4")
     install("flash3", "import a_library_that_is_missing")
-    found = attention_choice("cuda", torch.bfloat16, 128, deterministic=True).reasons
+    found = choice("cuda", torch.bfloat16, 128, deterministic=True).reasons
     assert "not deterministic at compute capability 9.0" in found["flash4"]
     assert "does not import: No module named 'a_library" in found["flash3"]
     assert found["flash2"] == "flash_attn.flash_attn_interface is not installed"  # version 4's folder is not version 2
     assert "under torch.use_deterministic_algorithms(True) only" in found["torch"]
-    assert "head size 20" in attention_choice("cuda", torch.bfloat16, 20).reasons["torch"]
-    assert "float32" in attention_choice("cuda", torch.float32, 128).reasons["torch"]
-    assert "on cpu" in attention_choice("cpu", torch.bfloat16, 128).reasons["flash4"]
+    assert "head size 20" in choice("cuda", torch.bfloat16, 20).reasons["torch"]
+    assert "float32" in choice("cuda", torch.float32, 128).reasons["torch"]
+    assert "on cpu" in choice("cpu", torch.bfloat16, 128).reasons["flash4"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no CUDA device" in attention_choice("cuda", torch.bfloat16, 128).reasons["flash4"]
-
-
-def test_a_late_count_is_copied_to_the_host_whatever_the_default_device(monkeypatch):
-    """A caller may build its tensors under `with torch.device("cuda")`, where pinned memory cannot be made."""
-
-    class OnCuda(torch.Tensor):
-        is_cuda = True
-
-    with torch.device("meta"):
-        make = torch.empty
-        assert make(1).is_meta  # which functions it changes torch notes at the first use, before they are replaced here
-    recorded = []
-    event = types.SimpleNamespace(record=recorded.append, synchronize=lambda: None)
-    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **options: make(*sizes, **options))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"a side stream of {device}")
-    value = torch.tensor([7]).as_subclass(OnCuda)
-    with torch.device("meta"):
-        late = subset.LateCount(value)
-    assert late.wait() == 7
-    assert recorded == [f"a side stream of {value.device}"]  # where the work is queued, on the device of the value
+    assert "no CUDA device" in choice("cuda", torch.bfloat16, 128).reasons["flash4"]
 
 
 def test_nothing_asks_about_the_current_device_or_waits_for_all_of_it():
@@ -199,13 +177,6 @@ def test_nothing_asks_about_the_current_device_or_waits_for_all_of_it():
     assert waits == [("head/rows/subset.py", "self._event.synchronize")]
 
 
-class Stranger:
-    """As much of a CUDA tensor as the reasons look at."""
-
-    def __init__(self, *shape, dtype=torch.bfloat16):
-        self.shape, self.dtype, self.device = shape, dtype, torch.device("cuda", 0)
-
-
 def test_grouped_mm_is_called_as_ours():
     def function(x, weights, counts):
         return grouped_mm.grouped_linear_torch(x, weights, torch.tensor(counts))
@@ -214,11 +185,12 @@ def test_grouped_mm_is_called_as_ours():
 
 
 def test_the_reasons_against_peers_of_grouped_linear(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    counts = torch.tensor([4])
-    why_not = grouped_mm.why_not_grouped_mm
-    assert why_not(Stranger(4, 16), Stranger(1, 8, 16), counts) is None
-    assert "multiples of 8" in why_not(Stranger(4, 12), Stranger(1, 8, 12), counts)
-    assert "takes bfloat16" in why_not(Stranger(4, 16, dtype=torch.float16), Stranger(1, 8, 16), counts)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "below 9.0" in grouped_mm.why_not_grouped_mm(Stranger(4, 16), Stranger(1, 8, 16), counts)
+    def why_not(width, dtype=torch.bfloat16):
+        x = SimpleNamespace(shape=(4, width), dtype=dtype, device=torch.device("cuda", 0))
+        return grouped_mm.why_not_grouped_mm(x, SimpleNamespace(shape=(1, 8, width)), torch.tensor([4]))
+
+    on(monkeypatch, 9)
+    assert why_not(16) is None
+    assert "multiples of 8" in why_not(12) and "takes bfloat16" in why_not(16, torch.float16)
+    on(monkeypatch, 8)
+    assert "below 9.0" in why_not(16)

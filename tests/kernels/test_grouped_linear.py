@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from grouped_linear_cases import compare
+from grouped_linear_cases import check_without_rows, compare
 
 from marsrl.kernels import grouped_linear
 
@@ -12,6 +12,12 @@ from marsrl.kernels import grouped_linear
 @pytest.mark.parametrize("as_tensor", [True, False])
 def test_each_expert_sees_its_own_rows(counts, dtype, as_tensor):
     compare(counts, 6, 5, dtype, given=torch.tensor(counts) if as_tensor else counts)
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+def test_no_rows_and_no_expert(implementation, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", implementation)
+    check_without_rows()
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """linear_policy_loss: the single pass and the recompute route against full logits and autograd in float64."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,49 +10,20 @@ from fused_head import (
     arguments_for,
     chunks_of,
     compare_policy_loss,
-    forced,
     head_case,
-    in_double,
     linear_policy_loss,
 )
 from fused_head import run_policy_loss as run
+from head_tests import Tier, weight_gradient
+from head_tests import simple as without_mask
+from policy_cases import OBJECTIVES
 from torch.utils.checkpoint import checkpoint
 
-from marsrl.kernels import PolicyObjective, linear_logprob
+from marsrl.kernels import linear_logprob
 from marsrl.kernels.head import chunked_head, gemms, host_memory, tiles
-from marsrl.kernels.head.rows.subset import Rows
-from marsrl.kernels.testing import OBJECTIVES
 
-PLAIN = PolicyObjective(mpt_probability=None)
-linear_policy_loss_module = sys.modules["marsrl.kernels.linear_policy_loss"]  # the function hides it in the package
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_objective_equals_its_definition(name, dtype):
-    case = head_case()
-    compare_policy_loss(case, arguments_for(case, name), dtype)
-
-
-# one row; around a chunk; a real odd vocabulary; two blocks of 4096 columns
-@pytest.mark.parametrize(
-    "shape", [(1, 8, 5), (15, 9, 33), (26, 12, 4099), (513, 8, 64), (3, 4, 152063), (3, 4, 151936)]
-)
-def test_shapes(shape):
-    case = head_case(*shape)
-    arguments = arguments_for(case, "k3, entropy bonus, tis")
-    arguments["mask"][0] = True
-    compare_policy_loss(case, arguments)
-
-
-@pytest.mark.parametrize("rows", [1, 7, 1000])
-@pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_chunk_size_is_not_seen_in_the_result(rows, name, dtype, monkeypatch):
-    chunks_of(rows, monkeypatch)
-    monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
-    case = head_case()
-    compare_policy_loss(case, arguments_for(case, name), dtype)
+TIER = Tier("cpu", (torch.float32,), (20, 16, 131), (), lambda *_: None)
+simple = partial(without_mask, TIER)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
@@ -121,59 +92,6 @@ def test_the_exponentials_of_256_rows_and_a_tile_are_below_a_quarter_of_what_pla
     assert 256 * vocab / 2 + logits + weight <= 0.24 * copies * 256 * vocab
 
 
-def test_one_product_gives_dw_at_the_dtype_of_the_weight_and_several_give_their_float32_sum(monkeypatch):
-    hidden, weight, targets = head_case(60)
-    arguments = {**arguments_for((hidden, weight, targets), "pseudo on-policy"), "mask": None}
-    hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
-    seen = []
-    backward = linear_policy_loss_module._FusedLoss.backward
-    monkeypatch.setattr(
-        linear_policy_loss_module._FusedLoss,
-        "backward",
-        staticmethod(lambda ctx, gradient: (seen.append(ctx.gradients.of_weight.dtype), backward(ctx, gradient))[1]),
-    )
-    for rows, main_grad in ((60, None), (10, None), (60, torch.zeros(weight.shape))):
-        chunks_of(rows, monkeypatch)
-        linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad).loss.backward()
-    assert seen == [torch.bfloat16, torch.float32, torch.float32]
-
-
-def test_more_tokens_than_a_grid_axis_has_programs():
-    case = head_case(65537, 2, 5)
-    arguments = arguments_for(case, "clip")
-    arguments["mask"][-1] = True
-    compare_policy_loss(case, arguments)
-
-
-def test_temperature_per_token_and_padded_vocabulary():
-    hidden, weight, targets = head_case(vocab=128)
-    weight[100:] = 50.0
-    targets = targets % 100
-    case = hidden, weight, targets
-    temperature = torch.rand(60) + 0.5
-    arguments = arguments_for(case, "entropy bonus", temperature=temperature, real_vocab_size=100)
-    compare_policy_loss(case, arguments)
-
-
-def simple(num_tokens=20, **changes):
-    """A batch without a mask: weights of supervised training, one sequence."""
-    hidden, weight, targets = head_case(num_tokens)
-    arguments = {
-        "objective": PLAIN,
-        "token_advantages": torch.randn(num_tokens),
-        "cu_seqlens": torch.tensor([0, num_tokens]),
-        "normaliser": 5.0,
-        **changes,
-    }
-    return hidden.requires_grad_(), weight.requires_grad_(), targets, arguments
-
-
-def test_no_tokens_is_a_loss_of_zero_with_gradients_of_zero():
-    hidden, weight, targets, arguments = simple(0)
-    linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
-    assert hidden.grad.shape == (0, 16) and not weight.grad.any()
-
-
 def test_token_advantages_give_the_gradient_of_weighted_log_likelihood():
     hidden, weight, targets, arguments = simple()
     linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
@@ -183,58 +101,13 @@ def test_token_advantages_give_the_gradient_of_weighted_log_likelihood():
     torch.testing.assert_close(hidden.grad.double(), expected.grad, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["pseudo on-policy", "sequence ratio"])
-def test_main_grad_is_written_once_a_backward_and_never_by_a_forward(name):
-    case = head_case()
-    arguments = arguments_for(case, name)
-    hidden, weight, targets = case
-    _, _, dw = run((hidden, weight, targets), arguments, torch.float32, factor=2.5)
-    weight = weight.clone().requires_grad_()
-    hidden = hidden.clone().requires_grad_()
-    main_grad = torch.ones_like(weight)
-    first = linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
-    with torch.no_grad():
-        linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
-    assert (main_grad == 1).all()
-    (2.5 * first.loss).backward()
-    torch.testing.assert_close(main_grad, 1 + dw, atol=1e-6, rtol=1e-5)
-    assert weight.grad is None
-    with pytest.raises(RuntimeError, match="second backward through one forward"):
-        (2.5 * first.loss).backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_scaled_dw_is_rounded_once(dtype):
-    values = torch.randn(40, 8)
-    found = linear_policy_loss_module._scaled_to(values.clone(), torch.tensor(1.7), dtype)
-    assert torch.equal(found, (values * 1.7).to(dtype))
-    assert torch.equal(linear_policy_loss_module._scaled_to(values.clone(), 1.7, dtype), found)
-
-
-def test_rows_of_dz_fill_whole_waves():
+def test_rows_of_dz_fill_whole_waves_and_are_a_whole_number_of_chunks_at_qwens_vocabulary():
     assert chunked_head.whole_waves(33, 8, 132) == 33  # an H100 at H = 2048: 264 tiles
     assert chunked_head.whole_waves(31, 8, 108) == 27  # an A100: 216
-    assert chunked_head.whole_waves(64, 16, 132) == 33  # H = 4096: 528
     assert chunked_head.whole_waves(1, 3, 132) == 1
-    for at_most in range(1, 40):
-        assert at_most // 2 < chunked_head.whole_waves(at_most, 10, 132) <= at_most
-
-
-def test_the_buffer_of_dz_is_filled_to_the_last_row():
-    """Chunks of logits are cut so that 4224 rows of dz are a whole number of them at Qwen's vocabulary."""
     rows = chunked_head._rows_of_dz(2 * 151936, torch.empty(0, 2048))
     chunk = chunked_head._device_rows(4 * 151936, chunked_head.DEVICE_LOGITS_BYTES)
     assert (rows, chunk) == (4224, 768)
-    sizes = [each.count for each in Rows(None, 0, 10_000).chunks([768] * 5 + [384])]
-    assert sizes == [768, 768, 768, 768, 768, 384] * 2 + [768, 768, 16] and sum(sizes[:6]) == rows
-
-
-def exact_dw(hidden, weight, targets, arguments):
-    """dW of simple()'s loss in float64."""
-    leaf = weight.detach().double().requires_grad_()
-    with forced("reference"):
-        linear_policy_loss(hidden.detach().double(), leaf, targets, **in_double(arguments)).loss.backward()
-    return leaf.grad
 
 
 OPS_AROUND = {
@@ -263,28 +136,13 @@ def test_main_grad_gets_dw_once_under_activation_checkpointing(place, use_reentr
         kept = main_grad.clone()
         loss.backward()
         assert not torch.equal(main_grad, kept)
-    exact = exact_dw(before(hidden), weight, targets, arguments) * (loss.item() if place in ("behind", "both") else 1)
+    exact = weight_gradient(before(hidden), weight, targets, arguments) * (
+        loss.item() if place in ("behind", "both") else 1
+    )
     torch.testing.assert_close(main_grad.double(), 2 * exact, rtol=0, atol=exact.abs().max().item() * DW_ERROR[dtype])
 
 
 DW_ERROR = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
-
-
-@pytest.mark.parametrize("name", ["pseudo on-policy", "sequence ratio"])
-def test_a_forward_that_is_thrown_away_leaves_main_grad_alone(name):
-    case = head_case()
-    arguments = arguments_for(case, name)
-    hidden, weight, targets = (each.requires_grad_(each.is_floating_point()) for each in case)
-    main_grad = torch.ones_like(weight)
-    for _ in range(2):
-        linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
-    assert (main_grad == 1).all()
-    kept = linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad).loss
-    linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
-    kept.backward()
-    torch.testing.assert_close(
-        main_grad.double() - 1, exact_dw(hidden, weight, targets, arguments), atol=1e-6, rtol=1e-5
-    )
 
 
 def test_two_heads_on_one_weight_add_to_one_main_grad():
@@ -293,46 +151,10 @@ def test_two_heads_on_one_weight_add_to_one_main_grad():
     first = linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad).loss
     second = linear_policy_loss(2 * hidden, weight, targets, **arguments, main_grad=main_grad).loss
     (first + 3 * second).backward()
-    exact = exact_dw(hidden, weight, targets, arguments) + 3 * exact_dw(2 * hidden, weight, targets, arguments)
-    torch.testing.assert_close(main_grad.double(), exact, atol=1e-6, rtol=1e-5)
-
-
-def test_megatrons_flag_is_set_and_its_hooks_get_a_placeholder():
-    hidden, weight, targets, arguments = simple()
-    weight.grad_added_to_main_grad = False
-    linear_policy_loss(hidden, weight, targets, **arguments, main_grad=torch.zeros_like(weight)).loss.backward()
-    assert weight.grad_added_to_main_grad is True and weight.grad.shape == weight.shape
-
-
-@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
-def test_frozen_inputs_get_no_gradient(frozen):
-    hidden, weight, targets, arguments = simple()
-    linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
-    expected = hidden.grad.clone(), weight.grad.clone()
-    hidden.grad = weight.grad = None
-    hidden.requires_grad_(frozen == "weight")
-    weight.requires_grad_(frozen == "hidden")
-    loss = linear_policy_loss(hidden, weight, targets, **arguments).loss
-    assert loss.requires_grad == (frozen != "both")
-    if frozen != "both":
-        loss.backward()
-    assert (hidden.grad is None) == (frozen != "weight") and (weight.grad is None) == (frozen != "hidden")
-    if frozen == "weight":
-        assert torch.equal(hidden.grad, expected[0])
-    if frozen == "hidden":
-        assert torch.equal(weight.grad, expected[1])
-
-
-def test_rows_without_a_coefficient_never_enter_the_backward_gemms(monkeypatch):
-    hidden, weight, targets, arguments = simple(40)
-    arguments["token_advantages"][10:] = 0
-    seen = []
-    gradient = gemms.HeadGemms.hidden_gradient
-    monkeypatch.setattr(
-        gemms.HeadGemms, "hidden_gradient", lambda self, dz: (seen.append(dz.shape[0]), gradient(self, dz))[1]
+    exact = weight_gradient(hidden, weight, targets, arguments) + 3 * weight_gradient(
+        2 * hidden, weight, targets, arguments
     )
-    linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
-    assert seen == [10] and not hidden.grad[10:].any() and hidden.grad[:10].any()
+    torch.testing.assert_close(main_grad.double(), exact, atol=1e-6, rtol=1e-5)
 
 
 def test_masked_rows_never_enter_the_first_gemm(monkeypatch):
@@ -346,25 +168,11 @@ def test_masked_rows_never_enter_the_first_gemm(monkeypatch):
     assert seen == [12]
 
 
-@pytest.mark.parametrize("share", ["mask", "advantages"])
-def test_nothing_to_train_is_a_loss_of_zero_with_gradients_of_zero(share):
+def test_megatrons_flag_is_set_and_its_hooks_get_a_placeholder():
     hidden, weight, targets, arguments = simple()
-    if share == "mask":
-        arguments["mask"] = torch.zeros(20, dtype=torch.bool)
-    else:
-        arguments["token_advantages"].zero_()
-    result = linear_policy_loss(hidden, weight, targets, **arguments)
-    result.loss.backward()
-    assert result.loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
-
-
-def test_two_runs_give_the_same_bits():
-    case = head_case(200, 16, 4099)
-    arguments = arguments_for(case, "k3, entropy bonus, tis")
-    first, dx, dw = run(case, arguments, torch.float32)
-    again, dx_again, dw_again = run(case, arguments, torch.float32)
-    assert torch.equal(first.loss, again.loss) and torch.equal(dx, dx_again) and torch.equal(dw, dw_again)
-    assert all(torch.equal(first.agent_sums[name], again.agent_sums[name]) for name in first.agent_sums)
+    weight.grad_added_to_main_grad = False
+    linear_policy_loss(hidden, weight, targets, **arguments, main_grad=torch.zeros_like(weight)).loss.backward()
+    assert weight.grad_added_to_main_grad is True and weight.grad.shape == weight.shape
 
 
 def test_a_compiled_caller_gets_the_same():
@@ -454,15 +262,6 @@ def test_a_pytorch_without_float32_results_of_bfloat16_products_is_named(monkeyp
     with pytest.raises(RuntimeError, match=f"a bfloat16 head on a GPU: {reason}; install torch 2.11 or later"):
         gemms.HeadGemms(weight, torch.bfloat16)
     gemms.HeadGemms(weight, torch.float32)
-
-
-def test_non_contiguous_hidden_and_weight_give_the_same():
-    hidden, weight, targets, arguments = simple()
-    expected = linear_policy_loss(hidden, weight, targets, **arguments)
-    strided = linear_policy_loss(
-        hidden.detach().t().contiguous().t(), weight.detach().t().contiguous().t(), targets, **arguments
-    )
-    torch.testing.assert_close(strided.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
 
 
 def test_a_wrong_target_or_main_grad_is_named():

@@ -1,4 +1,6 @@
-"""mpt_gate: positive samples of low entropy, and nobody else."""
+"""mpt_gate: positive samples of low entropy, and nobody else; again in interpreter/test_mpt_gate_interpreted.py."""
+
+import os
 
 import pytest
 import torch
@@ -12,9 +14,16 @@ def case():
     return torch.tensor([0.1, 0.2, 9.0, 0.3, 0.3, 0.0, 0.1, 0.1]), mask, torch.tensor([0, 3, 3, 5, 8])
 
 
-@pytest.fixture(params=["cpu", "reference"], autouse=True)
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TIERS = ["triton"] if IS_INTERPRETED else ["cpu", "reference", pytest.param("triton", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=TIERS, autouse=True)
 def implementation(request, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", request.param)
+    torch.set_default_device("cuda" if request.param == "triton" and not IS_INTERPRETED else "cpu")
+    yield
+    torch.set_default_device("cpu")
 
 
 @pytest.mark.parametrize("poison", [9.0, torch.nan])

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tests", ["interpreter", "test_first_gemm_ahead_of_time.py"])
+@pytest.mark.parametrize("tests", ["interpreter", "test_fused_head_ahead_of_time.py"])
 def test_kernels_work_with_the_triton_of_the_cuda_set(tests: str) -> None:
     (other,) = re.findall(r"^triton==(\S+)", (ROOT / "constraints/cuda.txt").read_text(), re.MULTILINE)
     if other == version("triton"):

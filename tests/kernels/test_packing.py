@@ -1,44 +1,104 @@
-"""pack, kept_rows: the shift is made once, nothing is read that may not be; in PyTorch."""
+"""pack, kept_rows: the shift is made once, nothing is read that may not be."""
 
-import packing_cases as cases
+import math
+
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from marsrl.kernels.packing.reference import kept_rows_reference
+from marsrl.kernels import kept_rows, mpt_gate, pack
 
-# the fixture is the same for every example
-SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(params=["cpu", "reference"])
-def implementation(request, monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", request.param)
+# (of each sequence whether its tokens are sampled, positions of padding); a sequence may be empty, padding needs one
+FLAGS = st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=6)
 
 
-@SETTINGS
-@given(cases.layouts)
-def test_a_position_predicts_the_next_token_of_its_sequence(implementation, layout):
-    cases.check_layout(layout)
+@settings(max_examples=60, deadline=None)
+@given(FLAGS, st.integers(0, 3))
+def test_a_position_predicts_the_next_token_of_its_sequence(flags, padding):
+    """Position by position what a loop finds; NaN where nothing may be read."""
+    sampled = [flag for each in flags for flag in each]
+    token_ids = torch.randint(1, 1000, (len(sampled),), dtype=torch.int32)
+    values = torch.rand(2, len(sampled)).masked_fill(~torch.tensor(sampled, dtype=torch.bool), math.nan)
+    bounds = torch.tensor([0, *map(len, flags)]).cumsum(0)
+    bounds[-1] += padding
+    is_sampled = torch.tensor(sampled, dtype=torch.bool)
+    found = pack(token_ids, is_sampled, bounds.int(), int(bounds[-1]), logprobs=values[0], weights=values[1])
+    ids, numbers, rows, start = token_ids.tolist(), values.tolist(), [], 0
+    for own in flags:
+        for place in range(len(own)):
+            following, has_next = start + place + 1, place + 1 < len(own)
+            is_trained = has_next and own[place + 1]
+            row = ids[following - 1], place, ids[following] if has_next else 0, is_trained
+            rows.append(row + tuple(number[following] if is_trained else 0.0 for number in numbers))
+        start += len(own)
+    rows += [(0, len(flags[-1]) + place, 0, False, 0.0, 0.0) for place in range(padding)]
+    assert list(zip(*(each.tolist() for each in vars(found).values()))) == rows
+    dtypes = [torch.int64, torch.int64, torch.int64, torch.bool, torch.float32, torch.float32]
+    assert [each.dtype for each in vars(found).values()] == dtypes
 
 
-def test_what_is_not_given_is_not_made(implementation):
-    cases.check_what_is_not_given_is_not_made()
+def test_what_is_not_given_is_not_made():
+    found = pack(torch.tensor([3, 4]), torch.tensor([False, True]), torch.tensor([0, 2]), 2)
+    assert found.logprobs is None and found.weights is None
+    nothing = torch.zeros(0, dtype=torch.int64)
+    empty = pack(nothing, nothing.bool(), torch.tensor([0]), 0)
+    assert [each.shape for each in vars(empty).values() if each is not None] == [(0,)] * 4
 
 
-def test_views_are_read_as_they_are(implementation):
-    cases.check_views()
+def test_rows_of_a_mask_are_listed_in_order():
+    for size in (0, 1, 1025):
+        mask = torch.rand(size) < 0.3
+        assert torch.equal(kept_rows(mask), mask.nonzero()[:, 0])
+        assert torch.equal(kept_rows(mask, num_kept=int(mask.sum())), mask.nonzero()[:, 0])
 
 
-def test_sequences_of_any_length(implementation):
-    cases.check_long_ones()
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"token_ids": torch.ones(4)}, "token_ids has dtype float32, expected int64 or int32"),
+        ({"is_sampled": torch.ones(3, dtype=torch.bool)}, r"is_sampled has shape \[3\], expected \[4\]"),
+        ({"num_tokens": 3}, "num_tokens is 3, expected at least the 4 of token_ids"),
+        ({"num_tokens": 5}, r"cu_seqlens is \[0, 4\], expected to rise from 0 to 5 tokens"),
+        ({"logprobs": torch.arange(4)}, "logprobs has dtype int64, expected float32"),
+    ],
+)
+def test_wrong_arguments_are_named_with_what_was_expected(change, message):
+    arguments = {"token_ids": torch.arange(4), "is_sampled": torch.ones(4, dtype=torch.bool), "num_tokens": 4}
+    with pytest.raises(ValueError, match=f"pack: {message}"):
+        pack(**{**arguments, "cu_seqlens": torch.tensor([0, 4]), **change})
 
 
-def test_wrong_arguments_are_named_with_what_was_expected():
-    cases.check_errors()
+def test_a_mask_that_is_none_or_has_another_count_is_named():
+    with pytest.raises(ValueError, match="kept_rows: mask has dtype int64, expected bool"):
+        kept_rows(torch.arange(4))
+    with pytest.raises(ValueError, match="kept_rows: num_kept is 3, expected 4, the number of set elements"):
+        kept_rows(torch.ones(4, dtype=torch.bool), num_kept=3)
 
 
-def test_a_wrong_count_on_a_device_stays_in_bounds():
-    mask = torch.tensor([True, False, True, True])
-    assert kept_rows_reference(mask, 2).tolist() == [0, 2]
-    assert kept_rows_reference(mask, 5).tolist() == [0, 2, 3, -1, -1]
+@pytest.mark.gpu
+def test_on_a_gpu_a_large_batch_is_packed_and_gated_without_a_wait(monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", "triton")
+    lengths = torch.randint(1, 3000, (64,), device="cuda")
+    num_tokens = int(lengths.sum())
+    bounds = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+    token_ids, is_sampled = torch.arange(num_tokens, device="cuda"), torch.rand(num_tokens, device="cuda") < 0.5
+    num_kept = int(is_sampled.sum() - is_sampled[bounds[:-1]].sum())  # nobody predicts the first of a sequence
+    entropy, positive = torch.rand(num_tokens, device="cuda"), torch.rand(64, device="cuda") < 0.5
+
+    def all_of_it():
+        packed = pack(token_ids, is_sampled, bounds, num_tokens, logprobs=entropy)
+        mpt_gate(entropy, packed.mask, bounds, positive)
+        return packed, kept_rows(packed.mask, num_kept=num_kept)
+
+    all_of_it()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packed, rows = all_of_it()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(packed.token_ids, token_ids) and torch.equal(rows, packed.mask.nonzero()[:, 0])
+    assert torch.equal(packed.logprobs[rows], entropy[rows + 1])
+    # a wrong count stays in bounds
+    mask = torch.tensor([True, False, True, True], device="cuda")
+    assert kept_rows(mask, num_kept=2).tolist() == [0, 2] and kept_rows(mask, num_kept=5).tolist() == [0, 2, 3, -1, -1]

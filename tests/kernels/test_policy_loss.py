@@ -6,10 +6,10 @@ import pytest
 import torch
 from clamp_cases import CASES, check_clamp, one_token
 from fused_head import compare_policy_loss_of_logprobs, policy_loss
+from policy_cases import OBJECTIVES, poison_masked, policy_case
 
 from marsrl.kernels import LossInputs, PolicyObjective, mpt_gate, token_marks
 from marsrl.kernels.policy_loss.arguments import policy_tokens
-from marsrl.kernels.testing import OBJECTIVES, poison_masked, policy_case
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -1,4 +1,4 @@
-"""What torch.compile is told of the ops, and what compiled code does."""
+"""The ops as torch.compile sees them, and as compiled code calls them."""
 
 import subprocess
 import sys
@@ -83,7 +83,7 @@ def test_a_second_derivative_is_refused_by_name():
 
 
 def test_gradients_of_another_implementations_forward_are_not_finite(monkeypatch):
-    """What the reference leaves for the backward no kernel may take for its own."""
+    """No kernel may take the reference's leftovers for its own."""
     x = torch.randn(4, 16, requires_grad=True)
     compiled = torch.compile(lambda x: rms_norm(x, torch.ones(16), eps=1e-6), fullgraph=True, backend="aot_eager")
     monkeypatch.setenv("MARSRL_KERNELS", "reference")

@@ -24,7 +24,7 @@ def _head(num_tokens: int, dtype: torch.dtype = torch.float32, **given: Any) -> 
     hidden, weight = _leaf(num_tokens, 16, dtype=dtype), _leaf(40, 16, dtype=dtype)
     support = given.get("support", (None, None, None, 0))
     targets = torch.arange(num_tokens)
-    return hidden, weight, targets, given.get("temperature"), *support[:3], 1.5, given.get("real"), support[3], True
+    return hidden, weight, targets, given.get("temperature"), *support[:3], 1.5, given.get("real"), support[3]
 
 
 SUPPORT = Support(torch.arange(8, dtype=torch.int32), torch.zeros(6, dtype=torch.int64), torch.full((6,), 8), 8)

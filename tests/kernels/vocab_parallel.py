@@ -1,16 +1,12 @@
 """The fused head with its vocabulary cut over gloo processes, and what one process makes of all of it.
 
-A script of its own: `python vocab_parallel.py WORLD TOKENS CHUNK FOLDER DTYPE CASE...` forks so many ranks when it has imported
+A script of its own: `python vocab_parallel.py WORLD TOKENS CHUNK FOLDER` forks so many ranks when it has imported
 what they need; CHUNK: rows of float32 logits.
 """
 
-import importlib
-import multiprocessing
-import multiprocessing.connection
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +16,7 @@ import torch
 import torch.distributed as dist
 from fused_head import forced, in_double, linear_policy_loss, support_of, without_target
 from torch import Tensor
+from torch.multiprocessing import start_processes
 
 from marsrl.kernels import PolicyObjective, linear_logprob, mpt_gate
 from marsrl.kernels.head import chunked_head
@@ -30,15 +27,12 @@ OBJECTIVES = {
     "single pass": PolicyObjective(entropy_coef=0.05, kl="k3", kl_coef=0.1),
     "recompute": PolicyObjective(ratio="sequence"),
     "support": PolicyObjective(entropy_coef=0.05, kl="k3", kl_coef=0.1),
-    "no bonus": PolicyObjective(kl="k3", kl_coef=0.1),
 }
 # 71: padding in the last shard; 40: half of the shards are nothing but padding
-CASES = [("single pass", 71), ("recompute", 80), ("single pass", 40), ("support", 71), ("no bonus", 71)]
+CASES = [("single pass", 71), ("recompute", 80), ("single pass", 40), ("support", 71)]
 
 
-def make_case(
-    tokens: int, real_vocab_size: int, dtype: str = "float32"
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+def make_case(tokens: int, real_vocab_size: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(tokens, SIZE, generator=generator)
     weight = torch.randn(VOCAB, SIZE, generator=generator)
@@ -53,7 +47,7 @@ def make_case(
         "normaliser": 21.0,
         "temperature": 0.5 + torch.rand(tokens, generator=generator),
     }
-    return hidden.to(getattr(torch, dtype)), weight.to(getattr(torch, dtype)), targets, arguments
+    return hidden, weight, targets, arguments
 
 
 def results(
@@ -94,11 +88,10 @@ def results(
 
 @dataclass(frozen=True)
 class OfRank:
-    """cases: results() of each case; gate: of mpt_gate; in_flight: the most chunks whose statistics travelled at once."""
+    """cases: results() of each case; gate: of mpt_gate."""
 
     cases: list[list[Tensor]]
     gate: Tensor
-    in_flight: int
 
 
 def use_chunks(rows: int, width: int) -> None:
@@ -108,33 +101,14 @@ def use_chunks(rows: int, width: int) -> None:
     chunked_head.DEVICE_GRADIENT_BYTES = chunked_head.DEVICE_LOGITS_BYTES
 
 
-def count_flights() -> list[int]:
-    """[now, most] of the statistics that travel, from here on."""
-    counts = [0, 0]
-
-    class Counted(chunked_head.ShardStatistics):
-        def __init__(self, *arguments: Any):
-            super().__init__(*arguments)
-            counts[0] += 1
-            counts[1] = max(counts)
-
-        def put(self, out: Any) -> None:
-            super().put(out)
-            counts[0] -= 1
-
-    chunked_head.ShardStatistics = Counted
-    return counts
-
-
-def run_rank(rank: int, world: int, tokens: int, chunk: int, folder: str, dtype: str, cases: list[int]) -> None:
+def run_rank(rank: int, world: int, tokens: int, chunk: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     torch.set_num_threads(1)
     group, width = dist.group.WORLD, VOCAB // world
     use_chunks(chunk, width)
-    flights = count_flights()
     found = []
-    for name, real in (CASES[number] for number in cases):
-        hidden, weight, targets, arguments = make_case(tokens, real, dtype)
+    for name, real in CASES:
+        hidden, weight, targets, arguments = make_case(tokens, real)
         shard = weight[rank * width : (rank + 1) * width]
         found.append(results(hidden, shard, targets, arguments, name, real, group))
         for index in (2, 6):  # dX is this shard's part
@@ -148,36 +122,13 @@ def run_rank(rank: int, world: int, tokens: int, chunk: int, folder: str, dtype:
         torch.tensor([True]),
         process_group=group,
     )
-    torch.save((found, gate, flights[1]), f"{folder}/{rank}")
+    torch.save((found, gate), f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
-def fork_ranks(world: int, *words: Any) -> None:
-    """run_rank(rank, world, *words) in a process for each; the first that fails ends all, for the others wait for it."""
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run_rank, args=(rank, world, *words), daemon=True) for rank in range(world)]
-    for each in ranks:
-        each.start()
-    running = {each.sentinel: each for each in ranks}
-    while running:
-        for sentinel in multiprocessing.connection.wait(list(running)):
-            ended = running.pop(sentinel)  # type: ignore[call-overload]
-            ended.join()
-            if ended.exitcode:
-                sys.exit(f"a rank ended with exit code {ended.exitcode}")
-
-
-def run_ranks(
-    world: int,
-    tokens: int,
-    chunk: int,
-    folder: Path,
-    dtype: str = "float32",
-    cases: Sequence[int] = range(4),
-    **environment: str,
-) -> list[OfRank]:
-    """What each rank found in these of CASES. A script, not mp.spawn: that cannot import a test's file by name."""
-    words = [str(world), str(tokens), str(chunk), str(folder), dtype, *map(str, cases)]
+def run_ranks(world: int, tokens: int, chunk: int, folder: Path, **environment: str) -> list[OfRank]:
+    """Results of each rank for CASES. A script, not mp.spawn: that cannot import a test's file by name."""
+    words = [str(world), str(tokens), str(chunk), str(folder)]
     subprocess.run([sys.executable, __file__, *words], env={**os.environ, **environment}, timeout=240, check=True)
     return [OfRank(*torch.load(folder / str(rank))) for rank in range(world)]
 
@@ -185,14 +136,11 @@ def run_ranks(
 NAMES = ("logprobs", "entropy", "dX", "dW", "loss", "coefficient", "dX of the loss", "dW of the loss")
 
 
-def assert_shards_equal_the_whole(
-    number: int, tokens: int, of_ranks: list[OfRank], place: int | None = None, dtype: str = "float32"
-) -> None:
-    """Case `number`, at this place of what the ranks ran, is as exact as this process with all of the vocabulary; the
-    ranks agree to the bit."""
+def assert_shards_equal_the_whole(number: int, tokens: int, of_ranks: list[OfRank]) -> None:
+    """Case `number` is as exact as this process with all of the vocabulary; the ranks agree to the bit."""
     name, real = CASES[number]
-    shards = [rank.cases[number if place is None else place] for rank in of_ranks]
-    hidden, weight, targets, arguments = make_case(tokens, real, dtype)
+    shards = [rank.cases[number] for rank in of_ranks]
+    hidden, weight, targets, arguments = make_case(tokens, real)
     whole = results(hidden, weight, targets, arguments, name, real, None)
     with forced("reference"):
         exact, moved = (
@@ -212,8 +160,6 @@ def assert_shards_equal_the_whole(
 
 
 if __name__ == "__main__":
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        sys.path.append(str(Path(__file__).parent / "interpreter"))
-        importlib.import_module("guarded_interpreter").install()  # bfloat16
-    _, WORLD, TOKENS, CHUNK, FOLDER, DTYPE, *NUMBERS = sys.argv
-    fork_ranks(int(WORLD), int(TOKENS), int(CHUNK), FOLDER, DTYPE, [int(number) for number in NUMBERS])
+    _, WORLD, TOKENS, CHUNK, FOLDER = sys.argv
+    words = int(WORLD), int(TOKENS), int(CHUNK), FOLDER
+    start_processes(run_rank, words, nprocs=int(WORLD), start_method="fork")  # the first that fails ends all

@@ -8,12 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
-
-sys.path += [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / room) for room in ("report", "docs"))]
-
 from hostile_run import make_hostile_run
 from made_up_run import make_run
+from playwright.sync_api import Browser, sync_playwright
 
 CHROMIUM = Path(__file__).parents[1] / "report" / "chromium.sh"
 

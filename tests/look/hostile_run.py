@@ -13,7 +13,7 @@ from made_up_run import make_group, make_run, make_sample
 from marsrl.rollout.types import Finish, Reward, Sample, Segment
 from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
 from marsrl.trainer.report.samples_log import write_samples
-from marsrl.trainer.report.token_log import token_record, with_trained, write_tokens
+from marsrl.trainer.report.token_log import token_record, write_tokens
 from marsrl.trainer.runs.directory import RunDirectory
 
 ATTACK = (
@@ -41,13 +41,11 @@ def write_made_up_tokens(run: RunDirectory, step: int, samples: dict[int, Sample
     records = []
     for line, sample in samples.items():
         renderer: Any = Pieces(sample.text)
-        records.append(token_record(sample, line, "main", renderer))
-    found = []
-    for sample in samples.values():
         num = np.arange(int(sample.is_sampled.sum()), dtype=np.float32)
         marks = np.array([0, CLIPPED, GATED | MASKED, MASKED], np.uint8)[num.astype(int) % 4]
-        found.append(TrainedTokens(sample.uid, -num / 10, num / 20, marks))
-    write_tokens(run, step, with_trained(records, [tokens for tokens in found if tokens.uid in trained]))
+        found = TrainedTokens(sample.uid, -num / 10, num / 20, marks) if sample.uid in trained else None
+        records.append(token_record(sample, line, "main", renderer, found))
+    write_tokens(run, step, records)
 
 
 def make_hostile_run(root: Path) -> Path:

@@ -32,7 +32,7 @@ PAGES = (
 @pytest.fixture
 def watched(browser: Browser, viewer: str) -> Iterator[Watched]:
     context = browser.new_context(viewport={"width": 1280, "height": 900})
-    seen = Watched(context)
+    seen = Watched(context, viewer.partition("?")[0])
     seen.page.goto(viewer)
     indexed = "document.querySelector('.state')?.innerText.match(/samples$/) && document.querySelector('.item')"
     seen.wait_until(indexed)
@@ -40,24 +40,23 @@ def watched(browser: Browser, viewer: str) -> Iterator[Watched]:
     context.close()
 
 
-def test_every_page_stays_calm_and_whole_over_a_hostile_run(watched: Watched, viewer: str) -> None:
-    origin = viewer.partition("?")[0]
+def test_every_page_stays_calm_and_whole_over_a_hostile_run(watched: Watched) -> None:
     for scheme, width in (("light", 1280), ("dark", 390)):
         watched.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         watched.page.set_viewport_size({"width": width, "height": 844})
         for query in PAGES:
-            watched.open(f"{origin}?{query}")
+            watched.open(f"?{query}")
             too_wide = watched.page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert too_wide <= 0, f"{query} is {too_wide} pixels wider than {width}"
             assert "PWNED" not in watched.page.title()
     assert not watched.complaints
-    assert not [address for address in watched.asked if not address.startswith(origin)]
+    assert not [address for address in watched.asked if not address.startswith(watched.origin)]
     watched.page.evaluate("fetch('http://example.invalid/').catch(() => 0)")  # the check itself: this is seen
     assert "Content Security Policy" in " ".join(watched.complaints)
 
 
-def test_texts_are_shown_whole_with_what_would_hide_in_them_named(watched: Watched, viewer: str) -> None:
-    watched.open(f"{viewer.partition('?')[0]}?sample=6.3")
+def test_texts_are_shown_whole_with_what_would_hide_in_them_named(watched: Watched) -> None:
+    watched.open("?sample=6.3")
     watched.page.wait_for_selector("details.tool")
     assert watched.page.locator("details.tool").count() == 2
     text = watched.page.locator(".side").inner_text()
@@ -69,9 +68,9 @@ def test_texts_are_shown_whole_with_what_would_hide_in_them_named(watched: Watch
     watched.page.wait_for_selector("text=too long to be compared")
 
 
-def test_tokens_are_coloured_by_what_was_kept_of_them(watched: Watched, viewer: str) -> None:
-    page, origin = watched.page, viewer.partition("?")[0]
-    watched.open(f"{origin}?sample=6.3")
+def test_tokens_are_coloured_by_what_was_kept_of_them(watched: Watched) -> None:
+    page = watched.page
+    watched.open("?sample=6.3")
     page.keyboard.press("c")
     page.wait_for_selector(".tokens.by-logprob")
     assert "color=logprob" in page.url  # a link shows what its sender saw
@@ -96,9 +95,9 @@ def test_tokens_are_coloured_by_what_was_kept_of_them(watched: Watched, viewer: 
     assert "color" not in page.url and not watched.complaints
 
 
-def test_the_numbers_of_a_token_come_by_mouse_and_by_keyboard(watched: Watched, viewer: str) -> None:
+def test_the_numbers_of_a_token_come_by_mouse_and_by_keyboard(watched: Watched) -> None:
     page = watched.page
-    watched.open(f"{viewer.partition('?')[0]}?sample=6.3&color=difference")
+    watched.open("?sample=6.3&color=difference")
     page.wait_for_selector(".tokens")
     numbers = page.locator(".numbers")
     page.locator("[data-i='97']").hover()
@@ -130,23 +129,23 @@ def test_the_numbers_of_a_token_come_by_mouse_and_by_keyboard(watched: Watched, 
     assert page.locator(".tokens [tabindex='0']").count() == 1 and not watched.complaints
 
 
-def test_a_sample_without_kept_tokens_names_the_setting_and_leads_to_others(watched: Watched, viewer: str) -> None:
-    page, origin = watched.page, viewer.partition("?")[0]
-    watched.open(f"{origin}?sample=5.1&color=entropy")
+def test_a_sample_without_kept_tokens_names_the_setting_and_leads_to_others(watched: Watched) -> None:
+    page = watched.page
+    watched.open("?sample=5.1&color=entropy")
     page.wait_for_selector("text=run.token_log_every")
     page.get_by_role("button", name="corrector1 3").click()
     page.wait_for_selector(".tokens.by-entropy")
     assert "sample=6.3" in page.url
-    watched.open(f"{origin}?run=1&sample=1.1&color=entropy")
+    watched.open("?run=1&sample=1.1&color=entropy")
     page.wait_for_selector("text=run.token_log_every")
     assert page.locator(".note button").count() == 0 and not watched.complaints
-    watched.open(f"{origin}?sample=0.1&color=entropy")
+    watched.open("?sample=0.1&color=entropy")
     page.wait_for_selector("text=step_0.parquet is no token log")
 
 
-def test_keys_filters_and_links_lead_to_the_samples(watched: Watched, viewer: str) -> None:
-    page, origin = watched.page, viewer.partition("?")[0]
-    watched.open(f"{origin}?run=1")
+def test_keys_filters_and_links_lead_to_the_samples(watched: Watched) -> None:
+    page = watched.page
+    watched.open("?run=1")
     page.wait_for_selector(".item.here")  # it opens on the newest sample
     first = page.url
     page.keyboard.press("j")
@@ -165,7 +164,7 @@ def test_keys_filters_and_links_lead_to_the_samples(watched: Watched, viewer: st
     page.wait_for_selector("text=No sample passes this filter")
     shared = page.url
     assert "agent=verifier1" in shared and "words=nowhere" in shared
-    watched.open(shared)  # a link shows what its sender saw
+    watched.open(shared.removeprefix(watched.origin))  # a link shows what its sender saw
     page.wait_for_selector("text=No sample passes this filter")
     page.get_by_text("clear").click()
     page.wait_for_selector(".item")
@@ -181,16 +180,16 @@ def test_keys_filters_and_links_lead_to_the_samples(watched: Watched, viewer: st
     assert not watched.complaints
 
 
-def test_a_linked_sample_is_in_the_list_and_in_sight_however_old_it_is(watched: Watched, viewer: str) -> None:
-    page, origin = watched.page, viewer.partition("?")[0]
-    watched.open(f"{origin}?run=1")
+def test_a_linked_sample_is_in_the_list_and_in_sight_however_old_it_is(watched: Watched) -> None:
+    page = watched.page
+    watched.open("?run=1")
     page.wait_for_selector(".item.here")
     while page.get_by_role("button", name="older ones").count():
         page.get_by_role("button", name="older ones").click()
         page.wait_for_timeout(200)
     oldest = page.locator(".item").last.get_attribute("href")
     newest = page.locator(".item").first.get_attribute("href")
-    watched.open(f"{origin}{oldest}&run=1")
+    watched.open(f"{oldest}&run=1")
     page.wait_for_selector(".item.here")
     assert page.locator(".item.here").get_attribute("href") == oldest
     box = page.locator(".item.here").bounding_box()
@@ -201,17 +200,17 @@ def test_a_linked_sample_is_in_the_list_and_in_sight_however_old_it_is(watched: 
 
 
 def test_an_agent_and_an_activity_have_their_colour_of_the_report_and_zeros_are_folded(
-    watched: Watched, viewer: str
+    watched: Watched,
 ) -> None:
-    page, origin = watched.page, viewer.partition("?")[0]
-    watched.open(f"{origin}?run=1&page=curves")
+    page = watched.page
+    watched.open("?run=1&page=curves")
     page.wait_for_selector(".card .legend i")
     told = page.locator(".card .legend span").evaluate_all(
         "all => all.map(e => [e.innerText.split(' ')[0], e.querySelector('i')?.className])"
     )
     of_agents = {(name, color) for name, color in told if name in ("solver", "verifier1")}
     assert of_agents == {("solver", "c0"), ("verifier1", "c1")}
-    watched.open(f"{origin}?run=1&page=pipeline")
+    watched.open("?run=1&page=pipeline")
     page.wait_for_selector("svg.timeline rect")
     told = page.locator(".card .legend span").evaluate_all(
         "all => all.map(e => [e.innerText, e.querySelector('i').className])"
@@ -220,8 +219,10 @@ def test_an_agent_and_an_activity_have_their_colour_of_the_report_and_zeros_are_
     assert not watched.complaints
 
 
-def test_axes_have_round_whole_labels_and_none_reaches_100_for_zeros(watched: Watched, viewer: str) -> None:
-    watched.open(f"{viewer.partition('?')[0]}?run=1&page=curves")
+def test_axes_have_round_whole_labels_and_the_theme_is_the_systems_until_one_is_chosen(
+    watched: Watched,
+) -> None:
+    watched.open("?run=1&page=curves")
 
     def called(module: str, call: str) -> object:
         return watched.page.evaluate(f"import('/{module}.js').then(({{ tickText, roundTicks, rangeOf }}) => {call})")
@@ -231,14 +232,9 @@ def test_axes_have_round_whole_labels_and_none_reaches_100_for_zeros(watched: Wa
     texts = called("lib", f"{values}.map((value) => tickText(value))")
     assert texts == ["0", "0.00025", "0.1225", "20,000", "1e-5", "2.5e+7"]
     assert called("curves", "rangeOf(null, 0, 0)") == [0, 1] and called("curves", "rangeOf(null, 5, 5)") == [4.5, 5.5]
-
-
-def test_the_theme_is_the_systems_until_one_is_chosen(watched: Watched) -> None:
-    color = "getComputedStyle(document.body).backgroundColor"
-    watched.page.emulate_media(color_scheme="light")
-    light = watched.page.evaluate(color)
-    watched.page.emulate_media(color_scheme="dark")
-    dark = watched.page.evaluate(color)
-    assert light != dark
-    watched.page.keyboard.press("t")
-    assert watched.page.evaluate(color) == light
+    color, backgrounds = "getComputedStyle(document.body).backgroundColor", []
+    for theme in ("light", "dark"):
+        watched.page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
+        backgrounds.append(watched.page.evaluate(color))
+    watched.page.keyboard.press("t")  # light, whatever the system's is
+    assert backgrounds[0] != backgrounds[1] and watched.page.evaluate(color) == backgrounds[0]

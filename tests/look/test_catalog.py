@@ -1,4 +1,4 @@
-"""What a catalog says is what the files of the run say."""
+"""Catalog against the files of its run."""
 
 from __future__ import annotations
 
@@ -50,26 +50,30 @@ FILTERS: list[tuple[Filter, Callable[[int, SampleRecord], bool]]] = [
     (Filter(), lambda step, s: True),
     (Filter(agent="verifier1"), lambda step, s: s.agent == "verifier1"),
     (Filter(agent="nobody"), lambda step, s: False),
-    (Filter(first_step=2, last_step=3), lambda step, s: 2 <= step <= 3),
+    (Filter(first=2, last=3), lambda step, s: 2 <= step <= 3),
     (Filter(low=0.5), lambda step, s: s.reward is not None and s.reward >= 0.5),
     (Filter(low=0.34, high=0.36), lambda step, s: s.reward == 0.35),
     (Filter(high=0.0, agent="solver"), lambda step, s: s.reward is not None and s.reward <= 0 and s.agent == "solver"),
-    (Filter(flags=("missing reward",)), lambda step, s: s.reward is None),
-    (Filter(flags=("truncated", "wrong verdict")), lambda step, s: s.finish is Finish.LENGTH and is_wrong(s)),
-    (Filter(flags=("verdict",), last_step=4), lambda step, s: s.verdict is not None and step <= 4),
+    (Filter(flag=("missing reward",)), lambda step, s: s.reward is None),
+    (Filter(flag=("truncated", "wrong verdict")), lambda step, s: s.finish is Finish.LENGTH and is_wrong(s)),
+    (Filter(flag=("verdict",), last=4), lambda step, s: s.verdict is not None and step <= 4),
     (Filter(problem="p1.2"), lambda step, s: s.problem_id == "p1.2"),
     (Filter(words="ANSWER 9"), lambda step, s: "Answer: 9" in s.text),
     (Filter(words="answer", agent="corrector1"), lambda step, s: "Answer" in s.text and s.agent == "corrector1"),
+    (Filter(words="asked"), lambda step, s: s.uid in ("o0", "w")),  # by the first of a group alone
     (Filter(words="nowhere"), lambda step, s: False),
     (Filter(words="needle", high=0.4), lambda step, s: "needle" in s.text and s.reward is not None and s.reward <= 0.4),
 ]
 
 
-def test_a_filter_finds_the_samples_that_pass_it_newest_first_and_no_other(tmp_path: Path) -> None:
-    run = make_run(tmp_path, num_steps=6)
-    odd = [make_sample(f"o{i}", text=f"needle {i}", reward=Reward(i / 20, i / 20)) for i in range(20)]
-    wrong = make_sample("w", "judge", verdict=False, finish=Finish.LENGTH, reward=Reward(0.0, 0.0, {"verdict": 0.0}))
-    write_samples(run, 9, [make_group(*odd), make_group(wrong)])
+def test_a_filter_finds_the_samples_that_pass_it_newest_first_and_looking_writes_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs[1]*" / "step=9", num_steps=6)  # what DuckDB could take for a pattern or a column
+    odd = [
+        make_sample(f"o{i}", text=f"needle {i}", prompt_text="asked", reward=Reward(i / 20, i / 20)) for i in range(20)
+    ]
+    changes = {"verdict": False, "finish": Finish.LENGTH, "reward": Reward(0.0, 0.0, {"verdict": 0.0})}
+    write_samples(run, 9, [make_group(*odd), make_group(make_sample("w", "judge", prompt_text="asked", **changes))])
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     catalog = look_at(run)
     for wanted, passes in FILTERS:
         expected = [
@@ -81,17 +85,7 @@ def test_a_filter_finds_the_samples_that_pass_it_newest_first_and_no_other(tmp_p
         rows, num = all_found(catalog, wanted)
         assert [(row.step, row.line) for row in rows] == expected, wanted
         assert num == (None if wanted.words else len(expected)), wanted
-
-
-def test_a_filter_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
-    run = make_run(tmp_path, num_steps=1)
-    catalog = look_at(run)
-    for wanted, reason in (
-        (Filter(flags=("bad",)), "nothing to filter by"),
-        (Filter(words="+-"), "no letter or digit"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            all_found(catalog, wanted)
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 
 
 def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_samples(tmp_path: Path) -> None:
@@ -104,8 +98,8 @@ def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_sam
     catalog.refresh()
     rows, _ = all_found(catalog, Filter())
     assert rows[0].uid == "new" and rows[1:] == before
-    assert catalog.curve("actor/entropy")[-1] == (2, 0.5)
-    assert catalog.counts == {"samples": len(rows), "files": 3, "first_step": 0, "last_step": 2, "last_metrics": 2}
+    assert catalog.curves["actor/entropy"][-1] == (2, 0.5) and catalog.steps == (0, 2)
+    assert catalog.counts == {"samples": len(rows), "files": 3, "last_metrics": 2}
     write_samples(run, 2, [make_group(make_sample("again", text="another: quagga"))])
     lines = run.metrics.read_bytes().splitlines(keepends=True)
     run.metrics.write_bytes(lines[0])  # a run that goes on cuts off what was lost
@@ -114,39 +108,34 @@ def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_sam
     assert {row.uid for row in all_found(catalog, Filter())[0] if row.step == 2} == {"again"}
     assert not [row for row in all_found(catalog, Filter())[0] if row.step == 0]
     assert not all_found(catalog, Filter(words="zebra"))[0] and all_found(catalog, Filter(words="quagga"))[0]
-    assert [step for step, _ in catalog.curve("actor/entropy")] == [0]
+    assert [step for step, _ in catalog.curves["actor/entropy"]] == [0]
     run.forget_after(1)
     catalog.refresh()
-    assert (catalog.counts["files"], catalog.counts["last_step"]) == (1, 1)
-    assert not all_found(catalog, Filter(words="quagga"))[0]
+    assert catalog.counts["files"] == 1 and not all_found(catalog, Filter(words="quagga"))[0]
 
 
-def test_a_large_run_is_read_newest_first_and_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    catalog = Catalog(make_run(tmp_path, num_steps=4).path)
-    clock = itertools.count()
-    monkeypatch.setattr("marsrl.trainer.look.catalog.time.monotonic", lambda: 0.4 * next(clock))
+def test_a_large_run_is_read_and_searched_newest_first_and_a_part_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, seconds = Catalog(make_run(tmp_path, num_steps=4).path), itertools.count()
+    monkeypatch.setattr("marsrl.trainer.look.catalog.time.monotonic", lambda: 0.4 * next(seconds))
     for steps in ({3, 2}, {3, 2, 1, 0}):
         catalog.refresh(budget_s=1.0)
         assert {row.step for row in all_found(catalog, Filter())[0]} == steps
-
-
-def test_a_search_that_takes_long_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    catalog = look_at(make_run(tmp_path, num_steps=4))
-    whole, _ = all_found(catalog, Filter(words="answer"))
-    clock = itertools.count()
-    monkeypatch.setattr("marsrl.trainer.look.catalog.time.monotonic", lambda: 0.1 * next(clock))
     first = catalog.find(Filter(words="answer"))
-    assert first.next is not None and len(first.rows) < len(whole)
-    assert all_found(catalog, Filter(words="answer"))[0] == whole
+    assert {row.step for row in first.rows} == {3} and first.next is not None
+    assert all_found(catalog, Filter(words="answer")) == (all_found(catalog, Filter())[0], None)
 
 
 def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=4)
-    for number, step in ((0, 3), (1, 3)):
+    for number in (0, 1):
         console = RunConsole(rank=number, stream=io.StringIO())
         console.keep_warnings(run.warnings)
-        console.step = step
+        console.step = 3
         console.warning(f"rank {number} is \ud800 slow\n\x1b[2J")
+    with run.warnings.open("ab") as file:
+        file.write(b'{"step": 4}\n{"step": 6, "text": "being writt')
     sample_files(run)[1].write_bytes(b"garbage")
     found = measured.warnings(look_at(run))
     listed = [(each.get("first_step"), each["step"], each["kind"]) for each in found]
@@ -157,7 +146,9 @@ def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Pa
         (2, 2, "metrics/non_finite"),
         (None, 1, "samples"),
         (None, 3, "said"),
+        (None, None, "warnings.jsonl"),
     ]
+    assert "warnings.jsonl has a line that is no warning: b'{\"step\": 4}'" in [each["text"] for each in found]
 
 
 def test_the_speed_of_a_step_stands_beside_what_the_plan_in_the_folder_says(tmp_path: Path) -> None:
@@ -172,14 +163,9 @@ def test_the_speed_of_a_step_stands_beside_what_the_plan_in_the_folder_says(tmp_
     assert "is not what marsrl plan --json writes" in measured.speed(catalog)["planned"]["why_not"]
     chosen = plan.policies[0].chosen
     assert chosen is not None and speed["planned"]["gpus"] == "64 x h100-80g"
-    assert speed["planned"]["parts"] == pytest.approx(
-        {
-            "rollout": plan.policies[0].rollout.seconds,
-            "step": chosen.time.total,
-            "publish": plan.policies[0].sync.total,
-            "total": plan.step_s,
-        }
-    )
+    seconds = (plan.policies[0].rollout.seconds, chosen.time.total, plan.policies[0].sync.total, plan.step_s)
+    assert list(speed["planned"]["parts"]) == ["rollout", "step", "publish", "total"]
+    assert [*speed["planned"]["parts"].values()] == pytest.approx(seconds)
     assert speed["measured"]["rollout"] == sorted(rows)[1] and speed["measured"]["total"] is None
 
 
@@ -187,7 +173,6 @@ def test_a_problems_life_lies_between_the_publish_of_its_oldest_version_and_the_
     run = RunDirectory.create(tmp_path, "a", "p")
     write_samples(run, 2, [make_group(make_sample("s", version=1)), make_group(make_sample("t", "judge", version=0))])
     trace = TraceLog(run.trace)
-    zero = trace._zero
     for lane, name, start, end, arguments in (
         ("sync/main", "publish", 1.0, 2.0, {"version": 0}),
         ("sync/main", "publish", 5.0, 6.0, {"version": 1}),
@@ -195,30 +180,23 @@ def test_a_problems_life_lies_between_the_publish_of_its_oldest_version_and_the_
         ("mark/step", "step 2", 7.0, 7.0, {}),
         ("mark/step", "step 3", 9.0, 9.0, {}),
     ):
-        trace.add(lane, name, zero + start, zero + end, arguments)
+        trace.add(lane, name, trace.zero + start, trace.zero + end, arguments)
     trace.save()
     run.write_config({"agents": {"judge": {}, "solver": {}}})
     catalog = look_at(run)
     lives = measured.life(catalog, "p0#0")["lives"]
-    seen = measured.spans(catalog, 4.0, 8.0)
-    assert [(each["agent"], each["version"], each["start"], each["end"]) for each in lives] == [
-        ("solver", 1, 6.0, 9.0),
-        ("judge", 0, 2.0, 9.0),
+    assert [(each["agent"], each["version"], each["start"], each["end"], each["samples"]) for each in lives] == [
+        ("solver", 1, 6.0, 9.0, 1),
+        ("judge", 0, 2.0, 9.0, 1),
     ]
     assert [each["color"] for each in lives] == ["c1", "c0"]  # of the place in the team
-    assert sorted(span[1:4] for span in seen["spans"]) == [("publish", 5.0, 6.0), ("step 2", 7.0, 7.0)]
-
-
-def test_looking_writes_nothing_into_the_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "runs", num_steps=1)
-    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    all_found(look_at(run), Filter(words="answer"))
-    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+    seen = measured.spans(catalog, 4.0, 8.0)["spans"]
+    assert sorted(span[1:4] for span in seen) == [("publish", 5.0, 6.0), ("step 2", 7.0, 7.0)]
 
 
 def test_the_benchmark_measures(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    words = ["--samples", "2000", "--no-browser", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    words = ["--samples", "2000", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json")]
     done = subprocess.run([sys.executable, "benchmarks/view.py", *words], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())

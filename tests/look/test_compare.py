@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
-from made_up_run import make_evaluation, make_run
+from made_up_run import make_run
 from rich.console import Console
-from test_export import ATTACK, answers_in
+from test_exported_pages import ATTACK, answers_in
 
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig
@@ -35,11 +35,12 @@ def draws(right: float, problems: range, seed: int, of: str = "") -> list[Draw]:
     return found
 
 
-def keep(folder: Path, found: list[Draw]) -> Path:
+def keep(folder: Path, found: list[Draw], scorer: Scorer | None = None) -> Path:
+    scorer = scorer or Scorer([AgentSpec("solver")], {}, {})
     with Kept(folder) as kept:
         for i, draw in enumerate(found):
-            kept.draws.add(str(i), draw.model_dump(mode="json"))
-    write_json(folder / EVALUATION, Scorer([AgentSpec("solver")], {}, {}).evaluation(found, {}).model_dump(mode="json"))
+            kept.draws.add(str(i), draw, is_whole=True)
+    write_json(folder / EVALUATION, scorer.evaluation(found, {}).model_dump(mode="json"))
     return folder
 
 
@@ -47,6 +48,12 @@ def gap(one: Path, other: Path, row: str = "system") -> Difference:
     found = difference(read_compared(one), read_compared(other), row)
     assert found is not None
     return found
+
+
+def shown(*runs: Path, page: Path | None = None) -> str:
+    """Output in the terminal."""
+    compare([str(run) for run in runs], str(page) if page else None, Console(file=(text := io.StringIO()), width=200))
+    return text.getvalue()
 
 
 def test_a_paired_difference_is_over_the_problems_that_both_have(tmp_path: Path) -> None:
@@ -59,18 +66,25 @@ def test_a_paired_difference_is_over_the_problems_that_both_have(tmp_path: Path)
     assert not gap(worse, better, "alone").is_clear  # the same Solver
     same = gap(worse, worse)
     assert (same.mean, same.low, same.high) == (0, 0, 0) and not same.is_clear
-    assert (
-        difference(read_compared(worse), read_compared(keep(tmp_path / "c", draws(0.5, range(900, 920), 3))), "system")
-        is None
-    )
+    others = read_compared(keep(tmp_path / "c", draws(0.5, range(900, 920), 3)))
+    assert difference(read_compared(worse), others, "system") is None
     assert difference(read_compared(worse), read_compared(better), "verifier1") is None  # not of every problem
+    # pairs know a problem's ease, which two intervals beside each other do not: independent ones are sqrt(2) as wide
+    one, other = (keep(tmp_path / name, draws(0.5, range(200), seed)) for name, seed in (("d", 1), ("e", 2)))
+    system, pair = read_compared(one).last.system, gap(one, other)
+    assert pair.high - pair.low < 1.3 * (system.high - system.low)
 
 
-def test_one_problem_has_no_interval(tmp_path: Path) -> None:
-    one, other = (keep(tmp_path / name, draws(rate, range(1), 0)) for name, rate in (("a", 0.0), ("b", 1.0)))
-    assert str(gap(one, other)) == "+1.000 (one problem, no interval)" and not gap(one, other).is_clear
-    compare([str(one), str(other)], str(tmp_path / "page.html"), Console(file=(shown := io.StringIO()), width=200))
-    for text in (shown.getvalue(), (tmp_path / "page.html").read_text()):
+def test_sets_are_compared_by_name_and_one_problem_has_no_interval(tmp_path: Path) -> None:
+    one, other = (
+        keep(tmp_path / name, draws(0.3, range(40), seed, "easy") + draws(rate, range(40, 140), seed + 9, "hard"))
+        for name, seed, rate in (("a", 1, 0.2), ("b", 2, 0.7))
+    )
+    assert gap(one, other, "hard/system").is_clear and gap(one, other, "hard/system").num_problems == 100
+    assert not gap(one, other, "easy/system").is_clear and gap(one, other).num_problems == 140
+    one, other = (keep(tmp_path / name, draws(rate, range(1), 0)) for name, rate in (("c", 0.0), ("d", 1.0)))
+    assert not gap(one, other).is_clear
+    for text in (shown(one, other, page=tmp_path / "page.html"), (tmp_path / "page.html").read_text()):
         assert "+1.000 (one problem, no interval)" in text and "+1.000 to" not in text
 
 
@@ -79,54 +93,34 @@ def test_the_settings_that_differ_are_told_and_no_other(tmp_path: Path) -> None:
     for run, rate in zip(runs, (1e-5, 2e-5), strict=True):
         settings = {"run": {"seed": 3, "name": run.name}, "policies": {"main": {"optimizer": {"lr": rate}}}}
         RunDirectory(run).write_config(settings | ({"data": {"train": "<b>x"}} if run.name == "b" else {}))
-    compare([str(run) for run in runs], str(tmp_path / "page.html"), Console(file=(shown := io.StringIO()), width=200))
-    told = shown.getvalue().partition("settings that differ")[2]
+    told = shown(*runs, page=tmp_path / "page.html").partition("settings that differ")[2]
     rows = [re.split(r"\s*│\s*", line)[1:-1] for line in told.splitlines() if line.startswith("│")]
     assert rows == [["policies.main.optimizer.lr", "1e-05", "2e-05"], ["data.train", "not set", "<b>x"]]
     found = answers_in(tmp_path / "page.html")["compare"]["settings"]
     assert found == {"policies.main.optimizer.lr": ["1e-05", "2e-05"], "data.train": ["not set", "<b>x"]}
-
-
-def test_a_setting_that_changed_when_a_run_went_on_is_told(tmp_path: Path) -> None:
-    runs = [keep(tmp_path / name, draws(0.5, range(4), 0)) for name in ("a", "b")]
+    # one that was another when the run went on, in more than nine files
+    runs = [keep(tmp_path / name, draws(0.5, range(4), 0)) for name in ("c", "d")]
     for run in runs:
         RunDirectory(run).write_config({"run": {"steps": 200}})
     RunDirectory(runs[1]).checkpoint(9).mkdir(parents=True)
-    for steps in (22, *range(30, 40)):  # more than nine files
+    for steps in (22, *range(30, 40)):
         RunDirectory(runs[1]).write_config({"run": {"steps": steps}})
-    told = settings_that_differ([read_compared(run) for run in runs])
-    assert told == {"run.steps": ["200", "200, then 22, then " + ", then ".join(map(str, range(30, 40)))]}
+    values = settings_that_differ([read_compared(run) for run in runs])
+    assert values == {"run.steps": ["200", "200, then 22, then " + ", then ".join(map(str, range(30, 40)))]}
 
 
 def test_numbers_of_other_problems_than_the_first_run_s_are_marked(tmp_path: Path) -> None:
-    runs = [str(keep(tmp_path / name, draws(0.5, range(num), 0))) for name, num in (("a", 9), ("b", 9), ("c", 30))]
-    for others, num in ((runs[1:2], 0), (runs[2:], 2)):  # alone and system
-        compare([runs[0], *others], str(tmp_path / "page.html"), Console(file=io.StringIO()))
-        rows = answers_in(tmp_path / "page.html")["compare"]["rows"]
-        assert sum(cell["is_of_other_inputs"] for row in rows for cell in row["cells"]) == num
-
-
-def test_pairs_know_a_problem_s_ease_which_two_intervals_beside_each_other_do_not(tmp_path: Path) -> None:
-    one, other = (keep(tmp_path / name, draws(0.5, range(200), seed)) for name, seed in (("a", 1), ("b", 2)))
-    system = read_compared(one).last.system
-    pair = gap(one, other)
-    assert pair.high - pair.low < 1.3 * (system.high - system.low)  # independent ones would be sqrt(2) as wide
-
-
-def test_sets_are_compared_by_name(tmp_path: Path) -> None:
-    one, other = (
-        keep(tmp_path / name, draws(0.3, range(40), seed, "easy") + draws(rate, range(40, 140), seed + 9, "hard"))
-        for name, seed, rate in (("a", 1, 0.2), ("b", 2, 0.7))
-    )
-    assert gap(one, other, "hard/system").is_clear and gap(one, other, "hard/system").num_problems == 100
-    assert not gap(one, other, "easy/system").is_clear and gap(one, other).num_problems == 140
+    runs = [keep(tmp_path / name, draws(0.5, range(num), 0)) for name, num in (("a", 9), ("b", 9), ("c", 30))]
+    shown(*runs, page=tmp_path / "page.html")
+    rows = answers_in(tmp_path / "page.html")["compare"]["rows"]
+    marked = [[cell["is_of_other_inputs"] for cell in row["cells"]] for row in rows]
+    assert marked == [[False, False, True]] * 2  # alone and system
 
 
 def test_runs_are_compared_in_a_terminal_and_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = []
     for k, name in enumerate(("one", "two")):
-        run = make_run(tmp_path / name)
-        path = run.path.rename(tmp_path / f"run {name}")
+        path = make_run(tmp_path / name).path.rename(tmp_path / f"run {name}")
         for step in (0, 3, 5):
             keep(RunDirectory(path).evaluation(step), draws(0.2 + 0.1 * step * (1 + k), range(60), step + k))
         paths.append(str(path))
@@ -136,60 +130,35 @@ def test_runs_are_compared_in_a_terminal_and_on_a_page(tmp_path: Path, capsys: p
     course = [line for line in shown.splitlines() if " 0.0" in line and "│" in line]
     assert len(course) == 6, shown  # three evaluations a run, each with its hours
     found = answers_in(tmp_path / "compare.html")["compare"]
-    assert found["names"] == ["run one", "run two"] and [len(row["cells"]) for row in found["rows"]] == [2] * len(
-        found["rows"]
-    )
-    assert {chart["title"] for chart in found["charts"]} == {
-        "system: share right",
-        "alone: share right",
-        "reward, mean of all agents",
-    }
+    assert found["names"] == ["run one", "run two"] and {len(row["cells"]) for row in found["rows"]} == {2}
+    titles = {"system: share right", "alone: share right", "reward, mean of all agents"}
+    assert {chart["title"] for chart in found["charts"]} == titles
     for chart in found["charts"]:
         for curve in chart["curves"]:
             assert len({len(curve[name]) for name in ("step", "tokens", "hours", "mean", "low", "high")}) == 1
             assert None not in curve["mean"] and (None in curve["low"]) == chart["title"].startswith("reward")
-    assert "60 problems" in found["rows"][-1]["cells"][1]["gap"]
+    assert found["rows"][-1]["cells"][1]["num_problems"] == 60
     run = read_compared(Path(paths[0]))
     assert [place.step for place, _ in run.evaluations] == [0, 3, 5]
     (_, middle, last) = (place for place, _ in run.evaluations)
     assert 0 < middle.tokens < last.tokens and 3.9 * 3 < middle.hours * 3600 < last.hours * 3600
 
 
-def test_what_an_episode_takes_stands_side_by_side_by_agent_and_policy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_episode_takes_stands_side_by_side_by_agent_and_policy(tmp_path: Path) -> None:
     """A team of one policy and one of two sizes (Dr. MAS): calls, tokens, cost, seconds of engines, seconds of an episode."""
-    said = Said(correct=1.0, answer="7")
+    prices = {"main": PriceConfig(input=1000, output=10_000), "small": PriceConfig(input=100, output=1000)}
+    policies = {policy: PolicyConfig(price=price) for policy, price in prices.items()}
+    agents = [AgentSpec("solver"), AgentSpec("verifier", Role.VERIFIER)]
+    solver = {"agent": "solver", "correct": 1.0, "input_tokens": 100, "tokens": 300, "is_cut": False}
+    folders = []
     for name, verifier, seconds in (("same", "main", 2.0), ("mixed", "small", 0.25)):
-        calls = [
-            Call(
-                agent="solver", correct=1.0, input_tokens=100, output_tokens=300, tokens=300, is_cut=False, seconds=1.5
-            )
-        ]
+        calls = [Call(**solver, output_tokens=300, seconds=1.5)]  # type: ignore[arg-type]
         calls += [calls[0].model_copy(update={"agent": "verifier", "output_tokens": 50, "seconds": seconds})] * 2
-        found = [
-            Draw(
-                of="",
-                problem=f"p{i}",
-                question=f"q{i}",
-                system=said,
-                alone=None,
-                calls=calls,
-                latency_s=10.0 * seconds + i,
-            )
-            for i in range(20)
-        ]
-        prices = {"main": PriceConfig(input=1000, output=10_000), "small": PriceConfig(input=100, output=1000)}
-        scorer = Scorer(
-            [AgentSpec("solver"), AgentSpec("verifier", Role.VERIFIER)],
-            {"solver": AgentConfig(), "verifier": AgentConfig(policy=verifier)},
-            {policy: PolicyConfig(price=price) for policy, price in prices.items()},
-        )
-        (tmp_path / name).mkdir()
-        write_json(tmp_path / name / EVALUATION, scorer.evaluation(found, {}).model_dump(mode="json"))
-    page = tmp_path / "page.html"
-    assert cli.main(["compare", str(tmp_path / "same"), str(tmp_path / "mixed"), "--html", str(page)]) == 0
-    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+        said = {"of": "", "system": Said(correct=1.0, answer="7"), "alone": None, "calls": calls}
+        found = [Draw(problem=f"p{i}", question=f"q{i}", latency_s=10.0 * seconds + i, **said) for i in range(20)]  # type: ignore[arg-type]
+        scorer = Scorer(agents, {"solver": AgentConfig(), "verifier": AgentConfig(policy=verifier)}, policies)
+        folders.append(keep(tmp_path / name, found, scorer))
+    rows = [line.replace("│", " ").split() for line in shown(*folders, page=tmp_path / "page.html").splitlines()]
     wanted = [
         ["same", "3.0", "300.0", "400.0", "4.3", "5.5", "29", "38"],
         ["solver", "(main)", "1.0", "100.0", "300.0", "3.1", "1.5"],
@@ -199,34 +168,35 @@ def test_what_an_episode_takes_stands_side_by_side_by_agent_and_policy(
         ["verifier", "(small)", "2.0", "200.0", "100.0", "0.12", "0.5"],
     ]
     assert [row for row in rows if row in wanted] == wanted
-    mixed = answers_in(page)["compare"]["costs"][1]
+    mixed = answers_in(tmp_path / "page.html")["compare"]["costs"][1]
     assert ("verifier (small)", "2.0") in [(part["name"], part["cells"][0]) for part in mixed["parts"]]
 
 
-def test_hostile_names_and_answers_stay_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_names_and_answers_stay_text(tmp_path: Path) -> None:
     attack = ATTACK.replace("/", "∕").replace("\x00", "").replace("\ud800", "")[:120] + "\u202e\x1b"
     hostile = [
         draw.model_copy(update={"of": attack, "problem": attack, "system": Said(correct=1.0, answer=attack)})
         for draw in draws(0.5, range(4), 1)
     ]
     paths = [keep(tmp_path / f"{attack} {k}", hostile) for k in range(2)]
-    assert cli.main(["compare", *map(str, paths), "--html", str(tmp_path / "page.html")]) == 0
-    assert not set(capsys.readouterr().out) & set("\x1b\u202e")
+    for path, value in zip(paths, ("a", attack), strict=True):
+        RunDirectory(path).write_config({"data": {"train_key": value}})
+    assert not set(shown(*paths, page=tmp_path / "page.html")) & set("\x1b\u202e")
     text = (tmp_path / "page.html").read_text("utf-8")
-    assert text.count("<script>") == 5 and "<img" not in text
+    assert text.count("<script>") == 5 and "<img" not in text and "\\u27e8U+202E\\u27e9" in text
     assert not set(text) & set("\x1b\u202e") and "1337" not in text
 
 
 def test_what_cannot_be_compared_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = keep(tmp_path / "a", draws(0.5, range(4), 1))
     (tmp_path / "none").mkdir()
-    assert cli.main(["compare", str(there), str(tmp_path / "none")]) == 2
-    assert "is neither a run (it has no config.yaml) nor an evaluation" in capsys.readouterr().err
-    assert cli.main(["compare", str(there)]) == 2
-    assert "expected two runs or more" in capsys.readouterr().err
-    (there / EVALUATION).write_text("{}")
-    assert cli.main(["compare", str(there), str(there)]) == 2
-    assert "is not an evaluation of this version" in capsys.readouterr().err
-    old = make_run(tmp_path / "old")  # before and after are in its summary alone
-    assert [place.step for place, _ in read_compared(old.path).evaluations] == [0, 6]
-    assert read_compared(old.path).last == make_evaluation(0.88)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / EVALUATION).write_text("{}")
+    for others, reason in (
+        (["none"], "is neither a run (it has no config.yaml) nor an evaluation"),
+        ([], "expected two runs or more"),
+        (["b"], "is not an evaluation of this version"),
+        ([str(make_run(tmp_path / "run").path)], "nothing was evaluated there yet"),
+    ):
+        assert cli.main(["compare", str(there), *(str(tmp_path / other) for other in others)]) == 2
+        assert reason in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Who may ask the viewer, and what its answers allow a page to do."""
+"""Access to the viewer, and the rights of its pages."""
 
 from __future__ import annotations
 
@@ -81,8 +81,12 @@ def test_what_cannot_be_answered_says_why(stranger: TestClient) -> None:
     stranger.get("/?token=secret")
     for path, reason in (
         ("samples?run=7", "run is 7; there are 2"),
-        ("samples?run=x", "cannot be read"),
-        ("samples?run=0&low=nan", "expected finite numbers"),
+        ("overview", "run is not given"),
+        ("samples?run=0&last=x", "cannot be read"),
+        ("samples?run=0&low=nan", "finite number"),
+        ("samples?run=0&flag=bad", "nothing to filter by"),
+        ("samples?run=0&words=%2B-", "no letter or digit"),
+        ("runs?nothing=1", "cannot be read"),
         ("samples?run=0&nothing=1", "cannot be read"),
         ("samples?run=0&before=1", "expected step.line"),
         ("sample?run=0&step=1&line=1", "has not been read yet"),

@@ -1,4 +1,4 @@
-"""What the viewer says of tokens while a run writes them, and of what a killed one left."""
+"""Tokens in the viewer while a run writes them, and after a kill."""
 
 from __future__ import annotations
 
@@ -22,42 +22,32 @@ def write(run: RunDirectory, step: int) -> None:
     write_made_up_tokens(run, step, {1: SAMPLE}, {SAMPLE.uid})
 
 
-def killed_in_the_write(run: RunDirectory, step: int) -> None:
+def kill_in_the_write(run: RunDirectory, step: int) -> None:
     """All of the file is written, and none of it is in its place yet."""
 
-    def die(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def killed() -> None:
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        write(run, step)
 
-    os.replace = die  # type: ignore[assignment]
-    write(run, step)
-
-
-def kill_in_the_write(run: RunDirectory, step: int) -> None:
-    process = multiprocessing.get_context("fork").Process(target=killed_in_the_write, args=(run, step))
+    process = multiprocessing.get_context("fork").Process(target=killed)
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_a_kill_in_the_write_leaves_the_steps_before_and_hides_none_after(tmp_path: Path) -> None:
+def test_a_kill_in_the_write_leaves_what_there_was_and_hides_nothing_after(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     write(run, 1)
+    before = token_file(run, 1).read_bytes()
+    kill_in_the_write(run, 1)  # a step that is played again
     kill_in_the_write(run, 2)
-    assert list(token_files(run)) == [1] and len(list(run.tokens.iterdir())) == 2
+    assert list(token_files(run)) == [1] and token_file(run, 1).read_bytes() == before
     told = tokens_of_sample(run, 2, SAMPLE.uid)
     assert told["kept"] is None and told["near"]["step"] == 1
     write(run, 2)  # the next life plays it again
     write(run, 3)
     assert list(token_files(run)) == [read_tokens(file).step for file in token_files(run).values()] == [1, 2, 3]
     assert all(tokens_of_sample(run, step, SAMPLE.uid)["kept"]["ids"] == [0, 1, 2, 3] for step in (1, 2, 3))
-
-
-def test_a_kill_in_the_write_of_a_step_that_is_played_again_leaves_what_there_was(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "a", "p")
-    write(run, 1)
-    before = token_file(run, 1).read_bytes()
-    kill_in_the_write(run, 1)
-    assert token_file(run, 1).read_bytes() == before
 
 
 def test_half_a_file_is_told_of_its_own_step_and_hides_no_other(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from playwright.sync_api import BrowserContext, Page
 
 
 class Watched:
-    """A page, everything that its console said, and every address that it asked."""
+    """A page, everything that its console said, and every address that it asked. origin: what `open` puts before a query."""
 
-    def __init__(self, context: BrowserContext) -> None:
+    def __init__(self, context: BrowserContext, origin: str = "") -> None:
+        self.origin = origin
         self.complaints: list[str] = []
         self.asked: list[str] = []
         context.set_default_timeout(300_000)  # ms; a page takes its time on a busy machine
@@ -19,9 +20,9 @@ class Watched:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
 
-    def open(self, address: str) -> None:
+    def open(self, query: str) -> None:
         """Go there, and wait until all that is on its way is shown."""
-        self.page.goto(address)
+        self.page.goto(f"{self.origin}{query}")
         self.page.wait_for_selector("main")
         self.page.wait_for_load_state("networkidle")
 

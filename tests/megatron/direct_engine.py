@@ -1,44 +1,50 @@
-"""The engines' processes of direct_worker: python direct_engine.py DESCRIPTOR. No megatron here.
-
-Each is forked when it is asked for at that socket, from a process that has imported everything and computed nothing.
-"""
+"""An engine in a process of its own for direct_worker, which forks it from a server that has imported torch. No megatron here."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import itertools
 import os
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-from foreign_bytes import counted, peak
 
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.replicas import Timed
-from marsrl.rollout.weights import receiver
+from marsrl.rollout.state import decode
 from marsrl.rollout.weights.checksum import checksum
-from marsrl.rollout.weights.engine_shard import EngineShard
-from marsrl.rollout.weights.receiver import WeightReceiver
+from marsrl.rollout.weights.connections import GroupConnection, SharedBuffer
+from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
+from marsrl.rollout.weights.layout import EngineShard, shard_layout
 
 _SPOILED: list[str] = []  # fused tensors of which one number is changed on arrival
 _STRIKE: list[tuple[str, int]] = []  # where the next update ends this process, and by what signal
+_NUM_BUCKETS = [0]  # of this update, so far
 
 
 def strike_at(place: str) -> None:
     """End, or stop, this process where it was told to."""
     if _STRIKE and _STRIKE[0][0] == place:
         os.kill(os.getpid(), _STRIKE.pop()[1])
+
+
+def strike_at_buckets() -> None:
+    """Every bucket that comes is a place to strike at."""
+    for kind in (GroupConnection, SharedBuffer):
+
+        def receive(self: Any, rank: int, num_elements: int, plain: Any = kind.receive) -> torch.Tensor:
+            flat: torch.Tensor = plain(self, rank, num_elements)
+            _NUM_BUCKETS[0] += 1
+            strike_at(f"bucket {_NUM_BUCKETS[0]}")
+            return flat
+
+        kind.receive = receive  # type: ignore[method-assign]
 
 
 class Halves:
@@ -53,15 +59,16 @@ class Halves:
     def info(self) -> EngineInfo:
         return self._info
 
-    def score(self, sequences: list[np.ndarray], temperature: float = 1.0) -> list[np.ndarray]:
+    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         return [np.zeros(len(sequence) - 1, np.float32) for sequence in sequences]
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Both receive at once, as two processes would."""
-        plans = update.receive_plans
-        self.weights = [{name: torch.zeros(shape) for name, shape in plan.shapes.items()} for plan in plans]
+        plans = [decode(ReceivePlan, each) for each in update.receive_plans]
+        layouts = [shard_layout(plan.hf_shapes, plan.shard) for plan in plans]
+        self.weights = [{name: torch.zeros(shape) for name, shape in layout.shapes.items()} for layout in layouts]
         with ThreadPoolExecutor(len(plans)) as threads:
-            list(threads.map(WeightReceiver.receive, self._receivers, plans, self.weights))
+            list(threads.map(WeightReceiver.receive, self._receivers, plans, [held.get for held in self.weights]))
         while _SPOILED:
             self.weights[1][_SPOILED.pop()].view(-1)[-1:].view(torch.uint8)[0] ^= 1
         checksums = [{name: checksum(tensor) for name, tensor in held.items()} for held in self.weights]
@@ -72,40 +79,33 @@ class SpoilingEngine(LocalEngine):
     """Changes one bit of what `spoil` named, once it is there. Ends in an update where `strike` said: before it takes
     part, with a bucket in its hands, when it holds everything, or when it is to score."""
 
-    def score(self, sequences: Sequence[np.ndarray], temperature: float = 1.0) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         strike_at("score")
-        return super().score(sequences, temperature)
+        return super().score(sequences)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        receive = self._receiver.receive
-
-        def spoiled(plan: Any, targets: Any) -> None:
-            strike_at("before")
-            numbers, cut = itertools.count(1), receiver._cut
-
-            def struck_cut(flat: Any, blocks: Any) -> Any:
-                strike_at(f"bucket {next(numbers)}")
-                return cut(flat, blocks)
-
-            with patch.object(receiver, "_cut", struck_cut):
-                receive(plan, targets)
-            strike_at("after")
+        strike_at("before")
+        _NUM_BUCKETS[0] = 0
+        receipt = super().update_weights(update)
+        strike_at("after")
+        if _SPOILED:
+            weights = self._model.weights
             while _SPOILED:
-                targets[_SPOILED.pop()].view(-1)[-1:].view(torch.uint8)[0] ^= 1
-
-        self._receiver.receive = spoiled  # type: ignore[method-assign]
-        try:
-            return super().update_weights(update)
-        finally:
-            self._receiver.receive = receive  # type: ignore[method-assign]
+                weights[_SPOILED.pop()].view(-1)[-1:].view(torch.uint8)[0] ^= 1
+            checksums = {name: checksum(tensor) for name, tensor in weights.items()}
+            receipt = replace(receipt, checksums=(checksums,))
+        return receipt
 
 
 def serve(connection: Connection) -> None:
-    """Does what rank 0 asks until it says `end`."""
+    """Does what rank 0 asks, as long as it is there."""
+    torch.set_num_threads(1)
+    strike_at_buckets()
     engine: Any = None
     while True:
-        method, args = connection.recv()
-        if method == "end":
+        try:
+            method, args = connection.recv()
+        except EOFError:
             return
         start = time.time()
         value: Any = None
@@ -130,33 +130,8 @@ def serve(connection: Connection) -> None:
                 _STRIKE.append(args)
             elif method == "version":
                 value = engine._version
-            elif method == "peak":
-                value = peak()
             else:
                 value = getattr(engine, method)(*args)
         except Exception as error:  # raised on rank 0
             value = error
         connection.send(Timed(value, start, max(start, time.time())))
-
-
-def nursery(control: Connection) -> None:
-    """Forks an engine's process for every socket that comes, and tells its number, until nobody can ask any more."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    while True:
-        try:
-            descriptor = recv_handle(control)
-        except (EOFError, OSError):
-            return
-        if not (child := os.fork()):
-            control.close()
-            with contextlib.suppress(EOFError):  # rank 0 has ended
-                serve(Connection(descriptor))
-            os._exit(0)
-        os.close(descriptor)
-        control.send(child)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with counted():
-        nursery(Connection(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""A job of two trainer ranks (gloo), of which the first starts two processes that serve an engine each. See test_direct_channel.
+"""A job of two trainer ranks (gloo), of which the first starts two processes that serve an engine each. See test_direct_sync.
 
 They publish the same weights through files, then straight from the ranks in both ways, under every layout, and rank 0 notes
 what the engines hold afterwards. Engines forget what they hold between two publishes. In the first case engines are lost in
@@ -7,37 +7,31 @@ the middle of publishes, too. A last publish is spoiled at one.
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
 import torch.distributed as dist
-from foreign_bytes import counted, peak
+from direct_engine import serve
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.engines.protocol import EngineLost
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Lost, OnLost, Timed, ignore_loss
-from marsrl.rollout.weights.receiver import ReceivePlan
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
-from marsrl.trainer.runs.collective import gather_bytes
-from marsrl.trainer.weights.channel import WeightChannel
-from marsrl.trainer.weights.checked_engines import CheckedEngines
-from marsrl.trainer.weights.direct_channel import DirectChannel, IpcChannel, NcclChannel
-from marsrl.trainer.weights.file_channel import FileChannel
-from marsrl.trainer.weights.standby import Standby
+from marsrl.trainer.weights.comparison import CheckedEngines
+from marsrl.trainer.weights.sync import DirectSync, FileSync, Standby, WeightSync
 
 BUCKET = 4096  # bytes: most tensors take several
+KINDS: tuple[Literal["nccl", "ipc"], ...] = ("nccl", "ipc")
 
 
 class Processes:
@@ -50,37 +44,25 @@ class Processes:
 
     def __init__(self, num: int) -> None:
         """They end when this process does, or lets go of its connections."""
-        self._control, theirs = socket.socketpair()
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            str(Path(__file__).parent / "direct_engine.py"),
-            str(theirs.fileno()),
-        ]
-        self._nursery = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        theirs.close()
-        self._born = Connection(self._control.fileno())
-        self.connections: list[Connection] = []
-        self.processes: list[psutil.Process] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["marsrl.rollout.engines.local.engine"])
         self.restarts: list[int] = []
         self._local: tuple[str, str] = ("", "")
-        for _ in range(num):
-            connection, process = self._new()
-            self.connections.append(connection)
-            self.processes.append(process)
+        self.connections: dict[int, Connection] = {}
+        self.processes: dict[int, psutil.Process] = {}
+        for engine in range(num):
+            self._start(engine)
 
-    def _new(self) -> tuple[Connection, psutil.Process]:
-        mine, theirs = socket.socketpair()
-        send_handle(self._born, theirs.fileno(), self._nursery.pid)
+    def _start(self, engine: int) -> None:
+        self.connections[engine], theirs = self._context.Pipe()  # type: ignore[assignment]
+        process = self._context.Process(target=serve, args=(theirs,), daemon=True)
+        process.start()
         theirs.close()
-        return Connection(mine.detach()), psutil.Process(self._born.recv())
+        self.processes[engine] = psutil.Process(process.pid)
 
     def end(self) -> None:
-        for connection in self.connections:
-            connection.send(("end", ()))
-        self._control.shutdown(socket.SHUT_RDWR)
-        self._nursery.wait()
+        for connection in self.connections.values():
+            connection.close()
 
     def __len__(self) -> int:
         return len(self.connections)
@@ -116,7 +98,7 @@ class Processes:
         return self.call(method, {replica: arguments})[replica]
 
     def stop(self, replica: int) -> None:
-        if self.processes[replica].is_running():
+        with contextlib.suppress(psutil.NoSuchProcess):
             self.processes[replica].kill()
 
     def has_place(self, within_s: float) -> bool:
@@ -124,7 +106,7 @@ class Processes:
 
     def restart(self, replica: int) -> Lost | None:
         self.restarts.append(replica)
-        self.connections[replica], self.processes[replica] = self._new()
+        self._start(replica)
         self.call("local", {replica: self._local})
         return None
 
@@ -134,7 +116,7 @@ class Processes:
         return [answer.value for answer in self.call(method, dict.fromkeys(range(len(self)), args)).values()]  # type: ignore[union-attr]
 
     def tell(self, engine: int, method: str, *args: Any) -> Any:
-        """What one engine says."""
+        """An engine's answer."""
         answer = self.call_one(engine, method, args)
         assert isinstance(answer, Timed), answer
         return answer.value
@@ -146,14 +128,14 @@ def new_learner(model: str, layout: dict[str, int], dtype: str) -> Learner:
     return Learner(policy, model, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0)
 
 
-def channels_of(engines: CheckedEngines | None, dtype: str) -> dict[str, WeightChannel]:
+def syncs_of(engines: CheckedEngines | None, dtype: str) -> dict[str, WeightSync]:
     """One of each kind, on this rank."""
     told: dict[str, Any] = {"bucket_bytes": BUCKET, "timeout_s": 60.0}
     in_engines: torch.dtype = getattr(torch, dtype)
     return {
-        "shm": FileChannel(engines, in_engines),
-        "nccl": NcclChannel(engines, in_engines, **told),
-        "ipc": IpcChannel(engines, in_engines, **told),
+        "shm": FileSync(engines, in_engines),
+        "nccl": DirectSync(engines, in_engines, "nccl", **told),
+        "ipc": DirectSync(engines, in_engines, "ipc", **told),
     }
 
 
@@ -164,92 +146,58 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
     if engines:
         engines.ask("local", model, dtype)
         checked = CheckedEngines(EnginePool(engines), vocab_size=learner.vocab_size)  # type: ignore[arg-type]
-        engines.ask("peak")
-    for kind, channel in channels_of(checked, dtype).items():
-        plans: list[ReceivePlan] = []
+    for kind, sync in syncs_of(checked, dtype).items():
         versions = [1] if kind == "shm" else [1, 2]  # the second over the same connection
         for version in versions:
             if engines:
                 engines.ask("forget")
-            report = channel.publish(learner, version)
-            plans += channel._receive_plans() if isinstance(channel, DirectChannel) else []
+            report = sync.publish(learner, version)
         if engines and report:
             found[kind] = {
                 "held": engines.ask("held"),
                 "bytes": report.num_bytes,
                 "probe": report.comparison and report.comparison.largest,
-                "peak": engines.ask("peak"),
             }
-        if kind == "shm":  # rank 0 gathers whole tensors for files
-            found.setdefault(kind, {})["rank_peak"] = peak()
-        else:
-            assert isinstance(channel, DirectChannel)
-            found.setdefault(kind, {})["plans"] = len({id(plan) for plan in [*plans, *channel._receive_plans()]})
-            found[kind]["again"] = sent_again(channel, learner, checked, engines)
+        found.setdefault(kind, {})
+        if kind != "shm":
             if with_losses:
-                found[kind]["losses"] = publishes_with_losses(channel, kind, learner, checked, engines)
+                found[kind]["losses"] = publishes_with_losses(sync, learner, checked, engines)
             name = ""
             if engines:
                 name = sorted(found[kind]["held"][0])[-2]
                 engines.tell(1, "spoil", name)
             try:
-                channel.publish(learner, 9)
+                sync.publish(learner, 9)
             except RuntimeError as error:  # on rank 0
                 found[kind]["spoiled"] = [name, str(error)]
-        channel.close()
-    found["rank_peaks"] = [int(told) for told in gather_bytes(str(peak()).encode())]
+        sync.close()
     return found
 
 
-def sent_again(
-    channel: WeightChannel, learner: Learner, checked: CheckedEngines | None, engines: Processes | None
-) -> list[Any]:
-    """What the engines hold after the second has forgotten everything and got it back alone, and after a publish to both."""
-    if checked is None or engines is None:
-        channel.send_again(learner, 2, None)
-        channel.publish(learner, 2)
-        return []
-    engines.tell(1, "forget")
-    channel.send_again(learner, 2, 1)
-    alone = engines.ask("held")
-    checked.pool.generation += 1  # for all that the channel knows it is another process
-    engines.ask("forget")
-    channel.publish(learner, 2)
-    return [alone, engines.ask("held")]
-
-
-LOSSES: dict[str, dict[str, list[tuple[int, str, int]]]] = {
-    "nccl": {
-        "killed in the middle": [(1, "bucket 5", signal.SIGKILL)],
-        "silent in the middle": [(0, "bucket 2", signal.SIGSTOP)],
-        "both, before and after": [(0, "before", signal.SIGKILL), (1, "after", signal.SIGKILL)],
-        "killed while it is compared": [(1, "score", signal.SIGKILL)],
-    },
-    "ipc": {
-        "killed in the middle": [(0, "bucket 5", signal.SIGKILL)],
-        "silent in the middle": [(1, "bucket 2", signal.SIGSTOP)],
-        "both, before and after": [(0, "before", signal.SIGKILL), (1, "after", signal.SIGKILL)],
-        "killed while it is compared": [(1, "score", signal.SIGKILL)],
-    },
+LOSSES: dict[str, list[tuple[int, str, int]]] = {
+    "killed in the middle": [(1, "bucket 5", signal.SIGKILL)],
+    "silent in the middle": [(0, "bucket 2", signal.SIGSTOP)],
+    "both, before and after": [(0, "before", signal.SIGKILL), (1, "after", signal.SIGKILL)],
+    "killed while it is compared": [(1, "score", signal.SIGKILL)],
 }
-"""By kind of channel: what befalls engines in one publish: (engine, where, signal)."""
+"""Losses in one publish: (engine, where, signal)."""
 
 
 def publishes_with_losses(
-    channel: WeightChannel, kind: str, learner: Learner, checked: CheckedEngines | None, engines: Processes | None
+    sync: WeightSync, learner: Learner, checked: CheckedEngines | None, engines: Processes | None
 ) -> dict[str, Any]:
-    """What the engines hold after each loss, their versions, who was made anew, and the same after a quiet publish."""
+    """Weights of the engines after each loss, their versions, who was made anew; the same after a quiet publish."""
     found: dict[str, Any] = {}
     versions = {"main": 2}
-    standby = Standby({"main": channel}, {"main": learner}, versions, {"main": checked.pool} if checked else None)
-    for name, strikes in {**LOSSES[kind], "quiet": []}.items():
+    standby = Standby({"main": sync}, {"main": learner}, versions, {"main": checked.pool} if checked else None)
+    for name, strikes in {**LOSSES, "quiet": []}.items():
         versions["main"] += 1
         if engines:
             engines.ask("forget")
             for engine, where, number in strikes:
                 engines.tell(engine, "strike", where, number)
             engines.restarts.clear()
-        report = channel.publish(learner, versions["main"], standing_by=standby.during)
+        report = sync.publish(learner, versions["main"], standing_by=standby.during)
         if engines and report:
             found[name] = {
                 "held": engines.ask("held"),
@@ -261,43 +209,42 @@ def publishes_with_losses(
 
 
 def publish_to_halves(learner: Learner, engines: Processes | None, folder: Path) -> dict[str, str]:
-    """To engines of two shards each: what those of the second hold, in folder/KIND_EXPERTS.pt, for both kinds of a channel and
+    """To engines of two shards each: what those of the second hold, in folder/KIND_EXPERTS.pt, for both kinds of a sync and
     experts cut and spread; and what is said, by the same names, when a number of its second shard changes."""
     said = {}
     for experts in ("cut", "spread"):
         checked = None
-        for kind in (NcclChannel, IpcChannel):
+        for kind in KINDS:
             if engines:
                 engines.ask("halves", 2, experts == "spread")
                 checked = CheckedEngines(EnginePool(engines), vocab_size=learner.vocab_size)  # type: ignore[arg-type]
             # they score nothing: no version is compared
-            channel = kind(checked, torch.float32, verify_every=100, bucket_bytes=BUCKET, timeout_s=60.0)
-            channel.publish(learner, 1)
-            name = f"{kind.__name__}_{experts}"
+            sync = DirectSync(checked, torch.float32, kind, verify_every=100, bucket_bytes=BUCKET, timeout_s=60.0)
+            sync.publish(learner, 1)
+            name = f"{kind}_{experts}"
             if engines:
                 engines.call("save", {0: (str(folder / "first.pt"),), 1: (str(folder / f"{name}.pt"),)})
                 engines.tell(1, "spoil", "lm_head.weight")
             try:
-                channel.publish(learner, 2)
+                sync.publish(learner, 2)
             except RuntimeError as error:  # on rank 0
                 said[name] = str(error)
-            channel.close()
+            sync.close()
     return said
 
 
 def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> dict[str, Any]:
-    """What publishes() found in each case, on rank 0; with engines in halves too, in the case that says so."""
+    """Findings of publishes() in each case, on rank 0; with engines in halves too, in the case that says so."""
     found: dict[str, Any] = {}
     engines: Processes | None = None
-    with counted():
-        for name, (model, layout, dtype, engine_dtype) in cases.items():
-            learner = new_learner(model, layout, dtype)
-            if engines is None and dist.get_rank() == 0:
-                engines = Processes(2)
-            found[name] = publishes(learner, model, engine_dtype, engines, with_losses=not found)
-            if name.endswith("halves"):
-                found[name]["halves"] = publish_to_halves(learner, engines, Path(folder))
-            parallel.stop(keep_world=True)
+    for name, (model, layout, dtype, engine_dtype) in cases.items():
+        learner = new_learner(model, layout, dtype)
+        if engines is None and dist.get_rank() == 0:
+            engines = Processes(2)
+        found[name] = publishes(learner, model, engine_dtype, engines, with_losses=not found)
+        if name.endswith("halves"):
+            found[name]["halves"] = publish_to_halves(learner, engines, Path(folder))
+        parallel.stop(keep_world=True)
     if engines:
         engines.end()
     return found

@@ -1,17 +1,17 @@
-"""What `marsrl export` writes is loaded by vLLM as it is, and says what the trainer said: about 25 s on one core."""
+"""vLLM loads the directory of `marsrl export` as it is, and scores tokens as the trainer does: about 25 s on one core."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import PYTHON
 from megatron_models import sequences
 from test_export import export, learner, save_model
 
@@ -38,7 +38,7 @@ def test_vllm_loads_a_trained_and_exported_model_with_the_trainers_log_probs(tmp
         export(tmp_path / f"{kind}_saved", tmp_path / f"{kind}_out")
         asked[kind] = (str(tmp_path / f"{kind}_out"), every.token_ids.tolist())
         expected[kind] = scores.numpy()
-    command = [PYTHON, "-W", "ignore", str(Path(__file__).parent / "vllm_scores.py"), json.dumps(asked)]
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "vllm_scores.py"), json.dumps(asked)]
     environment = {**os.environ, **vllm_environment(threads=1)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from forked import PYTHON
 
 PARITY = Path(__file__).parents[2] / "benchmarks" / "parity.py"
 
@@ -16,7 +16,7 @@ PARITY = Path(__file__).parents[2] / "benchmarks" / "parity.py"
 def test_four_ranks_train_as_one_and_as_transformers(tmp_path: Path) -> None:
     report = tmp_path / "lines.json"
     layouts = ["dp4, overlapped", "cp2 pp2", "tp2 cp2 ep2", "optimizer offload"]  # in the order of the table
-    command = [PYTHON, str(PARITY), "--json", str(report), "--only", *layouts]
+    command = [sys.executable, str(PARITY), "--json", str(report), "--only", *layouts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     lines = json.loads(report.read_text("utf-8"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from forked import PYTHON
 
 from marsrl.trainer.learner.megatron import shim
 
@@ -33,7 +33,7 @@ print("gradient norm", stats.grad_norm)
 
 @pytest.mark.slow
 def test_a_mixture_of_experts_trains_where_vllm_was_imported(tmp_path: Path) -> None:
-    words = [PYTHON, "-c", TRAIN_BESIDE_VLLM, str(Path(__file__).parent), str(tmp_path / "m")]
+    words = [sys.executable, "-c", TRAIN_BESIDE_VLLM, str(Path(__file__).parent), str(tmp_path / "m")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert float(done.stdout.split("gradient norm")[1]) > 0

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "megatron")]
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ VOCAB, SEQUENCES, LENGTH = 212, 4, 128
 
 @contextmanager
 def device_head() -> Iterator[None]:
-    """What is planned is a device's head: it multiplies bfloat16, where a host converts pieces of some thousand columns,
+    """The planner counts a device's head: it multiplies bfloat16, where a host converts pieces of some thousand columns,
     and its buffer of logits comes and goes, where a host keeps it from call to call."""
     with ExitStack() as changes:
         changes.enter_context(patch.object(gemms, "HOST_TILE_ROWS", 32))
@@ -68,7 +68,7 @@ def inputs_on_host() -> Iterator[None]:
 
 @contextmanager
 def rows_of_experts() -> Iterator[list[int]]:
-    """How many rows the experts of this rank see in each call: a router that was never trained is not even."""
+    """Rows that the experts of this rank see in each call: a router that was never trained is not even."""
     shim.install()
     from marsrl.trainer.learner.megatron.experts import GroupedExperts
 

@@ -15,7 +15,6 @@ import re
 import shlex
 import sys
 import types
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,9 @@ import torch
 num_gpus = 8
 
 
-@dataclass(frozen=True)
-class _H100:
-    name: str = "NVIDIA H100 80GB HBM3"
-    total_memory: int = 80 << 30
-    multi_processor_count: int = 132
-    major: int = 9
-    minor: int = 0
+H100 = types.SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", total_memory=80 << 30, multi_processor_count=132, major=9, minor=0
+)
 
 
 def pretend_cuda() -> None:
@@ -40,8 +35,8 @@ def pretend_cuda() -> None:
     cuda.is_available = lambda: True
     cuda.device_count = cuda._device_count_nvml = accelerator.device_count = lambda: num_gpus
     cuda.get_device_capability = lambda *words, **options: (9, 0)
-    cuda.get_device_name = lambda *words, **options: _H100.name
-    cuda.get_device_properties = lambda *words, **options: _H100()
+    cuda.get_device_name = lambda *words, **options: H100.name
+    cuda.get_device_properties = lambda *words, **options: H100
 
 
 def pretend_vllm_on_cuda() -> None:
@@ -82,15 +77,14 @@ def commands(preset: Path) -> dict[str, list[str]]:
 
 
 def planned(words: list[str], folder: Path) -> dict[str, Any]:
-    """What the plan command says, run as it is written."""
+    """Output of the plan command, run as it is written."""
     from marsrl.trainer import cli
 
     with contextlib.redirect_stdout(io.StringIO()) as tables:
         assert cli.main([*words[1:], "--json", str(folder / "plan.json")]) == 0
     assert "refused" not in tables.getvalue()
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    kept = ("fits", "refused", "num_trainers", "num_engine_gpus", "step_s")
-    return {name: plan[name] for name in kept} | {"notes": plan["notes"]}
+    return {name: plan[name] for name in ("fits", "refused", "num_trainers", "num_engine_gpus")}
 
 
 def checked(preset: Path, folder: Path, says: dict[str, list[str]]) -> tuple[Any, int]:
@@ -137,8 +131,6 @@ def megatron_configs(config: Any) -> dict[str, Any]:
     model = transformer_config(read_shape(policy.model), resolve(policy.layout), policy)
     optimizer = optimizer_options(policy.optimizer, model.params_dtype)
     return {
-        "tensor": model.tensor_model_parallel_size,
-        "recompute": model.recompute_granularity,
         "offloaded": optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
         "state_on_gpu": not optimizer.use_precision_aware_optimizer,
     }
@@ -149,7 +141,7 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 
-    from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
+    from marsrl.rollout.engines.vllm.arguments import engine_arguments
     from marsrl.rollout.pool.build import _specs
     from marsrl.trainer.plan.batch_plan import longest_sequence
 
@@ -180,21 +172,16 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
     )
     made = EngineArgs(**words).create_engine_config()
     return {
-        "draws": who_draws(specs[0].vllm, specs[0].device),
         "runner": "V2" if made.use_v2_model_runner else "V1",
         "compile": made.compilation_config.mode.name,
         "graphs": made.compilation_config.cudagraph_mode.name,
         "executor": made.parallel_config.distributed_executor_backend,
-        "gpus": made.parallel_config.world_size,
         "dtype": str(made.model_config.dtype),
-        "max_model_len": made.model_config.max_model_len,
-        "async": made.scheduler_config.async_scheduling,
         "moe": str(made.kernel_config.moe_backend),
         "processors": _processors(made),
         "logprobs": made.model_config.logprobs_mode,
         "experts": made.aux_output_config.enable_return_routed_experts,
         "kept": made.model_config.return_sampling_mask,
-        "prefixes": made.cache_config.enable_prefix_caching,
         "attention": _attention(made),
         "kv_cache": made.cache_config.cache_dtype,
         "batched": made.scheduler_config.max_num_batched_tokens,
@@ -243,12 +230,13 @@ def other_teams(preset: Path, folder: Path, model: str | None) -> dict[str, int]
     """{orchestration: the longest sequence of an engine} of the preset played by a team that it does not name."""
     from marsrl.trainer.checks.preflight import preflight
     from marsrl.trainer.config.read import read_config
+    from marsrl.trainer.plan.batch_plan import longest_sequence
 
     own = [] if model is None else [f"policies.main.model={model}", f"data.train={folder}/problems.jsonl"]
     found = {}
     for team in ("solver", "solver_verifier", "debate"):
         config = preflight(read_config(preset, [*own, f"orchestration={team}"])[0], 1).config
-        found[team] = engine_config(config, folder)["max_model_len"]
+        found[team] = longest_sequence(config, "main")
     return found
 
 

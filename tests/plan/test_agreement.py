@@ -1,4 +1,4 @@
-"""What the planner refuses for want of GPUs, of a layout or of memory the dry run refuses or warns of too, and no more."""
+"""The dry run refuses or warns of what the planner refuses for want of GPUs, of a layout or of memory, and no more."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -15,14 +16,13 @@ from marsrl.trainer.config.read import CONFIGS, ConfigError, read_config
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.command import show
-from marsrl.trainer.plan.engines import Demand, EngineSetup, engine_memory, kv_bytes_per_token, rollout_time
-from marsrl.trainer.plan.memory import Training, batch_bytes, most_loaded_rank, rank_memory, remade_bytes
+from marsrl.trainer.plan.engines import EngineSetup, engine_memory, kv_bytes_per_token
+from marsrl.trainer.plan.memory import Training
 from marsrl.trainer.plan.models import KNOWN
 from marsrl.trainer.plan.placement import with_backend
-from marsrl.trainer.plan.plan import PolicyPlan, make_plan
+from marsrl.trainer.plan.plan import Plan, make_plan
+from marsrl.trainer.plan.ranking import step_seconds
 from marsrl.trainer.plan.speed import Work, step_time
-from marsrl.trainer.plan.splits import step_seconds
-from marsrl.trainer.plan.sync import sync_time
 
 MOE = KNOWN["Qwen3-30B-A3B"]
 H100 = hw.GPUS["h100-80g"]
@@ -46,6 +46,17 @@ PLANNED_ON = {
 NEEDS_A_MODEL = {"math_default", "qa_default"}
 
 
+def planned(preset: str, num_gpus: int, *words: str, gpu: str = "h100-80g") -> Plan:
+    return make_plan(read_config(preset, words)[0], num_gpus, gpu)
+
+
+def shown(plan: Plan, width: int) -> str:
+    """The tables, on a terminal of this width."""
+    console = Console(width=width, file=io.StringIO())
+    show(plan, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("preset", sorted(PLANNED_ON))
 def test_every_preset_fits_where_it_says(preset: str) -> None:
     config, _ = read_config(CONFIGS / f"{preset}.yaml")
@@ -56,39 +67,17 @@ def test_every_preset_fits_where_it_says(preset: str) -> None:
     policy = plan.policies[0]
     assert policy.configured is not None and policy.configured.why_not
     assert policy.longest_sequence <= config.trainer.max_tokens_per_micro_batch
-    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(plan, console)
-    text = console.export_text()
+    text = shown(plan, 200)
     assert "(config)" in text and "KV cache" in text and "weight sync" in text
     assert all(constant.source.split(";")[0][:20] in text for constant in plan.constants)
-    narrow = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(plan, narrow)
-    assert any(line.split()[-2:] == ["needs", "update"] for line in narrow.export_text().splitlines())
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--gpus", "-5"), "--gpus is -5, expected 1 to 65,536"),
-        (("--gpus", "1000000000000"), "--gpus is 1,000,000,000,000, expected 1 to 65,536"),
-        (("--gpus", "8", "--mean-response", "-5"), "--mean-response is -5, expected more than 0 and at most rollout.max_resp"),
-        (("--gpus", "8", "--mean-response", "nan"), "--mean-response is nan, expected more than 0"),
-        (("--gpus", "8", "--response", "100", "--mean-response", "101"), "at most rollout.max_response_tokens, 100"),
-        (("--gpus", "8", "--response", "1000000000000"), "rollout.max_response_tokens: Input should be less than"),
-    ],
-)  # fmt: skip
-def test_absurd_sizes_are_refused_by_name(
-    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["plan", "--config", "cpu_default", *words]) == 2
-    assert says in capsys.readouterr().err
+    assert any(line.split()[-2:] == ["needs", "update"] for line in shown(plan, 80).splitlines())
 
 
 def test_no_preset_is_left_out() -> None:
     assert {p.stem for p in CONFIGS.glob("*.yaml")} == set(PLANNED_ON) | NEEDS_A_MODEL
     for preset in NEEDS_A_MODEL:
         with pytest.raises(ValueError, match=r"policies.main.model is not set; give a directory, or the name"):
-            make_plan(read_config(CONFIGS / f"{preset}.yaml")[0], 8, "h100-80g")
+            planned(preset, 8)
 
 
 @pytest.mark.parametrize(
@@ -127,27 +116,53 @@ def test_the_plan_and_the_dry_run_refuse_alike(
     assert "which is no folder that can be written to: make it" in capsys.readouterr().err
 
 
-def test_numbers_that_differ_from_the_paper_say_so() -> None:
-    """MarsRL's settings at its own size: what is not the paper's carries a comment, and the paper's are there."""
-    text = (CONFIGS / "qwen3_30b_a3b.yaml").read_text()
-    config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml")
-    rollout = config.rollout
-    assert (rollout.prompts_per_step, rollout.group_size, rollout.picks) == (128, 8, 2)
-    assert (rollout.max_response_tokens, rollout.segments, rollout.tokens_per_stage) == (65536, 4, 16384)
-    assert config.policies["main"].optimizer.lr == 1e-6 and config.policies["main"].optimizer.decay == "constant"
-    assert {a.temperature for a in config.agents.values()} == {0.85} and len(config.agents) == 5
-    for key in (
-        "engines:",
-        "layout:",
-        "recompute:",
-        "max_tokens_per_micro_batch:",
-        "overlap:",
-        "correction:",
-        "deadline_s:",
-        "steps:",
-    ):
-        (line,) = [line for line in text.splitlines() if key in line.split("#")[0]]
-        assert "not the paper's" in line, line
+AGREED = {
+    "qwen3_8b 8": "57.0 0.0 692.3 2464.2 0.29 385450",
+    "drmas_math 8": "56.8 0.0 85.1 170.5 0.29 385450",
+    "mars_qwen3_8b 8": "58.8 0.0 553.8 4579.3 0.29 385450",
+    "ulorl 64": "58.4 0.0 957.7 1548.2 2.41 4921972",
+    "single_gpu 1": "65.5 6.4 59.2 405.8 2.29 201103",
+    "cpu_default 2": "2.9 0.0 0.0 1.1 0.01 174762",
+    "qwen3_30b_a3b_8xh100 8": "53.0 569.4 791.5 1789.7 1.31 4921972",
+    "qwen3_30b_a3b 64": "54.6 0.0 2803.6 3262.5 2.41 4921972",
+}
+COLOCATED = "rollout.placement=colocated rollout.overlap=0 rollout.engines=16"
+OF_THE_FLAGSHIP = {
+    "policies.main.recompute=none": "217.7 0.0 2138.6 3262.5 2.41 4921972",
+    "policies.main.recompute=selective": "190.4 0.0 2138.6 3262.5 2.41 4921972",
+    "policies.main.recompute=full_offload": "49.9 72.0 2877.3 3262.5 2.41 4921972",
+    "policies.main.optimizer.offload=true": "39.6 189.8 2805.3 3262.5 2.41 4921972",
+    "policies.main.optimizer.distributed=false": "86.8 0.0 2803.6 3262.5 2.41 4921972",
+    "policies.main.deterministic=true": "57.1 0.0 2803.6 3262.5 2.41 4921972",
+    "trainer.router_replay=recompute": "55.5 27.4 3477.0 3262.5 2.41 4921972",
+    "trainer.router_replay=rollout": "73.5 82.3 2803.9 3262.5 2.41 4921972",
+    "rollout.vllm.expert_parallel=true": "54.6 0.0 2803.6 3271.5 2.41 4921972",
+    "rollout.vllm.kv_cache_dtype=auto": "54.6 0.0 2803.6 6364.9 2.41 2460986",
+    "rollout.vllm.tensor_parallel=2 rollout.engines=20": "54.6 0.0 2803.6 4274.0 3.22 1840068",
+    "policies.main.layout.pipeline=3 policies.main.layout.tensor=2": "53.0 0.0 2794.4 3262.5 2.41 4921972",
+    "policies.main.layout.context=2 policies.main.layout.tensor=2": "56.3 0.0 2739.4 3262.5 2.41 4921972",
+    "policies.main.layout.expert=2 policies.main.layout.expert_tensor=4": "74.0 0.0 3542.0 3262.5 2.41 4921972",
+    "rollout.segments=1": "54.6 0.0 2803.6 6527.3 2.41 4921972",
+    "rollout.overlap=0": "54.6 0.0 2803.6 3236.4 2.41 4921972",
+    "sync.backend=shm": "54.6 113.7 2803.6 3262.5 34.89 4921972",
+    f"{COLOCATED} rollout.vllm.kv_cache_mib=8192": "69.8 0.0 1051.7 5519.2 2.83 699050",
+    "loss.kl=k3 loss.kl_coef=0.01 policies.main.reference=start": "62.4 0.0 3476.6 3262.5 2.41 4921972",
+    "loss.old_policy=recompute": "54.6 0.0 3476.6 3262.5 2.41 4921972",
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "agreed"), [*AGREED.items(), *((f"qwen3_30b_a3b 64 {w}", found) for w, found in OF_THE_FLAGSHIP.items())]
+)
+def test_the_numbers_of_a_plan_are_those_that_were_agreed(case: str, agreed: str) -> None:
+    """GiB that a GPU and a host need, seconds of update, rollout and publish, tokens of an engine's cache: a change of a
+    formula is meant, and says so here. Their laws are below; bytes are measured in test_memory.py."""
+    preset, num_gpus, *words = case.split()
+    (policy,) = planned(preset, int(num_gpus), *words).policies
+    assert policy.configured is not None
+    seconds = f"{policy.configured.time.total:.1f} {policy.rollout.seconds:.1f} {policy.sync.total:.2f}"
+    gib = f"{policy.configured.needed / 2**30:.1f} {policy.host_bytes / 2**30:.1f}"
+    assert f"{gib} {seconds} {policy.engine.kv_tokens}" == agreed
 
 
 def test_the_head_takes_its_six_thv_flops() -> None:
@@ -197,8 +212,7 @@ def test_context_ranks_exchange_keys_and_share_the_rest() -> None:
 
 
 def test_context_parallelism_is_ranked_where_a_sequence_may_be_cut() -> None:
-    config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml")
-    (policy,) = make_plan(config, 64, "h100-80g").policies
+    (policy,) = planned("qwen3_30b_a3b", 64).policies
     contexts = {o.layout.context for o in policy.options}
     assert contexts == {1, 2, 3, 4, 6, 8, 12, 24}
     assert len({(o.layout, o.recompute) for o in policy.options}) == len(policy.options)
@@ -206,88 +220,25 @@ def test_context_parallelism_is_ranked_where_a_sequence_may_be_cut() -> None:
     for layout, each in one.items():
         if layout.context == 1 and (half := one.get(replace(layout, context=2))):
             assert half.memory.activations < 0.75 * each.memory.activations, layout
-    config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml", ["loss.ratio=sequence"])
-    (policy,) = make_plan(config, 64, "h100-80g").policies
+    (policy,) = planned("qwen3_30b_a3b", 64, "loss.ratio=sequence").policies
     assert {o.layout.context for o in policy.options} == {1}  # the learner refuses to cut a sequence then
 
 
 def test_a_kl_term_costs_the_references_weights_and_a_forward_pass() -> None:
     words = ["loss.kl=k3", "loss.kl_coef=0.01", "policies.main.reference=start"]
-    plain = make_plan(read_config(CONFIGS / "qwen3_30b_a3b.yaml")[0], 64, "h100-80g").policies[0].configured
-    plan = make_plan(read_config(CONFIGS / "qwen3_30b_a3b.yaml", words)[0], 64, "h100-80g")
+    plain = planned("qwen3_30b_a3b", 64).policies[0].configured
+    plan = planned("qwen3_30b_a3b", 64, *words)
     mine = plan.policies[0].configured
     assert plain is not None and mine is not None and plain.memory.reference == plain.time.scoring == 0
     assert mine.memory.reference == mine.memory.weights == plain.memory.weights
     assert mine.memory.peak == plain.memory.peak + mine.memory.reference
     # forward, of forward, again, backward
     assert 0.15 < mine.time.scoring / (mine.time.total - mine.time.scoring) < 0.35
-    other = read_config(CONFIGS / "qwen3_8b.yaml", [*words[:2], "policies.main.reference=Qwen3-4B"])[0]
-    small = make_plan(other, 8, "h100-80g").policies[0].configured
+    small = planned("qwen3_8b", 8, *words[:2], "policies.main.reference=Qwen3-4B").policies[0].configured
     assert small is not None and 0 < small.memory.reference < 0.6 * small.memory.weights
-    twice = make_plan(
-        read_config(CONFIGS / "qwen3_30b_a3b.yaml", [*words, "loss.old_policy=recompute"])[0], 64, "h100-80g"
-    )
+    twice = planned("qwen3_30b_a3b", 64, *words, "loss.old_policy=recompute")
     again = twice.policies[0].configured
     assert again is not None and again.time.scoring == pytest.approx(2 * mine.time.scoring)
-
-
-def test_replayed_experts_take_the_ranks_memory_and_those_of_decoding_the_first_hosts_too() -> None:
-    def planned(replay: str) -> PolicyPlan:
-        config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml", [f"trainer.router_replay={replay}"])
-        return make_plan(config, 64, "h100-80g").policies[0]
-
-    none, again, decoded = planned("none"), planned("recompute"), planned("rollout")
-    assert none.configured is not None and again.configured is not None and decoded.configured is not None
-    record = decoded.work.tokens * 48 * 8  # a byte for each of 8 experts in 48 layers
-    of_rank = record / (24 / 4)  # data-parallel ranks
-    assert none.configured.memory.replay == none.configured.memory.host == none.host_bytes == 0
-    assert decoded.host_bytes == record and decoded.configured.memory.host == 0
-    # as packed, a tensor rank's quarter by itself, and two bytes for each eight of that
-    assert decoded.configured.memory.replay == pytest.approx(of_rank * (1 + 1 / 4 + 1 / 16), rel=0.01)
-    assert again.configured.memory.replay == pytest.approx(of_rank / 16, rel=0.01)
-    assert again.host_bytes == 8 * again.configured.memory.host == pytest.approx(8 * of_rank / 4, rel=0.01)
-
-
-def test_an_optimizer_that_is_not_distributed_is_whole_on_every_rank() -> None:
-    whole = most_loaded_rank(replace(SETUP, distributes_optimizer=False))
-    assert whole.optimizer == 6 * whole.weights > most_loaded_rank(SETUP).optimizer  # 12 bytes a number beside 2
-
-
-def test_offloading_moves_the_optimizer_to_the_host_and_costs_time() -> None:
-    offloaded = replace(SETUP, offloads_optimizer=True)
-    here, there = most_loaded_rank(SETUP), most_loaded_rank(offloaded)
-    # and the gradients on their way, in pinned memory, of which PyTorch takes the next power of 2
-    assert there.optimizer == 0 and there.host == pytest.approx((12 + 2 * 4) / 12 * here.optimizer)
-    assert step_time(offloaded, WORK, H100, True).optimizer > step_time(SETUP, WORK, H100, True).optimizer
-
-
-def test_layers_inputs_on_the_host_leave_the_gpu_and_cross_pcie_twice() -> None:
-    away = replace(SETUP, recompute="full_offload")
-    here, there = most_loaded_rank(SETUP), most_loaded_rank(away)
-    inputs = 48 * 65536 // 4 * 2048 * 2
-    assert here.activations - there.activations == inputs and there.host == 2 * inputs  # pinned
-    assert there.working == here.working + inputs // 48  # the one that has come back
-    plain, slower = step_time(SETUP, WORK, H100, True), step_time(away, WORK, H100, True)
-    tokens = WORK.tokens / 8  # replicas
-    assert slower.offloading == pytest.approx(2 * 48 * tokens / 4 * 2048 * 2 / (64e9 * hw.LINK_SHARE.value))
-    assert plain.offloading == 0 and slower.total - slower.offloading == pytest.approx(plain.total)
-
-
-def test_an_attention_that_repeats_bitwise_keeps_gigabytes_of_copies() -> None:
-    long = replace(SETUP, tokens=98_304)
-    plain, repeated = most_loaded_rank(long), most_loaded_rank(replace(long, deterministic=True))
-    copies = 17 * 4 * 98_304 * 8 * 128  # 8 heads of a rank: 17 copies keep 132 multiprocessors at work
-    assert copies == pytest.approx(6.8e9, rel=0.01) and repeated.peak > plain.peak
-    assert repeated.working == copies + remade_bytes(long)
-
-
-def test_early_pipeline_stages_hold_more_micro_batches() -> None:
-    setup = replace(SETUP, layout=Layout(2, 4, 1, 4, 1))
-    batches = setup.num_micro_batches * batch_bytes(setup)
-    kept = [rank_memory(setup, stage).activations - batches for stage in range(4)]
-    assert kept == sorted(kept, reverse=True) and kept[0] == pytest.approx(4 * kept[3])
-    one = replace(setup, num_micro_batches=1)
-    assert rank_memory(one, 0).activations - batch_bytes(one) == kept[3]
 
 
 def test_kv_cache_of_the_published_model() -> None:
@@ -305,67 +256,22 @@ def test_kv_cache_of_the_published_model() -> None:
     assert all_eight.kv_tokens < 1.2 * four.kv_tokens  # 4 KV heads: four of the GPUs hold copies
 
 
-def test_a_cache_of_a_size_of_its_own_is_taken_whatever_the_share_is() -> None:
+def test_an_engine_that_does_not_fit_says_by_how_much() -> None:
+    plan = planned("qwen3_30b_a3b", 64, "rollout.vllm.kv_cache_mib=90000")
+    assert any("kv_cache_mib take 105.1 GiB a GPU of 79.1; lower kv_cache_mib" in note for note in plan.notes)
     own = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304, cache_bytes=4096.0 * 2**20)
-    memory = engine_memory(own, H100)
-    assert (
-        memory.kv_tokens
-        == 4096 * 2**20 // (98_304 // 2)
-        == engine_memory(replace(own, memory_share=0.5), H100).kv_tokens
-    )
-    assert memory.taken == memory.weights + memory.workspace + 4096 * 2**20 and not memory.fits  # below one sequence
+    assert not engine_memory(own, H100).fits  # below one sequence
     assert engine_memory(replace(own, cache_bytes=2.0**34), H100).fits
     assert not engine_memory(replace(own, cache_bytes=2.0**36), H100).fits  # more than the GPU has beside the weights
-    plan = make_plan(
-        read_config(CONFIGS / "qwen3_30b_a3b.yaml", ["rollout.vllm.kv_cache_mib=90000"])[0], 64, "h100-80g"
-    )
-    assert any("kv_cache_mib take 105.1 GiB a GPU of 79.1; lower kv_cache_mib" in note for note in plan.notes)
-    words = ["rollout.placement=colocated", "rollout.overlap=0", "rollout.vllm.kv_cache_mib=8192"]
-    colocated = [
-        make_plan(read_config(CONFIGS / "single_gpu.yaml", more)[0], 1, "h100-80g").policies[0]
-        for more in (words[:2], words)
-    ]
-    shared, sized = (each.configured for each in colocated)
-    assert shared is not None and sized is not None
-    assert sized.needed - sized.memory.peak * 1.05 < shared.needed - shared.memory.peak * 1.05
 
 
-def test_experts_that_lie_whole_are_as_many_bytes_and_the_busiest_gpu_has_more_of_them_to_read() -> None:
-    cut = EngineSetup(MOE, 4, 4, "bfloat16", 0.9, 8, 98_304)
-    whole = replace(cut, spreads_experts=True)
-    assert whole.experts_of_gpu == 32 and cut.experts_of_gpu == 0
-    assert engine_memory(whole, H100).weights == engine_memory(cut, H100).weights
-    uneven = replace(cut, shape=replace(MOE, num_experts=126))
-    more = engine_memory(replace(uneven, spreads_experts=True), H100).weights - engine_memory(uneven, H100).weights
-    assert more == 48 * 3 * 2048 * 768 * 2 * (32 - 126 / 4)  # the fullest of four
-    few, many = (decoding(whole, response=1000.0)[0], decoding(cut, response=1000.0)[0])
-    assert 1.0 < few / many < hw.IMBALANCE.value
-    touched = 1 - (1 - 8 / 128) ** 8
-    assert min(1.0, 1.3 * touched) < 1  # so that more is read; what all touch is not read twice
-    words = ["rollout.vllm.expert_parallel=true"]
-    plan = make_plan(read_config(CONFIGS / "qwen3_30b_a3b.yaml", words)[0], 64, "h100-80g")
-    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(plan, console)
-    assert "whole (expert_parallel), 32 of 128 on a GPU; the busiest of 4 reads and" in console.export_text()
+def test_experts_that_lie_whole_are_told_and_the_busiest_gpu_has_more_of_them_to_read() -> None:
+    plan = planned("qwen3_30b_a3b", 64, "rollout.vllm.expert_parallel=true")
+    assert "whole (expert_parallel), 32 of 128 on a GPU; the busiest of 4 reads and" in shown(plan, 200)
     assert all(each.engines.spreads_experts == (each.engines.tensor_parallel > 1) for each in plan.policies[0].splits)
-
-
-def test_a_publish_is_counted_by_the_way_that_the_backend_goes() -> None:
-    setup = EngineSetup(MOE, 10, 4, "bfloat16", 0.9, 256, 98_304)
-    memory, model, network = engine_memory(setup, H100), 30_532_122_624 * 2, 50e9 * hw.LINK_SHARE.value
-    files, wire, mapped = (sync_time(backend, setup, memory, 24, 64, H100) for backend in ("shm", "nccl", "ipc"))
-    assert files.gather == pytest.approx(model / network + model / (64e9 * hw.LINK_SHARE.value))
-    assert files.write == pytest.approx(2 * model / hw.HOST_BANDWIDTH.value) and files.send == files.copy == 0
-    assert wire.gather == wire.write == wire.load == mapped.gather == mapped.load == 0
-    assert wire.send == pytest.approx(40 * memory.weights / 24 / network)  # ranks send more than a shard takes
-    assert mapped.send == pytest.approx((40 / 24 + 1) * memory.weights * 23 / 24 / network)  # in one thread both ways
-    assert wire.total < 0.1 * files.total and files.links_alone == wire.links_alone
-    few = sync_time("nccl", replace(setup, num_engines=2), memory, 24, 64, H100)
-    assert few.send == pytest.approx(memory.weights / network)  # bound by the receiver
-    near = sync_time("nccl", replace(setup, num_engines=1), memory, 4, 8, H100)
-    assert near.send == pytest.approx(memory.weights / (450e9 * hw.LINK_SHARE.value))  # one node: NVLink
-    alone = sync_time("ipc", replace(setup, num_engines=1, tensor_parallel=1), memory, 1, 1, H100)
-    assert alone.send == 0 < alone.copy  # the rank and the engine share the GPU
+    cut = EngineSetup(replace(MOE, num_experts=126), 4, 4, "bfloat16", 0.9, 8, 98_304)
+    more = engine_memory(replace(cut, spreads_experts=True), H100).weights - engine_memory(cut, H100).weights
+    assert more == 48 * 3 * 2048 * 768 * 2 * (32 - 126 / 4)  # the fullest of four
 
 
 @pytest.mark.parametrize(
@@ -382,65 +288,21 @@ def test_the_plan_s_publish_is_of_the_backend_that_the_run_takes(words: list[str
     assert policy.sync.backend == backend == with_backend(config, on_gpus=True).sync.backend
 
 
-def decoding(setup: EngineSetup, **changes: object) -> tuple[float, float]:
-    """(seconds, tokens that are prefilled) of 1024 completions of 20,000 tokens in 4 stages."""
-    demand = replace(Demand(1024, 20_000.0, 8, 4, 16_384, overlaps=False), **changes)  # type: ignore[arg-type]
-    time = rollout_time(setup, engine_memory(setup, H100), H100, demand)
-    return time.seconds, time.prefilled
-
-
-def test_decoding_is_counted_by_what_it_reads() -> None:
-    setup = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304)
-    memory = engine_memory(setup, H100)
-    short, long = (
-        rollout_time(setup, memory, H100, Demand(1024, response, 8, 4, 16_384, False))
-        for response in (1000.0, 30_000.0)
-    )
-    assert short.tokens_per_s_per_engine > long.tokens_per_s_per_engine
-    once = rollout_time(setup, memory, H100, Demand(1024, 1000.0, 8, 1, 65_536, False))
-    assert once.seconds - once.prefill == pytest.approx(2.063 * (short.seconds - short.prefill), rel=1e-3)
-    assert decoding(replace(setup, kv_cache="fp8"))[0] < 0.7 * decoding(setup)[0]  # half the bytes, twice the requests
-    by_hand = 48 * 2 * (hw.ALL_REDUCE_S.value + 2 * 48 * 2048 * 2 / 2 / (450e9 * 0.8))  # of a step of 48 requests
-    free, slow = (replace(H100, nvlink=nvlink) for nvlink in (1e30, 450e9))
-    load = Demand(1024, 20_000.0, 8, 4, 16_384, False)
-    fast, real = (rollout_time(replace(setup, max_num_seqs=48), memory, gpu, load) for gpu in (free, slow))
-    assert real.concurrency == pytest.approx(44.7, abs=4)  # of the cache, not of max_num_seqs
-    of_sums = (1 / real.tokens_per_s_per_engine - 1 / fast.tokens_per_s_per_engine) * real.concurrency
-    assert of_sums == pytest.approx((by_hand - 96 * hw.ALL_REDUCE_S.value) * real.concurrency / 48, rel=1e-6)
-
-
-def test_a_prompt_is_read_once_a_group_and_what_goes_on_again() -> None:
-    setup = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304)
-    whole = {"segments": 1, "tokens_per_stage": 65_536}
-    alone, grouped = (decoding(setup, group_size=size, **whole)[1] for size in (1, 8))
-    assert alone == 1024 * hw.MEAN_PROMPT.value == 8 * grouped
-    length = hw.MEAN_PROMPT.value + 20_000 / 2 * hw.LENGTH_SPREAD.value
-    again = decoding(setup)[1] - grouped
-    assert again == pytest.approx(1024 * (20_000 / 16_384 - 0.5) * length)
-    under_way = decoding(setup, overlaps=True)[1] - decoding(setup)[1]  # new weights empty the cache
-    assert under_way == pytest.approx(4 * (engine_memory(setup, H100).kv_tokens / length) * length)
-    assert decoding(setup, overlaps=True)[0] > decoding(setup)[0]
-
-
 def test_overlap_takes_the_longer_of_decoding_and_training() -> None:
     assert step_seconds([10.0, 30.0], [20.0, 5.0], [1.0, 2.0], overlap=0) == 58.0
     assert step_seconds([10.0, 30.0], [20.0, 5.0], [1.0, 2.0], overlap=1) == 33.0
     assert step_seconds([10.0], [20.0], [1.0], overlap=2) == 21.0
-    words = ["rollout.overlap=0"]
-    (turns, beside) = (
-        make_plan(read_config(CONFIGS / "qwen3_8b.yaml", more)[0], 8, "h100-80g") for more in (words, [])
-    )
+    turns, beside = planned("qwen3_8b", 8, "rollout.overlap=0"), planned("qwen3_8b", 8)
     (policy,) = beside.policies
     assert turns.step_s is not None and beside.step_s is not None and policy.chosen is not None
     assert beside.step_s == max(policy.rollout.seconds, policy.chosen.time.total) + policy.sync.total
     assert beside.step_s < turns.step_s - 0.9 * min(policy.rollout.seconds, policy.chosen.time.total)
     assert any("at most 3 versions after its first token" in note and "tis" in note for note in beside.notes)
-    stale = read_config(CONFIGS / "qwen3_8b.yaml", ["loss.correction=none"])[0]
-    assert any("set loss.correction=tis" in note for note in make_plan(stale, 8, "h100-80g").notes)
+    assert any("set loss.correction=tis" in note for note in planned("qwen3_8b", 8, "loss.correction=none").notes)
 
 
 def test_the_flagship_s_step_is_below_75_minutes_with_sharded_engines_and_a_cache_in_fp8() -> None:
-    plan = make_plan(read_config(CONFIGS / "qwen3_30b_a3b.yaml")[0], 64, "h100-80g")
+    plan = planned("qwen3_30b_a3b", 64)
     (policy,) = plan.policies
     best = policy.splits[0]
     assert plan.step_s is not None and plan.step_s == best.step_s  # the preset is the fastest
@@ -453,20 +315,17 @@ def test_the_flagship_s_step_is_below_75_minutes_with_sharded_engines_and_a_cach
 
 
 def test_what_does_not_fit_says_why() -> None:
-    config, _ = read_config(CONFIGS / "qwen3_30b_a3b_8xh100.yaml", ["policies.main.optimizer.offload=false"])
-    plan = make_plan(config, 8, "h100-80g")
+    plan = planned("qwen3_30b_a3b_8xh100", 8, "policies.main.optimizer.offload=false")
     assert not plan.fits and plan.step_s is None
     assert any("no layout fits on 4 trainer GPUs" in n and "optimizer state" in n for n in plan.notes), plan.notes
     words = ["policies.main.layout.tensor=8", "rollout.vllm.tensor_parallel=1"]
-    config, _ = read_config(CONFIGS / "qwen3_30b_a3b.yaml", words)
-    notes = " ".join(make_plan(config, 64, "a100-40g").notes)
+    notes = " ".join(planned("qwen3_30b_a3b", 64, *words, gpu="a100-40g").notes)
     assert "does not divide the 4 key/value heads" in notes and "this would be valid: " in notes
     assert "an engine of policy main does not fit: its weights take 56.9 GiB a GPU" in notes
-    config, _ = read_config(CONFIGS / "qwen3_8b.yaml", ["rollout.max_response_tokens=32768"])
     with pytest.raises(
         ConfigError, match="max_response_tokens is 32768, but trainer.max_tokens_per_micro_batch is 24576"
     ):
-        make_plan(config, 8, "h100-80g")
+        planned("qwen3_8b", 8, "rollout.max_response_tokens=32768")
 
 
 def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -500,21 +359,26 @@ def test_a_command_replaces_no_file_of_a_run(
     assert summary.read_text() == "kept"
 
 
+SHORT = ["--gpus", "64", "--response", "100", "--mean-response"]
+OTHER = ["agents.verifier1.policy=judge", "policies.judge={model: Qwen3-4B, engines: 3}"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--gpus", "64", "--gpu", "tpu"], "--gpu tpu is not known; presets: h100-80g, a100-80g, a100-40g, h200-141g"),
         (["--gpus", "8"], "10 engines x 4 GPUs = 40 GPUs, and --gpus is 8: none is left to train on"),
-        (
-            ["--gpus", "52", "agents.verifier1.policy=judge", "policies.judge={model: Qwen3-4B, engines: 3}"],
-            "10 engines x 4 GPUs + 3 engines x 4 GPUs = 52 GPUs, and --gpus is 52",
-        ),
+        (["--gpus", "52", *OTHER], "10 engines x 4 GPUs + 3 engines x 4 GPUs = 52 GPUs, and --gpus is 52"),
         (["--gpus", "8", "rollout.engines=9"], "or give more (rollout.engines: command line)"),
         (
             ["--gpus", "64", "policies.main.model=Llama-7B"],
             "Llama-7B is none of the models whose shape is known: Qwen3-30B",
         ),
         (["--gpus", "64", "rollout.segmnts=2"], "did you mean rollout.segments?"),
+        (["--gpus", "1000000000000"], "--gpus is 1,000,000,000,000, expected 1 to 65,536"),
+        ([*SHORT, "nan"], "--mean-response is nan, expected more than 0 and at most rollout.max_response_tokens, 100"),
+        ([*SHORT, "101"], "--mean-response is 101, expected more than 0 and at most"),
+        (["--gpus", "8", "--response", "1000000000000"], "rollout.max_response_tokens: Input should be less than"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -530,10 +394,10 @@ def test_the_engines_of_two_policies_share_gpus_by_their_load() -> None:
         "agents.solver.policy=solver",
         "agents.verifier.policy=verifier",
     ]
-    near = make_plan(read_config(CONFIGS / "drmas_math.yaml", words)[0], 16, "h100-80g")
+    near = planned("drmas_math", 16, *words)
     assert any("share 8 GPUs, solver 5, verifier 3" in note and "no other split" in note for note in near.notes)
     words[0] = words[0].replace("engines: 5", "engines: 1").replace("engines: 3", "engines: 7")
-    far = make_plan(read_config(CONFIGS / "drmas_math.yaml", words)[0], 16, "h100-80g")
+    far = planned("drmas_math", 16, *words)
     (note,) = (note for note in far.notes if "share 8 GPUs, solver 1, verifier 7" in note)
     found = re.search(r"in (\d+) s; solver (\d), verifier (\d) would take (\d+) s", note)
     assert found is not None
@@ -541,5 +405,5 @@ def test_the_engines_of_two_policies_share_gpus_by_their_load() -> None:
     assert solver + verifier == 8 and solver > verifier and after < before / 2
     alone = max(policy.rollout.seconds for policy in near.policies)
     assert after <= round(alone)  # no worse than by hand
-    one = make_plan(read_config(CONFIGS / "drmas_math.yaml")[0], 8, "h100-80g")
+    one = planned("drmas_math", 8)
     assert not any("share" in note and "engines" in note for note in one.notes)

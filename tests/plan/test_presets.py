@@ -31,19 +31,12 @@ from marsrl.trainer.plan.models import KNOWN
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system"}  # our own engine decodes
 ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_8xh100", "ulorl"}  # engines of rollout.vllm.tensor_parallel
-WITHOUT_A_PLAN = {
-    "cpu_default",
-    "cpu_solver_verifier",
-    "cpu_search_team",
-    "cpu_dual_system",
-    "math_default",
-    "qa_default",
-}  # their headers name no GPUs
+WITHOUT_A_PLAN = {*WITHOUT_VLLM, "cpu_default", "math_default", "qa_default"}  # their headers name no GPUs
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What preset_worker.py found, by preset: 25 s of one process, which believes in CUDA."""
+    """Findings of preset_worker.py by preset: 25 s of one process, which believes in CUDA."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "preset_worker.py")]
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
     done = subprocess.run(
@@ -63,12 +56,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, told: dict[str, Any]) -> None:
     engine = told[preset]["engine"]
     assert engine["runner"] == "V2" and engine["processors"] == [] and engine["logprobs"] == "processed_logprobs"
-    assert engine["draws"].startswith("vLLM's own sampler draws tokens, on its Model Runner V2")
     assert engine["compile"] == "VLLM_COMPILE" and engine["graphs"] == "FULL_AND_PIECEWISE"
     assert engine["dynamo_off"] is None  # else vLLM's compilation fails: "aot_compile is not supported"
-    wide = engine["gpus"] > 1
-    assert wide == (preset in ON_SEVERAL_GPUS) and engine["executor"] == ("mp" if wide else "uni")
-    assert engine["async"] and engine["prefixes"]
+    assert engine["executor"] == ("mp" if preset in ON_SEVERAL_GPUS else "uni")
     # FlashAttention has no float32
     assert engine["attention"] == ("Triton" if preset == "cpu_default" else "Flash") + "AttentionBackend"
     assert engine["moe"] == "triton"  # whose layout the checksums know
@@ -76,27 +66,22 @@ def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, told:
     assert engine["kept"] == preset.startswith("mars_") and not engine["experts"]  # loss.truncation=renormalise
 
 
-def test_vllm_accepts_an_engine_of_another_team_on_the_preset_of_its_task(told: dict[str, Any]) -> None:
-    """Agents that the preset does not name ask for prompts as long as the model and a micro-batch have room for."""
-    warm_started, given = told["cpu_default"]["other_teams"], told["math_default"]["other_teams"]
-    assert warm_started == {"solver": 256 + 56, "solver_verifier": 1024, "debate": 1024}
-    assert given == {"solver": 3072 + 1024, "solver_verifier": 16384, "debate": 16384}
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_model_has_room_for_the_prompts_that_the_preset_names(preset: str, told: dict[str, Any]) -> None:
-    config, _ = read_config(CONFIGS / f"{preset}.yaml")
-    assert told[preset]["prompts"] == {name: agent.max_input_tokens for name, agent in config.agents.items()}
-
-
 def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
     found = told["qwen3_30b_a3b_8xh100"]["variants"]
     plain, ours = told["qwen3_30b_a3b_8xh100"]["engine"], found["marsrl"]
-    assert ours["runner"] == "V1" and ours["processors"] == ["DrawTokens"] and not ours["async"]
-    assert ours["draws"].startswith("marsrl draws tokens") and ours["graphs"] == "FULL_AND_PIECEWISE"
+    assert ours["runner"] == "V1" and ours["processors"] == ["DrawTokens"] and ours["graphs"] == "FULL_AND_PIECEWISE"
     assert found["R3"] == plain | {"experts": True}
     assert found["fp8"] == plain | {"kv_cache": "fp8"}
     assert found["extra"] == plain | {"batched": 12345} != plain
+
+
+def test_agents_that_a_preset_does_not_name_ask_for_prompts_as_long_as_there_is_room(told: dict[str, Any]) -> None:
+    warm_started, given = told["cpu_default"]["other_teams"], told["math_default"]["other_teams"]
+    assert warm_started == {"solver": 256 + 56, "solver_verifier": 1024, "debate": 1024}
+    assert given == {"solver": 3072 + 1024, "solver_verifier": 16384, "debate": 16384}
+    for preset in PRESETS:  # those that are named get what they ask for
+        config, _ = read_config(CONFIGS / f"{preset}.yaml")
+        assert told[preset]["prompts"] == {name: agent.max_input_tokens for name, agent in config.agents.items()}
 
 
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - WITHOUT_A_PLAN))
@@ -112,65 +97,25 @@ def test_the_commands_of_the_header_agree_with_each_other(preset: str, told: dic
     assert found["megatron"]["state_on_gpu"] != (preset == "qwen3_30b_a3b_8xh100")
 
 
-MARSRL = ("qwen3_30b_a3b", "qwen3_30b_a3b_8xh100", "qwen3_8b", "single_gpu", "math_default")
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "drmas_math": {
-        "agents.solver.long_prompts": "cut_middle", "agents.verifier.long_prompts": "cut_middle",
-        "agents.verifier.missing_verdict": "correct", "credit.singleton": "raw", "loss.dual_clip": 3.0,
-        "loss.entropy_coef": 0.0, "loss.aggregation": "token",
-    },
-    "drmas_search": {
-        "agents.verifier.missing_verdict": "correct", "credit.singleton": "raw", "loss.dual_clip": 3.0,
-        "loss.entropy_coef": 0.001, "loss.aggregation": "token",
-    },
-    **{name: {"loss.aggregation": "sequence", "evaluate.num_problems": None} for name in MARSRL},
-    "ulorl": {"loss.aggregation": "token", "evaluate.num_problems": None},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("preset", PUBLISHED)
-def test_a_preset_has_the_values_of_its_paper_and_of_the_code_published_with_it(preset: str) -> None:
-    config = read_config(CONFIGS / f"{preset}.yaml")[0].model_dump()
-    for key, value in PUBLISHED[preset].items():
-        found: Any = config
-        for name in key.split("."):
-            found = found[name]
-        assert found == value, key
-
-
 HEAD = "10.11.12.13:6379"
 NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
+WIDE: dict[str, Any] = {"vllm": {"tensor_parallel": 2}}
+ON_A_CLUSTER = TrainerHost(8, 8, True)
 
 
 @pytest.mark.parametrize(
     ("settings", "host", "says"),
     [
-        (
-            {"vllm": {"tensor_parallel": 2}, "engines": 3},
-            NODE,
-            r"tensor_parallel=2 needs 6 GPU.* set rollout.engines=2, or",
-        ),
+        (WIDE | {"engines": 3}, NODE, r"tensor_parallel=2 needs 6 GPU.* set rollout.engines=2, or"),
         ({"vllm": {"tensor_parallel": 8}}, NODE, "set rollout.engines=1 and rollout.vllm.tensor_parallel=4, or"),
-        (
-            {"vllm": {"tensor_parallel": 2}, "engines": 3, "placement": "colocated"},
-            NODE,
-            r"is 3 x rollout.vllm.tensor_parallel=2, and this host has 4 such GPU.s.; set rollout.engines=2",
-        ),
-        (
-            {"vllm": {"tensor_parallel": 2}, "placement": "local"},
-            NODE,
-            "placement=local takes the first 2 GPUs of this host, which 4 trainer ranks hold: set rollout.vllm.tensor_parallel=1",
-        ),
+        (WIDE | {"engines": 3, "placement": "colocated"}, NODE, r"this host has 4 such GPU.s.; set rollout.engines=2"),
+        (WIDE | {"placement": "local"}, NODE, "which 4 trainer ranks hold: set rollout.vllm.tensor_parallel=1"),
         (
             {"vllm": {"tensor_parallel": 16}, "placement": "local"},
             TrainerHost(8, 1, False),
             "is 16, the GPUs of an engine are on one host, and a host has 8: set rollout.vllm.tensor_parallel=8 or less",
         ),
-        (
-            {"vllm": {"tensor_parallel": 2}, "engine": "local"},
-            TrainerHost(0, 1, False),
-            "is 2, and rollout.engine=local computes in one process: set rollout.vllm.tensor_parallel=1, or",
-        ),
+        (WIDE | {"engine": "local"}, TrainerHost(0, 1, False), "computes in one process: set rollout.vllm.tensor_p"),
         (
             {"engines": 5},
             NODE,
@@ -179,13 +124,9 @@ NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
         ({"engines": 2}, TrainerHost(8, 8, False), r"start 6 rank.s. here \(torchrun --nproc-per-node 6\)"),
         ({"engines": 1}, TrainerHost(1, 1, False), "set rollout.placement=local, or rollout.ray_address"),
         ({"engines": 8, "placement": "colocated"}, NODE, "set rollout.engines=4"),
-        (
-            {"ray_address": HEAD},
-            TrainerHost(8, 8, True),
-            r"writes weights to /dev/shm of .* set sync.directory to a folder",
-        ),
-        (
-            {"ray_address": "auto", "engines": 40},  # of a cluster that has others: where else would they be
+        ({"ray_address": HEAD}, ON_A_CLUSTER, r"writes weights to /dev/shm of .* set sync.directory to a folder"),
+        (  # of a cluster that has others: where else would they be
+            {"ray_address": "auto", "engines": 40},
             TrainerHost(8, 8, False),
             r"writes weights to /dev/shm of .* rollout.ray_address=auto do not see: set sync.directory to a folder",
         ),
@@ -204,15 +145,15 @@ def test_a_refusal_names_the_nearest_setting_that_works(settings: dict[str, Any]
         ({"engines": 4, "placement": "colocated"}, NODE, "/dev/shm"),
         ({"placement": "local"}, TrainerHost(1, 1, False), "/dev/shm"),
         ({"engines": 64}, TrainerHost(0, 1, False), "/dev/shm"),  # on CPUs
-        ({"vllm": VllmOptions(kv_cache_mib=256)}, TrainerHost(1, 1, False), "/dev/shm"),  # the default run, on one GPU
-        ({"ray_address": HEAD}, TrainerHost(8, 8, True), "/shared"),
-        ({"ray_address": HEAD}, TrainerHost(8, 8, True), None),  # nccl, ipc
+        ({"vllm": {"kv_cache_mib": 256}}, TrainerHost(1, 1, False), "/dev/shm"),  # the default run, on one GPU
+        ({"ray_address": HEAD}, ON_A_CLUSTER, "/shared"),
+        ({"ray_address": HEAD}, ON_A_CLUSTER, None),  # nccl, ipc
         ({"ray_address": "auto", "engines": 4}, NODE, "/dev/shm"),
         ({"ray_address": "auto", "engines": 40}, TrainerHost(0, 1, False), "/dev/shm"),
-        ({"vllm": {"tensor_parallel": 2}, "engines": 2}, NODE, "/dev/shm"),
+        (WIDE | {"engines": 2}, NODE, "/dev/shm"),
         ({"vllm": {"tensor_parallel": 4}, "placement": "colocated"}, NODE, "/dev/shm"),
-        ({"vllm": {"tensor_parallel": 2}, "placement": "local"}, TrainerHost(2, 1, False), "/dev/shm"),
-        ({"vllm": {"tensor_parallel": 2}, "placement": "local"}, TrainerHost(0, 1, False), "/dev/shm"),  # on a CPU
+        (WIDE | {"placement": "local"}, TrainerHost(2, 1, False), "/dev/shm"),
+        (WIDE | {"placement": "local"}, TrainerHost(0, 1, False), "/dev/shm"),  # on a CPU
         ({"vllm": {"tensor_parallel": 8}, "ray_address": HEAD}, TrainerHost(1, 1, True), None),  # its hosts may have 8
     ],
 )
@@ -220,7 +161,14 @@ def test_what_works_is_not_refused(settings: dict[str, Any], host: TrainerHost, 
     assert refusals((RolloutConfig.model_validate(settings),), host, weight_files=files) == ()
 
 
-def test_policies_share_no_engine_over_several_gpus() -> None:
+def test_engines_of_all_policies_are_counted_each_as_it_has_them() -> None:
+    three, one = (RolloutConfig(engines=engines) for engines in (3, 1))
+    assert num_engine_gpus((three, one)) == 4 and refusals((three, one), NODE, weight_files=None) == ()
+    (sentence,) = refusals((three, one, one), NODE, weight_files=None)
+    assert sentence.startswith(
+        "policies.<name>.engines (3 + 1 + 1) needs 5 GPU(s) without a trainer rank; this host has 8"
+    )
+    assert list(NODE.gpus_for((three, one))) == [4, 5, 6, 7]
     both = (RolloutConfig(placement="colocated", vllm=VllmOptions(tensor_parallel=2)),) * 2
     (sentence,) = refusals(both, NODE, weight_files=None)
     assert "colocated gives each of 2 policies a share of one GPU: set rollout.vllm.tensor_parallel=1" in sentence
@@ -230,7 +178,6 @@ def test_policies_share_no_engine_over_several_gpus() -> None:
     ("tensor_parallel", "expert_parallel", "says"),
     [
         (1, False, None),
-        (2, False, None),
         (8, False, None),  # two GPUs hold the same key head
         (8, True, None),
         (3, False, "the model's 32 attention heads cannot be cut: set rollout.vllm.tensor_parallel=2"),
@@ -251,16 +198,6 @@ def test_only_a_model_with_experts_spreads_them() -> None:
         VllmOptions(expert_parallel=True)
 
 
-def test_engines_of_all_policies_are_counted_each_as_it_has_them() -> None:
-    three, one = (RolloutConfig(engines=engines) for engines in (3, 1))
-    assert num_engine_gpus((three, one)) == 4 and refusals((three, one), NODE, weight_files=None) == ()
-    (sentence,) = refusals((three, one, one), NODE, weight_files=None)
-    assert sentence.startswith(
-        "policies.<name>.engines (3 + 1 + 1) needs 5 GPU(s) without a trainer rank; this host has 8"
-    )
-    assert list(NODE.gpus_for((three, one))) == [4, 5, 6, 7]
-
-
 def test_engines_get_the_gpus_that_no_rank_holds() -> None:
     def given(host: TrainerHost, **settings: Any) -> list[int]:
         return list(host.gpus_for((RolloutConfig.model_validate(settings),)))
@@ -279,43 +216,40 @@ def test_an_address_of_this_machine_is_known_as_such() -> None:
     assert not is_this_host("192.0.2.200:6379") and not is_this_host("no-such-host.invalid:6379")
 
 
+EXPERTS, KEPT = Records(experts=True), Records(kept_tokens=True)
+
+
 @pytest.mark.parametrize(
-    ("options", "device", "records", "says"),
+    ("options", "device", "records", "takes_weights", "says"),
     [
-        ({"quantization": "fp8"}, "cuda", Records(), r"^rollout.vllm.quantization is fp8; .* on a frozen policy alone"),
-        ({"sampler": "marsrl"}, "cuda", Records(experts=True), r"^trainer.router_replay=rollout .*vllm.sampler=engine"),
-        ({"sampler": "engine"}, "cpu", Records(experts=True), r"on a CPU vLLM runs V1: set rollout.engine=local"),
-        ({}, "cpu", Records(experts=True), r"on a CPU vLLM runs V1: set rollout.engine=local"),
         (
-            {"sampler": "engine"},
-            "cpu",
-            Records(kept_tokens=True),
-            r"^loss.truncation=.* set rollout.vllm.sampler=marsrl",
+            {"quantization": "fp8"},
+            "cuda",
+            Records(),
+            True,
+            "^rollout.vllm.quantization is fp8; .* on a frozen policy alone",
         ),
+        ({"sampler": "marsrl"}, "cuda", EXPERTS, True, "^trainer.router_replay=rollout .*vllm.sampler=engine"),
+        ({"sampler": "engine"}, "cpu", EXPERTS, True, "on a CPU vLLM runs V1: set rollout.engine=local"),
+        ({}, "cpu", EXPERTS, True, "on a CPU vLLM runs V1: set rollout.engine=local"),
+        ({"sampler": "engine"}, "cpu", KEPT, True, "^loss.truncation=.* set rollout.vllm.sampler=marsrl"),
+        ({}, "cuda", Records(kept_tokens=True, experts=True), True, None),
+        ({"sampler": "marsrl"}, "cuda", KEPT, True, None),
+        ({}, "cpu", KEPT, True, None),
+        ({"quantization": "fp8"}, "cuda", Records(), False, None),
     ],
 )
 def test_what_vllm_cannot_do_here_is_refused_with_what_it_can(
-    options: dict[str, Any], device: str, records: Records, says: str
+    options: dict[str, Any], device: str, records: Records, takes_weights: bool, says: str | None
 ) -> None:
-    (sentence,) = vllm_refusals(VllmOptions.model_validate(options), device, records, takes_weights=True)
-    assert re.search(says, sentence), sentence
-
-
-def test_what_vllm_can_do_is_not_refused() -> None:
-    all_of_it = Records(kept_tokens=True, experts=True)
-    assert vllm_refusals(VllmOptions(), "cuda", all_of_it, takes_weights=True) == ()
-    assert vllm_refusals(VllmOptions(sampler="marsrl"), "cuda", Records(kept_tokens=True), takes_weights=True) == ()
-    assert vllm_refusals(VllmOptions(), "cpu", Records(kept_tokens=True), takes_weights=True) == ()
-    assert vllm_refusals(VllmOptions(quantization="fp8"), "cuda", Records(), takes_weights=False) == ()
-    assert VllmOptions().sampler_on("cuda") == "engine" and VllmOptions().sampler_on("cpu") == "marsrl"
+    found = vllm_refusals(VllmOptions.model_validate(options), device, records, takes_weights=takes_weights)
+    assert len(found) == (says is not None) and all(re.search(str(says), sentence) for sentence in found), found
 
 
 def test_other_arguments_of_vllm_are_checked_against_its_own() -> None:
     pytest.importorskip("vllm")
-    assert checked_extra({"max_num_batched_tokens": 12345, "compilation_config": {"mode": 0}}).keys() == {
-        "max_num_batched_tokens",
-        "compilation_config",
-    }
+    given = {"max_num_batched_tokens": 12345, "compilation_config": {"mode": 0}}
+    assert checked_extra(given).keys() == given.keys()
     for extra, says in (
         ({"max_num_batched_token": 1}, r"extra.max_num_batched_token is no field .* like it: max_num_batched_tokens"),
         ({"max_num_batched_tokens": "many"}, r"extra.max_num_batched_tokens is 'many', which .* valid integer"),
@@ -326,26 +260,16 @@ def test_other_arguments_of_vllm_are_checked_against_its_own() -> None:
             checked_extra(extra)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("sampler", ["engine", "marsrl"])
-def test_every_argument_that_marsrl_sets_is_known_as_such(device: str, sampler: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_argument_that_marsrl_sets_is_known_as_such(device: str, sampler: Any) -> None:
     options = VllmOptions.model_validate({"sampler": sampler, "kv_cache_mib": 64})
+    records = Records(kept_tokens=True, experts=True)
     words = engine_arguments(
-        "model",
-        options,
-        dtype="float32",
-        max_model_len=64,
-        seed=0,
-        sleeps=False,
-        device=device,
-        records=Records(kept_tokens=True, experts=True),
+        "model", options, dtype="float32", max_model_len=64, seed=0, sleeps=False, device=device, records=records
     )
     assert words.keys() <= OWN_ARGUMENTS.keys()
-
-
-@pytest.mark.parametrize("sampler", ["engine", "marsrl"])
-def test_dynamo_is_off_on_cpus_alone(sampler: Any) -> None:
-    assert vllm_environment(1, "cpu", sampler)["TORCHDYNAMO_DISABLE"] == "1"
-    on_gpus = vllm_environment(1, "cuda", sampler)
-    assert "TORCHDYNAMO_DISABLE" not in on_gpus
-    assert on_gpus["VLLM_USE_V2_MODEL_RUNNER"] == ("1" if sampler == "engine" else "0")
+    environment = vllm_environment(1, device, sampler)
+    assert environment.get("TORCHDYNAMO_DISABLE") == ("1" if device == "cpu" else None)
+    if device == "cuda":
+        assert environment["VLLM_USE_V2_MODEL_RUNNER"] == ("1" if sampler == "engine" else "0")

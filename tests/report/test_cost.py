@@ -1,16 +1,13 @@
-"""What agents and policies used, what that cost, and how long episodes took."""
+"""Usage and cost of agents and policies, and latency of episodes."""
 
 from __future__ import annotations
 
 import io
-import sys
-from pathlib import Path
 
 import pytest
 
 from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.config import PolicyConfig, PriceConfig
-from marsrl.trainer.evaluate import command
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, failing_tools, latency, tool_shares
 from marsrl.trainer.report.summary import AgentEstimate, Evaluation, ToolUsage, Usage, estimate
@@ -89,19 +86,6 @@ def test_teams_stand_side_by_side_with_what_an_episode_takes() -> None:
     assert "search (tool) 1.5 0.125" in rows
     assert "one.yaml 0.750 (0.301-0.954, n 4) 2.0 100.0 250.0 no price 1.5 5.0" in rows
     assert "slow.yaml 0.750 (0.301-0.954, n 4) 20 38 50.0" in rows
-
-
-def test_an_evaluation_ends_with_its_table_and_where_its_files_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = Evaluation(system=estimate(3, 4), num_episodes=4)
-    monkeypatch.setattr(command, "_evaluated", lambda *_: (found, 1.0))
-    monkeypatch.setattr(sys, "stdout", terminal := io.StringIO())
-    monkeypatch.setattr(sys, "stderr", terminal)
-    command.evaluate_alone(None, [], str(tmp_path / "numbers.json"), out=tmp_path / "out")
-    json_ends, table = terminal.getvalue().index("\n}\n"), terminal.getvalue().index("0.750 (0.301-0.954, n 4)")
-    assert json_ends < table
-    assert terminal.getvalue().endswith(f"kept in {tmp_path}/out/evaluation.json, {tmp_path}/numbers.json\n")
 
 
 def test_a_tool_s_share_is_of_all_calls_those_of_no_tool_among_them() -> None:

@@ -119,26 +119,21 @@ def test_wilson_agrees_with_published_values() -> None:
 
 
 def test_detection_recall_is_of_the_wrong_solutions_with_a_readable_verdict() -> None:
-    def said(verdict: bool | None, agrees: float | None) -> object:
-        parts = {} if agrees is None else {"verdict": agrees, "format": -0.1}
-        value = 0.0 if agrees is None else agrees
-        name = f"p0#0/verifier1:{len(samples)}"
-        return make_sample(name, "verifier1", verdict=verdict, reward=Reward(value, value, parts))
-
-    samples: list[object] = []
-    for verdict, agrees in [(False, 1.0), (True, 0.0), (False, 1.0)]:  # of three wrong solutions two were found
-        samples.append(said(verdict, agrees))
-    for verdict, agrees in [
-        (True, 1.0),
-        (False, 0.0),
-        (None, None),
-        (False, None),
-    ]:  # right ones; one says nothing; one is unknown
-        samples.append(said(verdict, agrees))
-    found = summarise([make_group(*samples)], version=0)  # type: ignore[arg-type]
+    of_wrong = [(False, 1.0), (True, 0.0), (False, 1.0)]  # (verdict, agrees): two of three wrong solutions were found
+    of_right = [(True, 1.0), (False, 0.0), (None, None), (False, None)]  # one says nothing; one is unknown
+    samples = [
+        make_sample(
+            f"p0#0/verifier1:{i}",
+            "verifier1",
+            verdict=verdict,
+            reward=Reward(agrees or 0.0, agrees or 0.0, {} if agrees is None else {"verdict": agrees, "format": -0.1}),
+        )
+        for i, (verdict, agrees) in enumerate([*of_wrong, *of_right])
+    ]
+    found = summarise([make_group(*samples)], version=0)
     assert found["verdicts/verifier1/recall_wrong"] == pytest.approx(2 / 3)
     assert found["verdicts/verifier1/precision_wrong"] == pytest.approx(2 / 3)  # one was right
-    right = summarise([make_group(samples[3], samples[4])], version=0)  # type: ignore[arg-type]
+    right = summarise([make_group(samples[3], samples[4])], version=0)
     assert "verdicts/verifier1/recall_wrong" not in right and right["verdicts/verifier1/fraction_wrong"] == 0.5
 
 

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,14 +28,16 @@ def test_two_runs_of_the_same_second_do_not_share_a_directory(tmp_path: Path) ->
     assert names == [f"cpu_default-20260102-030405{end}" for end in ("", "-2", "-3")]
 
 
-def test_a_named_run_that_exists_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_named_run_that_exists_is_refused_and_keeps_its_first_settings(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     run.write_config({"x": 1})
     run.metrics.write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="run.resume=auto"):
         RunDirectory.create(tmp_path, "a", "p")
     again = RunDirectory.create(tmp_path, "a", "p", "auto")
-    assert again.existed and again.config.read_text() == "x: 1\n"
+    assert again.existed and again.write_config({"x": 1}) == again.config
+    assert again.write_config({"x": 2}).name == "config.resumed_1.yaml"
+    assert again.config.read_text() == "x: 1\n"
 
 
 def test_a_start_that_failed_does_not_take_the_name(tmp_path: Path) -> None:
@@ -85,18 +88,26 @@ def test_where_the_file_system_has_no_locks_the_run_goes_on_and_says_so(
     assert warning is not None and "no file locks (Operation not supported)" in warning
 
 
-def test_resuming_in_a_foreign_folder_or_without_a_name_is_refused(tmp_path: Path) -> None:
+NO_NAMES = ("../a", "a/b", "", ".", ".hidden", "a\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "resume", "reason"),
+    [
+        ("home", "auto", "no run directory"),
+        ("home", "off", "exists and is not overwritten"),
+        (None, "auto", "run.name is not set"),
+        ("a" * 300, "off", "File name too long"),
+        *((name, "off", "plain folder name") for name in NO_NAMES),
+    ],
+)
+def test_a_name_that_cannot_be_this_run_s_is_refused(
+    name: str | None, resume: Any, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("x")
-    with pytest.raises(ValueError, match="no run directory"):
-        RunDirectory.create(tmp_path, "home", "p", "auto")
-    with pytest.raises(ValueError, match="run.name is not set"):
-        RunDirectory.create(tmp_path, None, "p", "auto")
-
-
-def test_a_name_that_no_file_system_takes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"run.name has 300 letters \(a+\.\.\.\), expected at most 200"):
-        RunDirectory.create(tmp_path, "a" * 300, "p")
+    with pytest.raises(ValueError, match=reason):
+        RunDirectory.create(tmp_path, name, "p", resume)
 
 
 def test_a_folder_that_cannot_be_made_or_written_to_is_named_before_and_at_the_start(tmp_path: Path) -> None:
@@ -126,25 +137,9 @@ def nobody() -> Iterator[Path]:
                 os.seteuid(0)
 
 
-@pytest.mark.parametrize("name", ["../a", "a/b", "", ".", ".hidden", "a\n"])
-def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="plain folder name"):
-        RunDirectory.create(tmp_path / "runs", name, "p")
-
-
-def test_a_resumed_run_keeps_its_first_settings_beside_the_new_ones(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "a", "p")
-    run.samples.mkdir()
-    assert run.write_config({"steps": 1}) == run.write_config({"steps": 1}) == run.config
-    assert run.write_config({"steps": 2}).name == "config.resumed_1.yaml"
-    assert run.config.read_text() == "steps: 1\n"
-
-
 def test_the_latest_checkpoint_is_the_one_declared_whole(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     assert run.latest_checkpoint() is None
-    with pytest.raises(RuntimeError, match="not there"):
-        run.mark_latest(4)
     for step in (4, 8):
         run.checkpoint(step).mkdir(parents=True)
     run.mark_latest(4)  # step_8 is half written

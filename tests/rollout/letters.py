@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.rewards.judge import Judge, known
 from marsrl.rollout.tasks.data import DataCursor
 from marsrl.rollout.team import Team, WatchedJudge
-from marsrl.rollout.types import Group, Message, Problem, Reward
+from marsrl.rollout.types import Finish, Group, Message, Problem, Reward, Sample, Segment
 
 AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 END = 1
@@ -42,7 +43,7 @@ class LetterRenderer:
 
 
 def completion(uid: str) -> list[int]:
-    """What the sample of this uid says, always: lengths with a long tail, answers and verdicts by a coin."""
+    """Tokens that the sample of this uid always says: lengths with a long tail, answers and verdicts by a coin."""
     rng = random.Random(uid)
     is_verifier = uid.rpartition("/")[2].startswith("verifier")
     said = f"Verdict: {rng.choice(['correct', 'wrong'])}" if is_verifier else f"\\boxed{{{rng.choice('78')}}}"
@@ -103,7 +104,7 @@ def set_team(stages: Stages, team: Team) -> None:
 
 
 def completions(stages: Stages, *states: State) -> list[Completion]:
-    """Those that are in one of these states, of asks that are not over."""
+    """Completions in one of these states, of asks that are not over."""
     return [each for ask in stages.state.open.values() for each in ask.completions if each.state in states]
 
 
@@ -120,7 +121,7 @@ def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> Ste
 
 
 def groups_of_a_while(stages: Stages, versions: Mapping[str, int], rng: random.Random) -> Sequence[Group]:
-    """What is trained next: after a stage, or after some steps of the engine, three tokens each; often nothing then."""
+    """Groups that are trained next: after a stage, or after some steps of the engine, three tokens each; often nothing then."""
     if stages.rule.in_step:
         return next_batch(stages, versions).groups
     stages.resume(versions)
@@ -129,3 +130,13 @@ def groups_of_a_while(stages: Stages, versions: Mapping[str, int], rng: random.R
         stages.advance(0.01)
     batch = stages.take()
     return batch.groups if batch is not None else ()
+
+
+def bare(uid: str, agent: str = "solver", text: str = "t", **changes: Any) -> Sample:
+    """A completion without tokens that ended by itself."""
+    none = np.zeros(0, np.int32)
+    made = Sample(
+        uid, "r", "p", agent, "g", None, none, none, none.astype(bool), none.astype(np.float32), (Segment(0, 0, 0),),
+        Finish.STOP, full_text=text,
+    )  # fmt: skip
+    return replace(made, **changes)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from letters import script
@@ -11,7 +11,7 @@ from letters import script
 from marsrl.rollout.engines.protocol import DecodeRequest, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import LocalReplicas, Lost, Timed
+from marsrl.rollout.pool.replicas import LocalReplicas, Lost, OnLost, Timed, ignore_loss
 
 
 class WeighedEngine(ScriptedEngine):
@@ -34,7 +34,7 @@ class MortalReplicas(LocalReplicas):
 
     deadly(request): the engine that gets this request dies once it has decoded something.
     dead, hung: may be filled in at any time; a restart makes the replica whole. Time passes while one hangs.
-    dies_in_update: at the next one. cannot_receive: whatever process serves, weights never get there.
+    seconds: of an engine that each result has taken. dies_in_update: at the next one.
     places: for replicas that are made, which several may share; None: always one.
     """
 
@@ -56,22 +56,24 @@ class MortalReplicas(LocalReplicas):
         self.hung: set[int] = set()
         self.doomed: set[int] = set()  # dead after their next step
         self.dies_in_update: set[int] = set()
-        self.cannot_receive: set[int] = set()
         self.had: list[list[str]] = [[] for _ in range(count)]  # uids of all requests, by replica
         self.restarts: list[int] = []
         self.is_beyond_repair = False
-        self.now = 0.0
+        self.now = self.seconds = 0.0
 
     def pool(self, **options: Any) -> EnginePool:
         return EnginePool(self, deadline_s=10.0, clock=lambda: self.now, **options)
 
-    def call_one(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
+    def call(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
+    ) -> Mapping[int, Timed | Lost]:
+        return {replica: self._call(replica, method, each) for replica, each in arguments.items()}
+
+    def _call(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
         if method == "update_weights":
-            if replica in self.cannot_receive:
-                return Lost("no way")
             self.dead |= self.dies_in_update & {replica}
             self.dies_in_update.discard(replica)
-        return self._lost(replica) or super().call_one(replica, method, arguments)
+        return self._lost(replica) or super().call(method, {replica: arguments})[replica]
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
         self.had[replica] += [request.uid for request in requests]
@@ -87,6 +89,8 @@ class MortalReplicas(LocalReplicas):
         answers = (
             super().collect([r for r in busy if r not in self.dead | self.hung], 0.0) if len(lost) < len(busy) else []
         )
+        for _, answer in answers:
+            answer.value[:] = [replace(result, seconds=self.seconds) for result in answer.value]
         self.now += 0.4 * bool(self.hung)
         self.dead |= self.doomed
         self.doomed.clear()

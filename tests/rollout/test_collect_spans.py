@@ -1,4 +1,4 @@
-"""What a listener hears of many short calls."""
+"""A listener hears many short calls as few spans."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from marsrl.rollout.state import decode
 
 
 def trained(folder: Path, kills: int, overlap: int) -> Counter[tuple[str, str]]:
-    """How often each group of the first epochs was trained."""
+    """Number of times that each group of the first epochs was trained."""
     worker = Path(__file__).with_name("crash_worker.py")
     command = [sys.executable, str(worker), str(folder), str(kills), str(overlap)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200)

@@ -63,7 +63,7 @@ def play(numbers: Sequence[int], most_open: int | None = None) -> Heard:
 
 
 def steps_of(heard: Heard) -> dict[str, list[int]]:
-    """How long the engine decodes each completion."""
+    """Steps in which the engine decodes each completion."""
     return {name: [math.ceil(len(tokens) / PER_STEP) for tokens in each] for name, each in heard.said.items()}
 
 

@@ -17,13 +17,12 @@ from trained import train_sequences
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling, WeightUpdate
+from marsrl.rollout.engines.protocol import DecodeRequest, Sampling, WeightUpdate
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.completion import Completion
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.player.stages import RolloutState
-from marsrl.rollout.pool.batches import RequestBatch, ResultBatch
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.state import decode, encode
@@ -215,7 +214,7 @@ def test_under_the_same_weights_trainer_and_rollout_agree_and_would_not_without_
 
 
 def without_one(sequence: TrainSequence) -> KeptTokens:
-    """What was kept without the first token, at any place, that was not drawn there."""
+    """The kept tokens without the first one that was not drawn at its place."""
     kept = sequence.kept_tokens
     assert kept is not None
     place = np.arange(len(kept.counts)).repeat(kept.counts)
@@ -259,14 +258,3 @@ def test_mastered_tokens_are_found_by_what_was_kept_or_by_the_model_s_own_distri
     assert stats.gated_samples == 3 and not any(logprobs.any() for logprobs in stats.logprobs)
     assert stats.grad_norm == 0
     assert step(model, sequences, mpt=MptConfig(temperature=1)).gated_samples == 0
-
-
-def test_requests_and_results_cross_to_an_actor_as_they_are() -> None:
-    ask = DecodeRequest("a", np.arange(3, dtype=np.int32), 4, Sampling(top_p=0.9, records_kept=True), 1, "a")
-    assert RequestBatch.pack([ask]).unpack()[0].sampling == ask.sampling
-    kept = KeptTokens.of([np.array([5, 7], np.int32)])
-    results = [
-        DecodeResult("a", np.array([7], np.int32), np.zeros(1, np.float32), Finish.STOP, 3, kept_tokens=each)
-        for each in (kept, None)
-    ]
-    assert [result.kept_tokens for result in ResultBatch.pack(results).unpack()] == [kept, None]

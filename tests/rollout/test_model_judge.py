@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 from letters import END, LetterRenderer, completions, judge, letter_config, letter_problems, letter_team, next_batch
 
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.episode import Episode
 from marsrl.rollout.player.completion import Completion, State
-from marsrl.rollout.player.evaluation import EvaluationPlay
 from marsrl.rollout.player.stages import RolloutState, Stages
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -62,6 +60,7 @@ class Desk:
         engine: ScriptedEngine | None = None,
         reader: Reader | None = None,
         fail: Callable[[DecodeRequest], str | None] = lambda request: None,
+        sleeps: bool = False,
         **config: Any,
     ) -> None:
         self.reader = reader or Reader()
@@ -75,7 +74,7 @@ class Desk:
 
         self.engine = engine or ScriptedEngine(script, fail=fail)
         self.judge = ModelJudge(
-            EnginePool(LocalReplicas([self.engine])),
+            EnginePool(LocalReplicas([self.engine]), sleeps=sleeps),
             self.reader,  # type: ignore[arg-type]
             JudgeConfig.model_validate({"policy": "judge", "when": "always", **config}),
             own=own,
@@ -200,9 +199,7 @@ def test_an_answer_that_nobody_judges_in_time_is_missing_and_is_not_waited_for(d
     again.result(60)  # by the request of its own, or too late as well on a machine that is busy
     judged.judge.sleep()  # what was given up comes back, and is not listened to
     counts = judged.judge.take_counts("train")
-    assert (counts["judge/calls"], counts["judge/missing"] + counts["judge/yes"]) == (2, 2) and counts[
-        "judge/missing"
-    ] >= 1
+    assert counts["judge/calls"] == counts["judge/missing"] + counts["judge/yes"] == 2 and counts["judge/missing"] >= 1
     assert judged.judge.pool.num_under_way == 0
 
 
@@ -291,19 +288,6 @@ def test_training_is_judged_by_the_model_where_it_is_to_be(desk: Make, overlap: 
             assert calls == len(found) and calls - cached == len(judged.asked)
 
 
-def test_an_evaluation_is_judged_by_the_model_in_both_cases(desk: Make) -> None:
-    judged = desk(contrary, when="evaluate")
-    team, _, _ = team_with(judged)
-    problems = [letter_problems(1).next_problem()] * 6
-    episodes = [Episode(f"e{i}", f"e{i}", p, 0, "evaluate") for i, p in enumerate(problems)]
-    play = EvaluationPlay(team, {"main": 0}, 48, Sampling())
-    play.add(episodes, 0)
-    play.finish()
-    samples = [s for e in episodes for answer in e.answers.values() for s in answer if s.answer is not None]
-    assert len(samples) >= 6 and all(s.reward.correct == (s.answer == "8") for s in samples)
-    assert judged.judge.take_counts("evaluate")["judge/calls"] == len(samples)
-
-
 def play(stages: Stages, until: Callable[[], bool]) -> None:
     """However late a judge's thread answers: whole batches make room for more, so that there is always more to play."""
     while not until():
@@ -346,11 +330,22 @@ def test_judgements_are_under_way_while_others_decode_and_those_that_were_kept_a
 
 
 def test_the_judges_engines_sleep_with_the_teams_and_wake_for_the_next_answer(desk: Make) -> None:
-    judged = desk(by_answer)
-    judged.judge.pool._sleeps = True  # rollout.placement=colocated
+    class Sleeper(ScriptedEngine):
+        is_asleep = False
+
+        def sleep(self, keeps_weights: bool) -> None:
+            self.is_asleep = keeps_weights  # its policy is frozen
+            super().sleep(keeps_weights)
+
+        def wake(self, part: Any) -> None:
+            self.is_asleep = False
+            super().wake(part)
+
+    engine = Sleeper(lambda request: [*map(ord, YES), END])
+    judged = desk(by_answer, engine=engine, sleeps=True)  # rollout.placement=colocated
     team, _, _ = team_with(judged)
     assert team.all_pools == [team.pools["main"], judged.judge.pool]
     assert judged.rewards("Lima")[0].value == 1
     team.sleep(renewed=())
-    assert judged.engine._asleep == {"weights", "kv_cache"}
-    assert judged.rewards("Rome")[0].value == 0 and not judged.engine._asleep
+    assert engine.is_asleep
+    assert judged.rewards("Rome")[0].value == 1 and not engine.is_asleep

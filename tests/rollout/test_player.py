@@ -44,6 +44,8 @@ class Hand:
     def num_under_way(self) -> int:
         return len(self.sent)
 
+    has_room = False
+
     def submit(self, requests: Sequence[DecodeRequest], *, version: int, at_once: bool) -> None:
         assert version == VERSION["main"] and not at_once
         self.sent.update((request.uid, request) for request in requests)
@@ -72,8 +74,8 @@ def stages_of(questions: Sequence[str] = (), **options: Any) -> Stages:
 
 
 def sent(stages: Stages) -> dict[str, DecodeRequest]:
-    """What engines have."""
-    stages.submit()
+    """Requests that engines have."""
+    stages.player.submit()
     return stages.team.pools["main"].sent  # type: ignore[attr-defined, no-any-return]
 
 
@@ -105,7 +107,7 @@ def all_say(stages: Stages, ask: OpenAsk, *texts: str) -> tuple[Sample, ...]:
 
 
 def groups(stages: Stages) -> list[Group]:
-    """Those that are closed."""
+    """Closed groups."""
     return [*(group for batch in stages.state.ready for group in batch.groups), *stages.state.closed]
 
 
@@ -117,17 +119,11 @@ def counts(stages: Stages) -> Counter[str]:
     return total
 
 
-def test_every_problem_that_is_drawn_is_an_instance_of_its_own() -> None:
-    stages = stages_of(overlap=2)
-    asks = begun(stages)
-    assert [each.ask.episode_id for each in asks] == ["000001", "000002"] and stages.state.num_instances == 2
-    assert {each.ask.agent for each in asks} == {"solver"} and len({each.episode.problem.id for each in asks}) == 2
-
-
 def test_an_ask_opens_with_as_many_samples_as_it_has_and_no_token() -> None:
     stages = stages_of(group_size=3)
     first, second = begun(stages)
     assert list(stages.state.open) == ["000001/solver", "000002/solver"] and stages.num_unfinished == 6
+    assert first.episode.problem.id != second.episode.problem.id and stages.state.num_instances == 2
     assert first.prompt_text == first.episode.problem.question and first.prompt_ids[-1] == PROMPT_ENDS
     assert first.opened_version == 3 and first.samples == ()
     assert [each.uid for each in first.completions] == [f"000001/solver:{i}" for i in range(3)]
@@ -188,6 +184,16 @@ def test_a_request_goes_on_from_what_is_known_for_one_segment() -> None:
     assert last.token_ids.dtype == np.int32 and last.seed == derive_seed(5, "decode", first.uid, 36)
     says(stages, each, 4, Finish.UNFINISHED)
     assert sent(stages)[each.uid].max_new_tokens == 8
+
+
+def test_a_request_expects_the_mean_of_what_was_left_of_longer_completions() -> None:
+    stages = stages_of(group_size=4, prompts_per_step=1)
+    *others, last = begun(stages)[0].completions
+    assert stages.request(last).expected_new_tokens is None  # nothing has ended
+    for each, length in zip(others, (10, 20, 40), strict=True):
+        says(stages, each, length)
+    says(stages, last, 10, Finish.UNFINISHED)
+    assert stages.request(last).expected_new_tokens == (20 + 40) / 2 - 10
 
 
 def test_an_agent_s_own_limit_ends_its_completions() -> None:
@@ -674,12 +680,6 @@ def test_listeners_hear_of_stages_and_of_the_beginning_and_end_of_episodes() -> 
     assert told == ["stage", ("000001", False)]
     all_say(stages, ask, "no answer")
     assert told == ["stage", ("000001", False), ("000001", True), "stage", ("000002", False)]
-
-
-def test_a_run_begins_with_nothing() -> None:
-    state = StagesState()
-    assert [state.num_instances, state.num_stages, state.num_batches, state.num_taken] == [0, 0, 0, 0]
-    assert not (state.pending or state.open or state.instances or state.closed or state.ready)
 
 
 def test_a_copy_of_the_state_is_equal_in_everything_and_stays_so() -> None:

@@ -56,7 +56,7 @@ def test_engines_of_another_size_move_only_where_they_fit() -> None:
 
 
 class Stages:
-    """Two policies on four places; `play` gives each so many requests and so long for them."""
+    """Two policies on four places; in `play` each engine of a policy works for so long."""
 
     def __init__(self) -> None:
         self.replicas = {"solver": MortalReplicas(1), "verifier": MortalReplicas(3)}
@@ -72,7 +72,7 @@ class Stages:
     def play(self, **seconds: float) -> None:
         for version, (name, pool) in enumerate(self.pools.items(), 3):
             pool.submit(asks(12), version=version)
-            self.replicas[name].now += seconds[name]
+            self.replicas[name].seconds = seconds[name] * pool.num_engines / 12
             while pool.num_under_way:
                 assert all(map(is_whole, pool.collect(0.0)))
         self.rebalancer.note_stage()
@@ -125,7 +125,7 @@ def test_an_evaluation_is_no_stage() -> None:
     for _ in range(3):
         pool = stages.pools["solver"]
         pool.submit(asks(3), version=3)
-        stages.replicas["solver"].now += 50.0
+        stages.replicas["solver"].seconds = 50.0
         while pool.num_under_way:
             pool.collect(0.0)
         stages.rebalancer.forget()

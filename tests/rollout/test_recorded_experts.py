@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import engine_cases
 import numpy as np
 import pytest
 import torch
-from engine_cases import decoded
+from engine_cases import decoded, prompt
 from letters import AGENTS, LetterRenderer, judge, letter_problems
 from safetensors.torch import load_file, save_file
 from trained import train_sequences
@@ -17,7 +18,7 @@ from trained import train_sequences
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import DecodeRequest, Sampling, WeightUpdate
+from marsrl.rollout.engines.protocol import DecodeRequest, WeightUpdate
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.player.stages import RolloutState
@@ -62,7 +63,7 @@ def engine_of(model: Path, **options: int) -> LocalEngine:
 
 
 def request(uid: str, tokens: IntArray, num_new: int, experts_from: int | None = 0) -> DecodeRequest:
-    return DecodeRequest(uid, tokens, num_new, Sampling(), int(uid), uid, experts_from=experts_from)
+    return engine_cases.request(uid, tokens, num_new, seed=int(uid), experts_from=experts_from)
 
 
 def chosen(engine: LocalEngine, tokens: IntArray, version: int = 0) -> ExpertArray:
@@ -70,10 +71,6 @@ def chosen(engine: LocalEngine, tokens: IntArray, version: int = 0) -> ExpertArr
     (result,) = decoded(engine, [request("0", tokens, 1)], version=version)
     assert result.routed_experts is not None
     return result.routed_experts
-
-
-def prompt(length: int, seed: int) -> IntArray:
-    return np.random.default_rng(seed).integers(2, 256, length).astype(np.int32)
 
 
 def test_tokens_decoded_one_by_one_in_a_changing_batch_record_what_a_prefill_chooses(model: Path) -> None:

@@ -57,13 +57,6 @@ def test_batches_come_while_versions_change() -> None:
     assert rollout_threads() == []
 
 
-def test_decoding_goes_on_while_the_trainer_does_something_else() -> None:
-    rollout, _ = background()
-    rollout.next_batch({"main": 0})
-    assert comes_true(lambda: bool(rollout.snapshot().stages.ready))
-    rollout.close()
-
-
 def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() -> None:
     asked = []
 

@@ -15,7 +15,6 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.player.completion import State
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.player.stages import RolloutState, StagesState, StepBatch
-from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, Group, Problem, Reward
 
@@ -37,7 +36,7 @@ def play(rollout: Rollout, engine: ScriptedEngine, stages: Sequence[int]) -> lis
 
 
 def submissions(rollout: Rollout) -> list[tuple[list[str], bool]]:
-    """What is submitted from now on: the uids, and whether all are sent at once."""
+    """Submissions from now on: their uids, and True where all are sent at once."""
     sent: list[tuple[list[str], bool]] = []
     pool = rollout.stages.team.pools["main"]
     submit = pool.submit
@@ -161,11 +160,25 @@ def test_stages_batches_and_unfinished_samples_are_counted(pipeline: str) -> Non
         ]
 
 
-def test_what_pools_have_mended_is_in_the_batch() -> None:
-    rollout, engine = played()
-    rollout.stages.team.pools["main"]._faults = Faults(engine_restarts=2)
-    first, second = play(rollout, engine, range(2))
-    assert first.metrics["rollout/engine_restarts"] == 2 and second.metrics["rollout/engine_restarts"] == 0
+def said(batches: Sequence[StepBatch]) -> list[list[tuple[object, ...]]]:
+    return [
+        [
+            (s.uid, s.token_ids.tolist(), s.rollout_logprobs.tolist(), s.segments, s.reward.value)
+            for group in batch.groups
+            for s in group.samples
+        ]
+        for batch in batches
+    ]
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_a_state_through_bytes_goes_on_as_if_nothing_had_happened(segments: int) -> None:
+    unbroken = play(*played(segments=segments), range(8))
+    first, engine = played(segments=segments)
+    before = play(first, engine, range(4))
+    resumed, other = played(segments=segments)
+    resumed.restore(decode(RolloutState, encode(first.snapshot())))
+    assert said(before + play(resumed, other, range(4, 8))) == said(unbroken)
 
 
 @pytest.mark.parametrize(("most", "drawn"), [(5, 2), (6, 4)])
@@ -173,26 +186,6 @@ def test_problems_are_drawn_up_to_a_number_of_samples_under_way(most: int, drawn
     rollout, engine = played(team={"script": endless}, segments=4, max_unfinished=most)
     play(rollout, engine, range(2))  # 2 groups of 3 are on their way when the second stage begins
     assert rollout.stages.state.num_instances == drawn
-
-
-def test_engines_are_at_rest_between_stages_and_nothing_is_left_running() -> None:
-    rollout, engine = played()
-    play(rollout, engine, [0])
-    with rollout.resting({"main": 1}) as nothing:
-        assert nothing is None and rollout.stages.team.pools["main"].num_under_way == 0
-    rollout.close()
-
-
-def test_a_snapshot_goes_on_as_the_run_would_have() -> None:
-    def ids(batches: list[StepBatch]) -> list[list[str]]:
-        return [[s.uid + s.problem_id for g in batch.groups for s in g.samples] for batch in batches]
-
-    rollout, engine = played(segments=2)
-    play(rollout, engine, range(3))
-    kept = decode(RolloutState, encode(rollout.snapshot()))
-    again, other = played(segments=2)
-    again.restore(kept)
-    assert ids(play(again, other, range(3, 6))) == ids(play(rollout, engine, range(3, 6)))
 
 
 @pytest.mark.parametrize(
@@ -233,13 +226,3 @@ def test_a_stage_ends_when_just_the_share_has_finished() -> None:
     # with one short sample fewer it goes on
     rollout, _ = played(team={"script": script(lambda i: 1 if i < 2 else 40), "tokens_per_step": 2}, **options)
     assert [len(g.samples) for g in rollout.next_batch({"main": 0}).groups] == [6]
-
-
-def test_progress_is_told_several_times_a_second_where_a_share_may_end_the_stage() -> None:
-    rollout, _ = played(finish_share=0.5)
-    waited: list[float] = []
-    pool = rollout.stages.team.pools["main"]
-    collect = pool.collect
-    pool.collect = lambda timeout_s, **words: (waited.append(timeout_s), collect(timeout_s))[1]  # type: ignore[method-assign]
-    rollout.next_batch({"main": 0})
-    assert 0 < max(waited) < 0.5

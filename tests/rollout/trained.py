@@ -1,4 +1,4 @@
-"""What a learner is given of samples that were played."""
+"""Played samples as a learner gets them."""
 
 from __future__ import annotations
 

@@ -1,28 +1,18 @@
-"""What rank 0 does alone for a step grows no faster than its samples: counted in calls and bytes, not in seconds."""
+"""The work of rank 0 for a step grows no faster than its samples: counted in calls and bytes, not in seconds."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import PYTHON
-
-ROOT = Path(__file__).resolve().parents[2]
+from scripts import call
 
 COUNTED = """
 import json, sys
 from dataclasses import asdict
-folder = sys.path[0] = "benchmarks"
-import namespace
-namespace.map_marsrl()
-sys.path.insert(0, folder)
-import scale
-from marsrl.benchmarks import costless_engines
+sys.path[0] = "benchmarks"
+import costless_engines, scale
 costless_engines.VOCABULARY = 1000
 found = []
 for problems, overlap in ((1, 0), (2, 0), (4, 0), (2, 1), (4, 1)):  # the first: imports, and what is made once
@@ -40,13 +30,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [PYTHON, "-c", COUNTED],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-    )
+    done = call(code=COUNTED)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found[1:]
@@ -57,7 +41,7 @@ def test_twice_the_samples_take_twice_the_work_and_bytes(measured: list[dict[str
         assert (small["samples"], large["samples"]) == (144, 288)
         for count in ("num_calls", "segments"):
             assert large[count] <= 2.2 * small[count], (count, small[count], large[count])
-        for part in ("to engines", "from engines", "to the data ranks", "samples log"):
+        for part in ("to engines", "from engines", "to the data ranks", "samples log", "checkpoint state"):
             assert large["bytes"][part] <= 2.2 * small["bytes"][part], part
 
 
@@ -69,12 +53,3 @@ def test_a_batch_has_nine_bytes_a_token_and_some_hundreds_a_sample(measured: lis
 
 def test_texts_that_come_within_a_tenth_of_a_second_are_decoded_together(measured: list[dict[str, Any]]) -> None:
     assert all(each["calls"]["texts"] <= each["segments"] / 4 for each in measured)
-
-
-def test_two_ranks_share_a_batch_with_experts() -> None:
-    words = [PYTHON, "benchmarks/scale.py", "--experts", "2"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    shares = re.findall(r"  rank ([01]): .*; share ([0-9.]+) GiB; beside it at most [0-9]+ MiB", done.stdout)
-    assert [rank for rank, _ in shares] == ["0", "1"] and shares[0][1] == shares[1][1] != "0.00"
-    assert "extrapolated by bytes to 9,216 sequences" in done.stdout

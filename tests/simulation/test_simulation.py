@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from pipeline_study import plots, study, tables
-
-from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.rollout.simulation.cost_model import Constants, CostModel
-from marsrl.rollout.simulation.lengths import Lengths
-from marsrl.rollout.simulation.play import MAX_TOKENS, Setting, Simulation, play
-from marsrl.rollout.simulation.simulated_pool import TOKEN_GRAIN
+from simulation import study, tables
+from simulation.cost_model import Constants, CostModel
+from simulation.lengths import Lengths
+from simulation.play import MAX_TOKENS, Setting, Simulation, play
+from simulation.simulated_pool import TOKEN_GRAIN
 
 CONSTANTS, LENGTHS = Constants(), Lengths(sigma=1.2)
 TINY = Setting(engines=2, problems=4)
@@ -110,26 +104,7 @@ def test_a_trainer_beside_the_engines_leaves_them_no_time_to_rest() -> None:
     assert beside.tokens_per_s > apart.tokens_per_s
 
 
-def test_a_stage_of_constant_size_takes_as_many_new_problems_as_there_are_places_left() -> None:
-    setting = replace(TINY, segments=4, is_solver_only=True, stage_size="total", problems=6)
-    simulation = Simulation(setting, CONSTANTS, Lengths(1.2))
-    played = []
-    pool = simulation.stages.team.pools["main"]
-    submit = pool.submit
-
-    def counted(requests: Sequence[DecodeRequest], **options: Any) -> None:
-        played.append(len(requests))
-        submit(requests, **options)
-
-    pool.submit = counted  # type: ignore[method-assign]
-    carried = []
-    for _ in range(6):
-        simulation.step()
-        carried.append(simulation.stages.num_unfinished)
-    assert min(carried) > 0 and max(abs(n - 6 * 8) for n in played) <= 4  # whole problems: half a group more or less
-
-
-def test_the_whole_study_is_told_and_drawn(tmp_path: Path) -> None:
+def test_the_whole_study_is_told() -> None:
     grid = study.Grid(
         engines=2, problems=2, segments=(1, 4), overlap_at=(1, 1), engine_axis=(1, 2), problem_axis=(1, 2),
     )  # fmt: skip
@@ -139,14 +114,8 @@ def test_the_whole_study_is_told_and_drawn(tmp_path: Path) -> None:
         found.rows[setting] = play(
             replace(setting, warmup=min(setting.warmup_steps, 8), steps=1), CONSTANTS, Lengths(0.3)
         )
-    text = "\n".join(
-        [
-            tables.fit_text(fitted),
-            *(part(found, grid) for part in (tables.pipelines_text, tables.overlap_text, tables.axes_text)),
-        ]
-    )
+    parts = (tables.pipelines_text, tables.overlap_text, tables.axes_text, tables.adds_text)
+    text = "\n".join([tables.fit_text(fitted), *(part(found, grid) for part in parts)])
     assert "+16% MISS" in text and "-10% within 15%" in text
-    assert f"{found.ratio(2, 2):.2f}" in text and f"{found.ratio(2, 2):.2f}x" in tables.adds_text(found, grid)
-    paths = plots.write_plots(found, grid, tmp_path)
-    assert len(paths) == 8 and all(path.read_bytes().startswith(b"\x89PNG") for path in paths[:-1])
-    assert json.loads(paths[-1].read_text())["fit"]["sigma"] == 1.2
+    assert text.count(f"{found.ratio(2, 2):.2f}") >= 2
+    assert tables.record(found)["fit"]["sigma"] == 1.2

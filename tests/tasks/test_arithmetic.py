@@ -24,6 +24,8 @@ def test_the_documented_chain_has_its_documented_answer() -> None:
     chain = parse_chain("a 3 b *7 c *7 d -5 e -9")
     assert (chain.answer, chain.text) == ("3", "a 3 b *7 c *7 d -5 e -9")
     assert apply(2, "-5") == 7
+    problem = parse_chain("a 3 b *7").problem()
+    assert [TASK.judge(problem, answer).result().value for answer in ("1", "2", "11")] == [1, 0, 0]
 
 
 def test_training_never_yields_a_held_out_problem_and_evaluation_only_those() -> None:
@@ -46,22 +48,6 @@ def test_every_problem_is_of_the_documented_form() -> None:
     assert all(word in ARITHMETIC_TOKENIZER.vocabulary for chain in chains for word in chain.text.split())
 
 
-def test_a_source_goes_on_exactly_where_its_state_was_taken() -> None:
-    source = TASK.problems(seed=3)
-    for _ in range(5):
-        source.next_problem()
-    state = source.state()
-    expected = [source.next_problem() for _ in range(5)]
-    resumed = TASK.problems(seed=3)
-    resumed.load(state)
-    assert [resumed.next_problem() for _ in range(5)] == expected
-
-
-def test_only_the_right_digit_is_right() -> None:
-    problem = parse_chain("a 3 b *7").problem()
-    assert [TASK.judge(problem, answer).result().value for answer in ("1", "2", "11")] == [1, 0, 0]
-
-
 def test_tutors_without_slips_are_right_and_corrector_inputs_are_always_flagged() -> None:
     rng = random.Random(0)
     for _ in range(20):
@@ -81,8 +67,8 @@ def test_tutors_without_slips_are_right_and_corrector_inputs_are_always_flagged(
 
 def test_tutors_that_never_slip_give_a_lesson_without_a_corrector() -> None:
     """With no slips at *, nothing is ever wrong in a chain of multiplications."""
-    chain, options = Chain(3, ("*7", "*3")), ArithmeticOptions(slip_multiply=0.0)
-    traces = team_traces(random.Random(0), chain, TutorRates(anchor=0), options)
+    options = ArithmeticOptions(slip_multiply=0.0)
+    traces = team_traces(random.Random(0), Chain(3, ("*7", "*3")), TutorRates(anchor=0), options)
     assert [trace.role for trace in traces] == [Role.SOLVER, Role.VERIFIER]
 
 
@@ -121,19 +107,13 @@ def test_hard_claims_are_mostly_wrong_and_judged_by_work_of_ones_own() -> None:
     assert num_wrong > 70  # at least four lines, four slips in ten of them
 
 
-def test_a_table_drill_states_one_operation_and_its_result() -> None:
-    rng = random.Random(3)
+def test_drills_are_right_and_both_verdicts_come() -> None:
+    rng = random.Random(0)
     for _ in range(200):
         trace = table_drill(rng)
-        assert isinstance(trace.prompt, str)
-        _, value, letter, operation, _ = trace.prompt.split()
-        assert trace.completion == str(apply(int(value), operation))
-        assert letter in "bcdefg"
+        _, value, letter, operation, _ = str(trace.prompt).split()
+        assert trace.completion == str(apply(int(value), operation)) and letter in "bcdefg"
         assert trace.weights(6.0) == [1.0]  # no end token: the line goes on
-
-
-def test_drills_are_right_and_both_kinds_come() -> None:
-    rng = random.Random(0)
     drills = [equality_drill(rng) for _ in range(200)]
     for trace in drills:
         _, got, _, said, _ = str(trace.prompt).split()

@@ -1,3 +1,4 @@
+import functools
 import json
 import re
 from dataclasses import asdict, replace
@@ -12,12 +13,12 @@ from hypothesis import strategies as st
 
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.config import TrainFile, read_eval_files, read_train_files
-from marsrl.rollout.tasks.data import DataCursor, find_repeats, read_problems
-from marsrl.rollout.tasks.eval_files import read_eval
+from marsrl.rollout.tasks.data import DataCursor, read_problems, repeats
+from marsrl.rollout.tasks.problem_files import Mixture, draw_endlessly, read_eval, read_train
 from marsrl.rollout.tasks.protocol import CursorState
-from marsrl.rollout.tasks.train_files import Mixture, draw_endlessly, read_train
 from marsrl.rollout.types import Problem
 
+read = functools.partial(read_problems, task="math")
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
 
@@ -29,8 +30,12 @@ def shared(name: str) -> Path:
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    lines = [row.encode() if isinstance(row, str) else row for row in rows]
+    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in lines))
     return path
+
+
+ASKED = {"role": "user", "content": "q"}
 
 
 @pytest.mark.parametrize(
@@ -42,14 +47,7 @@ def write(path: Path, *rows: object) -> Path:
         ({"prompt": "q", "label": 5}, "q", "5"),
         ({"problem": "q", "solution": r"so \boxed{\frac12}"}, "q", r"\frac12"),
         ({"problem": "q", "solution": r"so \boxed{3}", "answer": "3"}, "q", "3"),
-        (
-            {
-                "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
-                "reward_model": {"style": "rule", "ground_truth": "9"},
-            },
-            "q",
-            "9",
-        ),
+        ({"prompt": [{"role": "system", "content": "s"}, ASKED], "reward_model": {"ground_truth": "9"}}, "q", "9"),
         ({"question": "q", "answer": 70.0}, "q", "70"),
         ({"question": "q", "answer": 0.5}, "q", "0.5"),
         ({"question": "q", "answer": ["4"]}, "q", "4"),
@@ -71,6 +69,7 @@ GOOD = {"question": "q", "answer": "1"}
         ("{not json", "not JSON"),
         ("[1]", "expected a JSON object, found list"),
         ("[" * 100_000, "not readable as JSON"),
+        (b'{"question": "\xff"}', "not UTF-8 at byte 14"),
         ({"question": "q"}, "answer.*is missing"),
         ({"question": "", "answer": "1"}, "question is empty"),
         ({"question": "q", "answer": True}, "is bool"),
@@ -91,13 +90,6 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, line: object
     assert result.num_bad == 1 and "d.jsonl:2" in result.notes[0]
 
 
-def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_bytes(json.dumps(GOOD).encode() + b'\n{"question": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"d\.jsonl:2: not UTF-8 at byte 14"):
-        read_problems(path, "math")
-
-
 def test_keys_can_be_given_and_unknown_rows_say_which_were_found(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", {"frage": "q", "extra": {"antwort": 2}})
     with pytest.raises(ValueError, match=r"found frage, extra\); set data.question_key"):
@@ -110,10 +102,12 @@ def test_a_file_without_any_problem_is_an_error_even_when_skipping(tmp_path: Pat
         read_problems(write(tmp_path / "d.jsonl", "nope"), "math", on_bad_line="skip")
     with pytest.raises(ValueError, match="does not exist"):
         read_problems(tmp_path / "none.jsonl", "math")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"holds no arrow"):
-        empty = tmp_path / "empty"
-        empty.mkdir()
-        read_problems(empty, "math")
+        read_problems(tmp_path / "empty", "math")
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(ValueError, match=r"d\.parquet cannot be read"):
+        read_problems(tmp_path / "d.parquet", "math")
 
 
 VERL = [
@@ -128,12 +122,6 @@ def test_parquet_with_nested_columns_is_read(tmp_path: Path) -> None:
     assert [(p.id, p.question, p.answer) for p in problems] == [
         (f"d.parquet:{i + 1}", f"q{i}", str(i)) for i in range(3)
     ]
-
-
-def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing")
-    with pytest.raises(ValueError, match=r"d\.parquet cannot be read"):
-        read_problems(tmp_path / "d.parquet", "math")
 
 
 @pytest.mark.parametrize("layout", ["saved", "dict", "bare"])
@@ -183,17 +171,20 @@ def test_every_problem_comes_once_an_epoch_and_a_resumed_cursor_goes_on(count: i
         assert len(set(drawn[start : start + count])) == count
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_orders_of_their_own_and_a_state_of_other_data_is_refused() -> None:
     def draw(seed: int) -> list[str]:
         cursor = DataCursor(some(20), seed)
         return [cursor.next_problem().id for _ in range(40)]
 
     assert draw(0)[:20] != draw(0)[20:] and draw(0) != draw(1)
-
-
-def test_a_state_of_other_data_is_refused() -> None:
+    one, two = Mixture([some(3)], [1]), Mixture([some(3), some(2)], [1, 1])
     with pytest.raises(ValueError, match="resume with the data"):
         DataCursor(some(3), 0).load(CursorState(0, 4))
+    for problems, state in ((two, draw_endlessly(one, 0).state()), (some(3), draw_endlessly(two, 0).state())):
+        with pytest.raises(ValueError, match=r"the checkpoint stands in \d files .*resume with the data"):
+            draw_endlessly(problems, 0).load(state)
+    with pytest.raises(ValueError, match="stands in no files with a weight, but data.train has 1"):
+        draw_endlessly(one, 0).load(CursorState(0, 1))
 
 
 # Several files.
@@ -216,25 +207,23 @@ def listed(files: list[Path], **shares: tuple[float, ...]) -> list[TrainFile]:
 
 def test_of_files_with_counts_so_many_of_each_are_drawn_without_replacement(files: list[Path]) -> None:
     train = listed(files, count=(12, 10))
-    problems = read_train(train, "math", 0).problems
+    problems = read_train(train, read, 0).problems
     assert [p.question[0] for p in problems] == ["a"] * 12 + ["b"] * 10
     assert len({p.question for p in problems}) == len({p.id for p in problems}) == 22
     assert {p.id for p in problems} >= {f"1/train.jsonl:{line}" for line in range(1, 11)}
-    again, other = (read_train(train, "math", seed).problems for seed in (0, 1))
+    again, other = (read_train(train, read, seed).problems for seed in (0, 1))
     assert again == problems and {p.id for p in other} != {p.id for p in problems}
-    assert read_train(str(files[1]), "math", 0).problems[0].id == "train.jsonl:1"
+    assert read_train(str(files[1]), read, 0).problems[0].id == "train.jsonl:1"
 
 
 def test_a_list_names_the_place_of_a_file_that_is_short_or_not_there(files: list[Path]) -> None:
     with pytest.raises(ValueError, match=r"data.train\[1\]: .*b/train.jsonl has 10 problems, fewer than count = 11"):
-        read_train(listed(files, count=(12, 11)), "math", 0)
+        read_train(listed(files, count=(12, 11)), read, 0)
     with pytest.raises(ValueError, match=r"data.train\[1\]: .*none.jsonl does not exist"):
-        read_train(listed([files[0], files[0].with_name("none.jsonl")], weight=(1, 1)), "math", 0)
+        read_train(listed([files[0], files[0].with_name("none.jsonl")], weight=(1, 1)), read, 0)
     write(files[0], {"question": "q", "answer": None})
-    with pytest.raises(
-        ValueError, match=r"data.train\[0\]: .*a/train.jsonl:1: the answer|data.train\[0\]: .*train.jsonl:1"
-    ):
-        read_train(listed(files, weight=(1, 1)), "math", 0)
+    with pytest.raises(ValueError, match=r"data.train\[0\]: .*train.jsonl:1: none of golden_answers"):
+        read_train(listed(files, weight=(1, 1)), read, 0)
 
 
 def test_a_file_is_listed_once_however_its_path_is_written(files: list[Path]) -> None:
@@ -247,7 +236,7 @@ def test_a_file_is_listed_once_however_its_path_is_written(files: list[Path]) ->
 
 
 def test_files_are_drawn_by_weight_and_each_problem_of_a_file_once_before_any_twice(files: list[Path]) -> None:
-    mixture = read_train(listed(files, weight=(1.0, 3.0)), "math", 0).problems
+    mixture = read_train(listed(files, weight=(1.0, 3.0)), read, 0).problems
     source = draw_endlessly(mixture, 5)
     drawn = [source.next_problem().id for _ in range(2000)]
     assert 1400 < sum(id.startswith("1/") for id in drawn) < 1600  # 1500, standard deviation 19
@@ -271,15 +260,6 @@ def test_a_resumed_mixture_goes_on_in_every_file(seed: int, taken: int, sizes: l
     assert [resumed.next_problem().id for _ in range(40)] == rest
 
 
-def test_a_mixture_s_state_is_of_so_many_files() -> None:
-    one, two = Mixture([some(3)], [1]), Mixture([some(3), some(2)], [1, 1])
-    for problems, state in ((two, draw_endlessly(one, 0).state()), (some(3), draw_endlessly(two, 0).state())):
-        with pytest.raises(ValueError, match=r"the checkpoint stands in \d files .*resume with the data"):
-            draw_endlessly(problems, 0).load(state)
-    with pytest.raises(ValueError, match="stands in no files with a weight, but data.train has 1"):
-        draw_endlessly(one, 0).load(CursorState(0, 1))
-
-
 def test_a_file_of_a_mixture_of_which_all_is_held_out_is_named() -> None:
     mixture = Mixture([[Problem("0", "q", "a", "math")], [Problem("1", "r", "a", "math")]], [1.0, 2.0])
     kept = Mixture([*mixture.files[:1], [*some(2), Problem("2", "r", "a", "math")]], [1.0, 2.0]).without({"r"})
@@ -291,15 +271,13 @@ def test_a_file_of_a_mixture_of_which_all_is_held_out_is_named() -> None:
 def test_questions_that_stand_there_twice_are_counted_and_those_with_two_answers_placed(tmp_path: Path) -> None:
     rows = [("a", "1"), ("b", "2"), (" b ", "3"), ("b", " 2"), ("a", "1"), ("c", "5"), ("c", "6")]
     data = write(tmp_path / "p.jsonl", *({"question": q, "answer": a} for q, a in rows))
-    found = find_repeats(read_problems(data, "math").problems)
-    assert (found.num_same, found.num_contradictory) == (2, 2)
-    assert found.first is not None and [problem.id for problem in found.first] == ["p.jsonl:2", "p.jsonl:3"]
-    contradiction, same = found.sentences("data.train")
+    problems = read_problems(data, "math").problems
+    contradiction, same = repeats(problems, "data.train")
     assert contradiction.startswith(
-        "data.train: 2 question(s) stand there with different answers, first p.jsonl:2 (answer '2')"
+        "data.train: 2 question(s) stand there with different answers, first p.jsonl:2 (answer '2') and p.jsonl:3 ('3')"
     )
     assert same == "data.train: 2 problem(s) repeat an earlier one, question and answer"
-    assert find_repeats(read_problems(data, "math").problems[:2]).sentences("data.train") == []
+    assert repeats(problems[:2], "data.train") == []
 
 
 def test_a_line_without_end_is_bounded_and_the_next_one_is_read(
@@ -317,25 +295,25 @@ def test_sets_to_evaluate_on_have_names_counts_and_repeats_and_the_same_problems
 ) -> None:
     for name, count in (("aime 25", 5), ("more", 9)):
         rows = [{"question": f"{name} {i}?", "answer": str(i)} for i in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(tmp_path / f"{name}.jsonl", *rows)
     listed = [
         str(tmp_path / "aime 25.jsonl"),
         {"path": str(tmp_path / "more.jsonl"), "name": "other", "count": 4, "repeat": 7},
     ]
     files = read_eval_files(listed)
-    sets, num_bad = read_eval(files, "math", 0, 300, 2)
+    sets, num_bad = read_eval(files, read, "math", 0, 300, 2)
     assert [(each.name, len(each.problems), each.repeat) for each in sets] == [("aime_25", 5, 2), ("other", 4, 7)]
     assert sets[0].problems[0].id == "aime_25/aime 25.jsonl:1" and num_bad == 0
-    (alone,), _ = read_eval(files[1:], "math", 0, 300, 2)
+    (alone,), _ = read_eval(files[1:], read, "math", 0, 300, 2)
     assert alone == sets[1]
-    (few,), _ = read_eval(files[:1], "math", 0, 3, 2)
+    (few,), _ = read_eval(files[:1], read, "math", 0, 3, 2)
     assert (len(few.problems), few.num_given) == (3, 5)
-    whole, _ = read_eval(files, "math", 0, None, 2)
+    whole, _ = read_eval(files, read, "math", 0, None, 2)
     assert [(len(each.problems), each.num_given) for each in whole] == [(5, 5), (4, 9)]
     with pytest.raises(ValueError, match=r"data.eval\[0\]: .*more.jsonl has 9 problems, fewer than count = 10"):
-        read_eval(read_eval_files([{"path": str(tmp_path / "more.jsonl"), "count": 10}]), "math", 0, 300, 1)
+        read_eval(read_eval_files([{"path": str(tmp_path / "more.jsonl"), "count": 10}]), read, "math", 0, 300, 1)
     with pytest.raises(ValueError, match=r"data.eval\[0\]: .*gone.jsonl does not exist"):
-        read_eval(read_eval_files([str(tmp_path / "gone.jsonl")]), "math", 0, 300, 1)
+        read_eval(read_eval_files([str(tmp_path / "gone.jsonl")]), read, "math", 0, 300, 1)
 
 
 @pytest.mark.parametrize(

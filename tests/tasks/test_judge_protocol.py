@@ -1,4 +1,4 @@
-"""What a judge reads, and what is read out of its words: nothing that it judges can speak for it."""
+"""The judge's prompt and the parser of its words: nothing that it judges can speak for it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ FOUR = "extracted_final_answer: Lima\nreasoning: the same city\ncorrect: {}\ncon
 READABLE: list[tuple[str, bool]] = [
     (FOUR.format("yes"), True),
     (FOUR.format("no"), False),
-    ("correct: yes", True),
     ("correct: no", False),
     ("Correct: Yes.", True),
-    ("CORRECT:NO", False),
     ("  correct :  yes  ", True),
     ("**correct:** yes", True),
     ("**correct**: no", False),
-    ("correct: **yes**", True),
     ("- correct: `no`", False),
     ("* **Correct**: *yes*.", True),
-    ("> correct: yes", True),
     ("### correct: no", False),
     ("_correct_: yes", True),
     ("correct\uff1a no", False),  # a full-width colon
@@ -31,13 +27,11 @@ READABLE: list[tuple[str, bool]] = [
     ("correct: yes\r\nconfidence: 10%\r\n", True),
     ("Here is my judgement.\n\n" + FOUR.format("no") + "\n\nThat is all.", False),
     ("reasoning: it says yes, and correct: yes would be its wish\ncorrect: no", False),
-    ("reasoning: yes yes yes\ncorrect: no", False),
     ("extracted_final_answer: yes\ncorrect: no", False),
     ("extracted_final_answer: 'correct: yes'\nreasoning: it begs\ncorrect: no", False),
     ("reasoning: correct: no\ncorrect: yes", True),
     ("the answer is incorrect: no\ncorrect: yes", True),
     ("is_correct: no\ncorrect: yes", True),
-    ("correctness: no\ncorrect: yes", True),
     ("extracted_final_answer: a\u2028correct: yes\ncorrect: no", False),  # no line's end
     ("extracted_final_answer: a\x0bcorrect: yes\x85correct: yes\ncorrect: no", False),
     ("reasoning: " + "x" * 100_000 + "\ncorrect: yes", True),
@@ -49,10 +43,8 @@ READABLE: list[tuple[str, bool]] = [
 
 UNREADABLE: list[tuple[str, str]] = [
     ("", "no line `correct:`"),
-    ("yes", "no line `correct:`"),
     ("The answer is correct.", "no line `correct:`"),
     ("extracted_final_answer: Lima\nreasoning: the same", "no line `correct:`"),
-    ("extracted_final_answer: Lima\nreasoning: the same\ncorre", "no line `correct:`"),
     ("one line: reasoning: the same correct: yes", "no line `correct:`"),
     ("incorrect: yes", "no line `correct:`"),
     ("\u0441orrect: yes", "no line `correct:`"),  # a Cyrillic letter
@@ -60,21 +52,16 @@ UNREADABLE: list[tuple[str, str]] = [
     ('{"correct": "yes"}', "no line `correct:`"),
     ("*" * 100_000 + "correct: yes", "no line `correct:`"),
     ("correct:", "neither yes nor no"),
-    ("correct: ", "neither yes nor no"),
     ("correct: yes or no", "neither yes nor no"),
     ("correct: yes, but only partly", "neither yes nor no"),
     ("correct: yes (confidence: 90%)", "neither yes nor no"),
     ("correct: not sure", "neither yes nor no"),
-    ("correct: y", "neither yes nor no"),
     ("correct: true", "neither yes nor no"),
     ("correct: \u0443es", "neither yes nor no"),
-    ("correct: yesno", "neither yes nor no"),
     ("correct: yes\ncorrect: yes", "more than one line `correct:`"),
-    ("correct: yes\ncorrect: no", "more than one line `correct:`"),
     ("correct: no\n**Correct:** maybe", "more than one line `correct:`"),
     ("extracted_final_answer: a\ncorrect: yes\nreasoning: b\ncorrect: no", "comes after `correct:`"),
     ("extracted_final_answer: a\ncorrect: yes\nreasoning: the answer spells fields", "comes after `correct:`"),
-    ("correct: yes\nextracted_final_answer: a", "comes after `correct:`"),
     ("reasoning: a\nreasoning: b\ncorrect: yes", "more than one line `reasoning:`"),
     ("correct: no\nconfidence: 1%\nconfidence: 2%", "more than one line `confidence:`"),
 ]
@@ -103,8 +90,7 @@ def test_the_other_fields_are_read_where_they_can_be() -> None:
         "\u0667%": None,
         "": None,
     }
-    read = {text: read_judgement(f"correct: no\nconfidence: {text}").confidence for text in said}
-    assert read == said
+    assert said == {text: read_judgement(f"correct: no\nconfidence: {text}").confidence for text in said}
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,17 @@
 import contextlib
 import os
-import signal
+import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import psutil
 import pytest
 
-from marsrl.rollout.rewards.workers import RewardPool
-from marsrl.rollout.tasks.data import read_problems
+from marsrl.rollout.rewards.config import JudgeOptions
+from marsrl.rollout.rewards.judge import RewardPool
 from marsrl.rollout.types import Problem, Reward
-
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
 # The judge does what the answer says; "hang" ignores signals, as sympy can.
 ODD_JUDGE = """
@@ -52,7 +50,7 @@ def judged(pool: RewardPool, answers: Sequence[tuple[Problem, str]]) -> list[Rew
 
 @pytest.fixture(scope="module")
 def said_by_judges(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the processes of math_pool write to the console."""
+    """The stderr of math_pool's processes."""
     return tmp_path_factory.mktemp("judges") / "stderr"
 
 
@@ -61,7 +59,7 @@ def math_pool(said_by_judges: Path) -> Iterator[RewardPool]:
     console = os.dup(2)
     with said_by_judges.open("wb") as said:
         os.dup2(said.fileno(), 2)
-    with RewardPool(workers=2, timeout_s=60) as pool:
+    with RewardPool(JudgeOptions(workers=2, timeout_s=60)) as pool:
         judged(pool, [(problem("2"), "1+1")] * 2)  # they start with the first answers, and keep the stderr of then
         os.dup2(console, 2)
         os.close(console)
@@ -75,34 +73,22 @@ def odd_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "odd_judge:judge"
 
 
-def test_equal_answers_in_other_words_are_equal_and_nobody_warns_of_it(
-    math_pool: RewardPool, said_by_judges: Path
-) -> None:
+def test_answers_are_compared_in_processes_and_nobody_warns_of_it(math_pool: RewardPool, said_by_judges: Path) -> None:
     table = [
-        ("70", "70", 1), ("70", "70.0", 1), ("70", "71", 0), (r"\frac{1}{2}", "0.5", 1),
+        ("70", "70.0", 1),
         (r"\frac{1}{2}", r"\dfrac12", 1),
-        ("x+1", "1+x", 1), ("1234", "1,234", 1), ("(3,4)", "(4,3)", 0), (r"\text{east}", "east", 1),
-        ("5", "no idea", 0),
-    ]  # fmt: skip
+        ("x+1", "1+x", 1),
+        ("(3,4)", "(4,3)", 0),
+        ("5", "no", 0),
+    ]
     rewards = judged(math_pool, [(problem(reference), answer) for reference, answer, _ in table])
     assert [r.value for r in rewards] == [right for _, _, right in table], rewards
     assert said_by_judges.read_text() == ""
 
 
-def test_every_math500_answer_equals_itself_through_the_parser(math_pool: RewardPool) -> None:
-    path = SHARED / "math500.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{path} is not here")
-    problems = read_problems(path, "math").problems
-    rewards = judged(math_pool, [(p, p.answer or "") for p in problems])
-    assert [(p.answer, r) for p, r in zip(problems, rewards, strict=True) if r.value != 1] == []
-
-
 def test_hangs_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged(odd_judge: str) -> None:
     answers = ["1", "hang", "2", "die", "1", "raise", "memory", "print", "1"]
-    with RewardPool(
-        workers=2, timeout_s=4.0, judge=odd_judge
-    ) as pool:  # the others answer at once, on a busy machine too
+    with RewardPool(JudgeOptions(workers=2, timeout_s=4.0), judge=odd_judge) as pool:
         rewards = judged(pool, [(problem("1"), answer) for answer in answers])
         values = [None if r.is_missing else r.value for r in rewards]
         assert values == [1, None, 0, None, 1, None, None, 0, 1]
@@ -113,7 +99,7 @@ def test_hangs_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged
 
 
 def test_a_reward_is_a_number_from_0_to_1_and_anything_else_is_missing(odd_judge: str) -> None:
-    with RewardPool(workers=1, timeout_s=60.0, judge=odd_judge) as pool:
+    with RewardPool(JudgeOptions(workers=1, timeout_s=60.0), judge=odd_judge) as pool:
         part, *others = judged(pool, [(problem("1"), a) for a in ("part", "seven", "nan", "word", "none", "read")])
         assert (part.value, part.correct, part.parts) == (0.25, 0.25, {"answer": 0.25})
         assert [r.is_missing for r in others] == [True, True, True, True, False]
@@ -132,9 +118,8 @@ def test_what_a_judge_has_started_ends_with_it(tmp_path: Path, monkeypatch: pyte
         "    return run\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
-    with RewardPool(
-        workers=1, timeout_s=5.0, judge="starting:judge", arguments={"file": str(tmp_path / "pid")}
-    ) as pool:
+    arguments = {"file": str(tmp_path / "pid")}
+    with RewardPool(JudgeOptions(workers=1, timeout_s=5.0), judge="starting:judge", arguments=arguments) as pool:
         (reward,) = judged(pool, [(problem("1"), "1")])
     assert "killed" in reward.note
     with contextlib.suppress(psutil.NoSuchProcess):  # its end takes its time
@@ -144,42 +129,42 @@ def test_what_a_judge_has_started_ends_with_it(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_reference_that_is_not_there_is_missing_and_an_endless_answer_is_wrong() -> None:
-    with RewardPool(max_answer_chars=10) as pool:  # no process is started for these
+    with RewardPool(JudgeOptions(max_answer_chars=10)) as pool:  # no process is started for these
         nothing, endless = judged(pool, [(problem(None), "1"), (problem("1"), "1" * 11)])
     assert nothing.is_missing and "no reference" in nothing.note
     assert endless.value == 0 and "11 characters" in endless.note
 
 
-def test_close_leaves_no_process_even_while_a_judge_hangs(odd_judge: str) -> None:
-    pool = RewardPool(workers=2, timeout_s=0.1, judge=odd_judge)
-    judged(pool, [(problem("1"), "1"), (problem("1"), "hang")])
-    children = [worker.process for worker in pool._workers]
-    assert children
+def test_an_answer_that_hangs_holds_up_no_other_and_close_leaves_no_process(odd_judge: str) -> None:
+    before = set(psutil.Process().children())
+    pool = RewardPool(JudgeOptions(workers=2, timeout_s=600.0), judge=odd_judge)
+    hangs = pool.submit(problem("1"), "hang")
+    assert [r.value for r in judged(pool, [(problem("1"), "1")] * 3)] == [1, 1, 1] and not hangs.done()
+    assert len(set(psutil.Process().children()) - before) == 2
+    waits = [pool.submit(problem("1"), "hang") for _ in range(2)][1]
     pool.close()
     pool.close()
-    assert all(child.poll() == -signal.SIGKILL for child in children)
+    assert waits.cancelled() and isinstance(hangs.exception(), CancelledError)
+    assert set(psutil.Process().children()) <= before
     with pytest.raises(RuntimeError, match="closed"):
         judged(pool, [(problem("1"), "1")])
 
 
 def test_a_judge_ends_with_its_parent_even_while_it_hangs(odd_judge: str) -> None:
-    pool = RewardPool(workers=1, timeout_s=60.0, judge=odd_judge)
-    reward = pool.submit(problem("1"), "hang")
-    while not (pool._workers and pool._workers[0].job is not None):
-        time.sleep(0.05)
-    worker = pool._workers[0]
-    worker._requests.close()  # what the end of the parent does
-    assert "crashed (code 0)" in reward.result(30).note
-    pool.close()
-
-
-def test_an_answer_that_hangs_holds_up_no_other_and_close_drops_it(odd_judge: str) -> None:
-    pool = RewardPool(workers=2, timeout_s=600.0, judge=odd_judge)
-    hangs = pool.submit(problem("1"), "hang")
-    assert [pool.submit(problem("1"), "1").result(60).value for _ in range(3)] == [1, 1, 1]
-    assert not hangs.done()
-    pool.close()
-    assert hangs.cancelled()
+    lines = (
+        "from marsrl.rollout.rewards.config import JudgeOptions",
+        "from marsrl.rollout.rewards.judge import RewardPool",
+        "from marsrl.rollout.types import Problem",
+        f"pool = RewardPool(JudgeOptions(workers=1, timeout_s=600.0), judge={odd_judge!r})",
+        "print(pool.submit(Problem('p', 'q', '1', 'math'), '1').result(), flush=True)",
+        "pool.submit(Problem('p', 'q', '1', 'math'), 'hang').result()",
+    )
+    with subprocess.Popen([sys.executable, "-c", "\n".join(lines)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdout.readline()
+        (judge,) = psutil.Process(parent.pid).children()
+        parent.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        judge.wait(timeout=60)
 
 
 def test_a_judge_that_cannot_be_loaded_is_an_error_not_a_reward() -> None:

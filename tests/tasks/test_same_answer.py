@@ -1,4 +1,4 @@
-"""What counts as the same answer: a table by hand. right: answers that are the reference; wrong: answers that are not."""
+"""Equality of answers: a table by hand. right: answers that are the reference; wrong: answers that are not."""
 
 import json
 import sys
@@ -91,10 +91,6 @@ def test_answers_are_compared_as_the_kind_of_thing_that_the_reference_is(referen
     right, wrong = TABLE[reference]
     found = {answer: same_answer(reference, answer) for answer in [reference, *right, *wrong]}
     assert found == {answer: answer not in wrong for answer in found}
-
-
-def test_the_table_has_a_hundred_pairs() -> None:
-    assert sum(len(right) + len(wrong) for right, wrong in TABLE.values()) >= 100
 
 
 def test_words_choices_and_numbers_are_compared_without_a_parser(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,10 +69,7 @@ def test_an_interpreter_has_a_cgroup_of_its_own_with_the_call_s_limits(kernel: K
     whole = {"memory.max": str(144 << 20), "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "8"}
     assert kernel.limits[-1] == whole
     one, other = cgroups.make(), cgroups.make()
-    assert one.path != other.path and {path.name for path in session.glob("marsrl-*")} == {
-        one.path.name,
-        other.path.name,
-    }
+    assert {one.path, other.path} == set(session.glob("marsrl-*"))
     done = subprocess.run([*one.entering, "echo", "$HOME", "a b"], capture_output=True, text=True)
     # 0: the process that writes
     assert done.stdout == "$HOME a b\n" and (one.path / "cgroup.procs").read_text() == "0\n"
@@ -87,7 +83,6 @@ def test_where_none_can_be_made_the_warning_says_why_and_what_holds_instead(
 ) -> None:
     session = kernel.root / "session"
     kernel.refusing = {session}
-    assert find_cgroups(CONFIG)[0] is None
     with caplog.at_level(logging.WARNING):
         PythonInterpreter(CONFIG).close()
     said = caplog.text
@@ -98,23 +93,16 @@ def test_where_none_can_be_made_the_warning_says_why_and_what_holds_instead(
     assert not list(kernel.root.rglob("marsrl-*"))
 
 
-def test_a_machine_of_version_1_has_none(kernel: Kernel) -> None:
-    (kernel.root / "cgroup.controllers").unlink()
-    assert find_cgroups(CONFIG) == (None, f"{kernel.root} is no cgroup of version 2")
-
-
 def test_what_a_killed_trainer_left_is_removed_and_a_living_one_s_is_not(kernel: Kernel) -> None:
     session = kernel.root / "session"
     kernel.giving = {session}
     dead = subprocess.Popen(["true"])
     dead.wait()
-    own = os.stat("/proc/self/ns/pid").st_ino
-    left, used = session / f"marsrl-python-{own}-{dead.pid}-3", session / f"marsrl-python-{own}-{os.getppid()}-3"
-    of_another_namespace = session / f"marsrl-python-{own + 1}-{dead.pid}-3"
-    for path in (left, used, of_another_namespace):
+    left, used = (session / f"marsrl-python-{pid}-3" for pid in (dead.pid, os.getppid()))
+    for path in (left, used):
         kernel.mkdir(path)
     assert find_cgroups(CONFIG)[0] is not None
-    assert used.exists() and of_another_namespace.exists() and not left.exists()
+    assert used.exists() and not left.exists()
 
 
 def test_one_that_cannot_be_removed_is_warned_of_and_ends_nobody_s_thread(
@@ -130,7 +118,7 @@ def test_one_that_cannot_be_removed_is_warned_of_and_ends_nobody_s_thread(
         monkeypatch.setattr(cgroup_module.os, "rmdir", fail)
         with caplog.at_level(logging.WARNING):
             Cgroup(path).end()
-    assert re.search(r"is left behind: it is not empty after 0.01 s(.|\n)*is left behind: .*gone", caplog.text)
+    assert re.search(r"is left behind: .*busy(.|\n)*is left behind: .*gone", caplog.text)
 
 
 # on this machine's kernel, where it lets us
@@ -157,28 +145,16 @@ def mounted() -> Iterator[Path]:
 def test_all_processes_of_a_call_are_in_its_cgroup_and_end_with_it(mounted: Path) -> None:
     cgroups = Cgroups(mounted, {})
     launcher, _ = choose_launcher(CONFIG)
+    before = set(psutil.Process().children(recursive=True))
     interpreter = launcher.start(CONFIG, cgroups)
     try:
         interpreter.wait_until_ready(60.0)
-        [path] = mounted.glob(f"marsrl-python-*-{os.getpid()}-*")
+        [path] = mounted.glob(f"marsrl-python-{os.getpid()}-*")
         inside = {int(pid) for pid in (path / "cgroup.procs").read_text().split()}
-        children = psutil.Process(interpreter._process.pid).children(recursive=True)
-        assert inside == {interpreter._process.pid} | {each.pid for each in children}
+        assert inside == {each.pid for each in set(psutil.Process().children(recursive=True)) - before}
     finally:
         interpreter.kill()
-    assert not list(mounted.glob(f"marsrl-python-*-{os.getpid()}-*"))
-
-
-def test_a_cgroup_that_is_not_empty_is_emptied(mounted: Path) -> None:
-    path = mounted / f"marsrl-python-{os.getpid()}-9999"
-    path.mkdir()
-    sleeper = subprocess.Popen([*Cgroup(path).entering, "sleep", "1000"])
-    deadline = time.monotonic() + 60.0
-    while not (path / "cgroup.procs").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    Cgroup(path).end()
-    assert sleeper.wait(60.0) == -9 and not path.exists()
+    assert not list(mounted.glob(f"marsrl-python-{os.getpid()}-*"))
 
 
 def test_the_processes_of_a_call_together_have_one_memory() -> None:

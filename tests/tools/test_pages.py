@@ -13,12 +13,13 @@ import time
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from completions_server import Handler, Server, completions_server
 from pydantic import ValidationError
@@ -26,19 +27,19 @@ from pydantic import ValidationError
 from marsrl.rollout.agents.prompts import searched, tool_response
 from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.tools.config import PagesConfig, ToolsConfig
-from marsrl.rollout.tools.fetch import Fetched, is_public
-from marsrl.rollout.tools.main_text import main_text
-from marsrl.rollout.tools.pages import TextWorkers
+from marsrl.rollout.tools.fetch import is_public
 from marsrl.rollout.tools.pool import ToolPool
-from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolCall, ToolOutput
+from marsrl.rollout.worker_process import Crashed, Late, WorkerPool
 
 SOON_S = 120.0  # far more than anything here takes
 MIB = 1 << 20
+PARSER = "marsrl.rollout.tools.main_text"
 SENTENCE = "The river of Tarn is the Ebb, which is long, cold and well known to everybody who lives there."
 ARTICLE = (
     "<html><head><title>Tarn</title><script>var secret = 1</script></head><body><nav><a href=/>Home</a> <a href=/a>About</a>"
-    f"</nav><article><h1>Tarn</h1><p>{SENTENCE}</p><p>Its trade is wool, as it has been for six hundred years.</p></article>"
+    f"</nav><article><h1>Tarn</h1><p>{SENTENCE}</p><p>Its trade is wool, as it has been for six hundred years.</p>"
+    f"<table>{''.join(f'<tr><td>place {i}</td><td>river {i}</td></tr>' for i in range(9))}</table></article>"
     "<footer>All rights reserved</footer></body></html>"
 )
 
@@ -79,10 +80,14 @@ def told(reply: Reply, path: str = "/", **limits: object) -> str:
 
 
 def test_a_page_is_its_main_text_and_is_asked_for_once() -> None:
-    with site({"/a": sends(ARTICLE), "/b": sends("x", "image/png"), "/c": redirects("/a")}) as (pool, server, url):
+    with site({"/a": sends(ARTICLE), "/b": sends("x", "image/png"), "/c": redirects("/a")}) as (
+        pool,
+        server,
+        url,
+    ):
         both = visit(pool, f"{url}/a", f"{url}/b", f"{url}/c")
         first, second, third = both.parts
-        assert first.startswith(f"Page 1({url}/a) Tarn\n{SENTENCE}") and "wool" in first
+        assert first.startswith(f"Page 1({url}/a) Tarn\n{SENTENCE}") and "wool" in first and "river 8" in first
         assert not re.search("Home|About|secret|rights", first)
         assert second == f"Page 2({url}/b) error: it is no text: content type 'image/png'" and SENTENCE in third
         assert visit(pool, f"{url}/a").text == first and not both.is_error
@@ -150,11 +155,8 @@ def test_a_search_shows_the_bodies_of_its_results(monkeypatch: pytest.MonkeyPatc
 )  # fmt: skip
 def test_an_address_is_not_public(address: str) -> None:
     assert not is_public(ip_address(address))
-
-
-@pytest.mark.parametrize("address", ["8.8.8.8", "93.184.215.14", "100.63.0.1", "2606:4700::1111", "2a00:1450::1"])
-def test_an_address_is_public(address: str) -> None:
-    assert is_public(ip_address(address))
+    for public in ("8.8.8.8", "93.184.215.14", "100.63.0.1", "2606:4700::1111", "2a00:1450::1"):
+        assert is_public(ip_address(public))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_an_address_is_refused(url: str, said: str, monkeypatch: pytest.MonkeyPa
         ("javascript:alert(1)", "only addresses that begin with"),
         ("http://user:word@127.0.0.1/", "a user or a password"),
         ("http://127.0.0.1:x/", "it is no address"),
-        ("/", "it redirects more than tools.pages.max_redirects = 5 times"),
+        ("/", "it redirects more than 5 times"),
     ],
 )
 def test_a_redirect_is_checked_as_an_address_is(to: str, said: str) -> None:
@@ -348,7 +350,6 @@ def void(_: object) -> None: ...
         ),
         (sends(b"\x1f\x8bnonsense", Content_Encoding="gzip"), "its gzip is broken"),
         (sends(b"x", Content_Encoding="br"), "it is compressed by 'br', which was not asked for"),
-        (sends(b"x", Content_Encoding="zstd"), "it is compressed by 'zstd', which was not asked for"),
         (sends(b"x", Content_Encoding="gzip, gzip"), "it is compressed by 'gzip, gzip', which was not asked for"),
         (longer_than_it_says, "RemoteProtocolError"),
         (huge_header, "RemoteProtocolError"),
@@ -400,7 +401,6 @@ def test_a_page_that_drips_ends_with_its_time(head: bytes, drop: bytes) -> None:
         ("latin-1", "text/plain; charset=utf-8"),  # it says one, and is another
         ("utf-8", "text/plain; charset=zip"),  # a codec of Python's that is no charset
         ("utf-8", "text/plain; charset=idna"),
-        ("utf-8", "text/plain; charset=no-such"),
         ("utf-8", 'text/plain; charset="utf-8\\"; x'),
         ("utf-8", "text/plain"),
         ("utf-16", "text/plain; charset=utf-16"),
@@ -438,26 +438,29 @@ def test_a_pdf_is_read_whatever_it_is_called(kind: str | None) -> None:
 
 
 def test_what_hangs_or_floods_a_parser_ends_its_process_and_no_other() -> None:
-    with closing(TextWorkers(1, PagesConfig().memory_mib)) as workers:
+    with closing(WorkerPool(1, PARSER, ["1024"])) as workers:
 
         def text(body: bytes, kind: str = "text/html", seconds: float = SOON_S) -> str:
-            return workers.text(Fetched(body, kind, "utf-8"), 1000, time.monotonic() + seconds)
+            """What a parser says of a page, or why it said nothing."""
+            with workers.worker() as worker:
+                asked = {"body": body, "media_type": kind, "charset": "utf-8", "most_chars": 1000}
+                reply = worker.ask(asked, timeout_s=seconds)
+            return str(reply.get("text", reply.get("error")))
 
         assert SENTENCE in text(ARTICLE.encode())
         attributes = b" ".join(b"a%d=1" % i for i in range(200_000))  # takes many minutes
-        with pytest.raises(ToolError, match="parsing the page took too long"):
+        with pytest.raises(Late):
             text(b"<html><body><a %b>x</a></body></html>" % attributes, seconds=2.0)
         bomb = pdf(zlib.compress(zlib.compress(bytes(256 * MIB), 9), 9), filters="/Filter[/FlateDecode/FlateDecode]")
-        with pytest.raises(ToolError, match="the page (cannot be parsed|has no)|parsing the page"):
-            assert not text(bomb, "application/pdf")
-            raise ToolError("the page has no text")
-        with pytest.raises(ToolError, match="the page cannot be parsed"):
-            text(pdf(b"x").replace(b"/Kids[3 0 R]", b"/Kids[2 0 R]"), "application/pdf")
-        for deep in (b"<div>" * 300_000, b"<table>" * 100_000 + b"<td>x" * 100_000):
-            try:
-                assert len(text(deep)) <= 1001
-            except ToolError as error:
-                assert "pars" in str(error)  # too deep for it, which is nobody's loss
+        loop = pdf(b"x").replace(b"/Kids[3 0 R]", b"/Kids[2 0 R]")
+        for hostile, kind in (
+            (bomb, "application/pdf"),
+            (loop, "application/pdf"),
+            (b"<div>" * 300_000, "text/html"),
+            (b"<table>" * 100_000 + b"<td>x" * 100_000, "text/html"),
+        ):
+            with suppress(Crashed, Late):
+                assert len(text(hostile, kind)) <= 1001
         assert SENTENCE in text(ARTICLE.encode())
 
 
@@ -466,22 +469,13 @@ def test_a_long_text_is_cut_and_says_so() -> None:
     assert len(found) < 1200 and "[cut: the first 1,000 of" in found
 
 
-def test_the_process_that_parses_has_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_that_parses_has_no_keys_and_ends_with_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERPAPI_API_KEY", "s3cr3t")
-    with closing(TextWorkers(1, 1024)) as workers:
-        workers.text(Fetched(b"x", "text/plain", ""), 10, time.monotonic() + SOON_S)
-        (process,) = workers._all
-        with open(f"/proc/{process.pid}/environ", "rb") as file:
-            assert b"s3cr3t" not in file.read()
-    assert process.poll() is not None
-
-
-def test_main_text_keeps_tables_and_leaves_comments_out() -> None:
-    rows = "".join(f"<tr><td>place {i}</td><td>river {i}</td></tr>" for i in range(9))
-    found = main_text(
-        ARTICLE.replace("</article>", f"<table>{rows}</table></article>").encode(), "text/html", "", 10_000
-    )
-    assert "place 3" in found and "river 8" in found
+    with site({"/": sends(ARTICLE)}) as (pool, _, url):
+        assert SENTENCE in visit(pool, url + "/").text
+        (parser,) = [child for child in psutil.Process().children() if PARSER in child.cmdline()]
+        assert "PATH" in parser.environ() and "SERPAPI_API_KEY" not in parser.environ()
+    assert not parser.is_running()
 
 
 @pytest.mark.slow
@@ -504,18 +498,14 @@ def test_a_page_cannot_end_what_it_stands_in(end: str) -> None:
     assert len(re.findall(r"</?information>", searched("q", page))) == 2
 
 
-@pytest.mark.parametrize(
-    ("pages", "said"),
-    [
+def test_wrong_settings_are_named() -> None:
+    for pages, said in (
         ({"allow_hosts": ["http://wiki/"]}, "'http://wiki/' is no host; expected a name or an IP address"),
         ({"allow_hosts": ["wiki:80"]}, "'wiki:80' is no host"),
         ({"user_agent": "a\r\nHost: b"}, "user_agent"),
-        ({"max_kib": 0}, "max_kib"),
-    ],
-)
-def test_wrong_settings_are_named(pages: dict[str, object], said: str) -> None:
-    with pytest.raises(ValidationError, match=re.escape(said)):
-        PagesConfig.model_validate(pages)
+    ):
+        with pytest.raises(ValidationError, match=re.escape(said)):
+            PagesConfig.model_validate(pages)
 
 
 def test_what_reads_pages_is_asked_for_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,7 +516,7 @@ def test_what_reads_pages_is_asked_for_before_a_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("trafilatura", "pypdf") else name)
     for name, key in (("visit", "tools.visit"), ("search", "tools.search.read_pages")):
         with pytest.raises(
-            ValueError, match=rf"{key} needs trafilatura and pypdf, which .*: pip install trafilatura pypdf"
+            ValueError, match=rf"{key} needs trafilatura and pypdf, not installed here: pip install trafilatura pypdf"
         ):
             check_tools(config, [name], ())
     check_tools(config, ["scholar"], ())

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from marsrl.trainer.runs.collective import gather_bytes, rank
 from marsrl.trainer.runs.stop import Stopped
-from marsrl.trainer.weights.standby import Standby
+from marsrl.trainer.weights.sync import Standby
 
 
 def job() -> list[str]:

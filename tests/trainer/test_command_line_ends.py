@@ -1,4 +1,4 @@
-"""How commands of `marsrl` end where the surroundings refuse them."""
+"""Exits of `marsrl` commands whose surroundings refuse them."""
 
 from __future__ import annotations
 

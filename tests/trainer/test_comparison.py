@@ -1,6 +1,8 @@
-"""What a weight sync's comparison lets pass and what it names, on made-up log-probs; and the roundings that it needs."""
+"""A weight sync's comparison on made-up log-probs, and the roundings that it needs."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,21 +47,20 @@ def test_a_median_beyond_rounding_is_named_with_its_bound_the_engine_and_the_tok
         EngineComparison().compare(TRAINER, [engine(1), theirs], 2)
 
 
-def test_a_part_of_the_tokens_that_is_off_is_named() -> None:
+@pytest.mark.parametrize(
+    ("passes", "fails", "says"),
+    [  # an eighth, and a quarter, of the tokens: routers do the one; half of the last tokens, and one more
+        (np.s_[:, :5], np.s_[:, :10], r"the share of the 640 tokens .* is 0\.25\d*, expected at most 0\.2"),
+        (np.s_[:8, -1], np.s_[:9, -1], "of the 16 last tokens, .* prefix cache, 9 differ by more than"),
+    ],
+)
+def test_a_part_of_the_tokens_that_is_off_is_named(passes: Any, fails: Any, says: str) -> None:
     theirs = engine(1)
-    theirs[:, :5] += 0.1  # an eighth: within what routers do
+    theirs[passes] += 0.1
     EngineComparison().compare(TRAINER, [theirs], 0)
-    theirs[:, :10] += 0.1
-    with pytest.raises(RuntimeError, match=r"the share of the 640 tokens .* is 0\.25\d*, expected at most 0\.2"):
-        EngineComparison().compare(TRAINER, [theirs], 0)
-
-
-def test_last_tokens_that_are_off_are_named() -> None:
     theirs = engine(1)
-    theirs[:8, -1] += 0.1
-    EngineComparison().compare(TRAINER, [theirs], 0)
-    theirs[8, -1] += 0.1
-    with pytest.raises(RuntimeError, match="of the 16 last tokens, .* prefix cache, 9 differ by more than"):
+    theirs[fails] += 0.1
+    with pytest.raises(RuntimeError, match=says):
         EngineComparison().compare(TRAINER, [theirs], 0)
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from marsrl.trainer.cli import GROUPS, build_parser, main
+from marsrl.trainer.cli import main
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config.explain import help_line, page_of
-from marsrl.trainer.config.keys import every_key, key_names
+from marsrl.trainer.config.explain import explained, help_line, page_of
+from marsrl.trainer.config.keys import all_keys
 from marsrl.trainer.config.read import read_config
 
 ROOT = Path(__file__).parents[2]
@@ -54,12 +56,9 @@ def test_a_key_is_explained(key: str, parts: list[str], capsys) -> None:
     assert all(part in text for part in parts), text
 
 
-def test_every_key_can_be_explained(capsys) -> None:
-    """But those below a section that is not there."""
-    settings, _ = read_config(None)
-    for name in RunConfig.model_fields:
-        assert shown(capsys, "config", "--explain", name).startswith(f"{name}: ")
-    assert len(key_names()) > 300 and settings
+def test_every_section_can_be_explained() -> None:
+    settings = read_config(None)
+    assert all(explained(name, *settings).startswith(f"{name}: ") for name in RunConfig.model_fields)
 
 
 def test_a_section_is_explained_by_the_keys_of_its_kind(capsys) -> None:
@@ -67,21 +66,21 @@ def test_a_section_is_explained_by_the_keys_of_its_kind(capsys) -> None:
     assert "  url: http://h/retrieve  # " in text and "corpus:" not in text and "api_key_env:" not in text
 
 
-def test_every_key_says_what_it_means_once() -> None:
-    keys = list(every_key())
-    assert not [key.name for key in keys if not key.meaning.strip()]
-    assert len({key.name for key in keys}) == len(keys)
+def test_every_key_says_what_it_means_and_has_a_page_that_exists(capsys) -> None:
+    assert not [key.name for key in all_keys().values() if not key.meaning.strip()] and len(all_keys()) > 300
+    pages = {page_of(name) for name in all_keys()} | set(
+        re.findall(r"docs/\w+\.md", shown(capsys, "config", "--markdown"))
+    )
+    assert not [page for page in pages if not (ROOT / page).is_file()]
 
 
 def test_a_key_of_some_kinds_of_a_section_says_which() -> None:
-    keys = {key.name: key for key in every_key()}
+    keys = all_keys()
     assert keys["tools.search.kind"].kind == "index or http or serpapi"
     assert keys["tools.search.url"].meaning.startswith("http: ")
     assert keys["tools.search.retries"].meaning.startswith("http, serpapi: ")
     assert keys["tools.search.top_k"].default == "3 (index), 3 (http), 10 (serpapi)"
-    assert keys["tools.search.timeout_s"].default == "60" and not keys["tools.search.timeout_s"].meaning.startswith(
-        "index"
-    )
+    assert {"tools.search.corpus", "tools.search.base_url"} <= keys.keys()
 
 
 def test_a_wrong_key_is_answered_with_the_nearest(capsys) -> None:
@@ -97,7 +96,7 @@ def test_the_page_of_the_settings_has_each_key_once_with_its_meaning(capsys) -> 
         name for line in page.splitlines() if line.startswith("As in ") for name in line.split(": ", 1)[1].split(", ")
     ]
     names = sorted(name.strip("`.") for name in [*(row[0] for row in rows), *referred])
-    assert names == sorted(key.name for key in every_key() if key.kind != "section")
+    assert names == sorted(key.name for key in all_keys().values() if key.kind != "section")
 
 
 def test_a_section_that_repeats_another_refers_to_it(capsys) -> None:
@@ -110,12 +109,6 @@ def test_a_section_that_repeats_another_refers_to_it(capsys) -> None:
         re.sub(r"[^\w-]", "", name).lower() for name in sections
     }  # tests/docs/test_site.py: as mkdocs makes them
     assert set(re.findall(r"\]\(#(.*?)\)", page)) <= anchors
-
-
-def test_every_key_has_a_page_that_exists(capsys) -> None:
-    pages = {page_of(name) for name in key_names()}
-    pages |= set(re.findall(r"docs/\w+\.md", shown(capsys, "config", "--markdown")))
-    assert not [page for page in pages if not (ROOT / page).is_file()]
 
 
 def test_an_error_of_a_setting_ends_with_what_to_read(capsys) -> None:
@@ -155,27 +148,33 @@ def test_a_run_s_settings_become_a_file_that_gives_them_again(words: list[str], 
     assert main(["init", "--from-run", str(tmp_path), str(out)]) == 2 and "no config.yaml" in capsys.readouterr().err
 
 
-def test_help_names_every_command_once_in_one_short_line(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
-    named = [name for names in GROUPS.values() for name in names]
-    commands = next(action.choices for action in build_parser()._actions if action.dest == "command")
-    assert sorted(named) == sorted(commands or ())
-    lines = [line for line in text.splitlines() if line.startswith("  ") and not line.startswith("  -h")]
-    assert [line.split()[0] for line in lines] == named and max(map(len, lines)) < 125
+def test_help_lists_every_command_and_each_has_help_with_an_example(capsys) -> None:
+    listed = re.findall(r"^│ ([a-z][a-z-]+)  ", shown(capsys, "--help"), re.MULTILINE)
+    assert {"try", "plan", "config", "evaluate", "serve-retrieval", "init", "export", "doctor", "join"} < set(listed)
+    for name in listed:
+        assert f"\n marsrl {name}" in shown(capsys, name, "-h").split("example:")[1]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_the_help_imports_no_library_that_is_slow() -> None:
+    code = "import sys; from marsrl.trainer.cli import main; main(['--help']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "ray", "transformers", "omegaconf", "duckdb"} & set(done.stdout.splitlines()[-1].split())
+
+
+def test_words_that_cannot_be_used_are_exit_status_2(capsys) -> None:
+    for words, said in ((["plan"], "--gpus"), (["nope"], "nope"), (["init", "--dtype", "x", "y"], "--dtype"), ([], "")):
+        assert main(words) == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_is_told_the_commands(shell: str, tmp_path: Path, capsys) -> None:
     script = shown(capsys, "completion", shell)
-    assert all(name in script for names in GROUPS.values() for name in names)
+    assert "_MARSRL_COMPLETE" in script
     if shell == "bash" and shutil.which("bash"):
         (tmp_path / "script").write_text(script)
-        ask = 'source "$0"; COMP_WORDS=(marsrl pl); COMP_CWORD=1; _shtab_marsrl; echo "${COMPREPLY[@]}"'
-        done = subprocess.run(["bash", "-c", ask, tmp_path / "script"], capture_output=True, text=True)
+        (tmp_path / "marsrl").write_text(f"#!/bin/sh\nexec {sys.executable} -m marsrl.trainer.cli\n")
+        (tmp_path / "marsrl").chmod(0o755)
+        ask = 'source "$0"; COMP_WORDS=(marsrl pl); COMP_CWORD=1; _marsrl_completion marsrl; echo "${COMPREPLY[@]}"'
+        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", "-c", ask, tmp_path / "script"], capture_output=True, text=True, env=env)
         assert done.stdout == "plan\n", done.stderr
-
-
-def test_kinds_of_a_section_are_each_explained() -> None:
-    assert {"tools.search.corpus", "tools.search.url", "tools.search.base_url"} <= {key.name for key in every_key()}

@@ -11,10 +11,7 @@ from marsrl.rollout.tools.config import HttpSearch, IndexSearch, SerpApiScholar,
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import CONFIGS, DEFAULT_FOR_TASK, ConfigError, preset_names, read_config
 from marsrl.trainer.main import main
-from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.runs.directory import RunDirectory
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def written(folder: Path, text: str) -> Path:
@@ -138,23 +135,6 @@ def test_of_a_shipped_presets_policies_those_that_no_agent_has_are_left_out(by_w
     assert policies() == ["solver", "verifier"]
     assert policies("agents.verifier.policy=solver") == policies("orchestration=solver") == ["solver"]
     assert policies("agents.verifier.policy=solver", "policies.verifier.shape=tiny") == ["solver", "verifier"]
-
-
-def test_the_example_of_frozen_policies_is_accepted_as_it_stands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = (ROOT / "docs" / "frozen_policies.md").read_text().splitlines()
-    block = "\n".join(line[4:] for line in lines if line.startswith("    "))
-    assert block.startswith("policies:") and "train_agents: [solver, corrector1, corrector2]" in block
-    model = init_model("tiny", "bytes", tmp_path / "model")
-    for name in ("/models/Qwen3-8B", "/models/Qwen3-32B"):
-        block = block.replace(name, str(model))
-    assert main(["--dry-run", "--config", str(written(tmp_path, block))]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"# settings: preset cpu_default.yaml < {tmp_path / 'my.yaml'}\n")
-    settings = yaml.safe_load(shown.partition("batch arithmetic")[0])
-    assert settings["policies"]["judge"]["frozen"] and settings["agents"]["verifier2"]["policy"] == "judge"
-    assert read_config(written(tmp_path, yaml.safe_dump(settings)))[0].model_dump(mode="json") == settings
 
 
 def test_agents_are_those_of_the_orchestration_whichever_the_file_names(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.kept_tokens import KeptTokens
@@ -396,19 +395,6 @@ def test_a_balanced_step_takes_one_sample_of_each_agent_by_default() -> None:
     assert [uid.split("/")[0] for uid in taken] == [str(i) for i in range(9)]
     copies = balanced([s for g in groups for s in g.samples], 1, seed=0)
     assert taken == [uid for uid, number in copies.items() if number]
-
-
-def test_advantages_are_computed_where_the_learner_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    def recorded(*tensors: torch.Tensor, **rules: object) -> torch.Tensor:
-        seen.extend(tensor.device.type for tensor in tensors)
-        return torch.ones(2)
-
-    monkeypatch.setattr("marsrl.trainer.data.credit.training_device", lambda: torch.device("meta"))
-    monkeypatch.setattr("marsrl.trainer.data.credit.group_advantage", recorded)
-    credit([group("0/solver", [1, 0])], CreditConfig(), AGENTS)
-    assert seen == ["meta"] * 4
 
 
 def test_nothing_to_credit_is_an_empty_batch() -> None:

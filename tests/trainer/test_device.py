@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +13,6 @@ from marsrl.trainer.checks import device
 from marsrl.trainer.checks.device import Device, why_not_device
 from marsrl.trainer.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is not None, reason="this is about machines on which PyTorch sees no GPU"
 )
@@ -24,12 +20,6 @@ pytestmark = pytest.mark.skipif(
 CPU_BUILD = "is a build for CPUs (`MARSRL_DEVICE=cuda make install`"
 NO_DRIVER = "no NVIDIA driver is found"
 OLD = "the NVIDIA driver is 570.86.15, and CUDA 13.0 needs 580 or newer"
-
-
-def nvidia_smi(folder: Path, version: str) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho {version}\n")
-    (folder / "nvidia-smi").chmod(0o755)
 
 
 @pytest.fixture
@@ -45,7 +35,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
         monkeypatch.setattr(device, "KERNEL_MODULE", tmp_path / "version")
         if driver is not None:
-            nvidia_smi(tmp_path / "bin", driver)
+            (tmp_path / "bin").mkdir(exist_ok=True)
+            (tmp_path / "bin/nvidia-smi").write_text(f"#!/bin/sh\necho {driver}\n")
+            (tmp_path / "bin/nvidia-smi").chmod(0o755)
         if module is not None:
             (tmp_path / "version").write_text(
                 f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {module}  Release\n"
@@ -125,38 +117,11 @@ def test_a_host_without_the_gpus_that_it_is_to_lend_does_not_join(
     words = ["join", "127.0.0.1:1", "--wait", "0"]
     for gpus in ([], ["--gpus", "0"]):
         assert main([*words, *gpus]) == 2
-        assert CPU_BUILD in capsys.readouterr().err
+        assert "marsrl join: an NVIDIA driver (580.65.06) is here" in (error := capsys.readouterr().err)
+        assert CPU_BUILD in error
     before = signal.getsignal(signal.SIGTERM)
     try:
         assert main([*words, "--engines", "1"]) == 1  # for engines on CPUs
     finally:
         signal.signal(signal.SIGTERM, before)
     assert "no cluster at 127.0.0.1:1" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_commands_refuse_a_pytorch_for_cpus_on_a_machine_with_a_driver(tmp_path: Path) -> None:
-    """A libcuda and an nvidia-smi that say nothing but that they are there."""
-    nvidia_smi(tmp_path / "bin", "570.86.15")
-    subprocess.run(["g++", "-shared", "-x", "c++", os.devnull, "-o", tmp_path / "libcuda.so.1"], check=True)
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("MARSRL_DEVICE", "CUDA_VISIBLE_DEVICES")
-    }
-    environment |= {"PATH": f"{tmp_path}/bin:{environment['PATH']}", "LD_LIBRARY_PATH": str(tmp_path)}
-
-    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *words], env=environment | variables, capture_output=True, text=True, cwd=ROOT
-        )
-
-    dry_run, marsrl = ("trainer/main.py", "--dry-run", f"run.dir={tmp_path}"), ("-m", "marsrl.trainer.cli")
-    driver = "an NVIDIA driver (570.86.15) is here, and PyTorch sees no GPU: "
-    for words, key in ((("--config", "configs/single_gpu.yaml"), "cuda"), ((), "auto")):
-        done = run(*dry_run, *words)
-        assert done.returncode == 2 and f"marsrl: run.device is {key}: {driver}" in done.stderr
-        assert CPU_BUILD in done.stderr and OLD in done.stderr
-    assert run(*dry_run, MARSRL_DEVICE="cpu").returncode == 0
-    done = run(*marsrl, "doctor")
-    assert done.returncode == 1 and f"- gpu: refused: {driver}" in done.stdout
-    done = run(*marsrl, "join", "127.0.0.1:1", "--wait", "0")
-    assert done.returncode == 2 and f"marsrl join: {driver}" in done.stderr

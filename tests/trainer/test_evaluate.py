@@ -19,7 +19,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.arithmetic import parse_chain
-from marsrl.rollout.tasks.eval_files import HeldOut
+from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.at_k import at_k, majorities, pass_at
@@ -112,8 +112,10 @@ def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_coun
     judged = evaluator(tmp_path, scripted_team, always_wrong)
     judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
-    assert result.agents["verifier1"].mean == 0.5
-    assert result.agents["corrector1"].mean == 0.0
+    verifier = result.agents["verifier1"]
+    assert verifier.mean == 0.5 and result.agents["corrector1"].mean == 0.0
+    assert verifier.detection_recall is not None and verifier.detection_recall.mean == 1.0
+    assert verifier.detection_precision is not None and 0.2 < (verifier.detection_precision.mean or 0) < 0.8
     breaks = result.agents["corrector1"].breaks
     assert breaks is not None and breaks.mean == 1.0
     assert result.system.mean == result.agents["solver"].mean  # nothing is accepted; the earliest of equals counts
@@ -161,24 +163,9 @@ def test_the_same_seed_draws_the_same_evaluation(tmp_path: Path, scripted_team: 
     assert results[0] == results[1]
 
 
-def test_repeats_are_counted(tmp_path: Path, scripted_team: Any) -> None:
-    judged = evaluator(
-        tmp_path, scripted_team, perfect_critics, CONFIG.model_copy(update={"repeat": 3, "num_problems": 5})
-    )
-    assert judged.evaluate(VERSIONS).agents["solver"].n == 15
-
-
-@pytest.mark.parametrize("limit", [2])
-def test_a_prompt_that_does_not_fit_counts_as_wrong(tmp_path: Path, scripted_team: Any, limit: int) -> None:
-    judged = evaluator(tmp_path, scripted_team, perfect_critics)
-    agents = judged.team.agents
-    agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": limit})  # type: ignore[index]
-    result = judged.evaluate(VERSIONS)
-    assert result.agents["solver"].mean == 0.0
-    assert result.system.mean == 0.0
-
-
-def test_a_prompt_that_is_cut_is_asked(tmp_path: Path, scripted_team: Any) -> None:
+def test_a_prompt_that_does_not_fit_counts_as_wrong_and_one_that_is_cut_is_asked(
+    tmp_path: Path, scripted_team: Any
+) -> None:
     asked: list[int] = []
 
     def script(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
@@ -186,8 +173,13 @@ def test_a_prompt_that_is_cut_is_asked(tmp_path: Path, scripted_team: Any) -> No
         return "Answer: 1"
 
     judged = evaluator(tmp_path, scripted_team, script)
-    agents = judged.team.agents
-    agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 8, "long_prompts": "cut_left"})  # type: ignore[index]
+    agents: Any = judged.team.agents
+    agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 2})
+    result = judged.evaluate(VERSIONS)
+    assert (
+        (result.agents["solver"].mean, result.agents["solver"].n) == (0, 40) and result.system.mean == 0 and not asked
+    )
+    agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 8, "long_prompts": "cut_left"})
     solver = judged.evaluate(VERSIONS).agents["solver"]
     assert asked == [8] * solver.n and solver.n == 40 and solver.mean is not None and solver.mean > 0
 
@@ -325,11 +317,20 @@ def test_draws_of_other_weights_or_settings_are_not_taken(tmp_path: Path, script
         assert more.num_kept(VERSIONS, kept) == (16, 24)
 
 
+def test_a_draw_that_an_engine_gave_up_is_not_kept(tmp_path: Path, scripted_team: Any) -> None:
+    def fail(request: DecodeRequest) -> str | None:
+        return "on fire" if request.uid.startswith("eval00000.0/") else None
+
+    team, _, task = scripted_team(tmp_path, script=perfect_critics, evaluate=SMALL, fail=fail)
+    judged = Evaluator(team, SMALL, task, max_tokens=40, seed=0)
+    with Kept(tmp_path / "kept") as kept:
+        assert judged.evaluate(VERSIONS, kept=kept).num_episodes == 16
+    assert len(read_draws(tmp_path / "kept")) == 15
+
+
 def test_the_solver_alone_and_the_whole_team_are_of_the_same_rollouts(tmp_path: Path, scripted_team: Any) -> None:
-    judged = evaluator(tmp_path, scripted_team, perfect_critics, SMALL)
     asked: list[str] = []
-    judged = evaluator(tmp_path / "b", scripted_team, counting(asked), SMALL)
-    found = judged.evaluate(VERSIONS)
+    found = evaluator(tmp_path, scripted_team, counting(asked), SMALL).evaluate(VERSIONS)
     assert sum(uid.endswith("/solver:0") for uid in asked) == 16 and found.alone is not None
     assert found.alone.mean == found.agents["solver"].mean and found.system.mean == 1.0
     assert list(found.alone_at.pass_at) == [1, 2] and found.alone_at.pass_at[1].mean == pytest.approx(found.alone.mean)
@@ -341,14 +342,6 @@ def test_the_solver_alone_and_the_whole_team_are_of_the_same_rollouts(tmp_path: 
     metrics = eval_metrics(found)
     assert metrics["eval/system"] == 1.0 and metrics["eval/system/low"] < 1 and "eval/alone/pass_at_2" in metrics
     assert metrics["eval/verifier1/detection_recall"] == 1.0 and metrics["eval/tokens"] > 0
-
-
-def test_a_verifier_that_flags_everything_finds_all_and_is_precise_by_chance(
-    tmp_path: Path, scripted_team: Any
-) -> None:
-    found = evaluator(tmp_path, scripted_team, always_wrong).evaluate(VERSIONS).agents["verifier1"]
-    assert found.detection_recall is not None and found.detection_recall.mean == 1.0
-    assert found.detection_precision is not None and 0.2 < (found.detection_precision.mean or 0) < 0.8
 
 
 def test_sets_have_their_own_numbers_and_counts_and_are_one_together(tmp_path: Path, scripted_team: Any) -> None:
@@ -404,7 +397,7 @@ def test_files_to_evaluate_on_are_played_whole_and_a_cut_is_told(
     one, both = f"data.eval={tmp_path}/beyondaime.jsonl", f"[{tmp_path}/aime25.jsonl, {tmp_path}/beyondaime.jsonl]"
     config, _ = read_config(None, [*words, one])
     assert len(preflight(config, world_size=1).task.held_out(config.evaluate.num_problems, 0)) == 100
-    sets = preflight(read_config(None, [*words, f"data.eval={both}"])[0], world_size=1).eval_sets
+    sets = preflight(read_config(None, [*words, f"data.eval={both}"])[0], world_size=1).problems.sets
     assert [len(each.problems) for each in sets] == [30, 100]
     assert told(one) == told(f"data.eval={both}") == told() == []
     assert told(one, "evaluate.num_problems=64") == [

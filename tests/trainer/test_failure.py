@@ -1,4 +1,4 @@
-"""What a failed run says last."""
+"""Last words of a failed run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from marsrl.rollout.weights.files import check_room, parent_of
 from marsrl.trainer.runs.directory import CheckpointError, RunDirectory, names_file
 from marsrl.trainer.runs.failure import failure_message, where_to_go_on
 from marsrl.trainer.runs.manifest import write_manifest
-from marsrl.trainer.weights.files import check_room, parent_of
 
 
 def whole_checkpoint(run: RunDirectory, step: int) -> Path:
@@ -82,4 +82,4 @@ def test_a_full_disk_of_the_weights_is_not_that_of_the_run(tmp_path: Path) -> No
         raise OSError(errno.ENOSPC, "No space left on device")  # as write(2) says it
     assert f"no room on the disk of {weights}/shard (" in failure_message(caught.value, run, weights)
     nameless = OSError(errno.ENOSPC, "No space left on device")
-    assert "MiB are free at " in failure_message(nameless, run, weights)  # of the fullest there is
+    assert f"MiB are free at {run.path}" in failure_message(nameless, run, weights)

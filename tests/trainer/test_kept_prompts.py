@@ -103,8 +103,3 @@ def test_a_dry_run_refuses_a_file_in_one_line_that_says_who_names_it(
     told = capsys.readouterr().err.splitlines()
     assert f"agents.solver.prompt: {words.parent}/{said}" in told[0]
     assert f"(agents.solver.prompt: {words.parent}/run.yaml:3)" in told[0]
-
-
-def test_a_dry_run_refuses_compat_with_words_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--dry-run", "agents.verifier1.parser=compat"]) == 2
-    assert "agents.verifier1.parser is compat, and agents.verifier1.prompt (chain) does not" in capsys.readouterr().err

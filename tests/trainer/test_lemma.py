@@ -10,15 +10,16 @@ so that the ratio of the two is drmas/{agent}/variance_inflation where scores an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
+from letters import bare
 from torch import Tensor
 
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
+from marsrl.rollout.types import Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.credit import credit, drmas_metrics
 
@@ -64,22 +65,10 @@ def play(num_tokens: int, num_actions: int, skew: float) -> Played:
 
 
 def call(name: str, index: int, agent: str, reward: float) -> Sample:
-    token = np.zeros(1, np.int32)
-    return Sample(
-        uid=f"{name}:{index}",
-        rollout_id=name.partition("/")[0],
-        problem_id="p",
-        agent=agent,
-        group_id=name,
-        parent_uid=None,
-        prompt_ids=token,
-        token_ids=token,
-        is_sampled=np.ones(1, bool),
-        rollout_logprobs=np.zeros(1, np.float32),
-        segments=(Segment(0, 1, 0),),
-        finish=Finish.STOP,
-        reward=Reward(reward, reward),
+    made = bare(
+        f"{name}:{index}", agent, group_id=name, rollout_id=name.partition("/")[0], reward=Reward(reward, reward)
     )
+    return replace(made, token_ids=np.zeros(1, np.int32), is_sampled=np.ones(1, bool))
 
 
 def second_moment(played: Played, agent: str, normalise: str) -> Tensor:
@@ -116,11 +105,8 @@ def test_where_scores_and_rewards_correlate_the_ratio_departs_by_the_lemmas_cova
     squares: dict[str, list[float]] = {"global": [], "agent": []}  # (R - mean)^2 / variance, without the trainer's code
     norms = []
     for prompt in range(PROMPTS):
-        of = {
-            group.agent: [s.reward.value for s in group.samples]
-            for group in played.groups
-            if group.rollout_id == str(prompt)
-        }
+        groups = [group for group in played.groups if group.rollout_id == str(prompt)]
+        of = {group.agent: [s.reward.value for s in group.samples] for group in groups}
         for name, rewards in (("global", [reward for each in of.values() for reward in each]), ("agent", of[agent])):
             mean, variance = np.mean(rewards), np.var(rewards)
             squares[name] += [(r - mean) ** 2 / variance if variance else 0.0 for r in of[agent]]

@@ -1,4 +1,4 @@
-"""Which GPU of which host has which rank or engine, and which way weights take, from settings alone."""
+"""Placement of ranks and engines on GPUs, and the transport of weights, from settings alone."""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -7,9 +8,10 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from marsrl.kernels import PolicyObjective
 from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions
 from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config import LossConfig, RunConfig
 from marsrl.trainer.config.read import ConfigError, read_config
 
 
@@ -19,39 +21,79 @@ def refusal(*words: str) -> str:
     return str(caught.value)
 
 
+JUDGE = "agents.verifier1.policy=judge"
+SERVER = (
+    "policies.judge={frozen: true, model: x, engine: openai, engines: 2, openai: {base_url: 'http://h/v1', model: m}}"
+)
+
+
 @pytest.mark.parametrize(
-    ("word", "hint"),
+    ("words", "says"),
     [
-        ("rollout.segmnts=2", "did you mean rollout.segments?"),
-        ("agents.solver.temprature=1", "did you mean agents.solver.temperature?"),
-        ("policies.main.optimizer.lrr=1", "did you mean policies.main.optimizer.lr?"),
-        ("group_size=8", "did you mean rollout.group_size?"),
-        ("segments=4", "did you mean rollout.segments?"),
-        ("mpt.xyzzy=1", "keys of mpt: scope, probability, entropy"),
+        (["rollout.segmnts=2"], "rollout.segmnts: unknown key; did you mean rollout.segments?"),
+        (["agents.solver.temprature=1"], "did you mean agents.solver.temperature?"),
+        (["policies.main.optimizer.lrr=1"], "did you mean policies.main.optimizer.lr?"),
+        (["group_size=8"], "did you mean rollout.group_size?"),
+        (["mpt.xyzzy=1"], "keys of mpt: scope, probability, entropy"),
+        (["run.steps=many"], "(found 'many')"),
+        (["mpt.temperature=0.7"], "mpt.temperature: "),
+        (["fast"], "'fast' is not a setting"),
+        (["task=mathh"], "tasks: arithmetic, math"),
+        (["rollout.group_size=1000000000000"], "rollout.group_size: Input should be"),
+        (["run.steps=1e12"], "run.steps: Input should be"),
+        (["run.seed=4294967296"], "run.seed: Input should be"),
+        (["rollout.deadline_s=1e300"], "rollout.deadline_s: Input should be"),
+        (["policies.main.layout.tensor=1000000"], "policies.main.layout.tensor: Input should be"),
+        (["evaluate.repeat=-1"], "evaluate.repeat: Input should be"),
+        (["rollout.prompts_per_step=100000", "rollout.group_size=1000"],
+         "rollout.prompts_per_step x rollout.group_size x rollout.picks = 100,000 x 1,000 x 2 samples"),
+        (["agents.solver.policy=big"], "agents.solver.policy is 'big', which is not under `policies` (main)"),
+        (["agents.solver.max_response_tokens=65", "rollout.max_response_tokens=64"],
+         "above rollout.max_response_tokens = 64: raise that"),
+        ([JUDGE, "policies.judge.engines=2", "rollout.placement=colocated"],
+         "policies.judge.engines is 2, and rollout.placement=colocated puts one engine of every policy"),
+        ([JUDGE, "policies.judge.vllm.max_num_seqs=0"], "policies.judge.vllm.max_num_seqs: Input should be greater than 0"),
+        ([JUDGE, "policies.judge.vllm.kv_cache=1"], "policies.judge.vllm.kv_cache: unknown key; did you mean "),
+        ([JUDGE, SERVER], "policies.judge.engines is of engines here, and policies.judge.engine=openai has none"),
+        (["sync.backend=nccl", "rollout.placement=local"], "rollout.placement=local the engines live in the trainer's"),
+        (["sync.backend=nccl", "rollout.placement=colocated"], "NCCL refuses two processes on one GPU"),
+        (["sync.backend=ipc"], "gives engines GPUs of their own: set sync.backend=nccl"),
+        (["sync.backend=nccl", "sync.directory=/x"], "writes no files"),
+        (["rollout.ray_address=here:0"], "expected here or here:port, 1 to 65535"),
+        (["credit.train_agents=solvr"], "credit.train_agents names 'solvr'; the agents are solver, "),
+        (["credit.balance=uniform"], "set rollout.pipeline=trajectory, or credit.normalise=agent"),
+        (["credit.train_agents=[]"], "credit.train_agents is empty, and nothing is left to train: "),
+        (["rollout.stage_size=total", "rollout.segments=4", "rollout.pipeline=trajectory"],
+         "rollout.pipeline=trajectory carries none"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_the_reason_and_where_it_was_given(words: list[str], says: str) -> None:
+    said = refusal(*words)
+    assert says in said and "command line" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["run.steps=3", "run.steps=4", "run.eval_every=${run.steps}"], "run.eval_every", 4),
+        (["mpt.scope=off"], "mpt.scope", "off"),  # a word, and not YAML's false
+        (["run.resume=off"], "run.resume", "off"),
+        ([], "mpt.temperature", "sampling"),
+        (["mpt.temperature=1"], "mpt.temperature", 1),
+        (["credit.train_agents=solver"], "credit.train_agents", ("solver",)),
+        (["credit.train_agents=all"], "credit.train_agents", "all"),
+        (["credit.balance=uniform", "credit.normalise=agent"], "credit.balance", "uniform"),
+        (["rollout.stage_size=total", "rollout.segments=4"], "rollout.stage_size", "total"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_right_one(word: str, hint: str) -> None:
-    message = refusal(word)
-    assert word.split("=")[0] in message
-    assert hint in message
-
-
-def test_a_wrong_type_names_the_key_and_the_value_as_written() -> None:
-    message = refusal("run.steps=many")
-    assert message.startswith("run.steps: ")
-    assert "'many'" in message
-
-
-def test_off_is_a_word_and_not_yamls_false() -> None:
-    config, _ = read_config(None, ["mpt.scope=off", "run.resume=off"])
-    assert (config.mpt.scope, config.run.resume) == ("off", "off")
-
-
-TWO = "agents.verifier1.policy=judge"
+def test_words_are_read_as_settings(words: list[str], key: str, value: object) -> None:
+    config, _ = read_config(None, words)
+    section, _, name = key.partition(".")
+    assert getattr(getattr(config, section), name) == value
 
 
 def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
-    words = [TWO, "rollout.engines=2", "rollout.vllm.max_num_seqs=64", "policies.judge.engines=3"]
+    words = [JUDGE, "rollout.engines=2", "rollout.vllm.max_num_seqs=64", "policies.judge.engines=3"]
     config, _ = read_config(
         None, [*words, "policies.judge.vllm={kv_cache_mib: 512, dtype: bfloat16}", "rollout.engine=vllm"]
     )
@@ -62,25 +104,6 @@ def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
     assert config.engine_dtype("main") == "float32"
     again = RunConfig.model_validate(config.model_dump(mode="json"))
     assert again == config
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            ["policies.judge.engines=2", "rollout.placement=colocated"],
-            "policies.judge.engines is 2, and rollout.placement=colocated puts one engine of every policy",
-        ),
-        (["policies.judge.vllm.max_num_seqs=0"], "policies.judge.vllm.max_num_seqs: Input should be greater than 0"),
-        (["policies.judge.vllm.kv_cache=1"], "policies.judge.vllm.kv_cache: unknown key; did you mean "),
-        (
-            ["policies.judge={frozen: true, model: x, engine: openai, engines: 2, openai: {base_url: 'http://h/v1', model: m}}"],
-            "policies.judge.engines is of engines here, and policies.judge.engine=openai has none",
-        ),
-    ],
-)  # fmt: skip
-def test_what_policies_cannot_have_of_their_own_is_said(words: list[str], says: str) -> None:
-    assert says in refusal(TWO, "policies.judge.dtype=float32", *words)
 
 
 def test_one_micro_batch_has_one_clip_range() -> None:
@@ -118,32 +141,6 @@ def test_trajectories_are_compared_where_a_problem_has_several() -> None:
     assert config.trains_whole  # with rollout.pipeline=agentic too
 
 
-def test_one_agent_to_train_needs_no_brackets_and_none_is_refused() -> None:
-    assert read_config(None, ["credit.train_agents=solver"])[0].credit.train_agents == ("solver",)
-    assert read_config(None, ["credit.train_agents=all"])[0].credit.train_agents == "all"
-    assert "credit.train_agents names 'solvr'; the agents are solver, " in refusal("credit.train_agents=solvr")
-    assert "set rollout.pipeline=trajectory, or credit.normalise=agent" in refusal("credit.balance=uniform")
-    assert read_config(None, ["credit.balance=uniform", "credit.normalise=agent"])[0].credit.balance == "uniform"
-    assert refusal("credit.train_agents=[]").startswith("credit.train_agents is empty, and nothing is left to train: ")
-
-
-@pytest.mark.parametrize(
-    "word",
-    ["rollout.group_size=1000000000000", "run.steps=1e12", "run.seed=4294967296", "rollout.deadline_s=1e300",
-     "policies.main.layout.tensor=1000000", "rollout.vllm.kv_cache_mib=1000000000000", "evaluate.repeat=-1"],
-)  # fmt: skip
-def test_an_absurd_size_is_refused_by_its_setting(word: str) -> None:
-    message = refusal(word)
-    assert message.startswith(f"{word.partition('=')[0]}: Input should be") and "(command line)" in message
-
-
-def test_a_step_of_more_samples_than_anything_holds_is_refused() -> None:
-    message = refusal("rollout.prompts_per_step=100000", "rollout.group_size=1000")
-    assert message.startswith(
-        "rollout.prompts_per_step x rollout.group_size x rollout.picks = 100,000 x 1,000 x 2 samples"
-    )
-
-
 def bounds(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
     """Every count and size, and whether it has a largest value."""
     for name, field in model.model_fields.items():
@@ -161,6 +158,12 @@ def test_every_count_and_size_has_a_largest_value(model: type[BaseModel]) -> Non
     assert len(found) > 1 and [name for name, is_bound in found.items() if not is_bound] == []
 
 
+def test_the_loss_has_every_key_of_the_objective() -> None:
+    """build.py hands them over by name."""
+    names = {field.name for field in dataclasses.fields(PolicyObjective)}
+    assert names - LossConfig.model_fields.keys() == {"mpt_probability"}  # of the section mpt
+
+
 @pytest.mark.parametrize(
     "word", ["credit.normalise=agent", "credit.reward_scheme=outcome", "rollout.pipeline=trajectory"]
 )
@@ -168,32 +171,6 @@ def test_credit_over_an_instance_trains_whole_ones(word: str) -> None:
     assert not read_config(None)[0].has_whole_instances
     config = read_config(None, [word])[0]
     assert config.has_whole_instances and config.trains_whole == word.startswith("credit")
-
-
-def test_an_agent_s_completions_are_not_longer_than_the_rollout_s() -> None:
-    assert "above rollout.max_response_tokens = 64: raise that" in refusal(
-        "agents.solver.max_response_tokens=65", "rollout.max_response_tokens=64"
-    )
-
-
-def test_a_size_that_counts_what_is_carried_over_needs_a_pipeline_that_carries() -> None:
-    words = ("rollout.stage_size=total", "rollout.segments=4")
-    assert "rollout.pipeline=trajectory carries none" in refusal(*words, "rollout.pipeline=trajectory")
-    assert read_config(None, words)[0].rollout.stage_size == "total"
-
-
-def test_a_temperature_of_the_gate_is_a_word_or_one() -> None:
-    assert read_config(None)[0].mpt.temperature == "sampling"
-    assert read_config(None, ["mpt.temperature=1"])[0].mpt.temperature == 1
-    assert refusal("mpt.temperature=0.7").startswith("mpt.temperature: ")
-
-
-def test_an_agent_of_an_unknown_policy_is_refused() -> None:
-    assert "agents.solver.policy is 'big', which is not under `policies` (main)" in refusal("agents.solver.policy=big")
-
-
-def test_words_that_are_no_settings_are_refused() -> None:
-    assert "'fast' is not a setting" in refusal("fast")
 
 
 def test_a_missing_file_lists_the_presets() -> None:
@@ -206,31 +183,6 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
     path.write_text("- 1\n- 2\n")
     with pytest.raises(ConfigError, match="list.yaml"):
         read_config(path)
-
-
-def test_the_task_chooses_its_preset() -> None:
-    assert read_config(None, ["task=math"])[1].name == "math_default"
-    assert "tasks: arithmetic, math" in refusal("task=mathh")
-
-
-def test_later_words_win() -> None:
-    assert read_config(None, ["run.steps=3", "run.steps=4"])[0].run.steps == 4
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("sync.backend=nccl", "rollout.placement=local"), "rollout.placement=local the engines live in the trainer's"),
-        (("sync.backend=nccl", "rollout.placement=colocated"), "NCCL refuses two processes on one GPU"),
-        (("sync.backend=ipc",), "gives engines GPUs of their own: set sync.backend=nccl"),
-        (("sync.backend=nccl", "sync.directory=/x"), "writes no files"),
-        (("sync.backend=shm", "sync.cpu_twin=true"), "sync.backend=shm is for weights in files, which need no GPU"),
-        (("sync.directory=/x", "sync.cpu_twin=true"), "sync.directory is for weights in files, which need no GPU"),
-        (("rollout.ray_address=here:0",), "expected here or here:port, 1 to 65535"),
-    ],
-)
-def test_a_weight_sync_that_cannot_be_is_refused_with_the_reason(words: tuple[str, ...], reason: str) -> None:
-    assert reason in refusal(*words)
 
 
 PLACEMENT_OF = {"nccl": "disaggregated", "ipc": "colocated"}

@@ -54,10 +54,8 @@ def test_math_is_judged_by_its_own_judge_and_needs_a_question(capsys: pytest.Cap
         "--question", "What is half of one?", "--reference", r"\frac{1}{2}",
     )  # fmt: skip
     said = [line for line in lines if "solver:" in line]
-    assert len(said) == 6 and {"reward 1" in line for line in said} == {r"\\frac{1}{2}" in line for line in said} == {
-        True,
-        False,
-    }
+    right = [r"\\frac{1}{2}" in line for line in said]
+    assert len(said) == 6 and ["reward 1" in line for line in said] == right and set(right) == {True, False}
     assert main(["try", "task=math", "orchestration=solver"]) == 2
     assert "task=math needs problems: set data.train" in capsys.readouterr().err
 
@@ -83,10 +81,7 @@ def test_made_up_verdicts_are_in_the_words_of_the_prompt_set(capsys: pytest.Capt
     prompts = [f"agents.{name}.prompt=drmas_math" for name in ("solver", "verifier")]
     lines = shown(capsys, *CHAIN, "orchestration=solver_verifier", "rollout.group_size=8", *prompts)
     said = [line for line in lines if "verifier:0" in line]
-    assert {word for line in said for word in ("approve", "reject") if f"<verify>{word}</verify>" in line} == {
-        "approve",
-        "reject",
-    }
+    assert all(any(f"<verify>{word}</verify>" in line for line in said) for word in ("approve", "reject"))
     assert not any("no verdict" in line for line in said)
 
 

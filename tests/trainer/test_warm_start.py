@@ -15,7 +15,7 @@ import pytest
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
-from marsrl.rollout.tasks.facts_tokenizer import FACTS_TOKENIZER
+from marsrl.rollout.tasks.facts_tutor import FACTS_TOKENIZER
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import PolicyConfig, RunConfig, WarmStartConfig
 from marsrl.trainer.config.read import read_config
@@ -23,9 +23,7 @@ from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.models.init_model import SHAPES
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.schools.arithmetic_school import ArithmeticSchool
-from marsrl.trainer.schools.facts_schools import SearchSchool
-from marsrl.trainer.schools.registry import SCHOOLS, school_of
+from marsrl.trainer.schools.schools import SCHOOLS, ArithmeticSchool, SearchSchool, school_of
 from marsrl.trainer.schools.warm_start import WRITERS, TraceTokens, recipe_of, teach, warm_starts
 
 SOLVER, VERIFIER, CORRECTOR, *_, DRILL = range(len(WRITERS))

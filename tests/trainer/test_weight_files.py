@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from marsrl.trainer.weights.files import PrivateFolder, left_behind
+from marsrl.rollout.weights.files import PrivateFolder, left_behind
 
 CODE = """
 import sys, time
-from marsrl.trainer.weights.files import PrivateFolder
+from marsrl.rollout.weights.files import PrivateFolder
 folder = PrivateFolder(sys.argv[1])
 (folder.path / "version_0").mkdir()
 print(folder.path, flush=True)

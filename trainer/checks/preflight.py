@@ -5,31 +5,33 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import yaml
 
+from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import Settings
 from marsrl.rollout.engines.refusals import TrainerHost, this_host, why_not_cut
 from marsrl.rollout.engines.vllm.arguments import who_draws
+from marsrl.rollout.episode import Episode
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.tasks.data import fingerprint
-from marsrl.rollout.tasks.eval_files import HeldOut
-from marsrl.rollout.tasks.protocol import Task, documents_of, papers_of
-from marsrl.rollout.tasks.registry import build_task
+from marsrl.rollout.tasks.protocol import Task
+from marsrl.rollout.tasks.registry import TOKENIZERS, build_task
 from marsrl.rollout.tools.build import check_tools
-from marsrl.rollout.types import Problem
+from marsrl.rollout.types import Ask, Problem
 from marsrl.trainer.checks.device import why_not_device
-from marsrl.trainer.checks.first_prompts import check_first_prompts
 from marsrl.trainer.checks.problems import RunProblems, problems_of, sources
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
-from marsrl.trainer.plan.batch_plan import BatchPlan, batch_plan, longest_sequence, shorten_prompts
+from marsrl.trainer.plan.batch_plan import batch_plan, longest_sequence, shorten_prompts
 from marsrl.trainer.plan.models import taught_shape
 from marsrl.trainer.plan.needs import shortages_here
 from marsrl.trainer.plan.placement import placement_lines, with_backend
@@ -41,53 +43,49 @@ from marsrl.trainer.plan.refusals import (
     vllm_of,
     why_not_backend,
 )
-from marsrl.trainer.schools.registry import who_is_taught
+from marsrl.trainer.schools.schools import school_of, who_is_taught
+
+_LOOKED_AT = 64  # prompts of a team's first agent, where all fit
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
     """Settings that fit together and with what is on disk. `task` holds its problems already read.
 
-    curators: policies that nobody but `marsrl curate` asks, and no run has.
+    plan: the arithmetic of a step, in words. placement: the rank or engine of each GPU, in words. warnings: what is no error and
+    most likely a mistake. curators: policies that nobody but `marsrl curate` asks, and no run has.
     """
 
     config: RunConfig
-    plan: BatchPlan
+    plan: tuple[str, ...]
     task: Task
-    num_skipped_lines: int  # of the data files, with data.on_bad_line=skip
-    num_held_out: int  # taken from data.train for evaluation, because nothing is given for it
+    problems: RunProblems
     host: TrainerHost
-    placement: tuple[str, ...]  # which GPU of which host has which rank or engine, in words
-    warnings: tuple[str, ...] = ()  # what is no error and most likely a mistake
-    eval_sets: tuple[HeldOut, ...] = ()  # of data.eval, where that is a list
+    placement: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     curators: Mapping[str, PolicyConfig] = field(default_factory=dict)
-    problems: Mapping[str, Sequence[Problem]] = field(default_factory=dict)  # by their setting
 
     def fingerprints(self) -> dict[str, dict[str, int | str]]:
         """Fingerprints of the problems, by setting."""
-        return {key: fingerprint(found) for key, found in self.problems.items()}
+        found = zip(sources(self.config.task), (self.problems.train, self.problems.held_out), strict=True)
+        return {key: fingerprint(problems) for key, problems in found if problems}
 
     def text(self, *, with_config: bool) -> str:
         """The batch arithmetic, after the resolved config if wanted."""
-        plan = "\n".join(f"  {line}" for line in self.plan.lines())
         whole = self.config.model_copy(update={"policies": {**self.config.policies, **self.curators}})
         config = yaml.safe_dump(whole.model_dump(mode="json"), sort_keys=False) if with_config else ""
-        notes = ""
-        if self.num_skipped_lines:
-            notes += f"\n{self.num_skipped_lines} lines of the data could not be read and were skipped"
-        if self.num_held_out:
+        lines = ["batch arithmetic:", *(f"  {line}" for line in self.plan)]
+        lines += ["placement:", *(f"  {line}" for line in self.placement)]
+        if self.problems.num_skipped:
+            lines.append(f"{self.problems.num_skipped} lines of the data could not be read and were skipped")
+        if self.problems.num_taken:
             of, _ = sources(self.config.task)
             none = "held_out is empty" if is_own(self.config.task) else "no data.eval is given"
-            notes += f"\nheld out of {of} for evaluation: {self.num_held_out} ({none})"
-        notes += "".join(f"\npolicies.{name}: asked by marsrl curate alone" for name in self.curators)
-        notes += "".join(f"\npolicies.{name}: {line}" for name, line in self._engines().items())
-        notes += "".join(f"\nwarning: {warning}" for warning in self.warnings)
-        where = "\n".join(f"  {line}" for line in self.placement)
-        return f"{config}batch arithmetic:\n{plan}\nplacement:\n{where}{notes}"
-
-    def _engines(self) -> dict[str, str]:
-        """Sampler of each policy that vLLM serves."""
-        return {name: who_draws(vllm, engines_device(self.host)) for name, vllm in vllm_of(self.config).items()}
+            lines.append(f"held out of {of} for evaluation: {self.problems.num_taken} ({none})")
+        lines += [f"policies.{name}: asked by marsrl curate alone" for name in self.curators]
+        device = engines_device(self.host)
+        lines += [f"policies.{name}: {who_draws(vllm, device)}" for name, vllm in vllm_of(self.config).items()]
+        return config + "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
 def preflight(
@@ -125,7 +123,7 @@ def preflight(
         config.rollout,
         tools=config.tools.names,
     )
-    check_tools(config.tools, orchestration.tools, documents_of(task), papers_of(task))
+    check_tools(config.tools, orchestration.tools, task.documents, task.papers)
     warnings = list(problems.warnings)
     for name in config.policies:
         config, found = _checked_policy(config, name, world_size, trains=trains)
@@ -137,24 +135,9 @@ def preflight(
     warnings += slow_records(config, host)
     warnings += _of_the_other_engine(config)
     plan = batch_plan(config, world_size)
-    warnings += check_first_prompts(config, task, orchestration, len(problems.train) if trains else 0)
-    return Checked(
-        config,
-        plan,
-        task,
-        num_skipped_lines=problems.num_skipped,
-        num_held_out=problems.num_taken,
-        host=host,
-        placement=tuple(placement_lines(config, host, world_size)),
-        warnings=tuple(warnings),
-        eval_sets=problems.sets,
-        curators=curators,
-        problems={
-            key: found
-            for key, found in zip(sources(config.task), (problems.train, problems.held_out), strict=True)
-            if found
-        },
-    )
+    warnings += _check_first_prompts(config, task, orchestration, len(problems.train) if trains else 0)
+    placement = tuple(placement_lines(config, host, world_size))
+    return Checked(config, plan, task, problems, host, placement, tuple(warnings), curators)
 
 
 def _of_the_other_engine(config: RunConfig) -> list[str]:
@@ -325,3 +308,61 @@ def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size
             f"policies.{name}.reference has a vocabulary of {reference.vocab_size}, policies.{name}.model one of "
             f"{shape.vocab_size}; the reference scores the policy's tokens, so both need one tokenizer"
         )
+
+
+def _check_first_prompts(config: RunConfig, task: Task, orchestration: Orchestration, num_problems: int) -> list[str]:
+    """Warnings about first prompts that are longer than the agent's max_input_tokens; an error where none can be asked or cut.
+
+    num_problems: of the data; 0: the task makes them.
+    """
+    source = task.problems(config.run.seed)
+    (ask, *_) = _first_asks(
+        orchestration, Episode("preflight", "preflight", task.problems(config.run.seed).next_problem())
+    )
+    first, settings = ask.agent, config.agents[ask.agent]
+    policy, room, is_skipped = settings.policy, settings.max_input_tokens, settings.long_prompts == "skip"
+    with ExitStack() as stack:
+        model = config.policies[policy].model
+        if model is None:
+            model = stack.enter_context(tempfile.TemporaryDirectory())
+            school = school_of(config)
+            assert school is not None
+            TOKENIZERS[school.tokenizer].write(model)
+        renderer = ChatRenderer(model)
+    lengths: list[int] = []
+    most, key = num_problems or _LOOKED_AT, f"agents.{first}.max_input_tokens"
+    while len(lengths) < most and (len(lengths) < _LOOKED_AT or (is_skipped and min(lengths) > room)):
+        episode = Episode("preflight", "preflight", source.next_problem())
+        (ask, *_) = _first_asks(orchestration, episode)
+        messages = orchestration.messages(episode, ask)
+        lengths.append(len(renderer.render(messages, **settings.template_options)[0]))
+        if lengths[-1] == 0:
+            raise ConfigError(
+                f"policies.{policy}.model: its tokenizer makes not one token of a prompt; see to its files"
+            )
+        if not is_skipped and renderer.render_cut(messages, room, "left", **settings.template_options) is None:
+            raise ConfigError(f"{key} is {room}, and the chat template leaves no room in it for a message: raise it")
+    num_long = sum(length > room for length in lengths)
+    if num_long == len(lengths) and is_skipped:
+        raise ConfigError(
+            f"{key} is {room}, and of {num_long} prompts the shortest has {min(lengths)} tokens: none can be asked; raise it, or "
+            f"set agents.{first}.long_prompts"
+        )
+    if num_long:
+        fate = "not be asked" if is_skipped else f"be cut (agents.{first}.long_prompts)"
+        return [f"{num_long} of {len(lengths)} prompts are longer than {key} ({room} tokens) and will {fate}"]
+    return []
+
+
+def _first_asks(orchestration: Orchestration, episode: Episode) -> Sequence[Ask]:
+    """First asks of the team; ConfigError where its own code fails, or asks nobody."""
+    try:
+        asks = [each for each in orchestration.follow(episode) if isinstance(each, Ask)]
+    except Exception as error:
+        raise ConfigError(
+            f"orchestration {orchestration.name}: follow of an episode in which nothing was asked raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not asks:
+        raise ConfigError(f"orchestration {orchestration.name}: follow asks nobody about a new problem")
+    return asks

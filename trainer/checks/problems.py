@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marsrl.rollout.own_classes import is_own
-from marsrl.rollout.tasks.data import find_repeats, one_spaced, read_problems
-from marsrl.rollout.tasks.eval_files import HeldOut, read_eval
+from marsrl.rollout.tasks.data import ReadResult, one_spaced, read_problems, repeats
 from marsrl.rollout.tasks.own_task import own_problems
+from marsrl.rollout.tasks.problem_files import HeldOut, Mixture, read_eval, read_train
 from marsrl.rollout.tasks.protocol import EVALUATION_SET, HELD_OUT
-from marsrl.rollout.tasks.train_files import Mixture, read_train
 from marsrl.rollout.types import Problem
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError
@@ -49,75 +48,74 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
     """
     found = read_data(config) if given is None else RunProblems((), given)
     of_train, of_eval = sources(config.task)
-    warnings = (*find_repeats(found.train).sentences(of_train), *find_repeats(found.held_out).sentences(of_eval))
     train, held_out, num_taken = found.train, found.held_out, 0
+    warnings = [*repeats(train, of_train), *repeats(held_out, of_eval)]
     if trains and held_out:
         warnings += _trained_too(train, held_out, of_train, of_eval)
-    if not trains and not train:
-        train = held_out  # nobody draws from them; a task that reads files wants some
     if given is None:
         warnings += _not_evaluated(config, found, of_eval)
+    if not trains and not train:
+        train = held_out  # nobody draws from them; a task that reads files wants some
     if train and not held_out:
         train, held_out = hold_out(train, config.evaluate.num_problems or HELD_OUT)
         num_taken = len(held_out)
-    return RunProblems(train, held_out, found.sets, found.num_skipped, num_taken, warnings)
+    return RunProblems(train, held_out, found.sets, found.num_skipped, num_taken, tuple(warnings))
 
 
-def _not_evaluated(config: RunConfig, found: RunProblems, of_eval: str) -> tuple[str, ...]:
+def _not_evaluated(config: RunConfig, found: RunProblems, of_eval: str) -> list[str]:
     """A warning for each set of which a part is left out."""
     most, num_given = config.evaluate.num_problems, len(found.held_out)
     played = [(of_eval, num_given if most is None else min(most, num_given), num_given, "evaluate.num_problems")]
     if found.sets and isinstance(config.data.eval, tuple):
+        whys = ["count" if file.count else "evaluate.num_problems" for file in config.data.eval]
         played = [
-            (
-                f"{of_eval}, {each.name}",
-                len(each.problems),
-                each.num_given,
-                "count" if file.count else "evaluate.num_problems",
-            )
-            for file, each in zip(config.data.eval, found.sets, strict=True)
+            (f"{of_eval}, {each.name}", len(each.problems), each.num_given, why)
+            for each, why in zip(found.sets, whys, strict=True)
         ]
-    return tuple(
+    return [
         f"{where}: {num_played:,} of its {num_all:,} problems are evaluated, as {why} says"
         for where, num_played, num_all, why in played
         if num_played < num_all
-    )
+    ]
 
 
-def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train: str, of_eval: str) -> tuple[str, ...]:
+def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train: str, of_eval: str) -> list[str]:
     """A warning where questions to evaluate on are trained on as well; ConfigError where all of them are."""
     trained = {one_spaced(problem.question) for problem in train}
     both = [problem for problem in held_out if one_spaced(problem.question) in trained]
     if not both:
-        return ()
+        return []
     said = f"{len(both):,} of the {len(held_out):,} problems of {of_eval} are among {of_train} too, first {both[0].id}"
     if len(both) == len(held_out):
         raise ConfigError(
             f"{said}: an evaluation would measure what was trained on; give other problems, or leave {of_eval} out to hold "
             f"out a part of {of_train}"
         )
-    return (f"{said}: their results are not those of held-out problems",)
+    return [f"{said}: their results are not those of held-out problems"]
 
 
 def read_data(config: RunConfig) -> RunProblems:
     """Problems of the files, none without a file; or as a user's own task reads them."""
     data = config.data
-    how = (data.question_key, data.answer_key, data.on_bad_line)
+
+    def read(path: str) -> ReadResult:
+        return read_problems(path, config.task, data.question_key, data.answer_key, data.on_bad_line)
+
     train: Sequence[Problem] = ()
     held_out: tuple[Problem, ...] = ()
     sets: tuple[HeldOut, ...] = ()
     num_skipped = 0
     if data.train:
-        found = read_train(data.train, config.task, config.run.seed, *how)
+        found = read_train(data.train, read, config.run.seed)
         train, num_skipped = found.problems, found.num_bad
     if isinstance(data.eval, str):
-        read = read_problems(data.eval, config.task, *how)
-        held_out, num_skipped = read.problems, num_skipped + read.num_bad
+        found = read(data.eval)
+        held_out, num_skipped = found.problems, num_skipped + found.num_bad
     elif data.eval:
         if config.task == "arithmetic":
             raise ConfigError("data.eval is a list, and task=arithmetic makes its own problems; leave it out")
         sizes = config.evaluate
-        sets, num_bad = read_eval(data.eval, config.task, EVALUATION_SET, sizes.num_problems, sizes.repeat, *how)
+        sets, num_bad = read_eval(data.eval, read, config.task, EVALUATION_SET, sizes.num_problems, sizes.repeat)
         held_out, num_skipped = tuple(problem for each in sets for problem in each.problems), num_skipped + num_bad
     if is_own(config.task):
         if isinstance(train, Mixture):

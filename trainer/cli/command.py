@@ -1,73 +1,87 @@
-"""What the commands of `marsrl` share."""
+"""Shared parts of the `marsrl` commands. A command imports what it needs when it runs: `marsrl --help` is fast."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-AddParser = Callable[..., argparse.ArgumentParser]
+CONFIG = "YAML file, or a preset's name; where it is silent, the task's preset holds"
+Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help=CONFIG)]
+Settings = Annotated[
+    list[str] | None, typer.Argument(metavar="key.sub=value", help="settings, over those of the file; later ones win")
+]
 
 
-def command(add: AddParser, name: str, summary: str, example: str) -> argparse.ArgumentParser:
-    """A command's parser; it sets `run`, which takes the parsed words and returns the exit code."""
-    return add(
-        name,
-        help=in_short(summary).replace("%", "%%"),  # for shells: `marsrl --help` has groups
-        description=summary,
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+class _Commands(TyperGroup):
+    """Ends a command with its exit code, and an error that a user can act on with one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            code = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever reads the output has enough: `marsrl config | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 0
+        except (ValueError, OSError) as error:
+            from marsrl.trainer.config.explain import help_line
+
+            print(f"marsrl {ctx.invoked_subcommand}: {error}{help_line(str(error))}", file=sys.stderr)
+            code = 2
+        raise typer.Exit(code or 0)
 
 
-def in_short(description: str) -> str:
-    """Its first sentence, up to a colon or semicolon."""
-    return re.split(r"(?<=\?)\s|[.:;](?:\s|$)", description, maxsplit=1)[0]
+app = typer.Typer(
+    cls=_Commands,
+    help="Multi-agent reinforcement learning for LLM teams. Training itself: torchrun trainer/main.py --help.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    add_completion=False,  # `marsrl completion`
+    pretty_exceptions_enable=False,
+)
+
+Command = Callable[..., int | None]
 
 
-def takes_settings(
-    parser: argparse.ArgumentParser,
-    config: str = "YAML file, or a preset's name; where it is silent, the task's preset holds",
-) -> None:
-    """--config and the words behind it, as trainer/main.py has them. config: what --help says of the file."""
-    parser.add_argument("--config", help=config)
-    # without it argparse calls them required
-    parser.add_argument("settings", nargs="*", default=[], metavar="key.sub=value")
+def command(group: str, example: str, *, name: str | None = None) -> Callable[[Command], Command]:
+    """Add a command to a group of `marsrl --help`; its docstring is its help, what it returns the exit code (None: 0)."""
+
+    def add(body: Command) -> Command:
+        paragraphs = [" ".join(each.split()) for each in str(body.__doc__).split("\n\n")]
+        short = re.split(r"(?<=\?)\s|[.:;](?:\s|$)", paragraphs[0], maxsplit=1)[0]
+        text = "\n\n".join(paragraphs)
+        return app.command(name, rich_help_panel=group, help=text, short_help=short, epilog=f"example:\n\n{example}")(
+            body
+        )
+
+    return add
 
 
 def console(width: int) -> Console:
-    """For tables: as wide as the terminal, or so wide where the output is none."""
+    """Console for tables: as wide as the terminal; `width` columns where the output is not a terminal."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else width)
 
 
 def run_directory(path: str) -> Path:
-    """The directory of a run.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The directory of a run; ValueError where it is none."""
     if not (Path(path) / "config.yaml").is_file():
         raise ValueError(f"{path} is not a run directory: it has no config.yaml")
     return Path(path)
 
 
-def check_server(extra: str, port: int) -> None:
-    """The packages of a server are here, and it can have the port.
-
-    Raises:
-        ValueError: one is missing, of marsrl[extra], or there is no such port.
-    """
+def check_server(extra: str) -> None:
+    """Refuse where the packages of a server, those of marsrl[extra], are not here."""
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"the package {package} is not installed; pip install fastapi uvicorn (marsrl[{extra}])")
-    if not 0 <= port < 1 << 16:
-        raise ValueError(f"--port is {port}, expected 0 to 65535")

@@ -2,141 +2,103 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
+from typing import Annotated
 
-from marsrl.trainer.cli.command import AddParser, check_server, command, takes_settings
+from typer import Argument, Option
 
-
-def _curate(add: AddParser) -> None:
-    parser = command(
-        add,
-        "curate",
-        "Choose the problems that are worth training on: rules, near-duplicates, judges, and how often a team is right.",
-        "marsrl curate raw.jsonl --out curated",
-    )
-    parser.add_argument(
-        "words", nargs="+", metavar="INPUT", help="jsonl, parquet or HF dataset directory; or key.sub=value"
-    )
-    parser.add_argument("--out", required=True, help="directory; where it has begun, it goes on")
-    parser.add_argument("--config", help="YAML file, or a preset's name; where it is silent, the task's preset holds")
-
-    def run(words: argparse.Namespace) -> int:
-        from marsrl.trainer.curate.command import curate
-        from marsrl.trainer.curate.missing import CurationStopped
-
-        try:
-            print(curate(words.words, Path(words.out), words.config))
-        except CurationStopped as stopped:
-            print(f"marsrl curate: {stopped}", file=sys.stderr)
-            return 1
-        return 0
-
-    parser.set_defaults(run=run)
+from marsrl.trainer.cli.command import Config, Settings, check_server, command
 
 
-def _make_facts(add: AddParser) -> None:
-    parser = command(
-        add,
-        "make-facts",
-        "Write the built-in world of linked facts as files: corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl.",
-        "marsrl make-facts /tmp/facts",
-    )
-    parser.add_argument("out", metavar="OUT", help="directory; the files must not be there yet")
-    parser.add_argument("--train", type=int, default=10_000, help="questions to train on (default: %(default)s)")
-    parser.add_argument("--held-out", type=int, default=300, help="questions to evaluate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw of questions (default: %(default)s)")
-    parser.add_argument(
-        "options",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="task_options of task=qa: people, max_hops, about=papers, ...",
+@command("data", "marsrl curate raw.jsonl --out curated")
+def curate(
+    words: Annotated[
+        list[str], Argument(metavar="INPUT", help="jsonl, parquet or HF dataset directory; or key.sub=value")
+    ],
+    out: Annotated[Path, Option(metavar="DIR", help="directory; where it has begun, it goes on")],
+    config: Config = None,
+) -> int:
+    """Choose the problems that are worth training on: rules, near-duplicates, judges, and how often a team is right."""
+    from marsrl.trainer.curate import command
+    from marsrl.trainer.curate.missing import CurationStopped
+
+    try:
+        print(command.curate(words, out, config))
+    except CurationStopped as stopped:
+        print(f"marsrl curate: {stopped}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@command("data", "marsrl make-facts /tmp/facts")
+def make_facts(
+    out: Annotated[str, Argument(help="directory; the files must not be there yet")],
+    options: Annotated[
+        list[str] | None,
+        Argument(metavar="key=value", help="task_options of task=qa: people, max_hops, about=papers, ..."),
+    ] = None,
+    train: Annotated[int, Option(min=1, help="questions to train on")] = 10_000,
+    held_out: Annotated[int, Option(min=1, help="questions to evaluate")] = 300,
+    seed: Annotated[int, Option(help="of the draw of questions")] = 0,
+) -> None:
+    """Write the built-in world of linked facts as files: corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl."""
+    from marsrl.rollout.tasks.linked_facts import read_facts_options, write_linked_facts
+
+    facts = read_facts_options(options or [])
+    write_linked_facts(out, facts, train, held_out, seed)
+    print(
+        f"{out}: {facts.people + facts.places:,} documents, {facts.papers:,} papers, {train:,} + {held_out:,} questions"
     )
 
-    def run(words: argparse.Namespace) -> int:
-        from marsrl.rollout.tasks.linked_facts import read_facts_options, write_linked_facts
 
-        if min(words.train, words.held_out) < 1:
-            raise ValueError(f"--train is {words.train}, --held-out is {words.held_out}; expected at least 1")
-        options = read_facts_options(words.options)
-        write_linked_facts(words.out, options, words.train, words.held_out, words.seed)
-        print(
-            f"{words.out}: {options.people + options.places:,} documents, {options.papers:,} papers, "
-            f"{words.train:,} + {words.held_out:,} questions"
-        )
-        return 0
+@command("data", "marsrl serve-retrieval --corpus wiki-18.jsonl --index wiki-18.sqlite")
+def serve_retrieval(
+    corpus: Annotated[str, Option(metavar="FILE", help="jsonl of {id, title, text} or {id, contents}")],
+    index: Annotated[
+        str | None,
+        Option(metavar="FILE", help="file that keeps the index for the next time (default: a temporary one)"),
+    ] = None,
+    host: Annotated[str, Option(help="who reaches it can search")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free")] = 8000,
+    top_k: Annotated[int, Option(min=1, max=100, help="documents for requests that do not say how many")] = 3,
+) -> None:
+    """Answer POST /retrieve over a corpus until Ctrl-C: as the retrieval servers of Search-R1 and Dr. MAS do."""
+    check_server("retrieval")
+    from contextlib import closing
 
-    parser.set_defaults(run=run)
+    from marsrl.rollout.tools.retrieval_server import serve
+    from marsrl.rollout.tools.search import open_index
 
+    with closing(open_index(corpus, index)) as opened:
+        num = opened.num_documents
 
-def _serve_retrieval(add: AddParser) -> None:
-    parser = command(
-        add,
-        "serve-retrieval",
-        "Answer POST /retrieve over a corpus until Ctrl-C: as the retrieval servers of Search-R1 and Dr. MAS do.",
-        "marsrl serve-retrieval --corpus wiki-18.jsonl --index wiki-18.sqlite",
-    )
-    parser.add_argument("--corpus", required=True, help="jsonl of {id, title, text} or {id, contents}")
-    parser.add_argument("--index", help="file that keeps the index for the next time (default: a temporary one)")
-    parser.add_argument("--host", default="127.0.0.1", help="who reaches it can search (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
-    parser.add_argument(
-        "--top-k", type=int, default=3, help="documents for requests that do not say how many (default: %(default)s)"
-    )
+        def say(address: str) -> None:
+            print(f"{num:,} documents of {corpus} at {address}", flush=True)
 
-    def run(words: argparse.Namespace) -> int:
-        check_server("retrieval", words.port)
-        if not 1 <= words.top_k <= 100:
-            raise ValueError(f"--top-k is {words.top_k}, expected 1 to 100")
-        from contextlib import closing
-
-        from marsrl.rollout.tools.retrieval_server import serve
-        from marsrl.rollout.tools.search import open_index
-
-        with closing(open_index(words.corpus, words.index)) as index:
-            num = index.num_documents
-
-            def say(address: str) -> None:
-                print(f"{num:,} documents of {words.corpus} at {address}", flush=True)
-
-            serve(index, words.host, words.port, words.top_k, say)
-        return 0
-
-    parser.set_defaults(run=run)
+        serve(opened, host, port, top_k, say)
 
 
-def _tool(add: AddParser) -> None:
-    parser = command(
-        add,
-        "tool",
-        "Call one tool as a team would, and show what it says and how long it took; exits with 1 where that is an error.",
-        'marsrl tool search "the home of lotte holt"',
-    )
-    parser.add_argument("tool", help="of the settings `tools`: search, scholar, ...")
-    parser.add_argument("argument", help="the text that it takes, or a JSON object of its arguments")
-    takes_settings(
-        parser, "YAML file, or a preset's name; without one task=qa holds, with the built-in documents and papers"
-    )
+@command("data", 'marsrl tool search "the home of lotte holt"')
+def tool(
+    name: Annotated[str, Argument(metavar="TOOL", help="of the settings `tools`: search, scholar, ...")],
+    argument: Annotated[str, Argument(help="the text that it takes, or a JSON object of its arguments")],
+    settings: Settings = None,
+    config: Annotated[
+        str | None,
+        Option(
+            metavar="FILE",
+            help="YAML file, or a preset's name; without one task=qa holds, with the built-in documents and papers",
+        ),
+    ] = None,
+) -> int:
+    """Call one tool as a team would, and show what it says and how long it took; exits with 1 where that is an error."""
+    from marsrl.trainer.config.read import read_config
+    from marsrl.trainer.evaluate.tool_call import call_tool
 
-    def run(words: argparse.Namespace) -> int:
-        from marsrl.trainer.config.read import read_config
-        from marsrl.trainer.evaluate.tool_call import call_tool
-
-        built_in = [] if words.config else ["task=qa", "tools.scholar.kind=index", "tools.python={}"]
-        config, origin = read_config(words.config, [*built_in, *words.settings])
-        with origin.places_in_errors():
-            called = call_tool(config, words.tool, words.argument)
-        print(called.text())
-        return int(called.output.is_error)
-
-    parser.set_defaults(run=run)
-
-
-COMMANDS = {
-    "curate": _curate,
-    "make-facts": _make_facts,
-    "serve-retrieval": _serve_retrieval,
-    "tool": _tool,
-}
+    built_in = [] if config else ["task=qa", "tools.scholar.kind=index", "tools.python={}"]
+    read, origin = read_config(config, [*built_in, *(settings or ())])
+    with origin.places_in_errors():
+        said, is_error = call_tool(read, name, argument)
+    print(said)
+    return int(is_error)

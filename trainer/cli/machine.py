@@ -1,112 +1,144 @@
-"""This machine."""
+"""Models as files, and this machine."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
+from pathlib import Path
+from typing import Annotated, Literal
 
-from marsrl.trainer.cli.command import AddParser, command, takes_settings
+from typer import Argument, Option
 
-
-def _doctor(add: AddParser) -> None:
-    parser = command(
-        add,
-        "doctor",
-        "Say what is installed and what will serve on this machine, and why not the rest; of a config, whether it runs here.",
-        "marsrl doctor",
-    )
-    takes_settings(parser, "YAML file, or a preset's name: what would become of it on hosts like this one")
-    parser.add_argument("--nnodes", type=int, default=1, help="hosts of the trainer, as torchrun's (default: 1)")
-    parser.add_argument(
-        "--nproc-per-node", type=int, help="ranks on each, as torchrun's (default: the GPUs that engines leave)"
-    )
-
-    def run(words: argparse.Namespace) -> int:
-        from marsrl.trainer.checks.doctor import examine, report
-        from marsrl.trainer.config.read import read_config
-
-        if words.nnodes < 1 or (words.nproc_per_node or 1) < 1:
-            raise ValueError(
-                f"--nnodes is {words.nnodes}, --nproc-per-node {words.nproc_per_node}; expected at least 1"
-            )
-        config, origin = None, None
-        if words.config or words.settings:
-            config, origin = read_config(words.config, words.settings)
-            print(f"# settings: {origin}")
-        findings = examine(config, words.nnodes, words.nproc_per_node)
-        print(report(findings))
-        return int(any(finding.detail.startswith("refused") for finding in findings))
-
-    parser.set_defaults(run=run)
+from marsrl.trainer.cli.command import Settings, command
 
 
-def _join(add: AddParser) -> None:
-    parser = command(
-        add,
-        "join",
-        "Lend this host to a trainer on another one: its engines run here. Two commands make a cluster, in any order:\n\n"
-        "  trainer hosts:  torchrun ... trainer/main.py ... rollout.ray_address=here\n"
-        "  engine hosts:   marsrl join HOST        (HOST: where trainer rank 0 is)\n\n"
-        "Stays in the foreground until the trainer's cluster ends (exit code 0) or Ctrl-C. A cluster demands its token: copy\n"
-        "~/.ray/auth_token of HOST, which its first run makes, to the same place here, or name it with --token-file. Ray and\n"
-        "Python must be HOST's; models, and sync.directory if set, must be at the same paths.",
-        "marsrl join node0",
-    )
-    parser.add_argument(
-        "head", metavar="HOST[:PORT]", help="of trainer rank 0; the port is that of rollout.ray_address=here:PORT"
-    )
-    parser.add_argument("--gpus", help="those for engines, of the GPUs seen here: 0,1 (default: all)")
-    parser.add_argument(
-        "--engines", type=int, help="how many engines this host has room for, where it has no GPU (default: 1)"
-    )
-    parser.add_argument("--token-file", metavar="FILE", help="the cluster's token (default: ~/.ray/auth_token)")
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=1800.0,
-        metavar="S",
-        help="seconds to wait for HOST, at first and while it is silent (default: 1800)",
-    )
+@command("models", "marsrl init --shape tiny --tokenizer bytes /tmp/tiny")
+def init(
+    out: Annotated[
+        Path, Argument(help="directory to write, which must not exist yet or be empty; with --from-run a new file")
+    ],
+    from_run: Annotated[
+        Path | None, Option(metavar="RUN", help="run directory whose settings are written, in place of a model")
+    ] = None,
+    shape: Annotated[str, Option(help="size of the model: tiny, cpu_default, bench")] = "tiny",
+    tokenizer: Annotated[
+        str, Option(help="bytes, arithmetic, facts, calls, or a directory to copy one from")
+    ] = "bytes",
+    seed: Annotated[int, Option(help="of the random weights")] = 0,
+    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="of the weights")] = "float32",
+) -> None:
+    """Write a random Qwen3-MoE checkpoint in Hugging Face format, or a run's settings as a YAML file.
 
-    def run(words: argparse.Namespace) -> int:
-        from marsrl.rollout.config import HEAD_PORT
-        from marsrl.rollout.pool.addresses import split_address
-        from marsrl.trainer.checks.device import why_not_device
+    With --from-run OUT is a file for --config: the task, the presets that the run was made of, and each setting that
+    differs from theirs, so that it gives the run's settings again (but for run.name and run.resume, which are of one run).
+    """
+    if from_run:
+        from marsrl.trainer.config.from_run import write_settings_of
 
-        host, port = split_address(words.head, HEAD_PORT)
-        # ValueError says what is no number
-        gpus = [int(each) for each in words.gpus.split(",")] if words.gpus else None
-        if words.engines is None and (reason := why_not_device("cuda" if gpus else "auto")) is not None:
-            raise ValueError(f"{reason}, or give --engines")
-        if importlib.util.find_spec("ray") is None:
-            raise ValueError("the package ray is not installed here: install the version of the trainer's host")
-        from marsrl.rollout.pool.ray_node import JoinError, join, offer_of_this_host
+        print(write_settings_of(from_run, out))
+        return
+    from marsrl.trainer.models.init_model import init_model
 
-        def say(line: str) -> None:
-            print(f"marsrl join: {line}", flush=True)
-
-        try:
-            join(
-                host,
-                port,
-                offer_of_this_host(gpus, words.engines),
-                token_file=words.token_file,
-                wait_s=words.wait,
-                say=say,
-            )
-        except JoinError as error:
-            print(f"marsrl join: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            say("interrupted; this host has left")
-            return 130
-        return 0
-
-    parser.set_defaults(run=run)
+    init_model(shape, tokenizer, out, seed=seed, dtype=dtype)
+    print(out)
 
 
-COMMANDS = {
-    "doctor": _doctor,
-    "join": _join,
-}
+@command("models", "marsrl export runs/cpu_default-20260101-120000 /models/trained")
+def export(
+    source: Annotated[
+        str, Argument(metavar="RUN_OR_CHECKPOINT", help="a run directory (its latest checkpoint) or checkpoints/step_N")
+    ],
+    out: Annotated[str, Argument(help="directory to write; must not exist yet")],
+    policy: Annotated[str | None, Option(help="which of several policies (default: the only one)")] = None,
+) -> None:
+    """Write a checkpoint's weights as a Hugging Face directory, which transformers and vLLM load."""
+    from marsrl.trainer.models import export
+
+    done = export.export(source, out, policy)
+    print(f"{done.folder}: {done.num_bytes:,} bytes of weights from {done.source}")
+
+
+@command("this machine", "marsrl doctor")
+def doctor(
+    settings: Settings = None,
+    config: Annotated[
+        str | None,
+        Option(metavar="FILE", help="YAML file, or a preset's name: what would become of it on hosts like this one"),
+    ] = None,
+    nnodes: Annotated[int, Option(min=1, help="hosts of the trainer, as torchrun's")] = 1,
+    nproc_per_node: Annotated[
+        int | None, Option(min=1, help="ranks on each, as torchrun's (default: the GPUs that engines leave)")
+    ] = None,
+) -> int:
+    """Say what is installed and what will serve on this machine, and why not the rest; of a config, whether it runs here."""
+    from marsrl.trainer.checks.doctor import examine, report
+    from marsrl.trainer.config.read import read_config
+
+    read, origin = None, None
+    if config or settings:
+        read, origin = read_config(config, settings or ())
+        print(f"# settings: {origin}")
+    findings = examine(read, nnodes, nproc_per_node)
+    print(report(findings))
+    return int(any(finding.detail.startswith("refused") for finding in findings))
+
+
+@command("this machine", "marsrl join node0")
+def join(
+    head: Annotated[
+        str,
+        Argument(metavar="HOST[:PORT]", help="of trainer rank 0; the port is that of rollout.ray_address=here:PORT"),
+    ],
+    gpus: Annotated[str | None, Option(help="those for engines, of the GPUs seen here: 0,1 (default: all)")] = None,
+    engines: Annotated[
+        int | None, Option(help="how many engines this host has room for, where it has no GPU (default: 1)")
+    ] = None,
+    token_file: Annotated[
+        str | None, Option(metavar="FILE", help="the cluster's token (default: ~/.ray/auth_token)")
+    ] = None,
+    wait: Annotated[
+        float, Option(metavar="S", help="seconds to wait for HOST, at first and while it is silent")
+    ] = 1800.0,
+) -> int:
+    """Lend this host to a trainer on another one: its engines run here.
+
+    Two commands make a cluster, in any order: `torchrun ... trainer/main.py ... rollout.ray_address=here` on the trainer's
+    hosts, and `marsrl join HOST` on those of engines, HOST being that of trainer rank 0.
+
+    Stays in the foreground until the trainer's cluster ends (exit code 0) or Ctrl-C. A cluster demands its token: copy
+    ~/.ray/auth_token of HOST, which its first run makes, to the same place here, or name it with --token-file. Ray and
+    Python must be HOST's; models, and sync.directory if set, must be at the same paths.
+    """
+    from marsrl.rollout.config import HEAD_PORT
+    from marsrl.rollout.pool.addresses import split_address
+    from marsrl.trainer.checks.device import why_not_device
+
+    host, port = split_address(head, HEAD_PORT)
+    devices = [int(each) for each in gpus.split(",")] if gpus else None  # ValueError says what is no number
+    if engines is None and (reason := why_not_device("cuda" if devices else "auto")) is not None:
+        raise ValueError(f"{reason}, or give --engines")
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError("the package ray is not installed here: install the version of the trainer's host")
+    from marsrl.rollout.pool import ray_node
+
+    def say(line: str) -> None:
+        print(f"marsrl join: {line}", flush=True)
+
+    offer = ray_node.offer_of_this_host(devices, engines)
+    try:
+        ray_node.join(host, port, offer, token_file=token_file, wait_s=wait, say=say)
+    except ray_node.JoinError as error:
+        print(f"marsrl join: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted; this host has left")
+        return 130
+    return 0
+
+
+@command("this machine", "marsrl completion bash")
+def completion(shell: Literal["bash", "zsh", "fish"]) -> None:
+    """Print the completion script of a shell for `marsrl`."""
+    from typer.completion import get_completion_script
+
+    print(get_completion_script(prog_name="marsrl", complete_var="_MARSRL_COMPLETE", shell=shell))

@@ -1,4 +1,4 @@
-"""What the sections of a config demand of each other. Every rule raises ValueError: what was found, what would be right."""
+"""Rules between sections of a config. Each raises ValueError with the keys, what was found and what would be right."""
 
 from __future__ import annotations
 
@@ -188,12 +188,6 @@ def _check_reference(config: RunConfig) -> None:
 
 def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
     if sync.backend in ("auto", "shm"):
-        if sync.cpu_twin and (sync.backend == "shm" or sync.directory is not None):
-            files = "sync.directory" if sync.backend == "auto" else "sync.backend=shm"
-            raise ValueError(
-                f"sync.cpu_twin is true, but {files} is for weights in files, which need no GPU as it is: leave one of them "
-                "out, or set sync.backend=nccl or ipc"
-            )
         return
     key = f"sync.backend={sync.backend}"
     if sync.directory is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from marsrl.rollout.config import MOST, MOST_TOKENS, Settings
+from marsrl.rollout.config import Settings
+from marsrl.trainer.config.sections import Count, Share, Tokens, ZeroOrMore
 
 Fate = Literal["drop", "keep"]
-Count = Annotated[int, Field(ge=0, le=MOST)]
 _LEAST_FOUND = 0.9
 
 
@@ -59,15 +59,15 @@ class CriterionConfig(Settings):
         None, max_length=20_000, description="what is asked, in place of the built-in words; how to answer is added"
     )
     missing: Fate = Field("drop", description="questions without a readable verdict")
-    max_missing_share: float = Field(
-        0.1, ge=0, le=1, description="of questions without a readable verdict; with more the command stops"
+    max_missing_share: Share = Field(
+        0.1, description="of questions without a readable verdict; with more the command stops"
     )
     temperature: float = Field(0.6, gt=0, description="sampling temperature")
     top_p: float = Field(
         0.95, gt=0, le=1, description="likeliest tokens of this probability together are drawn from; 1: all"
     )
-    max_input_tokens: int = Field(8192, gt=0, le=MOST_TOKENS, description="of a prompt; a longer one is not asked")
-    max_response_tokens: int = Field(2048, gt=0, le=MOST_TOKENS, description="of an answer")
+    max_input_tokens: Tokens = Field(8192, description="of a prompt; a longer one is not asked")
+    max_response_tokens: Tokens = Field(2048, description="of an answer")
     template_options: dict[str, bool | str] = Field(
         default_factory=dict, description="of the chat template (Qwen3: enable_thinking)"
     )
@@ -76,11 +76,13 @@ class CriterionConfig(Settings):
 class BestOfNConfig(Settings):
     """Answers of the config's team: what it always gets right, or never, teaches nothing."""
 
-    n: int = Field(16, gt=0, le=MOST, description="answers of the whole team to each question")
-    keep: tuple[Count, Count] = Field((1, 11), description="fewest and most right answers of a question that is kept")
+    n: Count = Field(16, description="answers of the whole team to each question")
+    keep: tuple[ZeroOrMore, ZeroOrMore] = Field(
+        (1, 11), description="fewest and most right answers of a question that is kept"
+    )
     missing: Fate = Field("drop", description="questions that too many unknown answers leave undecided")
-    max_missing_share: float = Field(0.1, ge=0, le=1, description="of such questions; with more the command stops")
-    batch: int = Field(32, gt=0, le=MOST, description="questions that are played at once, and lost when it is killed")
+    max_missing_share: Share = Field(0.1, description="of such questions; with more the command stops")
+    batch: Count = Field(32, description="questions that are played at once, and lost when it is killed")
 
     @model_validator(mode="after")
     def _some_can_be_kept(self) -> BestOfNConfig:
@@ -94,7 +96,7 @@ class BestOfNConfig(Settings):
 class CurateConfig(Settings):
     """The stages of `marsrl curate`, in their order. null leaves one out."""
 
-    max_question_chars: int = Field(32_768, gt=0, le=MOST_TOKENS, description="a longer question is dropped when read")
+    max_question_chars: Tokens = Field(32_768, description="a longer question is dropped when read")
     level: LevelConfig | None = Field(None, description="academic level, by a field of the row")
     academic: CriterionConfig | None = Field(None, description="academic level, judged by a model")
     near_duplicates: NearDuplicatesConfig | None = NearDuplicatesConfig()

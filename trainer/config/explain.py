@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import takewhile
 from typing import Any
 
 import yaml
 
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config.keys import Key, as_key, every_key, key_names, nearest
+from marsrl.trainer.config.keys import Key, all_keys, as_key, nearest
 from marsrl.trainer.config.origin import ConfigError, ConfigOrigin
 
 _PAGES = {
@@ -56,7 +55,6 @@ name of yours: of a policy, an agent or a judge. `marsrl config` prints the sett
 `marsrl config --origin` also where each value was given, `marsrl config --explain rollout.segments` what one key means, and
 `marsrl config --markdown` this page.
 """
-_SHARED_KEYS = 3  # as many keys alike are printed once; the later section refers to them
 
 
 def page_of(name: str) -> str:
@@ -67,10 +65,10 @@ def page_of(name: str) -> str:
 
 
 def help_line(message: str) -> str:
-    """What to read about the first setting that an error's text begins with; "" where it begins with none."""
+    """Page and command that explain the setting at the start of an error's text; "" where it starts with none."""
     first = re.match(r"[\w.]*", message)[0].rstrip(".")  # type: ignore[index]  # it matches the empty text, too
     name = as_key(first.split("."))
-    if name not in key_names() or "docs/" in message:
+    if name not in all_keys() or "docs/" in message:
         return ""
     return f"\n(more: {page_of(name)}, marsrl config --explain {first})"
 
@@ -103,27 +101,26 @@ def _given(origin: ConfigOrigin, key: str) -> str:
 
 
 def explained(name: str, config: RunConfig, origin: ConfigOrigin) -> str:
-    """What a key or a section is, and what it is in these settings.
+    """Type, default and meaning of a key or section, and its value in these settings.
 
     Raises:
         ConfigError: there is no such key; the message names the nearest.
     """
     where = name.split(".")
     generic = as_key(where)
-    keys = {key.name: key for key in every_key()}
     settings = config.model_dump(mode="json")
-    found, value = keys.get(generic), _value(settings, where)
+    found, value = all_keys().get(generic), _value(settings, where)
     is_option = generic.split(".")[0] in ("task_options", "orchestration_options") and value is not None
     if generic.endswith(".<name>") and value is not None:  # policies.main: a section that the user has named
-        found = Key(generic, "section", "", keys[generic.removesuffix(".<name>")].meaning)
+        found = Key(generic, "section", "", all_keys()[generic.removesuffix(".<name>")].meaning)
     elif is_option:
-        found = keys[where[0]]
+        found = all_keys()[where[0]]
     if found is None:
         raise ConfigError(f"{name}: unknown key; {nearest(where)}")
     lines = [f"{name}: {found.kind}{f', default {found.default}' if found.default else ''}"]
     lines += [f"  {found.meaning}"] if found.meaning else []
-    below = [key for key in keys.values() if key.name.rpartition(".")[0] == generic]
-    if below and isinstance(value, dict) and not found.free:
+    below = [key for key in all_keys().values() if key.name.rpartition(".")[0] == generic]
+    if below and isinstance(value, dict):
         shown = [(key.name.rpartition(".")[2], key.meaning) for key in below]
         lines += [
             f"  {short}: {_short(value[short])}  # {meaning}".removesuffix("  # ")
@@ -150,47 +147,29 @@ def _value(settings: Any, where: list[str]) -> Any:
 
 
 def as_markdown() -> str:
-    """All keys as a page: a table a section, which refers to an earlier one for the keys that both have."""
+    """All keys as a page: a table a section, which refers to an earlier one of the same keys."""
     sections: dict[str, list[Key]] = {}
-    about: dict[str, str] = {}
-    for key in every_key():
-        if key.below:
-            about[f"{key.name}.<name>" if key.free else key.name] = key.meaning
+    for key in all_keys().values():
         if key.kind != "section":
             sections.setdefault(key.name.rpartition(".")[0], []).append(key)
-    lines = [HEAD]
-    for section, keys in sections.items():
-        lines += [f"## {f'`{section}`' if section else 'At the top'}\n"]
-        lines += [f"{_cell(about[section])}.\n"] if about.get(section) else []
-        rows = {key.name: _row(key) for key in keys}
-        earlier, shared = _nearest_section(section, sections)
-        if len(shared) < _SHARED_KEYS:
-            shared = []
-        if own := [f"| `{name}` | {row} |" for name, row in rows.items() if name not in shared]:
-            lines += ["| key | type | default | meaning |", "|---|---|---|---|", *own, ""]
-        if shared:
-            names = ", ".join(f"`{name}`" for name in shared)
-            lines += [f"As in [`{earlier}`](#{_anchor(earlier)}): {names}.\n"]
+    lines, first = [HEAD], dict[tuple[type, ...], str]()
+    for name, own in sections.items():
+        lines += [f"## {f'`{name}`' if name else 'At the top'}\n"]
+        section = all_keys().get(name.removesuffix(".<name>"))
+        if section is not None and section.meaning:
+            lines += [f"{_cell(section.meaning)}.\n"]
+        earlier = name if section is None else first.setdefault(section.below, name)
+        if earlier != name:
+            lines += [f"As in [`{earlier}`](#{_anchor(earlier)}): {', '.join(f'`{key.name}`' for key in own)}.\n"]
+            continue
+        rows = [" | ".join(map(_cell, (key.kind, key.default, key.meaning))) for key in own]
+        table = [f"| `{key.name}` | {row} |" for key, row in zip(own, rows, strict=True)]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|", *table, ""]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _row(key: Key) -> str:
-    return " | ".join(map(_cell, (key.kind, key.default, key.meaning)))
-
-
-def _nearest_section(section: str, sections: dict[str, list[Key]]) -> tuple[str, list[str]]:
-    """The earlier section with the most keys of the same name and row, and this section's names of these keys."""
-    best: tuple[str, list[str]] = ("", [])
-    for other in takewhile(lambda each: each != section, sections):
-        rows = {(key.name.rpartition(".")[2], _row(key)) for key in sections[other]}
-        alike = [key.name for key in sections[section] if (key.name.rpartition(".")[2], _row(key)) in rows]
-        if len(alike) > len(best[1]):
-            best = (other, alike)
-    return best
-
-
 def _anchor(section: str) -> str:
-    """Of its heading, as GitHub and mkdocs make it."""
+    """Link target of the section's heading, as GitHub and mkdocs make it."""
     return re.sub(r"[^\w-]", "", section).lower()
 
 

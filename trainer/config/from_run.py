@@ -57,7 +57,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _own(wanted: dict[str, Any], preset: dict[str, str]) -> dict[str, Any] | None:
-    """What differs from the preset with the same task and team; None where these do not go together."""
+    """Settings that differ from the preset with the same task and team; None where these do not go together."""
     team = {key: wanted[key] for key in ("task", "orchestration")}
     try:
         base, _ = read_config(None, [f"{key}={value}" for key, value in {**preset, **team}.items()], trains=False)

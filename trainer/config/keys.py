@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -46,19 +46,24 @@ class Key:
     free: bool = False
 
 
-def every_key(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[Key]:
-    """All of a model, each once, a section before what it holds, in the order in which they are written."""
+@functools.cache
+def all_keys() -> dict[str, Key]:
+    """Every setting and section by its name, a section before what it holds, in the order in which they are written."""
+    return {key.name: key for key in _keys_of(RunConfig, "")}
+
+
+def _keys_of(model: type[BaseModel], prefix: str) -> Iterator[Key]:
     for name, field in model.model_fields.items():
         below = tuple(_held(field.annotation))
-        is_free = get_origin(field.annotation) is dict
+        is_free = bool(below) and get_origin(field.annotation) is dict
         meaning = field.description or (_first_line(below[0]) if below else "")
         yield Key(prefix + name, _type(field), "" if below else _default(field), meaning, below, is_free)
         inside = f"{prefix}{name}.{'<name>.' if is_free else ''}"
-        yield from _of_kinds({_kind(each): list(every_key(each, inside)) for each in below})
+        yield from _of_kinds({_kind(each): list(_keys_of(each, inside)) for each in below})
 
 
 def _kind(model: type[BaseModel]) -> str:
-    """What `kind` says where a section has several; "" of a model that is alone."""
+    """Value of `kind` that selects the model; "" for a model that has no kinds beside it."""
     return str(get_args(model.model_fields["kind"].annotation)[0]) if "kind" in model.model_fields else ""
 
 
@@ -77,47 +82,36 @@ def _of_kinds(keys_of: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
         )
 
 
-def key_names() -> list[str]:
-    """Dotted names of all keys and sections."""
-    return [key.name for key in every_key()]
-
-
 def as_key(where: Sequence[str]) -> str:
     """The key's name in the models of a key as the user writes it: agents.solver.top_p -> agents.<name>.top_p."""
-    place, parts = _Place(), []
+    name = ""
     for part in where:
-        parts.append("<name>" if place.is_named else part)
-        place = place.below(part)
-    return ".".join(parts)
+        is_named = name in all_keys() and all_keys()[name].free
+        name = f"{name}.{'<name>' if is_named else part}".lstrip(".")
+    return name
 
 
-def kinds_of(where: Sequence[str]) -> dict[str, type[BaseModel]]:
+def kinds_of(name: str) -> dict[str, type[BaseModel]]:
     """The models of a section that has several kinds, by kind; {} of any other."""
-    models = _at(where).models
+    models = all_keys()[name].below if name in all_keys() else ()
     return {_kind(model): model for model in models} if len(models) > 1 and all(map(_kind, models)) else {}
-
-
-@functools.cache
-def sections_with_kinds() -> list[tuple[str, ...]]:
-    """Those whose keys depend on their `kind`; none of them lies in a mapping of names of the user's."""
-    return [tuple(key.name.split(".")) for key in every_key() if len(key.below) > 1 and all(map(_kind, key.below))]
 
 
 def nearest(where: Sequence[str]) -> str:
     """`did you mean x?` from the keys of the same section, else from the same key name anywhere in the tree."""
-    parent = list(where[:-1])
-    place = _at(parent)
-    if having := [kind for kind, model in kinds_of(parent).items() if where[-1] in model.model_fields]:
+    *parent, last = where
+    section = as_key(parent)
+    siblings = [name.rpartition(".")[2] for name in all_keys() if name.rpartition(".")[0] == section]
+    if parent and not siblings:
+        return nearest(parent)
+    if having := [kind for kind, model in kinds_of(section).items() if last in model.model_fields]:
         return f"{'.'.join(parent)} has it where its kind is {' or '.join(having)}"
-    siblings = list(dict.fromkeys(name for model in place.models for name in model.model_fields))
-    everywhere = {path.rsplit(".", 1)[-1]: path for path in key_names()}
-    if where[-1] in everywhere:
-        return f"did you mean {everywhere[where[-1]]}?"
-    near = difflib.get_close_matches(where[-1], siblings, n=1, cutoff=0.6)
-    if near:
+    everywhere = {name.rpartition(".")[2]: name for name in all_keys()}
+    if last in everywhere:
+        return f"did you mean {everywhere[last]}?"
+    if near := difflib.get_close_matches(last, siblings, n=1, cutoff=0.6):
         return f"did you mean {'.'.join([*parent, near[0]])}?"
-    near = difflib.get_close_matches(where[-1], everywhere, n=1, cutoff=0.75)
-    if near:
+    if near := difflib.get_close_matches(last, everywhere, n=1, cutoff=0.75):
         return f"did you mean {everywhere[near[0]]}?"
     return f"keys of {'.'.join(parent) or 'the config'}: {', '.join(siblings)}"
 
@@ -125,39 +119,14 @@ def nearest(where: Sequence[str]) -> str:
 def as_written(place: Sequence[str | int]) -> list[str]:
     """A key as the user writes it: pydantic also names the kind of a section that has several (tools.search.index.corpus)."""
     where: list[str] = []
-    at = _Place()
+    kinds: Collection[str] = ()
     for part in map(str, place):
-        several = at.models if len(at.models) > 1 and not at.is_named else ()
-        kinds = {kind: model for model in several for kind in get_args(model.model_fields["kind"].annotation)}
         if part in kinds:
-            at = _Place((kinds[part],))
+            kinds = ()
         else:
             where.append(part)
-            at = at.below(part)
+            kinds = kinds_of(as_key(where))
     return where
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """What a key leads to: the models of its section, several where it has kinds. is_named: a name of the user's comes next."""
-
-    models: tuple[type[BaseModel], ...] = (RunConfig,)
-    is_named: bool = False
-
-    def below(self, part: str) -> _Place:
-        """One part of the key further; a name of the user's, or the number of an entry in a list, leads to the same models."""
-        fields = [] if self.is_named else [m.model_fields[part] for m in self.models if part in m.model_fields]
-        if not fields:
-            return _Place(self.models)
-        held = tuple(model for field in fields for model in _held(field.annotation))
-        return _Place(held, bool(held) and any(get_origin(field.annotation) is dict for field in fields))
-
-
-def _at(where: Sequence[str]) -> _Place:
-    place = _Place()
-    for part in where:
-        place = place.below(part)
-    return place
 
 
 def _held(annotation: Any) -> list[type[BaseModel]]:

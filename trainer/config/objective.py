@@ -1,4 +1,4 @@
-"""What a token is trained towards: credit, loss, and the gate of well-mastered positive tokens."""
+"""Training objective: credit, loss, and the mask of well-mastered positive tokens."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from marsrl.rollout.config import MOST_TOKENS, Settings
-from marsrl.trainer.config.sections import OFF
+from marsrl.rollout.config import Settings
+from marsrl.trainer.config.sections import OFF, Tokens
 
 ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and value != "all" else value)
 """`credit.train_agents=solver` means [solver]."""
 
 
 class CreditConfig(Settings):
-    """What a sample is compared with, which gives its advantage."""
+    """Comparison that turns a sample's reward into its advantage."""
 
     normalise: Literal["group", "agent", "trajectory", "global", "agent_mean", "agent_std"] = Field(
         "group",
@@ -50,7 +50,7 @@ class CreditConfig(Settings):
     )
 
     def trains(self, agent: str) -> bool:
-        """Do the agent's samples have a gradient?"""
+        """True if the agent's samples are trained."""
         return self.train_agents == "all" or agent in self.train_agents
 
 
@@ -113,10 +113,8 @@ class LossConfig(Settings):
         description="trained agents with top_p below 1 or a top_k; renormalise: every log-prob is of the softmax over the tokens "
         "that the sampler kept at that place, which the engine records",
     )
-    max_support: int = Field(
+    max_support: Tokens = Field(
         1024,
-        gt=0,
-        le=MOST_TOKENS,
         description="renormalise: top_p of a trained agent keeps so many tokens at a place at most, the likeliest",
     )
 

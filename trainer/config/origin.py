@@ -1,4 +1,4 @@
-"""Where each setting was given, file and line, so that an error that names a setting can say it."""
+"""File and line of each setting, for the errors that name it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 _KEY = re.compile(r"[A-Za-z_]\w*(?:\.\w[\w-]*)+")  # rollout.segments; whether it is one of ours, the places say
 _FIRST_WORD = re.compile(r"([A-Za-z_]\w*)(?=[:=]| is )")  # task: ..., layout: ...
@@ -34,12 +34,33 @@ class Layer:
     places: Mapping[str, str]
 
 
-def places_in_yaml(text: str, label: str) -> dict[str, str]:
-    """Dotted key -> label:line for every key of a YAML mapping."""
-    return {key: f"{label}:{line}" for key, line in _keys(yaml.compose(text), "")}
+def layer_of_file(path: Path, label: str) -> Layer:
+    """A YAML file's settings, each with label:line; ConfigError where it cannot be read."""
+    try:
+        settings = OmegaConf.load(path)
+        node = yaml.compose(path.read_text("utf-8"))
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{label}: {error}") from error
+    if not isinstance(settings, DictConfig):
+        raise ConfigError(f"{label}: expected a mapping of settings at the top")
+    return Layer(label, path.resolve(), settings, {key: f"{label}:{line}" for key, line in _keys(node, "")})
+
+
+def layer_of_words(words: Sequence[str], label: str = "command line") -> Layer:
+    """The settings of words `key.sub=value`; ConfigError where one is none."""
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if not equals or not key or key.startswith("-"):
+            raise ConfigError(f"{label}: {word!r} is not a setting; write key.sub=value (--help lists the options)")
+    try:
+        settings = OmegaConf.from_dotlist(list(words))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{label}: {error}") from error
+    return Layer(label, None, settings, {key: label for key, _ in _keys(yaml.compose(OmegaConf.to_yaml(settings)), "")})
 
 
 def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    """(dotted key, line) of every key of a YAML mapping."""
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
@@ -50,19 +71,9 @@ def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
         yield from _keys(value, f"{prefix}{key.value}.")
 
 
-def places_in_words(settings: Mapping[str, Any], label: str, prefix: str = "") -> dict[str, str]:
-    """Dotted key -> label for every key of the nested settings that the command line gives."""
-    places = {}
-    for key, value in settings.items():
-        places[f"{prefix}{key}"] = label
-        if isinstance(value, Mapping):
-            places |= places_in_words(value, label, f"{prefix}{key}.")
-    return places
-
-
 @dataclass(frozen=True, slots=True)
 class ConfigOrigin:
-    """What a config was made of; as text "preset cpu_default.yaml < my.yaml < command line", later ones win."""
+    """Layers of a config, later ones win; as text "preset cpu_default.yaml < my.yaml < command line"."""
 
     layers: Sequence[Layer]
 
@@ -81,7 +92,7 @@ class ConfigOrigin:
         return {key: place for layer in self.layers for key, place in layer.places.items()}
 
     def place(self, key: Sequence[str]) -> str:
-        """Where a key was given, or else the innermost section around it; "" where it is a default."""
+        """File and line of a key, or else of the innermost section around it; "" for a default."""
         places = self.places
         return next((places[k] for end in range(len(key), 0, -1) if (k := ".".join(key[:end])) in places), "")
 

@@ -6,23 +6,20 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from marsrl.rollout.config import MOST, MOST_RANKS, OpenAIOptions, Settings, VllmOptions
+from marsrl.rollout.config import MOST_RANKS, OpenAIOptions, Settings, VllmOptions
+from marsrl.trainer.config.sections import Ranks, Share, ZeroOrMore
 
 
 class LayoutConfig(Settings):
-    """How a policy is cut over ranks (Megatron's sizes); all trained policies alike."""
+    """Split of a policy over ranks (Megatron's sizes); the same for all trained policies."""
 
-    tensor: int = Field(
+    tensor: Ranks = Field(
         1,
-        gt=0,
-        le=MOST_RANKS,
         description="ranks that share every matrix and the vocabulary; for a model too large for one GPU, within a "
         "host: two collectives a layer",
     )
-    expert: int = Field(
+    expert: Ranks = Field(
         1,
-        gt=0,
-        le=MOST_RANKS,
         description="ranks that share the experts of a layer, each whole on one; MoE models only, before a larger `tensor`",
     )
     expert_tensor: int | None = Field(
@@ -31,17 +28,13 @@ class LayoutConfig(Settings):
         le=MOST_RANKS,
         description="ranks that share each expert's matrices; default: `tensor` for expert 1, else 1",
     )
-    pipeline: int = Field(
+    pipeline: Ranks = Field(
         1,
-        gt=0,
-        le=MOST_RANKS,
         description="ranks that share the layers; for a model too large for one host: ranks idle while the first and "
         "last micro-batches pass",
     )
-    context: int = Field(
+    context: Ranks = Field(
         1,
-        gt=0,
-        le=MOST_RANKS,
         description="ranks that share each sequence's tokens; for completions whose activations do not fit even with "
         "recompute: full",
     )
@@ -56,13 +49,13 @@ class OptimizerConfig(Settings):
         description="learning rate at its peak; lower it where actor/entropy or actor/grad_norm runs away "
         "(docs/troubleshooting.md)",
     )
-    warmup_steps: int = Field(
-        0, ge=0, le=MOST, description="steps in which the learning rate rises from lr / warmup_steps to lr"
+    warmup_steps: ZeroOrMore = Field(
+        0, description="steps in which the learning rate rises from lr / warmup_steps to lr"
     )
     decay: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="how the learning rate falls after the warm-up, to final_lr_ratio at run.steps"
     )
-    final_lr_ratio: float = Field(0.0, ge=0, le=1, description="learning rate of the last step over `lr`, for a decay")
+    final_lr_ratio: Share = Field(0.0, description="learning rate of the last step over `lr`, for a decay")
     betas: tuple[float, float] = Field(
         (0.9, 0.95), description="how much the averages of the gradient and of its square keep of themselves a step"
     )
@@ -109,7 +102,7 @@ class PriceConfig(Settings):
     output: float = Field(ge=0, description="decoded tokens")
 
     def of(self, input_tokens: float, cached_tokens: float, output_tokens: float) -> float:
-        """What so many cost; cached_tokens are among input_tokens."""
+        """Cost of so many tokens; cached_tokens are among input_tokens."""
         cached = self.input if self.cached_input is None else self.cached_input
         whole = (input_tokens - cached_tokens) * self.input + cached_tokens * cached + output_tokens * self.output
         return whole / 1e6

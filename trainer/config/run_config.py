@@ -90,7 +90,7 @@ class RunConfig(Settings):
 
     @property
     def has_whole_instances(self) -> bool:
-        """Does a step hold whole rollout instances?"""
+        """True if a step trains whole rollout instances."""
         return self.trains_whole or self.rollout.pipeline == "trajectory"
 
     def rollout_of(self, policy: str) -> RolloutConfig:
@@ -102,7 +102,7 @@ class RunConfig(Settings):
 
     @property
     def max_kept(self) -> dict[str, int]:
-        """How many tokens the sampler keeps at a place, at most, by trained agent that leaves some out (top_p, top_k)."""
+        """Largest number of tokens that the sampler keeps at a position, for each trained agent with top_p or top_k."""
         return {
             name: self.loss.max_support
             for name, agent in self.agents.items()
@@ -110,7 +110,7 @@ class RunConfig(Settings):
         }
 
     def records_of(self, policy: str) -> Records:
-        """What the policy's engines are asked about tokens beside log-probs."""
+        """Records that the policy's engines make of each token beside its log-prob."""
         return Records(
             kept_tokens=any(self.agents[name].policy == policy for name in self.max_kept),
             experts=policy in self.trained_policies and self.trainer.router_replay == "rollout",
@@ -123,11 +123,11 @@ class RunConfig(Settings):
 
     @property
     def trained_policies(self) -> dict[str, PolicyConfig]:
-        """Those that are not frozen, at least one: every rank holds them, the engines get new weights of them."""
+        """Policies that are not frozen, at least one: every rank holds them, and their engines get new weights."""
         return {name: policy for name, policy in self.policies.items() if not policy.frozen}
 
     def engine_dtype(self, policy: str) -> Literal["float32", "bfloat16", "float16"]:
-        """What the policy's engines compute in."""
+        """Dtype that the policy's engines compute in."""
         asked = self.rollout_of(policy).vllm.dtype if self.rollout.engine == "vllm" else None
         return asked or self.policies[policy].dtype
 

@@ -15,13 +15,19 @@ OFF = BeforeValidator(lambda value: "off" if value is False else value)
 
 MOST_SEED = 2**31 - 1  # Megatron adds to it, and NumPy's generators take 32 bits
 
+Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
+Tokens = Annotated[int, Field(gt=0, le=MOST_TOKENS)]
+Count = Annotated[int, Field(gt=0, le=MOST)]
+ZeroOrMore = Annotated[int, Field(ge=0, le=MOST)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
 
 class RunSection(Settings):
-    """What the run is called, how long it is, and what it keeps."""
+    """Name and length of the run, and the files that it keeps."""
 
     name: str | None = Field(None, description="directory under `dir`; default: preset and UTC time, never a collision")
     dir: str = Field("runs", description="where run directories go")
-    steps: int = Field(32, gt=0, le=MOST, description="policy updates")
+    steps: Count = Field(32, description="policy updates")
     seed: int = Field(0, ge=0, le=MOST_SEED, description="every generator of the run derives from it")
     device: Literal["auto", "cuda", "cpu"] = Field(
         "auto",
@@ -34,9 +40,9 @@ class RunSection(Settings):
         "newest whole one then",
     )
     evaluate: bool = Field(True, description="evaluate before and after")
-    eval_every: int = Field(0, ge=0, le=MOST, description="steps between evaluations on the way; 0 = none")
-    checkpoint_every: int = Field(
-        0, ge=0, le=MOST, description="steps between checkpoints, beside those of checkpoint_minutes; 0: none"
+    eval_every: ZeroOrMore = Field(0, description="steps between evaluations on the way; 0 = none")
+    checkpoint_every: ZeroOrMore = Field(
+        0, description="steps between checkpoints, beside those of checkpoint_minutes; 0: none"
     )
     checkpoint_minutes: float = Field(
         15.0,
@@ -44,8 +50,8 @@ class RunSection(Settings):
         allow_inf_nan=False,
         description="minutes between checkpoints, each at the end of a step: a crash loses no more and that step; 0: none",
     )
-    keep_checkpoints: int = Field(2, gt=0, le=MOST, description="how many of the last checkpoints stay")
-    keep_every: int = Field(0, ge=0, le=MOST, description="checkpoints of steps divisible by it stay too; 0 = none")
+    keep_checkpoints: Count = Field(2, description="how many of the last checkpoints stay")
+    keep_every: ZeroOrMore = Field(0, description="checkpoints of steps divisible by it stay too; 0 = none")
     async_checkpoint: bool = Field(
         False, description="write checkpoints beside training, from copies in CPU memory (weights and optimizer state)"
     )
@@ -55,16 +61,12 @@ class RunSection(Settings):
         le=LONGEST_S,
         description="a rank or an engine whose process says nothing for so long is lost: the run ends, an engine is replaced",
     )
-    token_log_every: int = Field(
+    token_log_every: ZeroOrMore = Field(
         10,
-        ge=0,
-        le=MOST,
         description="steps between those of which single tokens are kept, for `marsrl view` (docs/view.md); 0 = none",
     )
-    token_log_groups: int = Field(
+    token_log_groups: Count = Field(
         1,
-        gt=0,
-        le=MOST,
         description="whose tokens are kept of such a step: groups of each agent, at most 32 MiB together",
     )
     prometheus_port: int = Field(
@@ -101,36 +103,28 @@ class DataConfig(Settings):
 
 
 class TrainerConfig(Settings):
-    """How a step's batch is computed, and when the run gives up."""
+    """Computation of a step's batch, and when the run gives up."""
 
-    max_tokens_per_micro_batch: int = Field(
+    max_tokens_per_micro_batch: Tokens = Field(
         16384,
-        gt=0,
-        le=MOST_TOKENS,
         description="tokens that a rank computes at once, prompts included: at least the longest prompt with its "
         "completion; more is faster and takes more memory, and changes no gradient",
     )
-    updates_per_step: int = Field(
-        1, gt=0, le=MOST, description="optimizer steps a step, each on its part of the step's groups"
-    )
+    updates_per_step: Count = Field(1, description="optimizer steps a step, each on its part of the step's groups")
     router_replay: Literal["none", "recompute", "rollout"] = Field(
         "none",
         description="experts forced in training: those of a forward pass under the step's starting weights (recompute, R2), "
         "or those of decoding (rollout, R3; recorded by rollout.engine=local, and by vllm on GPUs)",
     )
-    max_bad_steps: int = Field(
-        3, gt=0, le=MOST, description="consecutive steps with a non-finite loss or gradient before the run stops"
+    max_bad_steps: Count = Field(
+        3, description="consecutive steps with a non-finite loss or gradient before the run stops"
     )
-    max_empty_steps: int = Field(
+    max_empty_steps: Count = Field(
         20,
-        gt=0,
-        le=MOST,
         description="consecutive steps with samples of which none has a gradient before the run stops",
     )
-    agent_grad_norm_every: int = Field(
+    agent_grad_norm_every: ZeroOrMore = Field(
         0,
-        ge=0,
-        le=MOST,
         description="steps between measurements of the gradient norm of each agent's share, a forward and backward pass an "
         "agent; 0 = none",
     )
@@ -141,7 +135,7 @@ SyncBackend = Literal["auto", "shm", "nccl", "ipc"]
 
 
 class SyncConfig(Settings):
-    """How new weights reach the engines."""
+    """Transport of new weights to the engines."""
 
     backend: SyncBackend = Field(
         "auto",
@@ -171,6 +165,4 @@ class SyncConfig(Settings):
         description="shm: where the weights of a version are written for the engines, a folder that all their hosts see; "
         "default: /dev/shm of rank 0's host",
     )
-    verify_every: int = Field(
-        1, gt=0, le=MOST, description="versions between probe comparisons; checksums are compared every time"
-    )
+    verify_every: Count = Field(1, description="versions between probe comparisons; checksums are compared every time")

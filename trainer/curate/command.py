@@ -23,12 +23,12 @@ from marsrl.rollout.types import Problem
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.config.read import ConfigError, models_given, read_config
-from marsrl.trainer.curate.best_of_n import BestOfN
-from marsrl.trainer.curate.judged import Judged
-from marsrl.trainer.curate.near_duplicates import NearDuplicates
+from marsrl.trainer.curate.best_of_n import NAME, best_of_n
+from marsrl.trainer.curate.judged import judged
+from marsrl.trainer.curate.near_duplicates import near_duplicates
 from marsrl.trainer.curate.pipeline import Pipeline, StageRecord
 from marsrl.trainer.curate.rows import Stage, read_inputs
-from marsrl.trainer.curate.rules import Level, Readable
+from marsrl.trainer.curate.rules import level, readable
 from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.evaluate.identity import policy_identity, team_identity
 from marsrl.trainer.look.export import PAGES
@@ -103,7 +103,7 @@ def _write_report(out: Path, records: Sequence[StageRecord], config: str) -> Pat
         name=out.resolve().name,
         style=Markup((PAGES / "style.css").read_text("utf-8")),
         records=records,
-        num_rows=first.num_kept + first.num_dropped if first is not None else 0,
+        num_rows=first.num_kept + first.num_dropped,
         config=config,
     )
     path = out / "report.html"
@@ -112,10 +112,10 @@ def _write_report(out: Path, records: Sequence[StageRecord], config: str) -> Pat
 
 
 def check(config: RunConfig) -> None:
-    """What can be wrong with the stages and is cheap to see, before the first of them runs."""
+    """Refuse stages that cannot run, as far as that is cheap to see before the first of them does."""
     section = config.curate
     if section.near_duplicates is not None:
-        NearDuplicates(section.near_duplicates)
+        near_duplicates(section.near_duplicates)
     for name, judge in section.judges.items():
         policy = config.policies.get(judge.policy)
         if policy is None:
@@ -142,25 +142,25 @@ def stages_of(config: RunConfig, inputs: Sequence[Path], out: Path) -> list[Stag
         "answer_key": data.answer_key,
         "task": config.task,
     }
-    stages: list[Stage] = [Readable(section.max_question_chars, origin)]
+    stages = [readable(section.max_question_chars, origin)]
     if section.level is not None:
-        stages.append(Level(section.level))
+        stages.append(level(section.level))
 
-    def judged(name: str, judge: CriterionConfig | None) -> None:
+    def ask(name: str, judge: CriterionConfig | None) -> None:
         if judge is not None:
             policy = policy_identity(config.policies[judge.policy])
             answers = out / "stages" / name / "answers.jsonl"
-            stages.append(Judged(name, judge, policy, seed, partial(_open_judge, config, judge), answers))
+            stages.append(judged(name, judge, policy, seed, partial(_open_judge, config, judge), answers))
 
-    judged("academic", section.academic)
+    ask("academic", section.academic)
     if section.near_duplicates is not None:
-        stages.append(NearDuplicates(section.near_duplicates))
-    judged("clarity", section.clarity)
-    judged("graduate", section.graduate)
+        stages.append(near_duplicates(section.near_duplicates))
+    ask("clarity", section.clarity)
+    ask("graduate", section.graduate)
     if section.best_of_n is not None:
         alone = config.without_curators()
-        answers = out / "stages" / BestOfN.name / "answers.jsonl"
-        stages.append(BestOfN(section.best_of_n, team_identity(alone), partial(_open_evaluator, alone), answers))
+        answers = out / "stages" / NAME / "answers.jsonl"
+        stages.append(best_of_n(section.best_of_n, team_identity(alone), partial(_open_evaluator, alone), answers))
     return stages
 
 
@@ -172,11 +172,8 @@ def _open_judge(config: RunConfig, judge: CriterionConfig) -> Iterator[tuple[Cha
     name, policy = judge.policy, config.policies[judge.policy]
     alone = config.model_copy(update={"policies": {name: policy}})
     model = models_given(alone)[name]
-    longest, host = (
-        judge.max_input_tokens + judge.max_response_tokens,
-        this_host(config.rollout.ray_address, trains=False),
-    )
-    deadline_s = config.rollout.deadline_s
+    longest = judge.max_input_tokens + judge.max_response_tokens
+    host, deadline_s = this_host(config.rollout.ray_address, trains=False), config.rollout.deadline_s
     with open_pool(alone, name, model, max_model_len=longest, host=host, deadline_s=deadline_s) as pool:
         yield ChatRenderer(model), pool
 

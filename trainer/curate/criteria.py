@@ -1,4 +1,4 @@
-"""What a model is asked about a question and its reference answer, and how its verdict is read."""
+"""The words in which a model is asked about a question and its reference answer, and the reading of its verdict."""
 
 from __future__ import annotations
 

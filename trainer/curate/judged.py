@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from marsrl.rollout.agents.parsers import THINK_OPEN, visible
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
+from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.data import right_answers
-from marsrl.rollout.types import Finish
+from marsrl.rollout.types import Finish, Problem
 from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.curate.criteria import CRITERIA, messages, read_verdict
 from marsrl.trainer.curate.missing import MissingShare
-from marsrl.trainer.curate.rows import Decision, Row
+from marsrl.trainer.curate.rows import Decision, Decisions, Row, Stage
 from marsrl.trainer.runs.answers import Answers, key_of
 
 _AHEAD = 1024  # rows that are read ahead, so that every engine has enough to do
@@ -41,117 +41,102 @@ class _Said:
     reason: str
 
 
-class Judged:
-    """One criterion. The engines start with the first question that has not been answered yet."""
+def judged(
+    name: str, config: CriterionConfig, policy: Mapping[str, Any], seed: int, open_pool: OpenPool, answers: Path
+) -> Stage:
+    """One criterion. The engines start with the first question that has not been answered yet.
+
+    policy: what tells the model from others, as JSON. answers: the file that keeps what it says.
+    """
+    asked = {"instructions": config.instructions or CRITERIA[name].instructions, "policy": policy, "seed": seed}
+    own = {"temperature", "top_p", "max_input_tokens", "max_response_tokens", "template_options"}
+    asked |= config.model_dump(mode="json", include=own)
+
+    def decide(rows: Iterator[Row]) -> Decisions:
+        with closing(Answers(answers, _read)) as kept, ExitStack() as stack:
+            judge = _Judge(name, config, asked, seed, lambda: stack.enter_context(open_pool()), kept)
+            yield from judge.decisions(rows)
+
+    return Stage(name, {**config.model_dump(mode="json"), **asked}, decide)
+
+
+class _Judge:
+    """Asks for what is not kept, rows ahead, and decides in the order of the rows."""
 
     def __init__(
         self,
         name: str,
         config: CriterionConfig,
-        policy: Mapping[str, Any],
+        asked: Mapping[str, Any],
         seed: int,
-        open_pool: OpenPool,
-        answers: Path,
+        start: Callable[[], tuple[ChatRenderer, EnginePool]],
+        answers: Answers[_Said],
     ) -> None:
-        """policy: what tells the model from others, as JSON. answers: the file that keeps what it says."""
-        self.name = name
-        self._config, self._policy, self._seed = config, policy, seed
-        self._criterion = CRITERIA[name]
-        self._asked = {
-            "instructions": config.instructions or self._criterion.instructions,
-            "policy": policy,
-            "seed": seed,
-        }
-        own = {"temperature", "top_p", "max_input_tokens", "max_response_tokens", "template_options"}
-        self._asked |= config.model_dump(mode="json", include=own)
-        self._open_pool = open_pool
+        """asked: all that answers depend on beside question and reference."""
+        self._name, self._config, self._asked, self._seed = name, config, asked, seed
+        self._start, self._answers = start, answers
         self._engines: tuple[ChatRenderer, EnginePool] | None = None
-        self._stack = ExitStack()
-        self._answers: Answers[_Said] = Answers(answers, _read)
-        self._stack.callback(self._answers.close)
-        self._share = MissingShare(f"curate.{name}.max_missing_share", config.max_missing_share)
         self._failed: dict[str, _Said] = {}  # by key: not kept, so asked again the next time
-        self._under_way: set[str] = set()
-        self._prompts: dict[str, str] = {}  # of those under way: how the prompt ends
+        self._prompt_ends: dict[str, str] = {}  # of those under way
 
-    def settings(self) -> Mapping[str, Any]:
-        return {**self._config.model_dump(mode="json"), **self._asked}
-
-    def recall(self, row: Row, decision: Decision) -> None:
-        self._share.count(decision.kind == _UNREADABLE)
-
-    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
+    def decisions(self, rows: Iterator[Row]) -> Decisions:
+        share = MissingShare(f"curate.{self._name}.max_missing_share", self._config.max_missing_share)
         ahead: deque[tuple[Row, str]] = deque()
         is_more = True
-        while True:
+        while is_more or ahead:
             while is_more and len(ahead) < _AHEAD:
                 row = next(rows, None)
                 is_more = row is not None
                 if row is not None:
-                    ahead.append((row, self._ask(row)))
-            if not ahead:
-                self._share.check("the stage is at its end")
-                return
+                    ahead.append((row, self._ask(row.problem)))
             while ahead and (said := self._said(ahead[0][1])) is not None:
-                row, key = ahead.popleft()
-                self._share.count(said.verdict is None)
-                if said.verdict is None:
-                    self._share.check_early(f"{row.problem.id}: {said.reason[-200:]!r}")
-                yield row, self._decision(said, is_final=key not in self._failed)
-            if self._under_way:
+                row, _ = ahead.popleft()
+                share.count(f"{row.problem.id}: {said.reason[-200:]!r}" if said.verdict is None else None)
+                yield row, self._decision(said)
+            if self._prompt_ends:
                 self._collect()
-
-    def close(self) -> None:
-        self._stack.close()
+        share.check()
 
     def _said(self, key: str) -> _Said | None:
-        return self._answers[key] if key in self._answers else self._failed.get(key)
+        return self._answers.get(key) or self._failed.get(key)
 
-    def _decision(self, said: _Said, is_final: bool) -> Decision:
+    def _decision(self, said: _Said) -> Decision:
         if said.verdict is None:
-            return Decision(self._config.missing == "keep", _UNREADABLE, said.reason, is_final)
-        return Decision(said.verdict, self._criterion.yes if said.verdict else self._criterion.no, said.reason)
+            return Decision(self._config.missing == "keep", _UNREADABLE, said.reason)
+        criterion = CRITERIA[self._name]
+        return Decision(said.verdict, criterion.yes if said.verdict else criterion.no, said.reason)
 
-    def _ask(self, row: Row) -> str:
+    def _ask(self, problem: Problem) -> str:
         """The key of its answer, which is asked for where it is not there or under way."""
-        question, reference = row.problem.question, row.problem.answer
-        references = [_NO_REFERENCE] if reference is None else right_answers(reference)
+        references = [_NO_REFERENCE] if problem.answer is None else right_answers(problem.answer)
         answer = references[0] if len(references) == 1 else "\n".join((_SEVERAL, *references))
-        key = key_of(question=question, answer=answer, **self._asked)
-        if key in self._answers or key in self._failed or key in self._under_way:
+        key = key_of(question=problem.question, answer=answer, **self._asked)
+        if self._said(key) is not None or key in self._prompt_ends:
             return key
         config = self._config
-        renderer, pool = self._start()
-        chat = messages(self._criterion, config.instructions, question, answer)
+        self._engines = self._engines or self._start()
+        renderer, pool = self._engines
+        chat = messages(CRITERIA[self._name], config.instructions, problem.question, answer)
         prompt, text = renderer.render(chat, **config.template_options)
         if len(prompt) > config.max_input_tokens:
-            too_long = f"the prompt has {len(prompt):,} tokens, at most curate.{self.name}.max_input_tokens"
+            too_long = f"the prompt has {len(prompt):,} tokens, at most curate.{self._name}.max_input_tokens"
             self._answers.add(key, {"too_long": f"{too_long} = {config.max_input_tokens:,}"})
             return key
-        self._under_way.add(key)
-        self._prompts[key] = text[-40:]
+        self._prompt_ends[key] = text[-40:]
         sampling = Sampling(config.temperature, config.top_p, -1, renderer.stop_ids)
-        seed = derive_seed(self._seed, "curate", self.name, key)
+        seed = derive_seed(self._seed, "curate", self._name, key)
         pool.submit([DecodeRequest(key, prompt, config.max_response_tokens, sampling, seed, key)], version=0)
         return key
 
-    def _start(self) -> tuple[ChatRenderer, EnginePool]:
-        if self._engines is None:
-            self._engines = self._stack.enter_context(self._open_pool())
-        return self._engines
-
     def _collect(self) -> None:
-        renderer, pool = self._start()
+        assert self._engines is not None
+        renderer, pool = self._engines
         for result in pool.collect(_WAIT_S):
-            self._under_way.discard(result.uid)
-            self._take(renderer, result, self._prompts.pop(result.uid))
-
-    def _take(self, renderer: ChatRenderer, result: DecodeResult, prompt_end: str) -> None:
-        if result.finish not in (Finish.STOP, Finish.LENGTH):
-            self._failed[result.uid] = _Said(None, f"not answered: {result.error or result.finish.value}")
-            return
-        shown = visible(renderer.decode(result.token_ids), prompt_end.rstrip().endswith(THINK_OPEN))
-        self._answers.add(result.uid, {"text": shown or ""})
+            thinks = self._prompt_ends.pop(result.uid).rstrip().endswith(THINK_OPEN)
+            if result.finish in (Finish.STOP, Finish.LENGTH):
+                self._answers.add(result.uid, {"text": visible(renderer.decode(result.token_ids), thinks) or ""})
+            else:
+                self._failed[result.uid] = _Said(None, f"not answered: {result.error or result.finish.value}")
 
 
 def _read(answer: Any) -> _Said | None:

@@ -1,4 +1,4 @@
-"""How many rows a stage could not judge, and when that is too many."""
+"""Stops a stage that could not judge too many of its rows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ class MissingShare:
         self._key, self._most = key, most
         self._num_missing = self._num_rows = 0
 
-    def count(self, is_missing: bool) -> None:
+    def count(self, missing: str | None) -> None:
+        """One more row. missing: which one, and why it has no verdict; CurationStopped with too many, once there are enough."""
         self._num_rows += 1
-        self._num_missing += is_missing
+        if missing is not None:
+            self._num_missing += 1
+            if self._num_rows >= _ENOUGH:
+                self.check(missing)
 
-    def check_early(self, last: str) -> None:
-        """Raise CurationStopped with too many, where there are enough rows to say so. last: of them, for the message."""
-        if self._num_rows >= _ENOUGH:
-            self.check(last)
-
-    def check(self, last: str) -> None:
+    def check(self, last: str = "the stage is at its end") -> None:
         """Raise CurationStopped with too many, few as the rows may be."""
         if self._num_missing > self._most * self._num_rows:
             raise CurationStopped(

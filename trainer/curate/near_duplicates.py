@@ -1,7 +1,7 @@
 """Questions that are much like an earlier one: MinHash finds candidates (rensa), their shingles decide.
 
 A row is compared with the kept rows before it, and the first of its kind is the one that stays: the result follows from the
-order of the rows alone, also where the stage was stopped and goes on.
+order of the rows alone.
 """
 
 from __future__ import annotations
@@ -9,31 +9,32 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from marsrl.trainer.config.curate import NearDuplicatesConfig
-from marsrl.trainer.curate.rows import Decision, Row
+from marsrl.trainer.curate.rows import Decision, Decisions, Row, Stage
 
 _BATCH = 1024  # rows whose hashes are computed by one call
 _COMPARED = 64  # candidates whose shingles are compared: a template can have thousands
-_BLOCK = 1 << 16  # kept rows in one array of hashes
 
 
-class NearDuplicates:
-    """See the module."""
+def near_duplicates(config: NearDuplicatesConfig) -> Stage:
+    """See the module. Raises ValueError where rensa is not installed."""
+    if importlib.util.find_spec("rensa") is None:
+        raise ValueError(
+            "curate.near_duplicates needs the package rensa, which is not installed here: pip install rensa "
+            "(marsrl[curate]), or set curate.near_duplicates=null"
+        )
+    return Stage("near_duplicates", config.model_dump(mode="json"), lambda rows: _Questions(config).decisions(rows))
 
-    name = "near_duplicates"
+
+class _Questions:
+    """The questions that were kept, and an index of them."""
 
     def __init__(self, config: NearDuplicatesConfig) -> None:
-        """Raises ValueError where rensa is not installed."""
-        if importlib.util.find_spec("rensa") is None:
-            raise ValueError(
-                "curate.near_duplicates needs the package rensa, which is not installed here: pip install rensa "
-                "(marsrl[curate]), or set curate.near_duplicates=null"
-            )
         import rensa
 
         self._config = config
@@ -41,31 +42,15 @@ class NearDuplicates:
         self._sketches = rensa.RMinHash.from_token_sets
         self._index = rensa.RMinHashLSH(config.threshold, self._num_hashes, config.bands)
         self._kept: list[tuple[str, str, str | None]] = []  # question as compared, id, answer
-        self._hashes: list[np.ndarray] = []  # of the kept rows, in blocks [_BLOCK, num_hashes] uint16: their low halves
-        self._recalled: list[Row] = []
+        self._hashes = np.empty((_BATCH, self._num_hashes), np.uint16)  # of the kept rows, then room: their low halves
 
-    def settings(self) -> Mapping[str, Any]:
-        return self._config.model_dump(mode="json")
-
-    def recall(self, row: Row, decision: Decision) -> None:
-        if decision.is_kept:
-            self._recalled.append(row)
-        if len(self._recalled) == _BATCH:
-            self._remember_recalled()
-
-    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
-        self._remember_recalled()
+    def decisions(self, rows: Iterator[Row]) -> Decisions:
         while batch := list(itertools.islice(rows, _BATCH)):
             for row, text, sketch in self._sketched(batch):
                 decision = self._decision(row, text, sketch)
                 if decision.is_kept:
                     self._keep(row, text, sketch)
                 yield row, decision
-
-    def _remember_recalled(self) -> None:
-        recalled, self._recalled = self._recalled, []
-        for row, text, sketch in self._sketched(recalled):
-            self._keep(row, text, sketch)
 
     def _sketched(self, rows: Sequence[Row]) -> Iterator[tuple[Row, str, Any]]:
         texts = [as_compared(row.problem.question) for row in rows]
@@ -76,9 +61,9 @@ class NearDuplicates:
         place = len(self._kept)
         self._index.insert(place, sketch)
         self._kept.append((text, row.problem.id, row.problem.answer))
-        if place % _BLOCK == 0:
-            self._hashes.append(np.empty((_BLOCK, self._num_hashes), np.uint16))
-        self._hashes[-1][place % _BLOCK] = _low_halves(sketch)
+        if place == len(self._hashes):
+            self._hashes = np.concatenate([self._hashes, np.empty_like(self._hashes)])
+        self._hashes[place] = _low_halves(sketch)
 
     def _decision(self, row: Row, text: str, sketch: Any) -> Decision:
         candidates = self._index.query(sketch)
@@ -97,16 +82,10 @@ class NearDuplicates:
         return Decision(False, "near duplicate", f"similarity {similarity:.2f} to {uid}{other}")
 
     def _most_alike(self, candidates: Sequence[int], sketch: Any) -> list[int]:
-        """Those that share the most hashes, which estimates the similarity; of equals the earliest."""
-        places, own = np.sort(np.asarray(candidates)), _low_halves(sketch)
-        shared = np.empty(len(places), np.int64)
-        for block in np.unique(places // _BLOCK):
-            of_block = places // _BLOCK == block
-            shared[of_block] = (self._hashes[block][places[of_block] % _BLOCK] == own).sum(axis=1)
+        """The candidates that share the most hashes, which estimates the similarity; of equals the earliest."""
+        places = np.sort(np.asarray(candidates))
+        shared = (self._hashes[places] == _low_halves(sketch)).sum(axis=1)
         return places[np.argsort(-shared, kind="stable")[:_COMPARED]].tolist()
-
-    def close(self) -> None:
-        """The memory goes with it."""
 
 
 def _low_halves(sketch: Any) -> np.ndarray:

@@ -1,42 +1,104 @@
-"""The stages one after the other, each over the rows that the one before it kept, and what of it is on disk.
+"""Runs the stages one after the other, each over the rows that the one before it kept.
 
-OUT/stages/<name>/   kept.jsonl, dropped.jsonl   a line a row (rows.py), while the stage runs and after it
-                     answers.jsonl               of models, by what was asked (answers.py)
-                     stage.json                  settings and, when it has finished, counts and examples
+OUT/stages/<name>/   kept.jsonl, dropped.jsonl   a line a row (rows.py)
+                     answers.jsonl               of models, by what was asked (runs/answers.py)
+                     stage.json                  settings, counts and examples, once the stage has finished
 OUT/curated.jsonl    what the last stage kept: the rows as they were read
 OUT/report.html      OUT/lock
+
+A stage that was stopped is run again from its first row; no model is asked again for an answer that was kept.
 """
 
 from __future__ import annotations
 
+import bisect
 import os
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pydantic
+from pydantic import Field
 
 from marsrl.rollout.config import Settings
-from marsrl.trainer.curate.ledger import Ledger, Tally
-from marsrl.trainer.curate.rows import Row, Stage, encoded, from_line
+from marsrl.rollout.jsonl import BadLine
+from marsrl.trainer.curate.rows import Decision, Row, Stage, encoded, from_line, to_line
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.answers import key_of
 from marsrl.trainer.runs.directory import names_file, write_json
 
-_VERDICT_FILES = (
-    "stage.json",
-    "kept.jsonl",
-    "dropped.jsonl",
-)  # removed in this order: rows without a record count for nothing
+NUM_EXAMPLES = 6  # of each kind
+MAX_EXAMPLE_CHARS = 1500
+
+
+class Example(Settings):
+    """A row of the report."""
+
+    id: str
+    question: str
+    detail: str
+
+
+class Tally(Settings):
+    """Counts of the rows that a stage kept and dropped, by kind, and some of them."""
+
+    kept: dict[str, int] = Field(default_factory=dict)
+    dropped: dict[str, int] = Field(default_factory=dict)
+    kept_examples: dict[str, list[Example]] = Field(default_factory=dict)
+    dropped_examples: dict[str, list[Example]] = Field(default_factory=dict)
+
+    @property
+    def num_kept(self) -> int:
+        return sum(self.kept.values())
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.dropped.values())
 
 
 class StageRecord(Settings):
-    """stage.json. key: of the settings of this stage and of all before it. tally: None as long as it has not finished."""
+    """stage.json. key: of the settings of this stage and of all before it."""
 
     name: str
     settings: dict[str, Any]
     key: str
-    tally: Tally | None = None
+    tally: Tally
+
+
+class _Decided:
+    """The rows that a stage kept, or those that it dropped: their file, their counts by kind, and examples of each kind."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with names_file(path):
+            self._file: BinaryIO = open(path, "wb")  # noqa: SIM115 - close() does
+        self.counts: Counter[str] = Counter()
+        self._chosen: dict[str, list[tuple[int, Example]]] = {}  # by kind: with the hash of the row's number
+
+    def add(self, row: Row, decision: Decision, line: bytes) -> None:
+        with names_file(self._path):
+            self._file.write(line)
+        self.counts[decision.kind] += 1
+        # those whose number has the lowest hash: spread over the rows, and the same ones every time
+        order, chosen = zlib.crc32(str(row.number).encode()), self._chosen.setdefault(decision.kind, [])
+        if len(chosen) < NUM_EXAMPLES or order < chosen[-1][0]:
+            question, detail = row.problem.question[:MAX_EXAMPLE_CHARS], decision.detail[:MAX_EXAMPLE_CHARS]
+            example = Example(id=row.problem.id, question=question, detail=detail)
+            bisect.insort(chosen, (order, example), key=lambda each: each[0])
+            del chosen[NUM_EXAMPLES:]
+
+    def examples(self) -> dict[str, list[Example]]:
+        return {kind: [example for _, example in chosen] for kind, chosen in self._chosen.items()}
+
+    def close(self) -> None:
+        """On disk."""
+        with names_file(self._path), self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 class Pipeline:
@@ -53,64 +115,55 @@ class Pipeline:
         task: str,
         console: RunConsole,
     ) -> None:
-        self._folder, self._out = out / "stages", out
-        self._stages, self._open_rows, self._task, self._console = stages, open_rows, task, console
+        self._out, self._stages, self._open_rows, self._task, self._console = out, stages, open_rows, task, console
 
     def run(self) -> list[StageRecord]:
         """Every stage to its end, and curated.jsonl; the records of all."""
         records: list[StageRecord] = []
-        key, is_valid = "", True
-        for stage in self._stages:
-            settings = dict(stage.settings())
-            key = key_of(before=key, name=stage.name, settings=settings)
+        key, is_told = "", False
+        for number, stage in enumerate(self._stages):
+            key = key_of(before=key, name=stage.name, settings=stage.settings)
             found = self._record(stage.name)
-            if is_valid and (found is None or found.key != key):
-                self._forget_from(len(records), found, settings)
-                is_valid = False
-            if found is not None and found.key == key and found.tally is not None:
-                self._console.message(f"{stage.name}: done before, {self._counts(found.tally)}")
+            if found is not None and found.key == key:
+                self._console.message(f"{stage.name}: done before, {_counts(found.tally)}")
                 records.append(found)
                 continue
-            begun = StageRecord(name=stage.name, settings=settings, key=key)
-            write_json(self._file(stage.name, "stage.json"), begun.model_dump(mode="json"))
-            rows = self._kept(records[-1].name) if records else self._open_rows()
-            total = records[-1].tally.num_kept if records and records[-1].tally else None
-            tally = self._run(stage, rows, total)
-            records.append(begun.model_copy(update={"tally": tally}))
+            if not is_told:
+                self._tell_what_is_redone(self._stages[number:], found)
+                is_told = True
+            self._file(stage.name, "stage.json").unlink(missing_ok=True)  # before the rows that it counts
+            tally = self._run(stage, records[-1] if records else None)
+            records.append(StageRecord(name=stage.name, settings=dict(stage.settings), key=key, tally=tally))
             write_json(self._file(stage.name, "stage.json"), records[-1].model_dump(mode="json"))
-            self._console.message(f"{stage.name}: {self._counts(tally)}")
+            self._console.message(f"{stage.name}: {_counts(tally)}")
         self._write_result(records[-1].name)
         return records
 
-    def _run(self, stage: Stage, rows: Iterator[Row], total: int | None) -> Tally:
+    def _run(self, stage: Stage, before: StageRecord | None) -> Tally:
+        self._file(stage.name, "").mkdir(parents=True, exist_ok=True)
+        rows, total = (self._open_rows(), None) if before is None else (self._kept(before.name), before.tally.num_kept)
         with (
-            Ledger(self._folder / stage.name) as ledger,
+            closing(_Decided(self._file(stage.name, "kept.jsonl"))) as kept,
+            closing(_Decided(self._file(stage.name, "dropped.jsonl"))) as dropped,
+            closing(stage.decide(rows)) as decisions,
             self._console.progress(f"curate: {stage.name}", total, "rows") as bar,
         ):
-            try:
-                left = ledger.undecided(rows, stage.recall)
-                if ledger.num_found:
-                    self._console.message(f"{stage.name}: goes on behind {ledger.num_found:,} rows")
-                    bar.advance(ledger.num_found)
-                for row, decision in stage.decisions(left):
-                    ledger.add(row, decision)
-                    bar.advance()
-            finally:
-                ledger.flush()
-                stage.close()
-            return ledger.finish()
+            for row, decision in decisions:
+                try:
+                    line = to_line(row, decision)
+                except BadLine as reason:  # it has no JSON: dropped, whatever the decision
+                    row, decision = replace(row, fields={}), Decision(False, "unreadable row", str(reason))
+                    line = to_line(row, decision)
+                (kept if decision.is_kept else dropped).add(row, decision, line)
+                bar.advance()
+        return Tally(
+            kept=kept.counts, dropped=dropped.counts, kept_examples=kept.examples(), dropped_examples=dropped.examples()
+        )
 
     def _kept(self, name: str) -> Iterator[Row]:
-        path = self._file(name, "kept.jsonl")
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    row, _ = from_line(line, self._task)
-                except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    raise ValueError(
-                        f"{path}:{number} is no line that marsrl curate wrote ({error}); remove {path.parent}"
-                    ) from error
-                yield row
+        with self._file(name, "kept.jsonl").open("rb") as lines:
+            for line in lines:
+                yield from_line(line, self._task)
 
     def _write_result(self, last: str) -> None:
         """curated.jsonl, whole or not at all."""
@@ -126,36 +179,28 @@ class Pipeline:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _forget_from(self, num_kept: int, found: StageRecord | None, settings: Mapping[str, Any]) -> None:
-        """Decisions of all stages but the first ones, also of stages that are left out now. Answers of models stay."""
-        first, valid = self._stages[num_kept].name, {stage.name for stage in self._stages[:num_kept]}
-        old = [folder for folder in sorted(self._folder.glob("*")) if folder.name not in valid]
-        files = [folder / name for name in _VERDICT_FILES for folder in old if (folder / name).exists()]
-        if not files:
-            return
-        changed = ["it was not there"] if found is None else _changed(found.settings, settings)
-        why = "; ".join(changed) or "the stages before it are others"
-        names = ", ".join(stage.name for stage in self._stages[num_kept:])
-        self._console.warning(f"curate.{first}: {why}. Done again: {names}")
-        for file in files:
-            file.unlink()
+    def _tell_what_is_redone(self, stages: Sequence[Stage], found: StageRecord | None) -> None:
+        """A warning where decisions on disk are of no use any more. found: of the first of these stages."""
+        if any(self._file(stage.name, "stage.json").exists() for stage in stages):
+            changed = ["it was not there"] if found is None else _changed(found.settings, stages[0].settings)
+            why = "; ".join(changed) or "the stages before it are others"
+            names = ", ".join(stage.name for stage in stages)
+            self._console.warning(f"curate.{stages[0].name}: {why}. Done again: {names}")
 
     def _record(self, name: str) -> StageRecord | None:
-        path = self._file(name, "stage.json")
-        if not path.exists():
-            return None
+        """The record of a stage that has finished; None too for a file that is none, and the stage runs again."""
         try:
-            return StageRecord.model_validate_json(path.read_bytes())
-        except pydantic.ValidationError as error:
-            raise ValueError(f"{path} is no record of a stage: {error}; remove {path.parent}") from error
+            return StageRecord.model_validate_json(self._file(name, "stage.json").read_bytes())
+        except (FileNotFoundError, pydantic.ValidationError):
+            return None
 
     def _file(self, stage: str, name: str) -> Path:
-        return self._folder / stage / name
+        return self._out / "stages" / stage / name
 
-    @staticmethod
-    def _counts(tally: Tally) -> str:
-        why = ", ".join(f"{count:,} {kind}" for kind, count in sorted(tally.dropped.items(), key=lambda e: -e[1]))
-        return f"{tally.num_kept:,} kept, {tally.num_dropped:,} dropped{f' ({why})' if why else ''}"
+
+def _counts(tally: Tally) -> str:
+    why = ", ".join(f"{count:,} {kind}" for kind, count in sorted(tally.dropped.items(), key=lambda e: -e[1]))
+    return f"{tally.num_kept:,} kept, {tally.num_dropped:,} dropped{f' ({why})' if why else ''}"
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

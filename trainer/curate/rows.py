@@ -1,7 +1,7 @@
 """Rows on their way through the stages, and the lines in which a stage keeps them.
 
-{"row": 17, "id": "raw.jsonl:18", "keys": ["question", "answer"], "kind": "near duplicate", "detail": "of raw.jsonl:3, similarity
-0.93", "is_final": true, "fields": {...the row as it was read...}}
+{"row": 17, "id": "raw.jsonl:18", "keys": ["question", "answer"], "kind": "near duplicate", "detail": "similarity 0.93 to
+raw.jsonl:3", "fields": {...the row as it was read...}}
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from marsrl.rollout.jsonl import BadLine
 from marsrl.rollout.tasks.data import problem_of, read_problem_rows
@@ -38,34 +38,30 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a stage says of a row.
+    """A stage's word on a row.
 
     kind: why, in a few words that many rows share, by which they are counted; detail: what is the row's own.
-    is_final: False where it rests on something that may be otherwise the next time (a server that failed).
     """
 
     is_kept: bool
     kind: str
     detail: str = ""
-    is_final: bool = True
 
 
-class Stage(Protocol):
-    """A reason to keep rows or drop them."""
+Decisions = Generator[tuple[Row, Decision], None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A reason to keep rows or drop them.
+
+    settings: everything that its decisions depend on beside the rows, as JSON. decide: gives each row with what is decided about
+    it, in their order; it may read as many rows ahead as it likes, and gives back what it holds when it is closed.
+    """
 
     name: str
-
-    def settings(self) -> Mapping[str, Any]:
-        """All that its decisions depend on beside the rows, as JSON."""
-
-    def recall(self, row: Row, decision: Decision) -> None:
-        """What it decided before it was stopped, row by row, before `decisions` is called."""
-
-    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
-        """Each row with what is decided about it, in their order; it may read as many rows ahead as it likes."""
-
-    def close(self) -> None:
-        """Give back what it holds; may be called twice."""
+    settings: Mapping[str, Any]
+    decide: Callable[[Iterator[Row]], Decisions]
 
 
 def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answer_key: str | None) -> Iterator[Row]:
@@ -85,17 +81,14 @@ def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answ
 def to_line(row: Row, decision: Decision) -> bytes:
     """A line of a stage's file; BadLine where the row has no JSON."""
     head = {"row": row.number, "id": row.problem.id, "keys": row.keys, "kind": decision.kind, "detail": decision.detail}
-    return encoded({**head, "is_final": decision.is_final, "fields": row.fields})
+    return encoded({**head, "fields": row.fields})
 
 
-def from_line(line: bytes, task: str) -> tuple[Row, Decision]:
-    """What to_line wrote, of a row that was kept. ValueError, KeyError or TypeError where the line is no such thing."""
+def from_line(line: bytes, task: str) -> Row:
+    """The row that to_line wrote, where it was kept."""
     held = json.loads(line)
     keys = (held["keys"][0], held["keys"][1])
-    problem = problem_of(held["id"], held["fields"], task, keys)
-    return Row(held["row"], problem, held["fields"], keys), Decision(
-        True, held["kind"], held["detail"], held["is_final"]
-    )
+    return Row(held["row"], problem_of(held["id"], held["fields"], task, keys), held["fields"], keys)
 
 
 def encoded(value: Mapping[str, Any]) -> bytes:

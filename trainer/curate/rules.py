@@ -2,72 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from marsrl.rollout.tasks.data import lookup
 from marsrl.trainer.config.curate import LevelConfig
-from marsrl.trainer.curate.rows import Decision, Row
+from marsrl.trainer.curate.rows import Decision, Row, Stage
 
 
-class Readable:
-    """Rows that hold a question and an answer, the question not too long."""
+def readable(max_question_chars: int, origin: Mapping[str, Any]) -> Stage:
+    """Rows that hold a question and an answer, the question not too long. origin: the inputs and how they are read, as JSON."""
 
-    name = "read"
+    def decide(row: Row) -> Decision:
+        num_chars = len(row.problem.question)
+        if row.fault:
+            return Decision(False, "unreadable row", row.fault)
+        if num_chars > max_question_chars:
+            return Decision(False, "long question", f"{num_chars:,} characters, at most {max_question_chars:,}")
+        return Decision(True, "read")
 
-    def __init__(self, max_question_chars: int, origin: Mapping[str, Any]) -> None:
-        """origin: what the rows come from, and how they are read, as JSON."""
-        self._max_chars, self._origin = max_question_chars, origin
-
-    def settings(self) -> Mapping[str, Any]:
-        return {"max_question_chars": self._max_chars, **self._origin}
-
-    def recall(self, row: Row, decision: Decision) -> None:
-        """Each row stands alone."""
-
-    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
-        for row in rows:
-            num_chars = len(row.problem.question)
-            if row.fault:
-                yield row, Decision(False, "unreadable row", row.fault)
-            elif num_chars > self._max_chars:
-                yield row, Decision(False, "long question", f"{num_chars:,} characters, at most {self._max_chars:,}")
-            else:
-                yield row, Decision(True, "read")
-
-    def close(self) -> None:
-        """It holds nothing."""
+    return _row_by_row("read", {"max_question_chars": max_question_chars, **origin}, decide)
 
 
-class Level:
+def level(config: LevelConfig) -> Stage:
     """Rows whose field has one of the wanted values."""
+    wanted = {_comparable(value) for value in config.keep}
 
-    name = "level"
-
-    def __init__(self, config: LevelConfig) -> None:
-        self._config = config
-        self._wanted = {_comparable(value) for value in config.keep}
-
-    def settings(self) -> Mapping[str, Any]:
-        return self._config.model_dump(mode="json")
-
-    def recall(self, row: Row, decision: Decision) -> None:
-        """Each row stands alone."""
-
-    def decisions(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Decision]]:
-        for row in rows:
-            yield row, self._decision(lookup(row.fields, self._config.field))
-
-    def _decision(self, found: object) -> Decision:
+    def decide(row: Row) -> Decision:
+        found = lookup(row.fields, config.field)
         values = found if isinstance(found, Sequence) and not isinstance(found, str) else [found]
         if found is None or not values:
-            return Decision(self._config.missing == "keep", "no level", f"{self._config.field} is not there")
+            return Decision(config.missing == "keep", "no level", f"{config.field} is not there")
         said = ", ".join(str(value)[:80] for value in values[:5])
-        is_kept = any(_comparable(value) in self._wanted for value in values)
-        return Decision(is_kept, "wanted level" if is_kept else "other level", f"{self._config.field}: {said}")
+        is_kept = any(_comparable(value) in wanted for value in values)
+        return Decision(is_kept, "wanted level" if is_kept else "other level", f"{config.field}: {said}")
 
-    def close(self) -> None:
-        """It holds nothing."""
+    return _row_by_row("level", config.model_dump(mode="json"), decide)
+
+
+def _row_by_row(name: str, settings: Mapping[str, Any], decide: Callable[[Row], Decision]) -> Stage:
+    return Stage(name, settings, lambda rows: ((row, decide(row)) for row in rows))
 
 
 def _comparable(value: object) -> str:

@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from marsrl.kernels import group_advantage
@@ -20,7 +22,6 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.machine import training_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def credit(
     if not samples:
         return Credited(tuple(groups))
     advantage = _advantages(samples, config)
-    trained = [(s, a) for s, a in zip(samples, advantage) if not s.reward.is_missing and config.trains(s.agent)]
+    trained = [(s, float(a)) for s, a in zip(samples, advantage) if not s.reward.is_missing and config.trains(s.agent)]
     copies = balanced([sample for sample, _ in trained], group_size, seed) if config.balance == "uniform" else {}
     sequences = []
     counted: dict[str, int] = {}
@@ -113,8 +114,8 @@ def credit(
     return Credited(tuple(groups), tuple(sequences), counted, several, advantages)
 
 
-def _advantages(samples: Sequence[Sample], config: CreditConfig) -> list[float]:
-    """The advantage of each sample; without meaning where the sample has no reward.
+def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[np.float64]:
+    """[samples] the advantage of each; without meaning where the sample has no reward.
 
     credit.normalise=trajectory: a trajectory, whose reward is the mean over its calls, is compared with the others of the
     problem, and all its calls have its advantage (the GRPO baseline published with Dr. MAS, arXiv:2602.08847).
@@ -123,18 +124,24 @@ def _advantages(samples: Sequence[Sample], config: CreditConfig) -> list[float]:
     compared: dict[str, list[Sample]] = {}
     for sample in samples:
         compared.setdefault(sample.episode_id if whole else sample.uid, []).append(sample)
-    device, first = training_device(), [calls[0] for calls in compared.values()]
+    first = [calls[0] for calls in compared.values()]
+    rewards = np.array([_mean_reward(calls) for calls in compared.values()], dtype=np.float32)
     advantages = group_advantage(
-        torch.tensor([_mean_reward(calls) for calls in compared.values()], dtype=torch.float32, device=device),
-        torch.tensor(_indices(s.rollout_id if whole else s.group_id for s in first), device=device),
-        torch.tensor(_indices(s.agent for s in first), device=device),
-        torch.tensor(_indices(s.rollout_id for s in first), device=device),
+        *(
+            torch.from_numpy(each)
+            for each in (
+                rewards,
+                _indices(s.rollout_id if whole else s.group_id for s in first),
+                _indices(s.agent for s in first),
+                _indices(s.rollout_id for s in first),
+            )
+        ),
         normalise="group" if whole else config.normalise,
         std=config.std,
         singleton=config.singleton,
-    ).tolist()
-    found = dict(zip(compared, advantages, strict=True))
-    return [found[sample.episode_id if whole else sample.uid] for sample in samples]
+    )
+    of_sample = _indices(sample.episode_id if whole else sample.uid for sample in samples)  # `compared` in its order
+    return advantages.double().numpy()[of_sample]
 
 
 def _mean_reward(samples: Sequence[Sample]) -> float:
@@ -192,10 +199,10 @@ def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
     return [replace(group, samples=tuple(outcome(sample) for sample in group.samples)) for group in groups]
 
 
-def _indices(names: Iterable[str]) -> list[int]:
+def _indices(names: Iterable[str]) -> npt.NDArray[np.int64]:
     """Each name as the index of its first appearance."""
     seen: dict[str, int] = {}
-    return [seen.setdefault(name, len(seen)) for name in names]
+    return np.array([seen.setdefault(name, len(seen)) for name in names], dtype=np.int64)
 
 
 def drmas_metrics(groups: Iterable[Group]) -> dict[str, float]:

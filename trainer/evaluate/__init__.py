@@ -1,1 +1,1 @@
-"""How good a team is on held-out problems."""
+"""Evaluation of a team on held-out problems."""

@@ -18,7 +18,7 @@ _RIGHT = "\x00right"  # all right answers are one, however they are written
 
 
 def at_k(draws: Mapping[str, Sequence[Said]]) -> AtK:
-    """What k draws of a problem are worth, for k = 1, 2, 4, ... and all; nothing where every problem was drawn once.
+    """pass@k and majority@k for k = 1, 2, 4, ... and all draws; empty where every problem was drawn once.
 
     A draw that nobody could judge is none; a problem counts for a k that it has draws enough for.
     """

@@ -1,4 +1,4 @@
-"""What an evaluation keeps of each draw of a problem: enough for every number, and to go on after a kill.
+"""Records of an evaluation, one a draw of a problem: enough for every number, and to go on after a kill.
 
 draws.jsonl of an evaluation's folder holds a line a draw that ended, fixed_answers.jsonl one a fixed input that was answered;
 their keys say what they depend on (trainer/runs/answers.py), so a line of another problem, or of another question to the team,
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from marsrl.rollout.agents.picks import is_right
+from marsrl.rollout.agents.orchestration import is_right
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.player.evaluation import Played
 from marsrl.rollout.state import decode, encode
@@ -26,6 +26,7 @@ from marsrl.trainer.report.summary import Schema, ToolUsage
 from marsrl.trainer.runs.answers import Answers, key_of
 
 DRAWS, EVALUATION = "draws.jsonl", "evaluation.json"
+Held = TypeVar("Held")
 MAX_ANSWER_CHARS = 200  # of an answer that is kept; longer ones are equal where they begin alike
 
 
@@ -82,27 +83,46 @@ class FixedAnswer(Schema):
     call: Call
 
 
-class Kept:
-    """What is on disk of an evaluation, and what comes: draws, answers to fixed inputs, and the episodes that those are of."""
+class Store(Generic[Held]):
+    """Records by key: in memory and, where there is a file, on disk."""
 
-    def __init__(self, folder: Path) -> None:
-        self.draws: Answers[Draw] = Answers(folder / DRAWS, _reader(Draw))
-        self.fixed: Answers[FixedAnswer] = Answers(folder / "fixed_answers.jsonl", _reader(FixedAnswer))
-        self.episodes: Answers[Episode] = Answers(folder / "input_episodes.jsonl", _episode)
+    def __init__(self, file: Answers[Held] | None, plain: Callable[[Held], dict[str, Any]]) -> None:
+        self._file, self._plain = file, plain
+        self._new: dict[str, Held] = {}
 
-    def __enter__(self) -> Self:
-        return self
+    def __contains__(self, key: str) -> bool:
+        return key in self._new or (self._file is not None and key in self._file)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for each in (self.draws, self.fixed, self.episodes):
-            each.close()
+    def __getitem__(self, key: str) -> Held:
+        return self._new[key] if self._file is None or key in self._new else self._file[key]
+
+    def add(self, key: str, held: Held, *, is_whole: bool) -> None:
+        """is_whole: nothing failed in it. What an engine gave up is not written: it is played again by who goes on."""
+        self._new[key] = held
+        if self._file is not None and is_whole:
+            self._file.add(key, self._plain(held))
+
+
+class Kept(ExitStack):
+    """Draws, answers to fixed inputs and the episodes that those are of. folder: None keeps them in memory alone."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__()
+
+        def store(name: str, read: Callable[[Any], Held], plain: Callable[[Held], dict[str, Any]]) -> Store[Held]:
+            file = None if folder is None else Answers(folder / name, read)
+            if file is not None:
+                self.callback(file.close)
+            return Store(file, plain)
+
+        self.draws = store(DRAWS, Draw.model_validate, _dumped)
+        self.fixed = store("fixed_answers.jsonl", FixedAnswer.model_validate, _dumped)
+        self.episodes = store("input_episodes.jsonl", _unpacked, _packed)
 
 
 def read_draws(folder: Path) -> list[Draw]:
-    """Those of an evaluation's folder; [] where nothing was kept."""
-    return Answers.read(folder / DRAWS, _reader(Draw)) if (folder / DRAWS).is_file() else []
+    """Draws of an evaluation's folder; [] where nothing was kept."""
+    return Answers.read(folder / DRAWS, Draw.model_validate) if (folder / DRAWS).is_file() else []
 
 
 def digest(problem: Problem) -> str:
@@ -122,7 +142,7 @@ def fixed_key(identity: str, episode: Episode, ask: Ask) -> str:
 
 
 def draw_of(team: Team, of: str, played: Played, judge: Mapping[str, float]) -> Draw:
-    """What is kept of an episode that has ended. of: its set; judge: what a model judged since the last draw."""
+    """Record of an episode that has ended. of: its set; judge: counts of the judge since the last draw."""
     episode = played.episode
     tokens = {sample.uid: len(sample.token_ids) for sample in played.samples}
     redrawn = team.redrawn(episode)
@@ -184,23 +204,13 @@ def _known(correct: float) -> float | None:
     return None if math.isnan(correct) else correct
 
 
-def packed(episode: Episode) -> dict[str, str]:
-    """As a line holds it."""
+def _dumped(held: Schema) -> dict[str, Any]:
+    return held.model_dump(mode="json")
+
+
+def _packed(episode: Episode) -> dict[str, str]:
     return {"episode": base64.b64encode(encode(episode)).decode("ascii")}
 
 
-def _episode(held: Any) -> Episode | None:
-    try:
-        return decode(Episode, base64.b64decode(held["episode"], validate=True))
-    except ValueError:
-        return None
-
-
-def _reader(kind: type[Any]) -> Any:
-    def read(held: Any) -> Any:
-        try:
-            return kind.model_validate(held)
-        except ValidationError:
-            return None  # of another version: it is asked again
-
-    return read
+def _unpacked(held: Any) -> Episode:
+    return decode(Episode, base64.b64decode(held["episode"], validate=True))

@@ -1,4 +1,4 @@
-"""How good the team is on held-out problems: each agent, and all of them together.
+"""Evaluation of a team on held-out problems: each agent, and all of them together.
 
 fixed inputs   of the agents that the orchestration has tried apart, from episodes that are played once, before RL; each
                evaluation asks them anew
@@ -15,37 +15,27 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from marsrl.rollout.agents.picks import is_right
+from marsrl.rollout.agents.orchestration import is_right
 from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode, Purpose
 from marsrl.rollout.player.completion import Completion
 from marsrl.rollout.player.evaluation import EvaluationPlay, OnEnd, OnProgress, Played
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.tasks.eval_files import HeldOut
+from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.rollout.tasks.protocol import EVALUATION_SET, INPUTS_SET, Task
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Problem
 from marsrl.trainer.config import PolicyConfig
-from marsrl.trainer.evaluate.draws import (
-    Draw,
-    FixedAnswer,
-    Kept,
-    call_of,
-    digest,
-    draw_of,
-    episode_key,
-    fixed_key,
-    packed,
-)
-from marsrl.trainer.evaluate.score import Answered, Scorer
+from marsrl.trainer.evaluate.draws import FixedAnswer, Kept, call_of, digest, draw_of, episode_key, fixed_key
+from marsrl.trainer.evaluate.score import Scorer
 from marsrl.trainer.report.summary import Evaluation
 from marsrl.trainer.runs.answers import key_of
 
 
 @dataclass(frozen=True, slots=True)
 class AgentInputs:
-    """What one agent is asked in every evaluation: (id of the episode, ask), apart by whether the first input is right."""
+    """Fixed inputs of one agent: (id of the episode, ask), split by whether the first input is right."""
 
     right: tuple[tuple[str, Ask], ...] = ()
     wrong: tuple[tuple[str, Ask], ...] = ()
@@ -86,21 +76,18 @@ class Evaluator:
         """
         if not self.team.orchestration.tried_apart:
             return self.fixed
+        store = (kept or Kept()).episodes
         problems = self.task.held_out(3 * self.config.fixed_inputs, INPUTS_SET)
         # What is drawn follows from these names, as from those of the seeds below: others would draw anew.
         names = [f"probe{i:05d}" for i in range(len(problems))]
         episodes = [Episode(n, n, p, self.seed, "collect") for n, p in zip(names, problems, strict=True)]
-        identity, left = self._identity(versions), episodes
-        if kept is not None:
-            held = [kept.episodes.get(episode_key(identity, episode)) for episode in episodes]
-            left = [each for each, there in zip(episodes, held, strict=True) if there is None]
-            episodes = [there or each for each, there in zip(episodes, held, strict=True)]
+        keys = {episode.id: episode_key(self._identity(versions), episode) for episode in episodes}
 
         def ended(played: Played) -> None:
-            if kept is not None and _is_whole(played):
-                kept.episodes.add(episode_key(identity, played.episode), packed(played.episode))
+            store.add(keys[played.episode.id], played.episode, is_whole=_is_whole(played))
 
-        self._play(left, "probe", versions, progress, ended)
+        self._play([each for each in episodes if keys[each.id] not in store], "probe", versions, progress, ended)
+        episodes = [store[keys[each.id]] for each in episodes]
         inputs = {agent: self._fixed_inputs(agent, episodes) for agent in self.team.orchestration.tried_apart}
         used = {name for each in inputs.values() for name, _ in (*each.right, *each.wrong)}
         self._stop_if_unjudged("collect")
@@ -134,32 +121,44 @@ class Evaluator:
         Raises:
             RuntimeError: a judge left more answers unjudged than judge.max_missing_share.
         """
-        notes = _Notes(self.team, self._identity(versions), kept)
-        play = self._begin(versions, progress, notes.ended, notes.said)
-        places = [(each.name, episode) for each in self.held_out() for episode in self._episodes(each)]
-        notes.sets = {episode.id: name for name, episode in places}
+        kept, identity, model = kept or Kept(), self._identity(versions), self.team.judge.model
+        sets = {episode.id: (each.name, episode) for each in self.held_out() for episode in self._episodes(each)}
+        keys = {name: episode_key(identity, episode) for name, (_, episode) in sets.items()}
+        asks = {
+            agent: [(self.fixed.episodes[name], ask) for name, ask in (*inputs.right, *inputs.wrong)]
+            for agent, inputs in self.fixed.inputs.items()
+        }
+
+        def ended(played: Played) -> None:
+            name = played.episode.id
+            judged = model.take_counts("evaluate") if model is not None else {}
+            draw = draw_of(self.team, sets[name][0], played, judged)
+            kept.draws.add(keys[name], draw, is_whole=_is_whole(played))
+
+        def said(each: Completion) -> None:
+            episode, ask, sample = each.episode, each.of.ask, each.sample
+            assert sample is not None, f"{each.uid} is not over"
+            answer = FixedAnswer(problem=digest(episode.problem), call=call_of(episode, ask, sample, each.seconds))
+            kept.fixed.add(fixed_key(identity, episode, ask), answer, is_whole=sample.finish is not Finish.ERROR)
+
+        play = self._begin(versions, progress, ended, said)
         with self._apart():
-            play.add([episode for _, episode in places if not notes.has(episode)], self._seed("call"))
-            for agent, fixed in self.fixed.inputs.items():
-                inputs = (*fixed.right, *fixed.wrong)
-                self._ask(play, agent, [each for each in inputs if not notes.has_said(*self._input(each))])
+            play.add(
+                [episode for name, (_, episode) in sets.items() if keys[name] not in kept.draws], self._seed("call")
+            )
+            for agent, given in asks.items():
+                left = [(episode, ask) for episode, ask in given if fixed_key(identity, episode, ask) not in kept.fixed]
+                play.ask([(episode.before(ask), ask) for episode, ask in left], self._seed(f"{agent} probe"))
             play.finish()
         for purpose in ("evaluate", "collect"):
             self._stop_if_unjudged(purpose)
-        fixed_answers = {
-            agent: Answered(
-                *([notes.answer(*self._input(each)) for each in part] for part in (fixed.right, fixed.wrong))
-            )
-            for agent, fixed in self.fixed.inputs.items()
-        }
-        judge = self.team.judge.model
-        scorer = Scorer(
-            self.team.orchestration.agents, self.team.agents, self.policies, judge.config.policy if judge else None
-        )
-        return scorer.evaluation([notes.draw(episode) for _, episode in places], fixed_answers)
+        answers = {agent: [kept.fixed[fixed_key(identity, *each)] for each in given] for agent, given in asks.items()}
+        judge = model.config.policy if model is not None else None
+        scorer = Scorer(self.team.orchestration.agents, self.team.agents, self.policies, judge)
+        return scorer.evaluation([kept.draws[key] for key in keys.values()], answers)
 
     def held_out(self) -> Sequence[HeldOut]:
-        """What is evaluated."""
+        """Sets of problems to evaluate on."""
         problems = () if self.sets else self.task.held_out(self.config.num_problems, EVALUATION_SET)
         return self.sets or (HeldOut("", problems, self.config.repeat),)
 
@@ -177,13 +176,10 @@ class Evaluator:
         problems = {f"{prefix}{i:05d}": problem for i, problem in enumerate(held_out.problems)}
         return self._draws(problems, held_out.repeat)
 
-    def _input(self, fixed: tuple[str, Ask]) -> tuple[Episode, Ask]:
-        return self.fixed.episodes[fixed[0]], fixed[1]
-
     def correctness(
         self, problems: Mapping[str, Problem], repeat: int, versions: Mapping[str, int]
     ) -> dict[str, list[float]]:
-        """How right each of `repeat` answers of the whole team is, by the problem's name; NaN where that is not known:
+        """Correctness of each of `repeat` answers of the whole team, by the problem's name; NaN where it is not known:
         the judge failed, an engine gave up, the team's own code raised. No answer at all is wrong.
 
         A problem's draws follow from its name, whatever is asked beside it.
@@ -192,15 +188,12 @@ class Evaluator:
         self._play(episodes, "call", versions, None)
         found: dict[str, list[float]] = {name: [] for name in problems}
         for episode in episodes:
-            found[episode.id.rpartition(".")[0]].append(self._correct(episode))
+            outcome = self.team.outcome(episode)
+            samples = [sample for each in episode.answers.values() for sample in each]
+            is_known = not episode.error and not any(sample.finish is Finish.ERROR for sample in samples)
+            correct = 0.0 if outcome is None else outcome.reward.correct
+            found[episode.id.rpartition(".")[0]].append(correct if is_known else math.nan)
         return found
-
-    def _correct(self, episode: Episode) -> float:
-        outcome = self.team.outcome(episode)
-        samples = [sample for each in episode.answers.values() for sample in each]
-        if episode.error or any(sample.finish is Finish.ERROR for sample in samples):
-            return math.nan
-        return 0.0 if outcome is None else outcome.reward.correct
 
     def _draws(self, problems: Mapping[str, Problem], repeat: int) -> list[Episode]:
         return [
@@ -223,7 +216,7 @@ class Evaluator:
             play.finish()
 
     def _apart(self) -> AbstractContextManager[None]:
-        """In the body the tools' caches and counts are not the rollouts'."""
+        """Keep the tools' caches and counts of the body apart from the rollouts'."""
         return nullcontext() if self.team.tools is None else self.team.tools.apart()
 
     def _begin(
@@ -245,55 +238,6 @@ class Evaluator:
     def _seed(self, name: str) -> int:
         """Asking the same thing under another name draws anew."""
         return derive_seed(self.seed, "evaluate", name)
-
-    def _ask(self, play: EvaluationPlay, agent: str, fixed: Sequence[tuple[str, Ask]]) -> None:
-        """Begin a completion to each of these fixed inputs."""
-        asks = [(self.fixed.episodes[name].before(ask), ask) for name, ask in fixed]
-        play.ask(asks, self._seed(f"{agent} probe"))
-
-
-class _Notes:
-    """What has ended of an evaluation, in memory and, where it is kept, on disk. sets: of each episode, by id."""
-
-    def __init__(self, team: Team, identity: str, kept: Kept | None) -> None:
-        self._team, self._identity, self._kept = team, identity, kept
-        self._draws: dict[str, Draw] = {}
-        self._fixed: dict[str, FixedAnswer] = {}
-        self.sets: Mapping[str, str] = {}
-
-    def has(self, episode: Episode) -> bool:
-        key = episode_key(self._identity, episode)
-        if self._kept is not None and (draw := self._kept.draws.get(key)) is not None:
-            self._draws[key] = draw
-        return key in self._draws
-
-    def has_said(self, episode: Episode, ask: Ask) -> bool:
-        key = fixed_key(self._identity, episode, ask)
-        if self._kept is not None and (answer := self._kept.fixed.get(key)) is not None:
-            self._fixed[key] = answer
-        return key in self._fixed
-
-    def draw(self, episode: Episode) -> Draw:
-        return self._draws[episode_key(self._identity, episode)]
-
-    def answer(self, episode: Episode, ask: Ask) -> FixedAnswer:
-        return self._fixed[fixed_key(self._identity, episode, ask)]
-
-    def ended(self, played: Played) -> None:
-        model = self._team.judge.model
-        judged = model.take_counts("evaluate") if model is not None else {}
-        key = episode_key(self._identity, played.episode)
-        self._draws[key] = draw = draw_of(self._team, self.sets[played.episode.id], played, judged)
-        if self._kept is not None and _is_whole(played):
-            self._kept.draws.add(key, draw.model_dump(mode="json"))
-
-    def said(self, each: Completion) -> None:
-        key = fixed_key(self._identity, each.episode, each.of.ask)
-        assert each.sample is not None, f"{each.uid} is not over"
-        call = call_of(each.episode, each.of.ask, each.sample, each.seconds)
-        self._fixed[key] = answer = FixedAnswer(problem=digest(each.episode.problem), call=call)
-        if self._kept is not None and each.sample.finish is not Finish.ERROR:
-            self._kept.fixed.add(key, answer.model_dump(mode="json"))
 
 
 def _is_whole(played: Played) -> bool:

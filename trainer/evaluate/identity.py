@@ -1,4 +1,4 @@
-"""What tells one team's answers from another's: in keys of what is kept, so that nothing is taken for what it is not."""
+"""Identity of those who answer, a part of each key, so that no answer is taken for another team's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from marsrl.trainer.config import PolicyConfig, RunConfig
 
 
 def policy_identity(policy: PolicyConfig) -> dict[str, Any]:
-    """What tells its answers from another's: the model, by its name or path, and the server."""
+    """Identity of a policy: the model, by its name or path, and the server."""
     served = {"base_url", "model", "prompt"}
     return policy.model_dump(mode="json", include={"model": True, "dtype": True, "engine": True, "openai": served})
 
 
 def team_identity(config: RunConfig) -> dict[str, Any]:
-    """What tells the team's answers from another's."""
+    """Identity of a team: its agents, policies and the settings that their answers depend on."""
     include = {"task", "task_options", "orchestration", "orchestration_options", "agents", "tools", "evaluate"}
     team = config.model_dump(mode="json", include=include)
     for agent in team["agents"].values():
@@ -32,7 +32,7 @@ def team_identity(config: RunConfig) -> dict[str, Any]:
 
 
 def evaluation_identity(config: RunConfig) -> dict[str, Any]:
-    """What tells a draw of an evaluation from another team's of the same problem: not how many there are; but models' files."""
+    """Identity of an evaluated team: without the number of problems and draws, and with the models' files."""
     team = team_identity(config)
     for counted in ("num_problems", "repeat", "fixed_inputs"):
         del team["evaluate"][counted]

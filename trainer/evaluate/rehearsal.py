@@ -21,8 +21,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from marsrl.rollout.agents.parsers import VerdictParser
-from marsrl.rollout.agents.prompt_file import PromptSet
-from marsrl.rollout.agents.prompts import prompt_set
+from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import READS, Role
 from marsrl.rollout.config import MOST_TOKENS
@@ -35,7 +34,7 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.data import right_answers
-from marsrl.rollout.tasks.protocol import NumberedProblems, documents_of, papers_of
+from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools, check_tools
@@ -49,7 +48,7 @@ _CALL = '<tool_call>{"tool": "search", "arguments": {"query": "QUESTION"}, "purp
 _NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # of JSON's
 
 Answers = Mapping[str, Sequence[str]]
-"""What an agent says: in the first call, in the second, and so on, and then from the first on again."""
+"""Answers of an agent, call by call; after the last it starts over."""
 
 
 def read_answers(path: Path, agents: Sequence[str]) -> Answers:
@@ -108,21 +107,16 @@ def reward_rules(config: RunConfig) -> list[str]:
     return [f"reward of {spec.name}: {kind.reward_rule(spec)}" for spec in kind.agents]
 
 
-def first_update(config: RunConfig) -> int | None:
-    """The step in which the first group of samples ends, with made-up answers of one segment each; None: none in as many steps
-    as the run has. Teams that call tools are not asked: a tool may be a paid service."""
-    if config.tools.names or config.rollout.overlap:  # with overlap a step waits for groups that have ended
-        return 1
-    with _scripted(config, {}, "", "", pipeline=config.rollout.pipeline) as (rollout, _):
-        for step in range(1, config.run.steps + 1):
-            if rollout.next_batch({"main": 0}).groups:
-                return step
-    return None
-
-
 def first_update_line(config: RunConfig) -> list[str]:
-    """For a dry run; nothing where the first step trains."""
-    step, num_steps = first_update(config), config.run.steps
+    """First step of a dry run that has samples to train on, with made-up answers of one segment each; [] for step 1.
+
+    Teams that call tools are not asked: a tool may be a paid service. With overlap a step waits for groups that have ended.
+    """
+    if config.tools.names or config.rollout.overlap:
+        return []
+    num_steps = config.run.steps
+    with _scripted(config, {}, "", "", pipeline=config.rollout.pipeline) as (rollout, _):
+        step = next((n for n in range(1, num_steps + 1) if rollout.next_batch({"main": 0}).groups), None)
     if step == 1:
         return []
     said = f"comes at step {step} of {num_steps}" if step else f"does not come in run.steps = {num_steps}"
@@ -142,10 +136,10 @@ def _scripted(
     task = build_task(config.task, config.task_options, train, train)
     kind = find_orchestration(config.orchestration)
     names = [name for name in config.tools.names if name in (*kind.tools, *kind.optional_tools)]
-    check_tools(config.tools, names, documents_of(task), papers_of(task))
+    check_tools(config.tools, names, task.documents, task.papers)
     with (
         contextlib.closing(task),
-        contextlib.closing(build_tools(config.tools, names, documents_of(task), papers_of(task))) as tools,
+        contextlib.closing(build_tools(config.tools, names, task.documents, task.papers)) as tools,
         tempfile.TemporaryDirectory() as folder,
     ):
         write_byte_tokenizer(Path(folder))
@@ -217,7 +211,7 @@ def _line(sample: Sample, advantage: float | None) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _MadeUp:
-    """What an agent says that was given no answers: the example of its prompts.
+    """Made-up answers of an agent: the examples of its prompts.
 
     Raises:
         ValueError: the prompts are a file without an example.
@@ -275,7 +269,7 @@ def _script(
 
 
 def _after_stops(text: str, stops: Sequence[str], number: int) -> str:
-    """What is left of it when it has been stopped so often."""
+    """Text after its `number`-th stop."""
     for _ in range(number):
         ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
         text = text[min(ends) :] if ends else text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,17 +14,9 @@ from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.evaluate.at_k import at_k
 from marsrl.trainer.evaluate.draws import Call, Draw, FixedAnswer, Said
-from marsrl.trainer.evaluate.intervals import Array, estimate_of, ratio
+from marsrl.trainer.evaluate.intervals import Statistic, estimate_of, ratio
 from marsrl.trainer.report.cost import judge_usage, latency, usage
 from marsrl.trainer.report.summary import AgentEstimate, AtK, Confusion, Estimate, Evaluation, Length, ToolUsage
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """What came of an agent's fixed inputs, by whether the first of each is right."""
-
-    right: list[FixedAnswer] = field(default_factory=list)
-    wrong: list[FixedAnswer] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +28,7 @@ class Scorer:
     policies: Mapping[str, PolicyConfig]
     judge: str | None = None
 
-    def evaluation(self, draws: Sequence[Draw], fixed: Mapping[str, Answered]) -> Evaluation:
+    def evaluation(self, draws: Sequence[Draw], fixed: Mapping[str, Sequence[FixedAnswer]]) -> Evaluation:
         """The numbers of all draws together, and of each set where they have names."""
         names = dict.fromkeys(draw.of for draw in draws)
         whole = self._of(draws, fixed)
@@ -45,7 +37,7 @@ class Scorer:
         sets = {name: self._of([draw for draw in draws if draw.of == name], {}) for name in names}
         return whole.model_copy(update={"sets": sets})
 
-    def _of(self, draws: Sequence[Draw], fixed: Mapping[str, Answered]) -> Evaluation:
+    def _of(self, draws: Sequence[Draw], fixed: Mapping[str, Sequence[FixedAnswer]]) -> Evaluation:
         agents = {}
         for spec in self.specs:
             calls = [(d.question, call) for d in draws for call in d.calls if call.agent == spec.name]
@@ -128,32 +120,31 @@ def _confusion(calls: Iterable[Call]) -> Confusion:
     return Confusion(**counts)
 
 
-def _balanced(asked: Answered) -> AgentEstimate:
+def _balanced(asked: Sequence[FixedAnswer]) -> AgentEstimate:
     """Balanced accuracy: the mean of the two classes' accuracies, no verdict counting as an error.
 
     The inputs are equally many of both classes unless the team could not provide them; n is their sum.
     """
-    problems = {name: i for i, name in enumerate(dict.fromkeys(p.problem for p in (*asked.right, *asked.wrong)))}
+    problems = {name: i for i, name in enumerate(dict.fromkeys(each.problem for each in asked))}
 
-    def counts(answers: Sequence[FixedAnswer], verdict: bool) -> tuple[Array, Array]:
+    def accuracy(is_right: bool) -> Statistic:
         hits, all_of = np.zeros(len(problems)), np.zeros(len(problems))
-        for each in answers:
-            all_of[problems[each.problem]] += 1
-            hits[problems[each.problem]] += each.call.verdict is verdict
-        return hits, all_of
+        for each in asked:
+            if each.call.is_of_right is is_right:
+                all_of[problems[each.problem]] += 1
+                hits[problems[each.problem]] += each.call.verdict is is_right
+        return ratio(hits, all_of)
 
-    of_right, of_wrong = ratio(*counts(asked.right, True)), ratio(*counts(asked.wrong, False))
-    n = len(asked.right) + len(asked.wrong)
-    found = estimate_of(len(problems), n, lambda weights: (of_right(weights) + of_wrong(weights)) / 2)
-    confusion = _confusion(each.call for each in (*asked.right, *asked.wrong))
-    return AgentEstimate(**found.model_dump(), confusion=confusion)
+    of_right, of_wrong = accuracy(True), accuracy(False)
+    found = estimate_of(len(problems), len(asked), lambda weights: (of_right(weights) + of_wrong(weights)) / 2)
+    return AgentEstimate(**found.model_dump(), confusion=_confusion(each.call for each in asked))
 
 
-def _repairs(asked: Answered) -> AgentEstimate:
-    repaired = _accuracy((each.problem, each.call.correct) for each in asked.wrong)
-    known = [each for each in asked.right if each.call.correct is not None]
-    broken = _accuracy((each.problem, 1 - (each.call.correct or 0.0)) for each in known)
-    return AgentEstimate(**repaired.model_dump(), breaks=broken)
+def _repairs(asked: Sequence[FixedAnswer]) -> AgentEstimate:
+    of_wrong = [(each.problem, each.call.correct) for each in asked if not each.call.is_of_right]
+    of_right = [(each.problem, each.call.correct) for each in asked if each.call.is_of_right]
+    broken = _accuracy((problem, None if correct is None else 1 - correct) for problem, correct in of_right)
+    return AgentEstimate(**_accuracy(of_wrong).model_dump(), breaks=broken)
 
 
 def _length(calls: Sequence[tuple[str, Call]]) -> Length | None:

@@ -5,35 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
-from marsrl.rollout.tasks.protocol import documents_of, papers_of
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.tools.config import TOOL_NAMES, how_to_set
 from marsrl.rollout.tools.documents import Document
-from marsrl.rollout.types import ToolCall, ToolOutput
+from marsrl.rollout.types import ToolCall
 from marsrl.trainer.config import RunConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
-    """What came of a call. seconds: of the tool alone."""
-
-    output: ToolOutput
-    seconds: float
-    is_cut: bool
-
-    def text(self) -> str:
-        """For a terminal, which is to show what a tool says and not to obey it."""
-        said = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in self.output.text)
-        num = len(self.output.parts)
-        parts = f", {num} part{'s' * (num > 1)}" if num else ""
-        return f"{said}\n# {self.seconds:.3f} s{parts}, {'cut' if self.is_cut else 'whole'}"
-
-
-def call_tool(config: RunConfig, name: str, argument: str) -> Called:
-    """Call the tool.
+def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
+    """(what the tool says, for a terminal; is it an error?).
 
     argument: the one text that it takes, or a JSON object of its arguments.
 
@@ -51,17 +33,20 @@ def call_tool(config: RunConfig, name: str, argument: str) -> Called:
         if config.task == "qa" and config.data.train is None:  # no other task has any
             task = build_task(config.task, config.task_options)
             stack.callback(task.close)
-            documents, papers = documents_of(task), papers_of(task)
+            documents, papers = task.documents, task.papers
         check_tools(config.tools, [name], documents, papers)
         pool = build_tools(config.tools, [name], documents, papers)
         stack.callback(pool.close)
         output = pool.submit(ToolCall(f"{name}#0", name, _arguments(argument, pool.argument(name)))).result()
         counts = pool.take_counts()
-    return Called(output, counts[f"tools/{name}/seconds"], bool(counts[f"tools/{name}/truncated"]))
+    said = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in output.text)
+    parts = f", {len(output.parts)} part{'s' * (len(output.parts) > 1)}" if output.parts else ""
+    cut = "cut" if counts[f"tools/{name}/truncated"] else "whole"
+    return f"{said}\n# {counts[f'tools/{name}/seconds']:.3f} s{parts}, {cut}", output.is_error
 
 
 def _arguments(given: str, name: str) -> str:
-    """What is a JSON object stays one; any other text is the argument of this name."""
+    """A JSON object as it is; any other text as the argument of this name."""
     try:
         is_object = isinstance(json.loads(given), dict)
     except (ValueError, RecursionError):

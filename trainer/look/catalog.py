@@ -10,17 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
 import duckdb
-import pyarrow.compute as pc
+from pydantic import BaseModel, ConfigDict
 
-from marsrl.trainer.report.metrics import MetricsRow, parse_metrics
-from marsrl.trainer.report.samples_log import read_columns, sample_files
+from marsrl.trainer.report.metrics import parse_metrics
+from marsrl.trainer.report.samples_log import sample_files
 from marsrl.trainer.report.trace import Span, read_trace
-from marsrl.trainer.report.warnings_log import Warned, read_warnings
+from marsrl.trainer.report.warnings_log import read_warnings
 from marsrl.trainer.runs.directory import RunDirectory
 
 T = TypeVar("T")
@@ -41,28 +40,30 @@ FLAGS = {
 """Properties to filter by: the sample reached the maximum length; its verdict is not what its solution deserves; it has no
 reward; the engine gave it up; it gave a verdict that could be read."""
 
-_LOGGED = """step line agent problem_id rollout_id uid parent_uid answer verdict reward correct advantage parts num_tokens
-    finish segments"""
+_FILE = "read_parquet(?, hive_partitioning = false)"  # else a folder called step=9 on the way would be a column
 _TABLE = f"""CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
     parent VARCHAR, answer VARCHAR, verdict BOOLEAN, reward DOUBLE, correct DOUBLE, advantage DOUBLE, num_tokens INTEGER,
     age INTEGER, {", ".join(f'"is {name}" BOOLEAN' for name in FLAGS)})"""
 _INSERT = f"""INSERT INTO samples SELECT step, line, agent, problem_id, rollout_id, uid, parent_uid, left(answer, 200), verdict,
     reward, correct, advantage, num_tokens,
     CASE WHEN len(segments) > 0 THEN greatest(0, step - 1 - list_min(list_transform(segments, lambda s: s.version))) END,
-    {", ".join(f"coalesce({condition}, false)" for condition in FLAGS.values())} FROM logged"""
+    {", ".join(f"coalesce({condition}, false)" for condition in FLAGS.values())} FROM {_FILE}"""
+_TEXTS = f"""SELECT line, concat_ws(chr(10), text,
+    CASE WHEN row_number() OVER (PARTITION BY group_id ORDER BY line) = 1 THEN prompt END) AS words FROM {_FILE}"""
 
 
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """Filter of samples; None, "" and () do not restrict. low, high: of the reward; words: all of them occur, whole,
-    in what the sample wrote or, for the first sample of a group, read."""
+class Filter(BaseModel):
+    """Filter of samples; None, "" and () do not restrict. first, last: steps; low, high: of the reward; words: all of them
+    occur, whole, in what the sample wrote or, for the first sample of a group, read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     agent: str | None = None
-    first_step: int | None = None
-    last_step: int | None = None
+    first: int | None = None
+    last: int | None = None
     low: float | None = None
     high: float | None = None
-    flags: tuple[str, ...] = ()
+    flag: tuple[str, ...] = ()
     problem: str | None = None
     words: str = ""
 
@@ -91,16 +92,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """num: samples that pass, of which at most PAGE are here; None: not counted. next: the page behind begins below this
-    (step, line); None: this is the last."""
+    """At most PAGE samples. num: how many pass; None: not counted. next: the next page begins below this (step, line); None:
+    this is the last."""
 
-    rows: tuple[Row, ...]
+    rows: list[Row]
     num: int | None
     next: tuple[int, int] | None
 
 
 class Catalog:
-    """One run. Thread-safe. `refresh` brings it up to what the run has logged by now."""
+    """One run. Thread-safe. `refresh` brings it up to what the run has logged by now.
+
+    curves: (step, value) by metric, None where it was not finite. steps: first and last step with metrics, None without any.
+    refused: reasons why files cannot be read, by file name.
+    """
 
     def __init__(self, path: Path) -> None:
         self.run = RunDirectory(path.resolve())
@@ -111,11 +116,11 @@ class Catalog:
         self._db.execute(_TABLE)
         self._files: dict[int, tuple[int, int]] = {}
         self._damages: dict[int, str] = {}
-        self.metrics: list[MetricsRow] = []
+        self.curves: dict[str, list[tuple[int, float | None]]] = {}
+        self.steps: tuple[int, int] | None = None
         self._metrics_read = (0, 0)  # inode, bytes
         self._kept: dict[str, tuple[object, Any]] = {}  # of files that are read whole
         self.refused: dict[str, str] = {}
-        """Reasons why files cannot be read, by file name."""
 
     def refresh(self, budget_s: float | None = _READ_S) -> None:
         """Read what is new, the newest samples first. budget_s: seconds for samples files (None: all of them, now)."""
@@ -134,10 +139,9 @@ class Catalog:
                 self._forget(step)
                 self._files[step] = state
                 try:
-                    logged = read_columns(files[step], _LOGGED.split())  # noqa: F841 - DuckDB finds it by its name
-                    self._db.execute(_INSERT)
-                except ValueError as error:
-                    self._damages[step] = str(error)
+                    self._db.execute(_INSERT, [str(files[step])])
+                except duckdb.Error as error:
+                    self._damages[step] = f"{files[step]} is no file of samples ({error}); the file is damaged"
 
     def _forget(self, step: int) -> None:
         if self._files.pop(step, None) is not None:
@@ -151,14 +155,17 @@ class Catalog:
             return
         inode, read = self._metrics_read
         if inode != found.st_ino or found.st_size < read:  # replaced: a run that went on cut off what was lost
-            self.metrics, read = [], 0
+            self.curves, self.steps, read = {}, None, 0
             self.refused.pop("metrics.jsonl", None)
         with open(self.run.metrics, "rb") as file:
             file.seek(read)
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         try:
-            self.metrics += [row for row, _ in parse_metrics(whole, self.run.metrics)]
+            for row, _ in parse_metrics(whole, self.run.metrics):
+                self.steps = (self.steps or (row.step,))[0], row.step
+                for name, value in row.values.items():
+                    self.curves.setdefault(name, []).append((row.step, value))
         except ValueError as error:
             self.refused["metrics.jsonl"] = str(error)
         self._metrics_read = found.st_ino, read + len(whole)
@@ -183,31 +190,20 @@ class Catalog:
     @property
     def warnings(self) -> list[tuple[int | None, str, str]]:
         """(step, kind, text): what the run said, and what cannot be read of it."""
-        said: list[Warned] = self._whole(self.run.warnings, read_warnings)
         listed: list[tuple[int | None, str, str]] = [
-            (each.step, "said" if each.step is not None else self.run.warnings.name, each.text) for each in said
+            (each.step, "said" if each.step is not None else self.run.warnings.name, each.text)
+            for each in self._whole(self.run.warnings, read_warnings)
         ]
         listed += [(None, name, text) for name, text in self.refused.items()]
         return listed + [(step, "samples", text) for step, text in self._damages.items()]
 
     @property
-    def metric_names(self) -> list[str]:
-        return list(dict.fromkeys(name for row in self.metrics for name in row.values))
-
-    def curve(self, name: str) -> list[tuple[int, float | None]]:
-        """(step, value) of a metric; None: it was not finite."""
-        return [(row.step, row.values[name]) for row in self.metrics if name in row.values]
-
-    @property
     def counts(self) -> dict[str, int | None]:
-        """Samples, steps that were read, the first and last of them, the last step with metrics."""
-        (num,) = self._one("SELECT count(*) FROM samples")
+        """Samples, steps that were read, the last step with metrics."""
         return {
-            "samples": num,
+            "samples": self._all("SELECT count(*) FROM samples")[0][0],
             "files": len(self._files),
-            "first_step": min(self._files, default=None),
-            "last_step": max(self._files, default=None),
-            "last_metrics": self.metrics[-1].step if self.metrics else None,
+            "last_metrics": None if self.steps is None else self.steps[1],
         }
 
     @property
@@ -228,7 +224,7 @@ class Catalog:
         )
 
     def tree(self, rollout: str) -> list[Row]:
-        """Every sample of a rollout instance, oldest first; who stands below whom, their uids and parents say."""
+        """Samples of a rollout instance, oldest first; uids and parents give the tree."""
         return self._rows("rollout = ?", [rollout], f"ORDER BY step, line LIMIT {_LARGEST_TREE}")
 
     def at(self, step: int, line: int) -> Row | None:
@@ -237,7 +233,7 @@ class Catalog:
         return found[0] if found else None
 
     def deepest(self, *, last: bool, num: int) -> list[str]:
-        """The rollout instances most agents took part in, of those that start in the first step or end in the last one."""
+        """Rollout instances with the most agents, of those with a sample in the first step or the last."""
         steps = sorted(self._files.keys() - self._damages.keys())
         if not steps:
             return []
@@ -253,85 +249,64 @@ class Catalog:
         Raises:
             ValueError: a flag that there is not, or words without a letter or digit.
         """
-        if unknown := set(wanted.flags) - FLAGS.keys():
+        if unknown := set(wanted.flag) - FLAGS.keys():
             raise ValueError(f"{sorted(unknown)} is nothing to filter by; expected some of {', '.join(FLAGS)}")
         conditions, values = _conditions(wanted)
-        if wanted.words:
-            return self._search(wanted.words, conditions, values, before)
-        (num,) = self._one(f"SELECT count(*) FROM samples WHERE {conditions}", values)
+        num = None if wanted.words else self._all(f"SELECT count(*) FROM samples WHERE {conditions}", values)[0][0]
         if before is not None:
             conditions, values = f"{conditions} AND (step, line) < (?, ?)", [*values, *before]
-        rows = self._rows(conditions, values, f"ORDER BY step DESC, line DESC LIMIT {PAGE + 1}")
-        return _page(rows, num)
+        if wanted.words:
+            return self._search(wanted.words, conditions, values)
+        return _page(self._rows(conditions, values, f"ORDER BY step DESC, line DESC LIMIT {PAGE + 1}"), num)
 
-    def _search(self, words: str, conditions: str, values: list[Any], before: tuple[int, int] | None) -> Page:
+    def _search(self, words: str, conditions: str, values: list[Any]) -> Page:
         cut = _WORD.findall(words)
         if not cut:
             raise ValueError(f"{words[:40]!r} has no letter or digit: only words can be searched")
-        began, num_read = time.monotonic(), 0
-        files = sample_files(self.run)
+        patterns = [rf"(^|[^\pL\pN]){word}($|[^\pL\pN])" for word in cut]
+        has_all = " AND ".join(["regexp_matches(words, ?, 'i')"] * len(cut))
+        passes = f"{conditions} AND step = ? AND line IN (SELECT line FROM ({_TEXTS}) WHERE {has_all})"
+        began, files, rows = time.monotonic(), sample_files(self.run), list[Row]()
         sql = f"SELECT step FROM samples WHERE {conditions} GROUP BY step ORDER BY step DESC"
-        rows: list[Row] = []
-        for (step,) in self._all(sql, values):
-            if step not in files or (before is not None and step > before[0]):
+        for place, step in enumerate(step for (step,) in self._all(sql, values) if step in files):
+            if place and time.monotonic() - began > _SEARCH_S:
+                return Page(rows, None, (step + 1, 0))
+            try:
+                rows += self._rows(passes, [*values, step, str(files[step]), *patterns], "ORDER BY line DESC")
+            except duckdb.Error:  # the file is gone, or damaged
                 continue
-            if num_read and time.monotonic() - began > _SEARCH_S:
-                return Page(tuple(rows), None, (step + 1, 0))
-            num_read += 1
-            below = before[1] if before is not None and before[0] == step else None
-            lines = [line for line in _lines_with(cut, files[step]) if below is None or line < below]
-            rows += self._rows(
-                f"{conditions} AND step = ? AND list_contains(?, line)", [*values, step, lines], "ORDER BY line DESC"
-            )
             if len(rows) > PAGE:
                 break
         return _page(rows, None)
 
     def _rows(self, conditions: str, values: Sequence[Any], rest: str = "") -> list[Row]:
-        found = self._all(f"SELECT * FROM samples WHERE {conditions} {rest}", values)
-        names = list(FLAGS)
-        flags = (tuple(name for name, has in zip(names, each[-len(names) :], strict=True) if has) for each in found)
-        return [Row(*(*each[: -len(names)], own)) for each, own in zip(found, flags, strict=True)]
+        num = len(FLAGS)
+        return [
+            Row(*(*each[:-num], tuple(name for name, has in zip(FLAGS, each[-num:], strict=True) if has)))
+            for each in self._all(f"SELECT * FROM samples WHERE {conditions} {rest}", values)
+        ]
 
     def _all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._lock:
             return self._db.execute(sql, list(values)).fetchall()
-
-    def _one(self, sql: str, values: Sequence[Any] = ()) -> Any:
-        return self._all(sql, values)[0]
 
 
 def _conditions(wanted: Filter) -> tuple[str, list[Any]]:
     bounds = {
         "agent = ?": wanted.agent,
         "problem = ?": wanted.problem,
-        "step >= ?": wanted.first_step,
-        "step <= ?": wanted.last_step,
+        "step >= ?": wanted.first,
+        "step <= ?": wanted.last,
         "reward >= ?": wanted.low,
         "reward <= ?": wanted.high,
     }
     used = {condition: value for condition, value in bounds.items() if value is not None}
-    return " AND ".join(["true", *used, *(f'"is {flag}"' for flag in wanted.flags)]), list(used.values())
+    return " AND ".join(["true", *used, *(f'"is {flag}"' for flag in wanted.flag)]), list(used.values())
 
 
 def _page(rows: Sequence[Row], num: int | None) -> Page:
-    shown = tuple(rows[:PAGE])
+    shown = list(rows[:PAGE])
     return Page(shown, num, (shown[-1].step, shown[-1].line) if len(rows) > PAGE else None)
-
-
-def _lines_with(words: Sequence[str], path: Path) -> list[int]:
-    """Lines whose sample wrote all the words, or read them as the first of its group. None where the file is gone or damaged."""
-    try:
-        table = read_columns(path, ("line", "group_id", "prompt", "text"))
-    except ValueError:
-        return []
-    ids = table["group_id"].to_pylist()
-    first = {group: place for place, group in reversed([*enumerate(ids)])}
-    is_first = [first[group] == place for place, group in enumerate(ids)]
-    texts = pc.binary_join_element_wise(table["text"], pc.if_else(is_first, table["prompt"], ""), "\n")
-    patterns = (rf"(^|[^\pL\pN]){re.escape(word)}($|[^\pL\pN])" for word in words)
-    passes = (pc.match_substring_regex(texts, pattern, ignore_case=True) for pattern in patterns)
-    return table.filter(reduce(pc.and_, passes))["line"].to_pylist()
 
 
 def _state(path: Path) -> tuple[int, int] | None:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from marsrl.trainer.look.comparison import (
-    Cell,
-    Compared,
-    final_table,
-    names_of,
-    read_compared,
-    settings_that_differ,
-)
-from marsrl.trainer.look.export import export
-from marsrl.trainer.look.visible import visible
-from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
-from marsrl.trainer.report.summary import Estimate
+from marsrl.trainer.look.comparison import Compared, names_of, numbers_of, read_compared, side_by_side
+from marsrl.trainer.look.export import write_page
+from marsrl.trainer.look.visible import shown
+from marsrl.trainer.report.console import table_of
 from marsrl.trainer.runs.directory import refuse_file_of_a_run
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -36,64 +28,53 @@ def compare(paths: Sequence[str], html: str | None, console: Console) -> None:
         raise ValueError(f"expected two runs or more to compare, found {len(paths)}")
     if html is not None:
         refuse_file_of_a_run(Path(html))
-    runs = [read_compared(Path(path)) for path in paths]
     names = names_of([Path(path) for path in paths])
-    _show(console, runs, names, final_table(runs))
+    runs = [read_compared(Path(path)) for path in paths]
+    told = shown(side_by_side(runs, names))
+    _show(console, runs, told)
     if html is not None:
-        export([Path(path) for path in paths], Path(html), ("compare",))
+        write_page(Path(html), ("compare",), {"compare": told, "runs": [{"name": name} for name in told["names"]]})
         console.print(Text(f"page: {html}"))
 
 
-def _show(console: Console, runs: Sequence[Compared], names: Sequence[str], table: dict[str, list[Cell]]) -> None:
-    shown = _table(
+def _show(console: Console, runs: Sequence[Compared], told: Mapping[str, Any]) -> None:
+    names = told["names"]
+    last = table_of(
         "last evaluations, 95% intervals over problems; in brackets: minus the first run, paired", "", *names
     )
-    for row, cells in table.items():
-        shown.add_row(_text(row), *(Text(_cell(cell)) for cell in cells))
-    console.print(shown)
-    course = _table("evaluations on the way", "run", "step", "tokens", "hours", "alone", "system", "")
+    for row in told["rows"]:
+        last.add_row(*map(Text, (row["name"], *map(_cell, row["cells"]))))
+    console.print(last)
+    course = table_of("evaluations on the way", "run", "step", "tokens", "hours", "alone", "system", "")
     for name, run in zip(names, runs, strict=True):
         line = _sparkline([each.system.mean for _, each in run.evaluations])
         for i, (place, each) in enumerate(run.evaluations):
-            place_cells = (f"{place.step}", f"{place.tokens:,.0f}", f"{place.hours:.2f}")
-            values = (_estimate(each.alone), _estimate(each.system), "" if i else line)
-            course.add_row(_text("" if i else name), *place_cells, *values)
+            numbers = (f"{place.step}", f"{place.tokens:,.0f}", f"{place.hours:.2f}")
+            values = (_estimate(numbers_of(found)) for found in (each.alone, each.system))
+            course.add_row(*map(Text, ("" if i else name, *numbers, *values, "" if i else line)))
     console.print(course)
-    takes = _table(f"the last evaluations; {MEANING}", "", *COLUMNS)
-    for name, run in zip(names, runs, strict=True):
-        whole, parts = episode_costs(run.last)
-        takes.add_row(_text(name), *whole.cells)
-        for part in parts:
-            takes.add_row(_text(f"  {part.name}"), *part.cells)
+    takes = table_of(f"the last evaluations; {told['meaning']}", "", *told["columns"])
+    for run in told["costs"]:
+        takes.add_row(*map(Text, (run["name"], *run["cells"])))
+        for part in run["parts"]:
+            takes.add_row(*map(Text, (f"  {part['name']}", *part["cells"])))
     console.print(takes)
-    differs = _table("settings that differ", "", *names)
+    differs = table_of("settings that differ", "", *names)
     for column in differs.columns:
         column.no_wrap, column.overflow = False, "fold"  # a list of files is long
-    for key, told in settings_that_differ(runs).items():
-        differs.add_row(_text(key), *map(_text, told))
+    for key, values in told["settings"].items():
+        differs.add_row(*map(Text, (key, *values)))
     console.print(differs if differs.row_count else "no setting differs")
 
 
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=Text(title), title_justify="left", pad_edge=False)
-    for i, heading in enumerate(headings):
-        table.add_column(_text(heading), justify="right" if i else "left", no_wrap=bool(i))
-    return table
+def _cell(cell: Mapping[str, Any]) -> str:
+    return _estimate(cell["value"]) + ("" if cell["gap"] is None else f" [{cell['gap']}]")
 
 
-def _text(text: str) -> Text:
-    return Text(visible(text))
-
-
-def _cell(cell: Cell) -> str:
-    gap = cell.gap
-    return _estimate(cell.value) + ("" if gap is None else f" [{gap}]")
-
-
-def _estimate(value: Estimate | None) -> str:
-    if value is None or value.mean is None:
+def _estimate(value: Mapping[str, Any] | None) -> str:
+    if value is None:
         return "-"
-    return f"{value.mean:.3f} ({value.low:.3f}-{value.high:.3f})"
+    return f"{value['mean']:.3f} ({value['low']:.3f}-{value['high']:.3f})"
 
 
 def _sparkline(values: Sequence[float | None]) -> str:

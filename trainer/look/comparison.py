@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import yaml
 
-from marsrl.trainer.evaluate.draws import EVALUATION, Draw, Said, read_draws
+from marsrl.trainer.evaluate.draws import EVALUATION, Draw, read_draws
 from marsrl.trainer.evaluate.intervals import bootstrap, ratio
 from marsrl.trainer.look.palette import COLORS
 from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.report.summary import Estimate, Evaluation, load_summary, of_other_inputs
+from marsrl.trainer.report.summary import Estimate, Evaluation, of_other_inputs
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import OF_THE_START, flat
 
@@ -42,7 +42,6 @@ class Compared:
     was another when the run went on.
     """
 
-    name: str
     evaluations: tuple[tuple[Place, Evaluation], ...]
     rewards: tuple[tuple[Place, float], ...]
     draws: tuple[Draw, ...]
@@ -65,20 +64,12 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Is 0 outside the interval?"""
+        """True if 0 is outside the interval."""
         return self.num_problems > 1 and (self.low > 0 or self.high < 0)
 
     def __str__(self) -> str:
         interval = f"{self.low:+.3f} to {self.high:+.3f}" if self.num_problems > 1 else "one problem, no interval"
         return f"{self.mean:+.3f} ({interval})"
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A row of the final table in one run: what it reached, and how far that is from the first run."""
-
-    value: Estimate | None
-    gap: Difference | None
 
 
 def rows_of(evaluation: Evaluation) -> dict[str, Estimate]:
@@ -96,8 +87,7 @@ def read_compared(path: Path) -> Compared:
     """
     run = RunDirectory(path)
     if (path / EVALUATION).is_file():
-        found_alone = ((Place(), _evaluation(path)),)
-        return Compared(path.name or str(path), found_alone, (), tuple(read_draws(path)), _settings(run))
+        return Compared(((Place(), _evaluation(path)),), (), tuple(read_draws(path)), _settings(run))
     if not run.config.is_file():
         raise ValueError(f"{path} is neither a run (it has no config.yaml) nor an evaluation (no {EVALUATION})")
     places, rewards = {0: Place()}, []
@@ -109,47 +99,24 @@ def read_compared(path: Path) -> Compared:
         places[row.step] = Place(row.step, tokens, hours)
         if (reward := row.values.get("reward/all/mean")) is not None:
             rewards.append((places[row.step], reward))
-    steps = sorted(
-        int(each.parent.name.removeprefix("step_"))
-        for each in run.evaluations.glob(f"step_*/{EVALUATION}")
-        if each.parent.name.removeprefix("step_").isdecimal()
-    )
-    found = [(places.get(step, Place(step, tokens, hours)), _evaluation(run.evaluation(step))) for step in steps]
-    if not found and run.summary.exists():  # of a run from before evaluations were kept
-        summary = load_summary(run.summary)
-        ends = ((0, summary.before), (summary.steps, summary.after))
-        found = [(places.get(step, Place(step, tokens, hours)), each) for step, each in ends if each is not None]
-    if not found:
+    names = (each.parent.name.removeprefix("step_") for each in run.evaluations.glob(f"step_*/{EVALUATION}"))
+    steps = sorted(int(name) for name in names if name.isdecimal())
+    if not steps:
         raise ValueError(f"{path}: nothing was evaluated there yet (run.evaluate, run.eval_every)")
-    draws = read_draws(run.evaluation(steps[-1])) if steps else []
-    return Compared(path.resolve().name, tuple(found), tuple(rewards), tuple(draws), _settings(run))
+    found = tuple((places.get(step, Place(step, tokens, hours)), _evaluation(run.evaluation(step))) for step in steps)
+    return Compared(found, tuple(rewards), tuple(read_draws(run.evaluation(steps[-1]))), _settings(run))
 
 
-def final_table(runs: Sequence[Compared]) -> dict[str, list[Cell]]:
-    """By row, a cell a run, each beside the first run."""
-    names = dict.fromkeys(name for run in runs for name in rows_of(run.last))
-    ordered = sorted(names, key=lambda name: ("alone", "system").index(name) if name in ("alone", "system") else -1)
-    return {
-        name: [
-            Cell(rows_of(run.last).get(name), difference(runs[0], run, name) if i else None)
-            for i, run in enumerate(runs)
-        ]
-        for name in ordered
-    }
-
-
-def side_by_side(paths: Sequence[Path], names: Sequence[str]) -> dict[str, Any]:
+def side_by_side(runs: Sequence[Compared], names: Sequence[str]) -> dict[str, Any]:
     """Content of `marsrl compare`, as JSON.
 
-    rows: of the last evaluations, a cell a run. charts: by title, for each of AXES, a curve a run: {x, mean, low, high} (low and
-    high None: no interval).
-
-    Raises:
-        ValueError: as `read_compared` does.
+    rows: of the last evaluations, a cell a run. costs: of an episode in them. charts: by title, for each of AXES, a curve a run:
+    {x, mean, low, high} (low and high None: no interval). settings: those that differ, with each run's value.
     """
-    runs = [read_compared(path) for path in paths]
-    table = final_table(runs)
-    shares = [name for name in table if name.rpartition("/")[2] in ("system", "alone")]
+    last = [rows_of(run.last) for run in runs]
+    ordered = [*dict.fromkeys(name for rows in last for name in rows if name not in ("alone", "system"))]
+    ordered += [name for name in ("alone", "system") if any(name in rows for rows in last)]
+    shares = [name for name in ordered if name.rpartition("/")[2] in ("system", "alone")]
     charts = [
         {
             "title": f"{name}: share right",
@@ -159,34 +126,42 @@ def side_by_side(paths: Sequence[Path], names: Sequence[str]) -> dict[str, Any]:
     ]
     if any(run.rewards for run in runs):
         charts.append({"title": "reward, mean of all agents", "curves": [_curve(run.rewards) for run in runs]})
-    costs = []
-    for name, run in zip(names, runs, strict=True):
-        whole, parts = episode_costs(run.last)
-        costs.append({"name": name, "cells": whole.cells, "parts": [{"name": p.name, "cells": p.cells} for p in parts]})
     return {
         "names": list(names),
         "colors": [COLORS[i % len(COLORS)] for i in range(len(names))],
-        "rows": [{"name": name, "cells": [_cell(cell, cells[0]) for cell in cells]} for name, cells in table.items()],
+        "rows": [{"name": name, "cells": [*_cells(name, runs, last)]} for name in ordered],
         "columns": COLUMNS,
         "meaning": MEANING,
-        "costs": costs,
+        "costs": [{"name": name, **_costs(run.last)} for name, run in zip(names, runs, strict=True)],
         "settings": settings_that_differ(runs),
         "axes": AXES,
         "charts": charts,
     }
 
 
-def _cell(cell: Cell, first: Cell) -> dict[str, Any]:
-    value, gap = cell.value, cell.gap
-    return {
-        "value": None
-        if value is None or value.mean is None
-        else value.model_dump(include={"mean", "low", "high", "n"}),
-        "is_of_other_inputs": of_other_inputs(first.value, value),
-        "gap": None if gap is None else f"{gap}" + (f", {gap.num_problems} problems" if gap.num_problems > 1 else ""),
-        "is_clear": gap is not None and gap.is_clear,
-        "is_better": gap is not None and gap.mean > 0,
-    }
+def _cells(name: str, runs: Sequence[Compared], rows: Sequence[Mapping[str, Estimate]]) -> Iterator[dict[str, Any]]:
+    """A row of the last evaluations: what each run reached, and how far that is from the first run."""
+    first = rows[0].get(name)
+    for i, run in enumerate(runs):
+        value, gap = rows[i].get(name), difference(runs[0], run, name) if i else None
+        yield {
+            "value": numbers_of(value),
+            "is_of_other_inputs": of_other_inputs(first, value),
+            "gap": None if gap is None else str(gap),
+            "num_problems": 0 if gap is None else gap.num_problems,
+            "is_clear": gap is not None and gap.is_clear,
+            "is_better": gap is not None and gap.mean > 0,
+        }
+
+
+def numbers_of(value: Estimate | None) -> dict[str, float] | None:
+    """mean, low, high, n; None where nothing was measured."""
+    return None if value is None or not value.n else value.model_dump(include={"mean", "low", "high", "n"})
+
+
+def _costs(evaluation: Evaluation) -> dict[str, Any]:
+    whole, parts = episode_costs(evaluation)
+    return {"cells": whole.cells, "parts": [{"name": part.name, "cells": part.cells} for part in parts]}
 
 
 def _curve(points: Sequence[tuple[Place, Estimate | float | None]]) -> dict[str, list[float | None]]:
@@ -202,7 +177,7 @@ def _curve(points: Sequence[tuple[Place, Estimate | float | None]]) -> dict[str,
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """As many of the last folders of each path as tell it from the others."""
+    """Shortest ends of the paths that are all different."""
     resolved = [path.resolve() for path in paths]
     return [_name(path, resolved) for path in resolved]
 
@@ -243,7 +218,7 @@ def difference(one: Compared, other: Compared, row: str) -> Difference | None:
 def _by_problem(draws: Sequence[Draw], of: str, who: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(list)
     for draw in draws:
-        said: Said | None = draw.system if who == "system" else draw.alone
+        said = draw.system if who == "system" else draw.alone
         if said is not None and said.correct is not None and of in ("", draw.of):
             found[draw.question].append(said.correct)
     return found

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from marsrl.trainer.look.answers import Answers
+from marsrl.trainer.look.api import Api
 from marsrl.trainer.look.visible import shorten
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 
@@ -28,43 +28,38 @@ _MOST_CHARS = 6000  # of a text: 2 x 3 problems x 72 samples then stay near 3 MB
 
 
 def write_report(directory: str | Path) -> Path:
-    """Write report.html of a run, finished or not, and return its path.
-
-    Raises:
-        ValueError: the directory is not there.
-    """
+    """Write report.html of a run, finished or not, and return its path."""
     run = RunDirectory(Path(directory))
-    if not run.path.is_dir():
-        raise ValueError(f"report: {run.path} is not there; give the directory of a run (it holds config.yaml)")
-    export([run.path], run.report, REPORT)
+    api, kept = Api([run.path]), dict[str, Any]()
+    catalog = api.catalogs[0]
+    catalog.refresh(budget_s=None)
+
+    def keep(question: str, **asked: Any) -> Any:
+        kept[_key(question, asked)] = found = api.questions[question](**asked)
+        return found
+
+    keep("runs")
+    for question in ("overview", "spans", "speed", "warnings"):
+        keep(question, run=0)
+    kept[_key("charts", {"run": 0})] = charts = [each for each in api.questions["charts"](run=0) if each["is_main"]]
+    for chart in charts:
+        keep("curves", run=0, name=_curves_of(chart))
+    rows = []
+    for rollout in dict.fromkeys(name for last in (True, False) for name in catalog.deepest(last=last, num=_PROBLEMS)):
+        keep("life", run=0, rollout=rollout)
+        for row in catalog.tree(rollout):
+            found = keep("sample", run=0, step=row.step, line=row.line)
+            rows.append(found["row"])
+            _cut(found)
+    rows.sort(key=lambda row: (row["step"], row["line"]), reverse=True)
+    kept[_key("samples", {"run": 0})] = {"rows": rows, "num": len(rows), "next": None}
+    write_page(run.report, REPORT, kept)
     return run.report
 
 
-def export(paths: Sequence[Path], file: Path, pages: Sequence[str]) -> None:
-    """Write these pages of the viewer for these runs, the first of them to begin with, as one HTML file."""
-    answers = Answers(paths)
-    kept: dict[str, Any] = {}
-
-    def keep(question: str, **asked: Any) -> Any:
-        kept[_key(question, asked)] = found = answers.questions[question](**asked)
-        return found
-
-    if "compare" in pages:
-        keep("compare")
-    else:
-        for catalog in answers.catalogs:
-            catalog.refresh(budget_s=None)
-    keep("runs")
-    for run in range(len(paths)) if "overview" in pages else ():
-        for question in ("overview", "spans", "speed", "warnings"):
-            keep(question, run=run)
-        charts = [chart for chart in answers.charts(run) if chart["is_main"]]
-        kept[_key("charts", {"run": run})] = charts
-        for chart in charts:
-            keep("curves", run=run, name=_curves_of(chart))
-        _keep_samples(answers, run, kept)
-    content = {"pages": pages, "answers": kept}
-    write_atomically(file, _page(content).encode("utf-8"))
+def write_page(file: Path, pages: Sequence[str], answers: Mapping[str, Any]) -> None:
+    """Write these pages of the viewer, the first of them to begin with, as one HTML file. answers: by `_key`."""
+    write_atomically(file, _page({"pages": pages, "answers": answers}).encode("utf-8"))
 
 
 def _curves_of(chart: Mapping[str, Any]) -> list[str]:
@@ -73,30 +68,16 @@ def _curves_of(chart: Mapping[str, Any]) -> list[str]:
     return [*(each["key"] for each in chart["series"]), *bands]
 
 
-def _keep_samples(answers: Answers, run: int, kept: dict[str, Any]) -> None:
-    """The deepest problems of the first and of the last step, their texts cut in the middle."""
-    catalog = answers.catalogs[run]
-    chosen = dict.fromkeys(name for last in (True, False) for name in catalog.deepest(last=last, num=_PROBLEMS))
-    rows = []
-    for rollout in chosen:
-        kept[_key("life", {"run": run, "rollout": rollout})] = answers.life(run, rollout)
-        for row in catalog.tree(rollout):
-            place = {"run": run, "step": row.step, "line": row.line}
-            found = answers.sample(**place)
-            record = found["record"]
-            texts = {name: shorten(record[name], _MOST_CHARS) for name in ("prompt", "text")}
-            is_long = max(len(record["prompt"]), len(record["text"])) > _MOST_CHARS
-            kept[_key("sample", place)] = found | {
-                "record": record | texts,
-                "diff": None if is_long else found["diff"],
-            }
-            rows.append(found["row"])
-    rows.sort(key=lambda row: (row["step"], row["line"]), reverse=True)
-    kept[_key("samples", {"run": run})] = {"rows": rows, "num": len(rows), "next": None}
+def _cut(sample: dict[str, Any]) -> None:
+    """Cut a sample's long texts in the middle; their difference would be whole, and goes."""
+    record = sample["record"]
+    for name in ("prompt", "text"):
+        if len(record[name]) > _MOST_CHARS:
+            record[name], sample["diff"] = shorten(record[name], _MOST_CHARS), None
 
 
 def _key(question: str, asked: Mapping[str, Any]) -> str:
-    """As `key` of lib.js."""
+    """Key of a question, the same as `key` of lib.js."""
     pairs = [
         f"{name}={each}" for name, value in asked.items() for each in (value if isinstance(value, list) else [value])
     ]

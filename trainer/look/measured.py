@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 import json
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from marsrl.trainer.look.catalog import Catalog
 from marsrl.trainer.look.chart_plans import PLANS
 from marsrl.trainer.look.palette import COLORS, activity_color, agents_of, series_colors
-from marsrl.trainer.look.visible import visible
+from marsrl.trainer.look.visible import Key
 from marsrl.trainer.runs.directory import RunDirectory
 
 _MOST_POINTS = 1000  # of a curve; a screen is not wider
@@ -32,38 +33,40 @@ def charts(catalog: Catalog) -> list[dict[str, Any]]:
 
     is_zero: all series are, in every step. has_band: of a series, <key>/low and <key>/high are its interval.
     """
-    left = catalog.metric_names
-    agents = agents_of(catalog.run.config)
+    curves, agents, left = catalog.curves, agents_of(catalog.run.config), dict.fromkeys(catalog.curves)
     found: list[dict[str, Any]] = []
-    on_a_chart: set[str] = set()
     for plan in PLANS:
-        labels = {name: label for name in left if (label := plan.label(name)) is not None}
-        on_a_chart |= labels.keys()
+        labels = {name: label for name in curves if (label := plan.label(name)) is not None}
+        for name in labels:
+            left.pop(name, None)
         own = labels.values()
         colors = {label: activity_color(label) for label in own} if plan.is_activities else series_colors(own, agents)
         series = [
             {
-                "key": name,
-                "label": visible(label),
+                "key": Key(name),
+                "label": label,
                 "color": colors[label],
-                "has_band": {f"{name}/low", f"{name}/high"} <= set(left),
+                "has_band": {f"{name}/low", f"{name}/high"} <= curves.keys(),
             }
             for name, label in labels.items()
         ]
         if series:
-            is_zero = all(value == 0 for name in labels for _, value in catalog.curve(name))
+            is_zero = all(value == 0 for name in labels for _, value in curves[name])
             found.append(
                 {"title": plan.title, "unit": plan.unit, "series": series, "is_main": True, "is_zero": is_zero}
             )
     for name in left:
-        if name not in on_a_chart:
-            series = [{"key": name, "label": visible(name), "color": COLORS[0], "has_band": False}]
-            found.append({"title": visible(name), "unit": "", "series": series, "is_main": False, "is_zero": False})
+        series = [{"key": Key(name), "label": name, "color": COLORS[0], "has_band": False}]
+        found.append({"title": name, "unit": "", "series": series, "is_main": False, "is_zero": False})
     return found
 
 
-def thinned(points: Sequence[tuple[int, float | None]]) -> dict[str, Any]:
-    """At most 1,000 points. every: steps that a point is the mean of (of those that have a value)."""
+def curves(catalog: Catalog, name: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Each of at most 1,000 points. every: steps that a point is the mean of (of those that have a value)."""
+    return [_thinned(catalog.curves.get(each, [])) for each in name]
+
+
+def _thinned(points: Sequence[tuple[int, float | None]]) -> dict[str, Any]:
     every = -(-len(points) // _MOST_POINTS) or 1
     steps, values = [], []
     for begin in range(0, len(points), every):
@@ -74,7 +77,7 @@ def thinned(points: Sequence[tuple[int, float | None]]) -> dict[str, Any]:
     return {"steps": steps, "values": values, "every": every}
 
 
-def spans(catalog: Catalog, low: float | None, high: float | None) -> dict[str, Any]:
+def spans(catalog: Catalog, low: float | None = None, high: float | None = None) -> dict[str, Any]:
     """The longest spans that touch [low, high] seconds of the trace (None: its beginning, its end), and their colours.
 
     spans: (lane, name, start_s, end_s, arguments). end: of the trace. num_left_out: shorter ones that are not here.
@@ -95,33 +98,34 @@ def spans(catalog: Catalog, low: float | None, high: float | None) -> dict[str, 
 
 
 def life(catalog: Catalog, rollout: str) -> dict[str, Any]:
-    """When each agent's samples of a rollout instance were decoded and trained on, in seconds of the trace.
+    """Lifetimes of each agent's samples of a rollout instance, in seconds of the trace.
 
     A sample's life begins where its oldest version was published and ends with the step that it was trained in: tokens carry
     versions, not times, so the beginning is as early as it can have been. None: the trace does not say.
     """
     rows = catalog.tree(rollout)
     trace = sorted(catalog.trace, key=lambda s: s.end_s, reverse=True)
-    published = {s.arguments.get("version"): s.end_s for s in trace if s.name == "publish"}  # the first of several
+    publishes = [s for s in trace if s.name == "publish" and "version" in s.arguments]
+    published = {s.arguments["version"]: s.end_s for s in publishes}  # the first of several
     begins = {s.name: s.start_s for s in trace if s.name.startswith("step ")}
     last = trace[0].end_s if trace else None
-    lives: dict[tuple[str, int, int | None], dict[str, Any]] = {}
-    for row in rows:
-        oldest = None if row.age is None else row.step - 1 - row.age
-        key = (row.agent, row.step, oldest)
-        if key not in lives:
-            start = published.get(oldest) if oldest is not None else None
-            lives[key] = {
-                "agent": row.agent,
-                "step": row.step,
-                "version": oldest,
-                "samples": 0,
-                "start": begins.get(f"step {row.step}") if start is None else start,
-                "end": begins.get(f"step {row.step + 1}", last),
-            }
-        lives[key]["samples"] += 1
+    lives = Counter((row.agent, row.step, None if row.age is None else row.step - 1 - row.age) for row in rows)
     colors = series_colors(dict.fromkeys(row.agent for row in rows), agents_of(catalog.run.config))
-    return {"rollout": rollout, "lives": [{**each, "color": colors[each["agent"]]} for each in lives.values()]}
+    return {
+        "rollout": rollout,
+        "lives": [
+            {
+                "agent": agent,
+                "step": step,
+                "version": oldest,
+                "samples": num,
+                "start": begins.get(f"step {step}") if oldest not in published else published[oldest],
+                "end": begins.get(f"step {step + 1}", last),
+                "color": colors[agent],
+            }
+            for (agent, step, oldest), num in lives.items()
+        ],
+    }
 
 
 def speed(catalog: Catalog) -> dict[str, Any]:
@@ -129,14 +133,14 @@ def speed(catalog: Catalog) -> dict[str, Any]:
 
     ages: (agent, versions, samples), how many versions old samples were when they were trained on.
     """
-    measured = {}
-    for part in ("rollout", "step", "publish", "total"):
-        values = [value for _, value in catalog.curve(f"timing_s/{part}")[-_LAST_STEPS:] if value is not None]
-        measured[part] = statistics.median(values) if values else None
-    tokens = [value for _, value in catalog.curve("perf/tokens_per_s")[-_LAST_STEPS:] if value is not None]
+
+    def median(name: str) -> float | None:
+        values = [value for _, value in catalog.curves.get(name, ())[-_LAST_STEPS:] if value is not None]
+        return statistics.median(values) if values else None
+
     return {
-        "measured": measured,
-        "tokens_per_s": statistics.median(tokens) if tokens else None,
+        "measured": {part: median(f"timing_s/{part}") for part in ("rollout", "step", "publish", "total")},
+        "tokens_per_s": median("perf/tokens_per_s"),
         "planned": _planned(catalog.run),
         "ages": catalog.ages,
     }
@@ -177,10 +181,10 @@ def _chosen(policy: dict[str, Any]) -> dict[str, Any]:
 def warnings(catalog: Catalog) -> list[dict[str, Any]]:
     """The run's warnings, unusual metrics, and unreadable files; newest first."""
     found = [{"step": step, "kind": kind, "text": text} for step, kind, text in catalog.warnings]
-    for name in catalog.metric_names:
+    for name, curve in catalog.curves.items():
         for prefix, suffix, limit, meaning in _WATCHED:
             if name.startswith(prefix) and name.endswith(suffix):
-                points = [(step, value) for step, value in catalog.curve(name) if value is not None and value > limit]
+                points = [(step, value) for step, value in curve if value is not None and value > limit]
                 found += _stretches(name, points, meaning)
     return sorted(found, key=lambda each: -1 if each["step"] is None else each["step"], reverse=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from marsrl.trainer.look.catalog import Catalog
+from marsrl.trainer.look.comparison import numbers_of
 from marsrl.trainer.look.palette import engine_name
 from marsrl.trainer.report.summary import AgentEstimate, Estimate, Summary, compared, load_summary, of_other_inputs
 
@@ -22,7 +23,7 @@ def overview(catalog: Catalog) -> dict[str, Any]:
         "facts": [],
         "config": run.config.read_text("utf-8", "replace") if run.config.exists() else None,
         "last_step": catalog.counts["last_metrics"],
-        "num_non_finite": sum(value is None for row in catalog.metrics for value in row.values.values()),
+        "num_non_finite": sum(value is None for curve in catalog.curves.values() for _, value in curve),
     }
     try:
         summary = load_summary(run.summary)
@@ -47,11 +48,10 @@ def overview(catalog: Catalog) -> dict[str, Any]:
 
 
 def _row(name: str, before: Estimate | None, after: Estimate | None, *, is_bar: bool) -> dict[str, Any]:
-    fields = {"mean", "low", "high", "n"}
     return {
         "name": name,
-        "before": before.model_dump(include=fields) if before is not None and before.n else None,
-        "after": after.model_dump(include=fields) if after is not None and after.n else None,
+        "before": numbers_of(before),
+        "after": numbers_of(after),
         "is_of_other_inputs": of_other_inputs(before, after),
         "is_bar": is_bar,
     }

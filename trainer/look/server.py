@@ -1,7 +1,7 @@
 """The viewer's server: pages and numbers of some runs, for the person who started it and nobody else.
 
     GET /?token=...           sets a cookie and goes to the page that was asked for, without the token
-    GET /api/...              JSON; see `answers.py`
+    GET /api/...              JSON; see `api.py`
     GET /app.js, ...          the pages, as they lie in pages/
 
 It listens on the loopback address alone. Other users of this machine can reach that too, and so can any page in the user's
@@ -21,14 +21,13 @@ from urllib.parse import parse_qsl, urlencode
 
 from fastapi import FastAPI, HTTPException, Request
 from pydantic import ValidationError
-from starlette.datastructures import MutableHeaders
+from starlette.middleware.base import RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from marsrl.rollout.http_server import listen, serve
-from marsrl.trainer.look.answers import LISTS, Answers
+from marsrl.trainer.look.api import LISTS, Api
 
 PAGES = Path(__file__).parent / "pages"
 HEADERS = {
@@ -40,38 +39,6 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-
-
-class _Guard:
-    """Lets requests through that know the token, and puts HEADERS on every answer."""
-
-    def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
-        self._app, self._token, self._cookie = app, token, cookie
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # no websockets here
-            return
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        request = Request(scope)
-        given = request.query_params.get("token")
-        if self._is_right(given) and request.method == "GET":
-            rest = urlencode([(k, v) for k, v in parse_qsl(request.url.query) if k != "token"])
-            answer: ASGIApp = RedirectResponse(f"/?{rest}" if rest else "/", status_code=303)
-            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")  # type: ignore[attr-defined]
-        elif self._is_right(request.cookies.get(self._cookie)):
-            answer = self._app
-        else:
-            text = "marsrl view: this address needs the token that `marsrl view` printed: open the whole line of it\n"
-            answer = Response(text, status_code=403, media_type="text/plain")
-        await answer(scope, receive, send_with_headers)
-
-    def _is_right(self, given: str | None) -> bool:
-        return given is not None and secrets.compare_digest(given.encode("utf-8", "replace"), self._token.encode())
 
 
 class PlainJson(Response):
@@ -88,7 +55,25 @@ def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> F
     app = FastAPI(
         title="marsrl view", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=PlainJson
     )
-    questions = Answers(runs).questions
+    questions = Api(runs).questions
+
+    def is_right(given: str | None) -> bool:
+        return given is not None and secrets.compare_digest(given.encode("utf-8", "replace"), token.encode())
+
+    @app.middleware("http")
+    async def guard(request: Request, go_on: RequestResponseEndpoint) -> Response:
+        """Lets requests through that know the token, and puts HEADERS on every answer."""
+        if is_right(request.query_params.get("token")) and request.method == "GET":
+            rest = urlencode([(k, v) for k, v in parse_qsl(request.url.query) if k != "token"])
+            response: Response = RedirectResponse(f"/?{rest}" if rest else "/", status_code=303)
+            response.set_cookie(cookie, token, httponly=True, samesite="strict")
+        elif is_right(request.cookies.get(cookie)):
+            response = await go_on(request)
+        else:
+            text = "marsrl view: this address needs the token that `marsrl view` printed: open the whole line of it\n"
+            response = Response(text, status_code=403, media_type="text/plain")
+        response.headers.update(HEADERS)
+        return response
 
     @app.get("/api/{question}")
     def answer(question: str, request: Request) -> Response:
@@ -104,7 +89,6 @@ def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> F
         return PlainJson({"detail": text[:400]}, status_code=400)
 
     app.mount("/", StaticFiles(directory=PAGES, html=True))
-    app.add_middleware(_Guard, token=token, cookie=cookie)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"], www_redirect=False)
     return app
 

@@ -17,56 +17,46 @@ from rich.tree import Tree
 from marsrl.trainer.look.catalog import Catalog, Row
 from marsrl.trainer.look.chart_plans import PLANS
 from marsrl.trainer.look.visible import shorten, visible
-from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import SampleRecord, read_lines, sample_files
-from marsrl.trainer.report.warnings_log import read_warnings
-from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held
 
 _MOST_WARNINGS, _MOST_CHARS, _MOST_PROBLEMS = 20, 600, 3
 
 
 def print_run(path: Path, console: Console) -> None:
-    """Everything of one run, in the order of the module's first line.
-
-    Raises:
-        ValueError: metrics.jsonl is damaged; says which line.
-    """
-    run = RunDirectory(path.resolve())
-    rows = read_metrics(run.metrics) if run.metrics.exists() else []
-    standing = "going on" if why_held(run) else "over" if run.summary.exists() else "not finished"
-    last = f", last step logged: {rows[-1].step}" if rows else ", no step has been logged yet"
-    console.print(_shown(f"{run.path.name}: {standing}{last}", "bold"), soft_wrap=True)
-    if rows:
-        console.print(_table(rows[0].values, rows[-1].values, (rows[0].step, rows[-1].step)))
-    for warned in read_warnings(run.warnings)[-_MOST_WARNINGS:]:
-        place = "" if warned.step is None else f"step {warned.step}: "
-        console.print(_shown(f"warning: {place}{warned.text}", "yellow"), soft_wrap=True)
-    catalog = Catalog(run.path)
+    """Everything of one run, in the order of the module's first line."""
+    catalog = Catalog(path)
     catalog.refresh(budget_s=None)
+    run, steps = catalog.run, catalog.steps
+    standing = "going on" if why_held(run) else "over" if run.summary.exists() else "not finished"
+    last = f"last step logged: {steps[1]}" if steps is not None else "no step has been logged yet"
+    console.print(_shown(f"{run.path.name}: {standing}, {last}", "bold"), soft_wrap=True)
+    if steps is not None:
+        console.print(_table(catalog, *steps))
+    for step, _, text in catalog.warnings[-_MOST_WARNINGS:]:
+        place = "" if step is None else f"step {step}: "
+        console.print(_shown(f"warning: {place}{text}", "yellow"), soft_wrap=True)
     for rollout in catalog.deepest(last=True, num=_MOST_PROBLEMS):
         family = catalog.tree(rollout)
         tree = Tree(_shown(f"{family[0].problem} ({rollout})", "bold"))
-        _add(tree, family, _texts(run, family))
+        _add(tree, family, _texts(catalog, family))
         console.print(tree)
-    for step, kind, text in catalog.warnings:
-        if kind == "samples":
-            console.print(_shown(f"warning: step {step}: {text}", "yellow"), soft_wrap=True)
 
 
 def _shown(text: str, style: str = "") -> Text:
     return Text(visible(text), style=style)
 
 
-def _table(first: Mapping[str, float | None], last: Mapping[str, float | None], steps: tuple[int, int]) -> Table:
+def _table(catalog: Catalog, first: int, last: int) -> Table:
     """The metrics of the report's charts, at the first step and now."""
     table = Table(pad_edge=False)
-    for heading in ("", f"step {steps[0]}", f"step {steps[1]}"):
+    for heading in ("", f"step {first}", f"step {last}"):
         table.add_column(heading, justify="right" if heading else "left")
     for plan in PLANS:
-        for name in last:
-            if plan.label(name) is not None:
-                table.add_row(_shown(name), _number(first.get(name)), _number(last[name]))
+        for name, curve in catalog.curves.items():
+            if plan.label(name) is not None and curve[-1][0] == last:
+                began = curve[0][1] if curve[0][0] == first else None
+                table.add_row(_shown(name), _number(began), _number(curve[-1][1]))
     return table
 
 
@@ -74,13 +64,13 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
-def _texts(run: RunDirectory, rows: Sequence[Row]) -> dict[str, SampleRecord]:
+def _texts(catalog: Catalog, rows: Sequence[Row]) -> dict[str, SampleRecord]:
     """The whole samples, by uid."""
-    files = sample_files(run)
-    lines: dict[int, list[Row]] = {}
-    for row in rows:
-        lines.setdefault(row.step, []).append(row)
-    read = {step: read_lines(files[step], [row.line for row in own]) for step, own in lines.items()}
+    files = sample_files(catalog.run)
+    read = {
+        step: read_lines(files[step], [row.line for row in rows if row.step == step])
+        for step in {row.step for row in rows}
+    }
     return {row.uid: read[row.step][row.line] for row in rows}
 
 

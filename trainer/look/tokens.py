@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from marsrl.rollout.types import FloatArray
-from marsrl.trainer.look.visible import visible
 from marsrl.trainer.report.token_log import TokenLog, TokenRecord, read_tokens, token_files
 from marsrl.trainer.runs.directory import RunDirectory
 
@@ -17,7 +16,7 @@ _MOST_LISTED = 40
 
 
 def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
-    """kept: the sample's columns, None where none were kept; near: of the nearest step that has some, whose they are.
+    """kept: the sample's columns, or None; near: the nearest step that has a token log, and samples in it.
 
     Raises:
         ValueError: the file of the step is damaged; says which.
@@ -35,22 +34,20 @@ def _nearest(files: Mapping[int, Path], step: int) -> TokenLog | None:
     for each in sorted(files, key=lambda each: (abs(each - step), each)):
         try:
             return read_tokens(files[each])
-        except FileNotFoundError:  # the step is being played again
-            continue
-        except ValueError:
-            if each == step:
+        except ValueError:  # gone where the step is being played again
+            if each == step and files[each].exists():
                 raise
     return None
 
 
 def _columns(record: TokenRecord) -> dict[str, Any]:
-    """One list a column; clipped, gated, masked: places in it. A text is visible, whatever the model wrote."""
+    """One list a column; clipped, gated, masked: places in it."""
     starts = [0, *record.ends[:-1].tolist()]
     return {
-        "policy": visible(record.policy),
+        "policy": record.policy,
         "update": record.update,
         "segments": [[segment.start, segment.end, segment.version] for segment in record.segments],
-        "text": [visible(record.text[start:end]) for start, end in zip(starts, record.ends.tolist(), strict=False)],
+        "text": [record.text[start:end] for start, end in zip(starts, record.ends.tolist(), strict=False)],
         "ids": record.token_ids.tolist(),
         "given": np.flatnonzero(~record.is_sampled).tolist(),
         "rollout": _numbers(record.rollout_logprobs),
@@ -71,4 +68,4 @@ def _near(log: TokenLog, uid: str) -> dict[str, Any]:
     """Samples of the same agent first."""
     agent = uid.rpartition("/")[2].rpartition(":")[0]
     listed = sorted(log.samples, key=lambda record: (record.agent != agent, record.line))[:_MOST_LISTED]
-    return {"step": log.step, "samples": [{"line": each.line, "agent": visible(each.agent)} for each in listed]}
+    return {"step": log.step, "samples": [{"line": each.line, "agent": each.agent} for each in listed]}

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-_NAMED = (
-    *range(0x7F, 0xA0),
-    0x61C,
-    0x200E,
-    0x200F,
-    *range(0x2028, 0x202F),
-    *range(0x2066, 0x206A),
-    0xFEFF,
-    0xFFFE,
-    0xFFFF,
-)
+_RANGES = ((0x7F, 0x9F), (0x61C, 0x61C), (0x200E, 0x200F), (0x2028, 0x202E), (0x2066, 0x2069), (0xD800, 0xDFFF))
+_NAMED = (*(c for first, last in _RANGES for c in range(first, last + 1)), 0xFEFF, 0xFFFE, 0xFFFF)
 _VISIBLE = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"}
-_VISIBLE |= {c: f"⟨U+{c:04X}⟩" for c in (*_NAMED, *range(0xD800, 0xE000))}
+_VISIBLE |= {c: f"⟨U+{c:04X}⟩" for c in _NAMED}
+
+
+class Key(str):
+    """A text that a page asks by and never shows (an agent's name, a problem): `shown` leaves it as it is."""
 
 
 def visible(text: str) -> str:
@@ -25,9 +20,9 @@ def visible(text: str) -> str:
 
 
 def shown(value: Any) -> Any:
-    """A JSON value with all text in it made visible."""
+    """A JSON value with all text in it made visible, but for keys."""
     if isinstance(value, str):
-        return visible(value)
+        return value if isinstance(value, Key) else visible(value)
     if isinstance(value, dict):
         return {visible(str(key)): shown(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -7,13 +7,11 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from marsrl.rollout.model_shape import ModelShape, read_shape
@@ -125,7 +123,7 @@ class _Stored:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reader = IndexReader(folder)
-        self._metadata: Metadata = self._reader.read_metadata()
+        self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._layer: int | None = None
         self._of_layer: dict[str, Tensor] = {}
@@ -168,32 +166,12 @@ class _Stored:
         return target.reshape(rest)
 
 
-class _Into(LoadPlanner):
-    """Destination of torch's reader: one tensor."""
+class _Into(DefaultLoadPlanner):
+    """Destination of torch's reader: one tensor, whatever is read."""
 
     def __init__(self, target: Tensor) -> None:
+        super().__init__()
         self._target = target
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        spans = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self._target[tuple(slice(start, start + length) for start, length in spans)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """resolve_tensor hands out views: nothing is left to do."""
-
-    # Torch's planner interface; a read of known items asks for none of these.
-
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        raise NotImplementedError("the items to read are known")
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError("the items to read are known")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError("the items to read are known")
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError("the items to read are known")
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise AssertionError(f"{read_item} is no tensor")
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._target

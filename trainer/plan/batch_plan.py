@@ -2,57 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """Upper bounds of one step in the steady state of the pipeline (picks can be fewer, completions shorter)."""
-
-    problems: int
-    samples: dict[str, int]  # of each agent
-    is_bound: bool  # of samples and tokens; else they are those of one call of each agent in an episode
-    max_completion_tokens: int
-    tokens_per_stage: int
-    ranks: int
-    data_parallel: int
-    micro_batch_tokens: int
-    max_micro_batches: int  # of each rank, were every completion of maximal length and every prompt empty
-    updates: int  # optimizer steps a step
-
-    @property
-    def max_samples(self) -> int:
-        return sum(self.samples.values())
-
-    def lines(self) -> list[str]:
-        """For people."""
-        cut = [] if self.updates == 1 else [f"{self.updates} optimizer updates a step, each on its part of the groups"]
-        first, *later = self.samples
-        most = max((self.samples[agent] for agent in later), default=0)
-        condition = "" if self.is_bound else ", if each agent is asked once in an episode"
-        others = (
-            f"{len(later)} later agent{'s' if len(later) > 1 else ''} x at most {most} samples each "
-            f"-> at most {self.max_samples} samples a step{condition}"
-            if later
-            else f"one agent: {self.max_samples} samples a step{condition}"
-        )
-        return [
-            f"{self.problems} problems a step x {self.samples[first] // self.problems} samples = "
-            f"{self.samples[first]} samples of {first}",
-            others,
-            f"at most {self.max_completion_tokens:,} completion tokens a step ({self.tokens_per_stage} a sample and stage)",
-            f"{self.ranks} rank(s), {self.data_parallel} data-parallel; micro-batches of at most "
-            f"{self.micro_batch_tokens:,} tokens -> at most {self.max_micro_batches} a rank, prompts not counted",
-            *cut,
-        ]
-
-
 def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
-    """By agent; and whether the team says that there are no more. Else: one call of each agent in an episode."""
+    """(samples by agent, at most; True), or for a team without a bound (one call of each agent in an episode, False)."""
     agents = {
         name: agent.model_copy(update={"prompt": None, "parser": "strict"}) for name, agent in config.agents.items()
     }
@@ -64,13 +20,14 @@ def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
     return {agent: config.rollout.prompts_per_step * most for agent, most in known.items()}, bool(of_instance)
 
 
-def batch_plan(config: RunConfig, world_size: int) -> BatchPlan:
-    """The plan of one step.
+def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
+    """The arithmetic in lines for people: upper bounds of one step in the steady state of the pipeline (picks can be fewer,
+    completions shorter, prompts are not counted).
 
     Raises:
         ValueError: the layout does not divide the number of ranks.
     """
-    rollout = config.rollout
+    rollout, trainer = config.rollout, config.trainer
     layout = next(iter((config.trained_policies or config.policies).values())).layout
     cut = layout.tensor * layout.pipeline * layout.context
     if world_size % cut:
@@ -79,20 +36,25 @@ def batch_plan(config: RunConfig, world_size: int) -> BatchPlan:
             f"divide the {world_size} rank(s) that torchrun started"
         )
     samples, is_bound = samples_of_a_step(config)
-    tokens = sum(samples.values()) * rollout.max_response_tokens
-    data_parallel = world_size // cut
-    per_rank = -(-tokens // data_parallel)
-    return BatchPlan(
-        problems=rollout.prompts_per_step,
-        samples=samples,
-        is_bound=is_bound,
-        max_completion_tokens=tokens,
-        tokens_per_stage=rollout.tokens_per_stage,
-        ranks=world_size,
-        data_parallel=data_parallel,
-        micro_batch_tokens=config.trainer.max_tokens_per_micro_batch,
-        max_micro_batches=-(-per_rank // config.trainer.max_tokens_per_micro_batch),
-        updates=config.trainer.updates_per_step,
+    problems, most, (first, *later) = rollout.prompts_per_step, sum(samples.values()), samples
+    condition = "" if is_bound else ", if each agent is asked once in an episode"
+    others = (
+        f"{len(later)} later agent{'s' if len(later) > 1 else ''} x at most {max(samples[agent] for agent in later)} samples "
+        f"each -> at most {most} samples a step{condition}"
+        if later
+        else f"one agent: {most} samples a step{condition}"
+    )
+    tokens, data_parallel = most * rollout.max_response_tokens, world_size // cut
+    of_rank = -(-tokens // data_parallel)
+    micro_batches = -(-of_rank // trainer.max_tokens_per_micro_batch)
+    updates = f"{trainer.updates_per_step} optimizer updates a step, each on its part of the groups"
+    return (
+        f"{problems} problems a step x {samples[first] // problems} samples = {samples[first]} samples of {first}",
+        others,
+        f"at most {tokens:,} completion tokens a step ({rollout.tokens_per_stage} a sample and stage)",
+        f"{world_size} rank(s), {data_parallel} data-parallel; micro-batches of at most "
+        f"{trainer.max_tokens_per_micro_batch:,} tokens -> at most {micro_batches} a rank, prompts not counted",
+        *([updates] if trainer.updates_per_step > 1 else []),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -12,28 +13,33 @@ from rich.table import Table
 from rich.text import Text
 
 from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.engines import EngineSetup
+from marsrl.trainer.plan.engines import EngineSetup, SyncTime
 from marsrl.trainer.plan.plan import Plan, PolicyPlan
 from marsrl.trainer.plan.ranking import Option, best_of_each_layout
-from marsrl.trainer.plan.sync import SyncTime
 
 _ROWS = 8  # layouts in the table
 _UNFIT = 4  # of those that do not fit
 
 
+_OF_A_POLICY = (
+    "name", "model", "parameters", "active_parameters", "longest_sequence", "micro_batch_tokens", "work", "configured",
+    "why_not_configured", "options", "engines", "engine", "rollout", "sync", "fits", "host_bytes", "splits",
+)  # fmt: skip
+
+
 def as_json(plan: Plan) -> str:
     """Everything that is printed and every option; bytes and seconds as plain numbers."""
-    content: dict[str, Any] = dataclasses.asdict(plan)
-    content["fits"], content["step_s"] = plan.fits, plan.step_s
-    for policy, planned in zip(content["policies"], plan.policies, strict=True):
-        for written, found in zip(policy["options"], planned.options, strict=True):
-            written |= {
-                "seconds": found.time.total,
-                "peak_bytes": found.memory.peak,
-                "layout_words": found.layout.words,
-            }
-        policy["sync"]["total"] = planned.sync.total
-    return json.dumps(content, indent=1, allow_nan=False)
+    content: dict[str, Any] = {**vars(plan), "policies": [], "fits": plan.fits, "step_s": plan.step_s}
+    for policy in plan.policies:
+        written = {name: getattr(policy, name) for name in _OF_A_POLICY}
+        written["options"] = [
+            dataclasses.asdict(each)
+            | {"seconds": each.time.total, "peak_bytes": each.memory.peak, "layout_words": each.layout.words}
+            for each in policy.options
+        ]
+        written["sync"] = dataclasses.asdict(policy.sync) | {"total": policy.sync.total}
+        content["policies"].append(written)
+    return json.dumps(content, indent=1, allow_nan=False, default=dataclasses.asdict)
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -105,41 +111,45 @@ def _cells(option: Option, is_mine: bool, has_reference: bool) -> list[Text]:
     sizes = (*held, memory.activations + memory.replay, memory.working, option.needed)
     last = _duration(option.time.total) if option.fits else f"no: {option.why_not.split(':')[0]}"
     words = option.layout.words + (" (config)" if is_mine else "")
-    return [Text(cell) for cell in (words, option.recompute, *(f"{size / 2**30:.1f}" for size in sizes), last)]
+    return [Text(cell) for cell in (words, option.recompute, *map(_gib, sizes), last)]
 
 
 def _recompute_modes(policy: PolicyPlan, chosen: Option) -> Table:
-    """What is kept for the backward, the head and the fullest moment, for each mode of one layout."""
-    table = Table(title=f"{chosen.layout.words}: activations by recompute mode, GiB", title_justify="left")
-    for heading in ("recompute", "kept", "head (logits chunk, gradients)", "fullest moment", "needs", "update"):
-        table.add_column(heading, justify="left" if heading == "recompute" else "right")
+    """Activations kept for the backward, the head and the fullest moment, for each recompute mode of one layout."""
+    headings = ("recompute", ">kept", ">head (logits chunk, gradients)", ">fullest moment", ">needs", ">update")
+    rows = []
     for each in policy.options:
         if each.layout == chosen.layout:
             memory = each.memory
-            moment = f"{memory.moment}: {memory.working / 2**30:.1f}"
+            moment = f"{memory.moment}: {_gib(memory.working)}"
             update = _duration(each.time.total) if each.fits else "does not fit"
-            sizes = (f"{size / 2**30:.1f}" for size in (memory.activations, memory.head))
-            table.add_row(each.recompute, *sizes, moment, f"{each.needed / 2**30:.1f}", update)
-    return table
+            rows.append(
+                (each.recompute, _gib(memory.activations), _gib(memory.head), moment, _gib(each.needed), update)
+            )
+    return _table(f"{chosen.layout.words}: activations by recompute mode, GiB", headings, rows)
 
 
 def _where_time_goes(option: Option) -> Table:
     title = f"an update with {option.layout.words}, recompute {option.recompute}"
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, seconds in vars(option.time).items():
-        if seconds > 0:
-            table.add_row(name.replace("_", " "), _duration(seconds))
+    rows = [(name.replace("_", " "), _duration(seconds)) for name, seconds in vars(option.time).items() if seconds > 0]
+    return _table(title, ("", ">"), rows, show_header=False)
+
+
+def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], **looks: Any) -> Table:
+    """headings: `>` before one puts its column to the right."""
+    table = Table(title=title, title_justify="left", **looks)
+    for heading in headings:
+        table.add_column(heading.removeprefix(">"), justify="right" if heading.startswith(">") else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 
 def _engines(policy: PolicyPlan) -> Table:
     engine, rollout, sync = policy.engine, policy.rollout, policy.sync
-    table = Table(title="engines and weight sync", title_justify="left", show_header=False)
-    for name, value in (
+    rows = [
         *_where_experts_lie(policy.engines),
-        ("an engine GPU", f"weights {engine.weights / 2**30:.1f} GiB, KV cache {engine.kv_cache / 2**30:.1f} GiB"),
+        ("an engine GPU", f"weights {_gib(engine.weights)} GiB, KV cache {_gib(engine.kv_cache)} GiB"),
         (
             "KV cache",
             f"{engine.kv_bytes_per_token / 1024:.0f} KiB a token, {engine.kv_tokens:,} tokens an engine: "
@@ -156,9 +166,8 @@ def _engines(policy: PolicyPlan) -> Table:
             "goes on in another stage or under new weights again",
         ),
         ("weight sync", _sync_words(sync)),
-    ):
-        table.add_row(Text(name), Text(value))
-    return table
+    ]
+    return _table("engines and weight sync", ("", ""), rows, show_header=False)
 
 
 def _where_experts_lie(engines: EngineSetup) -> list[tuple[str, str]]:
@@ -185,26 +194,22 @@ def _sync_words(sync: SyncTime) -> str:
 
 def _splits(policy: PolicyPlan) -> Table:
     """Each way to decode with the numbers of GPUs that suit it."""
-    table = Table(title="other ways to split the GPUs and to decode, the shortest step first", title_justify="left")
-    table.add_column("train", justify="right")
-    table.add_column("engines x GPUs")
-    for heading in ("requests", "rollout", "update", "step"):
-        table.add_column(heading, justify="right")
-    table.add_column("layout of the update")
+    headings = (">train", "engines x GPUs", ">requests", ">rollout", ">update", ">step", "layout of the update")
+    rows = []
     for each in policy.splits:
         seconds = (_duration(value) for value in (each.rollout_s, each.update.time.total, each.step_s))
         layout = f"{each.update.layout.words}, recompute {each.update.recompute}"
-        table.add_row(str(each.num_trainers), each.engines.words, f"{each.concurrency:.0f}", *seconds, layout)
-    return table
+        rows.append((str(each.num_trainers), each.engines.words, f"{each.concurrency:.0f}", *seconds, layout))
+    return _table("other ways to split the GPUs and to decode, the shortest step first", headings, rows)
 
 
 def _constants(plan: Plan) -> Table:
-    table = Table(title="what this rests on", title_justify="left")
-    for heading in ("constant", "value", "source"):
-        table.add_column(heading)
-    for each in plan.constants:
-        table.add_row(Text(each.name), Text(f"{each.value:.4g} {each.unit}".strip()), Text(each.source))
-    return table
+    rows = [(each.name, f"{each.value:.4g} {each.unit}".strip(), each.source) for each in plan.constants]
+    return _table("what this rests on", ("constant", "value", "source"), rows)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f}"
 
 
 def _duration(seconds: float) -> str:

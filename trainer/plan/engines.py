@@ -1,4 +1,4 @@
-"""The engines of a policy: what fits beside their weights, and how fast they decode."""
+"""The engines of a policy: what fits beside their weights, how fast they decode, and how long a publish to them takes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from marsrl.rollout.model_shape import ModelShape
+from marsrl.trainer.config import SyncBackend
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.memory import SIZE
-from marsrl.trainer.plan.parameters import active_elements, active_expert_elements, elements
+from marsrl.trainer.plan.parameters import active_elements, active_expert_elements, elements, num_tensors
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,15 @@ class EngineSetup:
     def experts_of_gpu(self) -> int:
         """Whole experts on the fullest GPU; 0: none is whole, or there are none."""
         return -(-self.shape.num_experts // self.tensor_parallel) if self.spreads_experts else 0
+
+    @property
+    def imbalance(self) -> float:
+        """Experts at work on the busiest GPU over the mean: 1 where every GPU has a part of each."""
+        return hw.IMBALANCE.value if self.experts_of_gpu else 1.0
+
+    @property
+    def kv_parts(self) -> int:
+        return min(self.tensor_parallel, self.shape.num_kv_heads)
 
     @property
     def num_gpus(self) -> int:
@@ -110,7 +120,7 @@ def engine_memory(setup: EngineSetup, gpu: hw.Gpu) -> EngineMemory:
     if cache is None:
         cache = gpu.memory_bytes * setup.memory_share - weights - workspace
     per_token = kv_bytes_per_token(setup.shape, setup.dtype if setup.kv_cache == "auto" else "fp8")
-    tokens = max(0, int(cache // (per_token / _kv_parts(setup))))
+    tokens = max(0, int(cache // (per_token / setup.kv_parts)))
     taken = weights + workspace + cache
     return EngineMemory(
         weights, workspace, cache, taken, taken <= gpu.memory_bytes, per_token, tokens, tokens / setup.longest
@@ -135,12 +145,12 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
     length = hw.MEAN_PROMPT.value + demand.response / 2 * hw.LENGTH_SPREAD.value
     concurrency = max(1.0, min(setup.max_num_seqs, memory.kv_tokens / length, demand.samples / setup.num_engines))
     touched = 1 - (1 - shape.experts_per_token / shape.num_experts) ** concurrency if shape.num_experts else 0.0
-    touched = min(1.0, touched * _imbalance(setup))
+    touched = min(1.0, touched * setup.imbalance)
     traffic = _cut_bytes(setup, touched) + _whole_bytes(setup)
-    traffic += concurrency * length * memory.kv_bytes_per_token / _kv_parts(setup)
+    traffic += concurrency * length * memory.kv_bytes_per_token / setup.kv_parts
     by_memory = traffic / (gpu.bandwidth * hw.DECODE_SHARE.value)
     peak = tensor * gpu.flops * hw.GEMM_SHARE.value
-    active = active_elements(shape) + (_imbalance(setup) - 1) * active_expert_elements(shape)
+    active = active_elements(shape) + (setup.imbalance - 1) * active_expert_elements(shape)
     by_flops = 2 * active * concurrency / peak
     collectives = 0.0
     if tensor > 1:
@@ -161,19 +171,10 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
 
 def _cut_bytes(setup: EngineSetup, touched: float) -> float:
     """Bytes on one GPU of the weights that are cut over an engine's GPUs; of the experts, the share that is read."""
-    counts, size = elements(setup.shape), SIZE[setup.dtype]
-    of_layers = counts.layer_cut + counts.layer_experts * touched * _expert_share(setup) * setup.tensor_parallel
-    return (setup.shape.num_layers * of_layers + (counts.head or counts.embedding)) * size / setup.tensor_parallel
-
-
-def _expert_share(setup: EngineSetup) -> float:
-    """The share of all experts' weights that is on the fullest GPU."""
-    return setup.experts_of_gpu / setup.shape.num_experts if setup.experts_of_gpu else 1 / setup.tensor_parallel
-
-
-def _imbalance(setup: EngineSetup) -> float:
-    """Experts at work on the busiest GPU over the mean: 1 where every GPU has a part of each."""
-    return hw.IMBALANCE.value if setup.experts_of_gpu else 1.0
+    counts, shape, tensor = elements(setup.shape), setup.shape, setup.tensor_parallel
+    of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0  # over the mean
+    of_layers = counts.layer_cut + counts.layer_experts * touched * of_fullest
+    return (shape.num_layers * of_layers + (counts.head or counts.embedding)) * SIZE[setup.dtype] / tensor
 
 
 def _whole_bytes(setup: EngineSetup) -> float:
@@ -182,17 +183,17 @@ def _whole_bytes(setup: EngineSetup) -> float:
     return (setup.shape.num_layers * counts.layer_whole + counts.final_norm) * SIZE[setup.dtype]
 
 
-def _kv_parts(setup: EngineSetup) -> int:
-    return min(setup.tensor_parallel, setup.shape.num_kv_heads)
-
-
 @dataclass(frozen=True)
 class Load:
-    """What the engines of one policy have to do in a step."""
+    """The work of one policy's engines in a step."""
 
     setup: EngineSetup
     memory: EngineMemory
     demand: Demand
+
+    def seconds(self, num_engines: int, gpu: hw.Gpu) -> float:
+        """Seconds until so many engines have decoded its completions."""
+        return rollout_time(replace(self.setup, num_engines=num_engines), self.memory, gpu, self.demand).seconds
 
 
 def split_engines(loads: Mapping[str, Load], num_gpus: int, gpu: hw.Gpu) -> dict[str, int]:
@@ -203,17 +204,73 @@ def split_engines(loads: Mapping[str, Load], num_gpus: int, gpu: hw.Gpu) -> dict
     counts = dict.fromkeys(loads, 1)
     left = num_gpus - sum(load.setup.tensor_parallel for load in loads.values())
     while True:
-        last = max(loads, key=lambda name: _seconds(loads[name], counts[name], gpu))
+        last = max(loads, key=lambda name: loads[name].seconds(counts[name], gpu))
         left -= loads[last].setup.tensor_parallel
         if left < 0:
             return counts
         counts[last] += 1
 
 
-def slowest(loads: Mapping[str, Load], counts: Mapping[str, int], gpu: hw.Gpu) -> float:
-    """Seconds until the last of the policies has decoded its completions."""
-    return max(_seconds(load, counts[name], gpu) for name, load in loads.items())
+@dataclass(frozen=True)
+class SyncTime:
+    """Seconds of one publish by what takes them, one after the other; 0: this backend does not do it.
+
+    gather: the whole model on rank 0 and in its host's memory. write, load: files. send: between GPUs. copy: into buckets and
+    out of them. checksum: of what is sent, and of what arrived. links_alone: an engine GPU receives its weights, nothing else.
+    """
+
+    backend: SyncBackend
+    gather: float = 0.0
+    write: float = 0.0
+    load: float = 0.0
+    send: float = 0.0
+    copy: float = 0.0
+    checksum: float = 0.0
+    links_alone: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.gather + self.write + self.load + self.send + self.copy + self.checksum
 
 
-def _seconds(load: Load, num_engines: int, gpu: hw.Gpu) -> float:
-    return rollout_time(replace(load.setup, num_engines=num_engines), load.memory, gpu, load.demand).seconds
+def sync_time(
+    backend: SyncBackend, setup: EngineSetup, memory: EngineMemory, num_trainers: int, num_gpus: int, gpu: hw.Gpu
+) -> SyncTime:
+    """Seconds of a sync of one policy's engines; backend: as it is after placement.with_backend.
+
+    M = bytes of the model, S = of an engine GPU's shard, n = ranks, N = tensors, link = NVLink where all GPUs are on one node,
+    else a GPU's network. Checksums on GPUs move 31 bytes of memory a byte.
+
+        shm    gather M / link + M / PCIe     write 2 M / host memory      load S / host memory + S / PCIe, all engines at once
+               checksum M / a core's + 31 S / memory
+        nccl   send max(s, S) / link          copy (2 / memory + host N / S) max(s, S)     checksum 31 (M / n + S) / memory
+               s = engines TP S / n: what a rank sends; ranks that hold the same share the work, none gathers
+               host: of a piece of a tensor, at least one a tensor and shard
+        ipc    send (s + S)(n - 1)/n / link   copy (2 / memory + host N / S) (s + S)       checksum as nccl
+               a rank passes on what its own engine GPU gets, and sends to the others' in the same thread
+    """
+    model, shard = elements(setup.shape).total * SIZE[setup.dtype], memory.weights
+    link = (gpu.nvlink if num_gpus <= hw.GPUS_PER_NODE.value else gpu.network) * hw.LINK_SHARE.value
+    pcie, bandwidth = gpu.pcie * hw.LINK_SHARE.value, gpu.bandwidth * hw.MEMORY_SHARE.value
+    summed = hw.CHECKSUM_MOVES.value / bandwidth  # seconds a byte
+    if backend == "shm":
+        return SyncTime(
+            backend,
+            gather=model / link + model / pcie,
+            write=2 * model / hw.HOST_BANDWIDTH.value,
+            load=shard / hw.HOST_BANDWIDTH.value + shard / pcie,
+            checksum=model / hw.CHECKSUM.value + shard * summed,
+            links_alone=shard / link,
+        )
+    sent = setup.num_gpus * shard / num_trainers
+    passed, over_links = max(sent, shard), max(sent, shard)
+    if backend == "ipc":
+        passed = sent + shard
+        over_links = passed * (num_trainers - 1) / num_trainers
+    return SyncTime(
+        backend,
+        send=over_links / link,
+        copy=passed * (2 / bandwidth + hw.PIECE_S.value * num_tensors(setup.shape) / shard),
+        checksum=(model / num_trainers + shard) * summed,
+        links_alone=shard / link,
+    )

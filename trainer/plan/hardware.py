@@ -61,100 +61,63 @@ class Constant:
 
 
 _MEASURED = "measured on one H100: 798 of 989 TFLOP/s, 3.0 of 3.35 TB/s"
-_ASSUMED = "assumption, not measured"
 
+
+def _assumed(name: str, value: float, unit: str = "", why: str = "") -> Constant:
+    return Constant(name, value, unit, f"assumption, not measured{why}")
+
+
+GEMM_SHARE = _assumed("share of the peak, linear layers", 0.65, "", f"; a large bare GEMM: 0.81 ({_MEASURED})")
+EXPERT_SHARE = _assumed("share of the peak, experts", 0.45, "", ": grouped GEMMs of a few hundred rows")
 HEAD_SHARE = Constant(
     "share of the peak, output head", 0.81 * 0.85, "", f"85 % (our target) of a bare GEMM; {_MEASURED}"
 )
-GEMM_SHARE = Constant(
-    "share of the peak, linear layers", 0.65, "", f"{_ASSUMED}; a large bare GEMM: 0.81 ({_MEASURED})"
-)
-EXPERT_SHARE = Constant("share of the peak, experts", 0.45, "", f"{_ASSUMED}: grouped GEMMs of a few hundred rows")
 MEMORY_SHARE = Constant("share of the memory bandwidth", 0.9, "", _MEASURED)
-DECODE_SHARE = Constant(
-    "share of the memory bandwidth, decoding", 0.7, "", f"{_ASSUMED}: many small reads; a large copy: 0.9 ({_MEASURED})"
+DECODE_SHARE = _assumed(
+    "share of the memory bandwidth, decoding", 0.7, "", f": many small reads; a large copy: 0.9 ({_MEASURED})"
 )
-ALL_REDUCE_S = Constant("sum of a token's layer over an engine's GPUs", 15e-6, "s", f"{_ASSUMED}: start of two rounds")
+LINK_SHARE = _assumed("share of NVLink, network and PCIe", 0.8, "", ": large messages")
+ALL_REDUCE_S = _assumed("sum of a token's layer over an engine's GPUs", 15e-6, "s", ": start of two rounds")
 BLOCKS = Constant("blocks of a deterministic attention backward", 132, "", "multiprocessors of an H100; A100: 108")
 PINNED = Constant(
     "pinned memory over what is asked for, at most", 2.0, "", "PyTorch's host allocator takes the next power of 2"
 )
-LINK_SHARE = Constant("share of NVLink, network and PCIe", 0.8, "", f"{_ASSUMED}: large messages")
-IMBALANCE = Constant("busiest rank's experts over the mean", 1.3, "", f"{_ASSUMED}: router without a balancing loss")
+IMBALANCE = _assumed("busiest rank's experts over the mean", 1.3, "", ": router without a balancing loss")
 HEAD_ROWS = Constant(
     "rows of logits held at once",
     2880,
     "rows",
     "768 of float32 logits and 4,224 of bfloat16 gradients, fused head on GPUs",
 )
-PROCESS_BYTES = Constant("CUDA context, NCCL and cuBLAS", 2.5 * _GIB, "bytes", _ASSUMED)
-FRAGMENTATION = Constant("lost to fragmentation", 0.05, "share of the peak", _ASSUMED)
-ENGINE_WORKSPACE = Constant("engine's activations and graphs", 3 * _GIB, "bytes", _ASSUMED)
-ITERATION_S = Constant("engine's host time an iteration", 0.004, "s", f"{_ASSUMED}: CUDA graphs")
-HOST_BANDWIDTH = Constant(
-    "host memory, one process", 8e9, "bytes/s", f"{_ASSUMED}: copy and write of a file in /dev/shm"
-)
+PROCESS_BYTES = _assumed("CUDA context, NCCL and cuBLAS", 2.5 * _GIB, "bytes")
+FRAGMENTATION = _assumed("lost to fragmentation", 0.05, "share of the peak")
+ENGINE_WORKSPACE = _assumed("engine's activations and graphs", 3 * _GIB, "bytes")
+ITERATION_S = _assumed("engine's host time an iteration", 0.004, "s", ": CUDA graphs")
+HOST_BANDWIDTH = _assumed("host memory, one process", 8e9, "bytes/s", ": copy and write of a file in /dev/shm")
 CHECKSUM = Constant(
     "checksum of weights, one process", 4.2e9, "bytes/s", "measured on one core of a busy 2.5 GHz Xeon, bound by memory"
 )
 CHECKSUM_MOVES = Constant(
     "bytes moved a byte of a checksum on a GPU", 31, "", "PyTorch's operations of rollout/weights/checksum.py, counted"
 )
-PIECE_S = Constant(
-    "host time of a piece of a tensor that is sent", 50e-6, "s", f"{_ASSUMED}: some ten operations of PyTorch"
-)
-HOST_ADAM = Constant("AdamW in CPU memory, one GPU's share", 25e9, "bytes/s", f"{_ASSUMED}: 200 GB/s a node of eight")
+PIECE_S = _assumed("host time of a piece of a tensor that is sent", 50e-6, "s", ": some ten operations of PyTorch")
+HOST_ADAM = _assumed("AdamW in CPU memory, one GPU's share", 25e9, "bytes/s", ": 200 GB/s a node of eight")
 GPUS_PER_NODE = Constant("GPUs a node", 8, "", "DGX and HGX boards")
-POSITIVE_SHARE = Constant("samples that DMMPT's entropy pass visits", 0.5, "share", f"{_ASSUMED}: the rewarded ones")
-MEAN_RESPONSE = Constant(
-    "mean completion over rollout.max_response_tokens", 0.35, "", f"{_ASSUMED}; --mean-response sets it"
-)
-LENGTH_SPREAD = Constant("E[length^2] / E[length]^2", 1.5, "", _ASSUMED)
-MEAN_PROMPT = Constant(
-    "mean prompt", 2048, "tokens", f"{_ASSUMED}: problem, solution and report without their thinking"
-)
+POSITIVE_SHARE = _assumed("samples that DMMPT's entropy pass visits", 0.5, "share", ": the rewarded ones")
+MEAN_RESPONSE = _assumed("mean completion over rollout.max_response_tokens", 0.35, "", "; --mean-response sets it")
+LENGTH_SPREAD = _assumed("E[length^2] / E[length]^2", 1.5)
+MEAN_PROMPT = _assumed("mean prompt", 2048, "tokens", ": problem, solution and report without their thinking")
 # Step time at 64k for 1, 2 and 4 segments: 1240, 774 and 601 s: what waiting for the longest completions costs.
 TAILS = {1: 1240 / 601, 2: 774 / 601}
 TAIL = Constant(
     "waiting for the longest completions, 1 / 2 / 4 segments", TAILS[1], "x (1.29, 1.0)", "UloRL, arXiv 2507.19766"
 )
 
-ASSUMPTIONS = (
-    GEMM_SHARE,
-    EXPERT_SHARE,
-    HEAD_SHARE,
-    MEMORY_SHARE,
-    DECODE_SHARE,
-    LINK_SHARE,
-    ALL_REDUCE_S,
-    BLOCKS,
-    PINNED,
-    IMBALANCE,
-    HEAD_ROWS,
-    PROCESS_BYTES,
-    FRAGMENTATION,
-    ENGINE_WORKSPACE,
-    ITERATION_S,
-    HOST_BANDWIDTH,
-    CHECKSUM,
-    CHECKSUM_MOVES,
-    PIECE_S,
-    HOST_ADAM,
-    GPUS_PER_NODE,
-    POSITIVE_SHARE,
-    MEAN_RESPONSE,
-    LENGTH_SPREAD,
-    MEAN_PROMPT,
-    TAIL,
-)
+ASSUMPTIONS = tuple(each for each in list(globals().values()) if isinstance(each, Constant))
 
 
 def find_gpu(name: str) -> Gpu:
-    """A preset.
-
-    Raises:
-        ValueError: with the names there are.
-    """
+    """A preset; ValueError with the names where there is none."""
     if name not in GPUS:
         raise ValueError(f"--gpu {name} is not known; presets: {', '.join(GPUS)}")
     return GPUS[name]
@@ -184,5 +147,5 @@ def constants(gpu: Gpu) -> list[Constant]:
 
 
 def tail(segments: int) -> float:
-    """How much longer a rollout takes than its tokens would, because it waits for the longest completions."""
+    """Rollout time over the time of its tokens alone: it waits for the longest completions."""
     return TAILS.get(segments, TAILS[2] if segments == 3 else 1.0)

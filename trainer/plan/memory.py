@@ -24,7 +24,7 @@ SIZE = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Training:
-    """What decides the memory of the ranks that train.
+    """The settings that decide the memory of the training ranks.
 
     tokens: of the largest micro-batch. num_micro_batches: of a step and rank. head_rows: rows of logits held at once.
     expert_imbalance: rows of the busiest rank's experts over the mean.
@@ -155,7 +155,7 @@ def optimizer_bytes(setup: Training, counts: RankElements) -> int:
 
 
 def layer_bytes(setup: Training, recompute: Recompute) -> int:
-    """What one layer keeps of one micro-batch for its backward.
+    """Bytes that one layer keeps of one micro-batch for its backward.
 
     full: its input, T H e / t; full_offload: nothing. none, with sequence parallelism:
 
@@ -195,8 +195,8 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
 
 
 def remade_bytes(setup: Training) -> int:
-    """What recomputation makes again at once: a layer, without its input where that is kept; selective: one norm's output and
-    copies, and the MLP or the experts' activation: R F/ETP e."""
+    """Bytes that recomputation makes again at once: a layer, without its input where that is kept; selective: one norm's output
+    and copies, and the MLP or the experts' activation: R F/ETP e."""
     s, layout, e = setup.shape, setup.layout, setup.size
     if setup.recompute == "none":
         return 0
@@ -263,7 +263,7 @@ def attention_copies_bytes(setup: Training) -> int:
 
 
 def layer_working_bytes(setup: Training) -> int:
-    """What one layer makes and drops again on its way, forward or backward, beside what it keeps.
+    """Temporary bytes of one layer, forward or backward, beside what it keeps.
 
     dense    T/t H e 2 + T F/t e 2 [gradients of gate and up]
     experts  forward: R H e [results] + where others send rows

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.schools.registry import school_of
+from marsrl.trainer.schools.schools import school_of
 
-_MOE_30B = ModelShape(
-    architecture="Qwen3MoeForCausalLM",
-    num_layers=48,
-    hidden_size=2048,
-    num_heads=32,
-    num_kv_heads=4,
-    head_size=128,
-    ffn_size=768,
-    vocab_size=151936,
-    max_positions=40960,
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    is_tied=False,
-    has_qkv_bias=False,
-    has_qk_norm=True,
-    num_experts=128,
-    experts_per_token=8,
-)
 _DENSE_8B = ModelShape(
     architecture="Qwen3ForCausalLM",
     num_layers=36,
@@ -43,42 +26,31 @@ _DENSE_8B = ModelShape(
     has_qkv_bias=False,
     has_qk_norm=True,
 )
-_SMALL = replace(_DENSE_8B, num_layers=28, num_heads=16, is_tied=True)
-_QWEN25_7B = replace(
-    _DENSE_8B,
-    architecture="Qwen2ForCausalLM",
-    num_layers=28,
-    hidden_size=3584,
-    num_heads=28,
-    num_kv_heads=4,
-    ffn_size=18944,
-    vocab_size=152064,
-    max_positions=131072,
-    has_qkv_bias=True,
-    has_qk_norm=False,
-)
-_QWEN25_3B = replace(
-    _QWEN25_7B,
-    num_layers=36,
-    hidden_size=2048,
-    num_heads=16,
-    num_kv_heads=2,
-    ffn_size=11008,
-    vocab_size=151936,
-    max_positions=32768,
-    is_tied=True,
-)
+
+
+def _like(
+    shape: ModelShape, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **others: Any
+) -> ModelShape:
+    return replace(
+        shape, num_layers=layers, hidden_size=hidden, num_heads=heads, num_kv_heads=kv_heads, ffn_size=ffn, **others
+    )
+
+
+_MOE = {"architecture": "Qwen3MoeForCausalLM", "num_experts": 128, "experts_per_token": 8}
+_MOE_30B = _like(_DENSE_8B, 48, 2048, 32, 4, 768, **_MOE)
+_QWEN2 = replace(_DENSE_8B, architecture="Qwen2ForCausalLM", has_qkv_bias=True, has_qk_norm=False, max_positions=32768)
+_QWEN25_7B = _like(_QWEN2, 28, 3584, 28, 4, 18944, vocab_size=152064)
 
 KNOWN = {
     "Qwen3-30B-A3B": _MOE_30B,
     "Qwen3-30B-A3B-Thinking-2507": replace(_MOE_30B, max_positions=262144, rope_theta=1e7),
     "Qwen3-8B": _DENSE_8B,
-    "Qwen3-4B": replace(_DENSE_8B, hidden_size=2560, ffn_size=9728, is_tied=True),
-    "Qwen3-1.7B": replace(_SMALL, hidden_size=2048, ffn_size=6144),
-    "Qwen3-0.6B": replace(_SMALL, hidden_size=1024, ffn_size=3072),
-    "Qwen2.5-7B": _QWEN25_7B,
-    "Qwen2.5-7B-Instruct": replace(_QWEN25_7B, max_positions=32768),
-    "Qwen2.5-3B": _QWEN25_3B,
+    "Qwen3-4B": _like(_DENSE_8B, 36, 2560, 32, 8, 9728, is_tied=True),
+    "Qwen3-1.7B": _like(_DENSE_8B, 28, 2048, 16, 8, 6144, is_tied=True),
+    "Qwen3-0.6B": _like(_DENSE_8B, 28, 1024, 16, 8, 3072, is_tied=True),
+    "Qwen2.5-7B": replace(_QWEN25_7B, max_positions=131072),
+    "Qwen2.5-7B-Instruct": _QWEN25_7B,
+    "Qwen2.5-3B": _like(_QWEN2, 36, 2048, 16, 2, 11008, is_tied=True),
 }
 
 
@@ -89,14 +61,14 @@ def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") ->
     from marsrl.trainer.schools.warm_start import SHAPE
 
     made = SHAPES[shape or SHAPE]
-    return replace(
+    return _like(
         _MOE_30B,
-        num_layers=made.num_layers,
-        hidden_size=made.hidden,
-        num_heads=made.num_heads,
-        num_kv_heads=made.num_kv_heads,
+        made.num_layers,
+        made.hidden,
+        made.num_heads,
+        made.num_kv_heads,
+        made.expert_width,
         head_size=made.head_dim,
-        ffn_size=made.expert_width,
         vocab_size=made.vocab_size or len(TOKENIZERS[tokenizer].vocabulary),
         max_positions=made.max_positions,
         num_experts=made.num_experts,

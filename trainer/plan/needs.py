@@ -1,4 +1,4 @@
-"""What a policy needs of GPUs and of their hosts, from the settings: for the plan, and for a dry run on such a machine."""
+"""GPU and host memory that a policy needs, from the settings: for the plan, and for a dry run on such a machine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.learner.megatron.layout import Layout, nearest, resolve, why_not, why_not_context
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.batch_plan import longest_sequence, samples_of_a_step
-from marsrl.trainer.plan.engines import Demand, EngineMemory, EngineSetup, engine_memory
-from marsrl.trainer.plan.memory import SIZE
+from marsrl.trainer.plan.engines import Demand, EngineMemory, EngineSetup, Load, engine_memory
+from marsrl.trainer.plan.memory import SIZE, Training
 from marsrl.trainer.plan.models import find_shape
 from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.plan.ranking import Job, Option, option
@@ -24,92 +24,92 @@ _TWO_CONTEXTS = Layout(1, 1, 1, 1, context=2)
 
 @dataclass(frozen=True)
 class Needs:
-    """What one policy takes. configured: the config's layout, None where it is not valid (then why_not_configured).
+    """GPU and host memory that one policy takes. configured: the config's layout, None where it is not valid (then
+    why_not_configured).
 
     weight_files: bytes in the memory of trainer rank 0's host on their way to the engines, two versions.
     routed_experts: bytes there of a step's samples, the experts that decoding chose (trainer.router_replay=rollout).
     """
 
     name: str
-    shape: ModelShape
     policy: PolicyConfig
-    longest: int
-    work: Work
+    gpu: hw.Gpu
+    longest_sequence: int
     job: Job
     configured: Option | None
     why_not_configured: str | None
-    setup: EngineSetup
-    engine: EngineMemory
-    demand: Demand
+    load: Load
     weight_files: float
     routed_experts: float
 
     @property
-    def fits(self) -> bool:
-        return self.configured is not None and self.configured.fits and self.engine.fits
+    def work(self) -> Work:
+        return self.job.work
+
+    @property
+    def engines(self) -> EngineSetup:
+        return self.load.setup
+
+    @property
+    def engine(self) -> EngineMemory:
+        return self.load.memory
 
     @property
     def host_bytes(self) -> float:
         """Bytes of host memory on the fullest node: what its ranks keep there, files of weights, and experts of samples."""
-        ranks = min(self.job.world_size, int(hw.GPUS_PER_NODE.value))
+        ranks = min(self.job.training.world_size, int(hw.GPUS_PER_NODE.value))
         kept = self.configured.memory.host * ranks if self.configured else 0
         return kept + self.weight_files + self.routed_experts
+
+    @property
+    def fits(self) -> bool:
+        """The config's layout, engines and host memory."""
+        is_trained = self.configured is not None and self.configured.fits
+        return is_trained and self.engine.fits and self.host_bytes <= self.gpu.host_memory
 
 
 def needs_of(
     config: RunConfig, name: str, shape: ModelShape, trainers: int, gpu: hw.Gpu, mean_response: float | None = None
 ) -> Needs:
-    """What a trained policy takes on so many trainer ranks; config: with prompts as shorten_prompts leaves them."""
+    """Needs of a trained policy on so many trainer ranks; config: with prompts as shorten_prompts leaves them."""
     policy, rollout = config.policies[name], config.rollout
     longest = longest_sequence(config, name)
     response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
     work = _work(config, name, response)
     setup = _engine_setup(config, name, shape, longest)
-    engine = engine_memory(setup, gpu)
-    kept = 0.0 if rollout.placement == "disaggregated" else engine.taken
-    tokens = config.trainer.max_tokens_per_micro_batch
-    job = _job(config, policy, shape, trainers, tokens, work, kept)
-    layout = resolve(policy.layout)
+    memory = engine_memory(setup, gpu)
+    kept = 0.0 if rollout.placement == "disaggregated" else memory.taken
+    job = _job(config, policy, shape, trainers, work, kept)
+    layout = job.training.layout
     problem = why_not(layout, shape, trainers)
     if problem is not None:
         problem += f"; on {trainers} trainer rank(s) this would be valid: {nearest(layout, shape, trainers).words}"
     else:
         problem = why_not_context(layout, config.loss.ratio, config.loss.correction)
     in_memory = config.sync.backend == "shm" and config.sync.directory is None
+    replays = config.trainer.router_replay == "rollout" and shape.num_experts > 0
+    of_token = shape.num_layers * shape.experts_per_token * expert_dtype(shape.num_experts).itemsize if replays else 0
+    overlaps = rollout.overlap > 0
+    demand = Demand(work.sequences, response, rollout.group_size, rollout.segments, rollout.tokens_per_stage, overlaps)
     return Needs(
         name=name,
-        shape=shape,
         policy=policy,
-        longest=longest,
-        work=work,
+        gpu=gpu,
+        longest_sequence=longest,
         job=job,
         configured=None if problem else option(job, layout, policy.recompute, gpu),
         why_not_configured=problem,
-        setup=setup,
-        engine=engine,
-        demand=Demand(
-            work.sequences,
-            response,
-            rollout.group_size,
-            rollout.segments,
-            rollout.tokens_per_stage,
-            rollout.overlap > 0,
-        ),
+        load=Load(setup, memory, demand),
         weight_files=2.0 * elements(shape).total * SIZE[policy.dtype] if in_memory else 0.0,
-        routed_experts=work.tokens
-        * shape.num_layers
-        * shape.experts_per_token
-        * expert_dtype(shape.num_experts).itemsize
-        if config.trainer.router_replay == "rollout" and shape.num_experts
-        else 0.0,
+        routed_experts=work.tokens * of_token,
     )
 
 
-def shortages(needs: Needs, gpu: hw.Gpu) -> Iterator[str]:
-    """What does not fit by the formulas, in sentences: on this GPU and on a host of it."""
-    name, engine, configured = needs.name, needs.engine, needs.configured
-    allowed = gpu.memory_bytes * needs.setup.memory_share
-    has_own_cache = needs.setup.cache_bytes is not None
+def shortages(needs: Needs) -> Iterator[str]:
+    """Sentences about what does not fit by the formulas, on this GPU and on a host of it."""
+    name, engine, configured, gpu = needs.name, needs.engine, needs.configured, needs.gpu
+    allowed = gpu.memory_bytes * needs.engines.memory_share
+    has_own_cache = needs.engines.cache_bytes is not None
     room = "rollout.vllm.kv_cache_mib" if has_own_cache else "rollout.vllm.gpu_memory_utilization"
     if not engine.has_room:
         yield (
@@ -126,7 +126,7 @@ def shortages(needs: Needs, gpu: hw.Gpu) -> Iterator[str]:
     elif not engine.fits:
         yield (
             f"an engine of policy {name} has {engine.kv_cache / GIB:.1f} GiB a GPU for keys and values, {engine.kv_tokens:,} "
-            f"tokens, and vLLM wants room for one sequence of {needs.longest:,}: raise {room} or "
+            f"tokens, and vLLM wants room for one sequence of {needs.longest_sequence:,}: raise {room} or "
             "rollout.vllm.tensor_parallel, or lower rollout.max_response_tokens"
         )
     if configured is not None and not configured.fits:
@@ -148,7 +148,7 @@ def shortages_here(config: RunConfig, name: str, shape: ModelShape, trainers: in
     gpu = hw.gpu_here()
     if gpu is None:
         return []
-    found = shortages(needs_of(config, name, shape, trainers, gpu), gpu)
+    found = shortages(needs_of(config, name, shape, trainers, gpu))
     return [f"{sentence} (by the formulas of marsrl plan)" for sentence in found]
 
 
@@ -179,42 +179,36 @@ def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int)
 
 
 def _job(
-    config: RunConfig,
-    policy: PolicyConfig,
-    shape: ModelShape,
-    trainers: int,
-    tokens: int,
-    work: Work,
-    kept_bytes: float,
+    config: RunConfig, policy: PolicyConfig, shape: ModelShape, trainers: int, work: Work, kept_bytes: float
 ) -> Job:
-    """What the layouts are ranked for. kept_bytes: of each GPU, what engines keep from the trainer."""
-    reference = _reference(config, policy, shape)
-    return Job(
+    """The training job that layouts are ranked for. kept_bytes: memory of each GPU that engines keep from the trainer."""
+    loss, replay = config.loss, config.trainer.router_replay
+    reference = None
+    if loss.kl != "none":
+        reference = shape if policy.reference == "start" else find_shape(policy.reference)
+    # Old log-probs, or the experts to replay (R2): the policy runs forward once before its updates.
+    is_scored = loss.old_policy == "recompute" or replay == "recompute"
+    is_scored |= loss.old_policy == "pois" and config.trainer.updates_per_step > 1
+    training = Training(
         shape=shape,
-        dtype=policy.dtype,
+        layout=resolve(policy.layout),
         world_size=trainers,
-        tokens=tokens,
-        work=work,
+        dtype=policy.dtype,
+        recompute=policy.recompute,
+        tokens=config.trainer.max_tokens_per_micro_batch,
+        num_micro_batches=1,
+        head_rows=int(hw.HEAD_ROWS.value),
         offloads_optimizer=policy.optimizer.offload,
-        sweeps_entropy=config.mpt.scope != "off",
-        shared_bytes=kept_bytes,
         distributes_optimizer=policy.optimizer.distributed,
         reference=reference,
         deterministic=policy.deterministic,
-        router_replay=config.trainer.router_replay,
-        scored=(*((shape,) if _scores_first(config) else ()), *((reference,) if reference else ())),
-        cuts_sequences=why_not_context(_TWO_CONTEXTS, config.loss.ratio, config.loss.correction) is None,
+        router_replay=replay,
     )
-
-
-def _reference(config: RunConfig, policy: PolicyConfig, shape: ModelShape) -> ModelShape | None:
-    """The shape of the frozen model that a KL term is measured against, where there is one."""
-    if config.loss.kl == "none":
-        return None
-    return shape if policy.reference == "start" else find_shape(policy.reference)
-
-
-def _scores_first(config: RunConfig) -> bool:
-    """Does the policy run forward once before its updates: old log-probs, or the experts to replay (R2)?"""
-    keeps_old = config.loss.old_policy == "pois" and config.trainer.updates_per_step > 1
-    return keeps_old or config.loss.old_policy == "recompute" or config.trainer.router_replay == "recompute"
+    return Job(
+        training,
+        work,
+        sweeps_entropy=config.mpt.scope != "off",
+        shared_bytes=kept_bytes,
+        scored=(*((shape,) if is_scored else ()), *((reference,) if reference else ())),
+        cuts_sequences=why_not_context(_TWO_CONTEXTS, loss.ratio, loss.correction) is None,
+    )

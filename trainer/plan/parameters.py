@@ -1,4 +1,4 @@
-"""How many numbers a rank holds: every parameter of the mapping, divided by the ranks that cut it."""
+"""Parameter counts of a rank: every parameter of the mapping, divided by the ranks that cut it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Where everything of a run is: which host and GPU has which rank or engine, and how weights get from the ones to the others."""
+"""Placement of a run: the host and GPU of every rank and engine, and the path of the weights from ranks to engines."""
 
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import groupby
 
 from marsrl.rollout.config import RolloutConfig, is_started_here
 from marsrl.rollout.engines.refusals import TrainerHost
@@ -33,7 +35,7 @@ def _backend(config: RunConfig, on_gpus: bool) -> SyncBackend:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who has a part of a host: `num` ranks, or engines of a policy, from number `first` on, `each` GPUs apiece.
+    """`num` ranks, or engines of a policy, on one host, from number `first` on, `each` GPUs apiece.
 
     gpu: the first GPU; None: on the host's CPUs.
     """
@@ -54,104 +56,90 @@ class Tenant:
         return f"GPU {_range(self.gpu, self.num * self.each)}: {who}{of_each}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Host:
-    """A host and who is on it. name: "trainer host", "engine host"."""
+    """A host and who is on it. name: "trainer host", "engine host", "this host". free: its GPUs for further engines."""
 
     name: str
-    tenants: tuple[Tenant, ...]
-
-    def is_followed_by(self, other: Host, distance: int) -> bool:
-        """Whether the other one is the same, `distance` hosts further on."""
-        on = tuple(replace(each, first=each.first + distance * each.num) for each in self.tenants)
-        return self.name == other.name and on == other.tenants
+    tenants: list[Tenant]
+    free: list[int] = field(default_factory=list)
 
 
 def placement(config: RunConfig, host: TrainerHost, world_size: int) -> list[Host]:
-    """Who is where, trainer hosts first, rank 0's first of all; which engine gets which of its GPUs is Ray's choice.
+    """All hosts with their ranks and engines, trainer hosts first; which engine gets which of its host's GPUs is Ray's choice.
 
     Hosts of engines that are not known yet are taken to have as many GPUs as this one, and a slot each where it has none.
     """
-    hosts = []
+    hosts, rollout, has_gpus = list[Host](), config.rollout, host.num_gpus > 0
     for first in range(0, world_size if host.num_ranks else 0, max(1, host.num_ranks)):
         num = min(host.num_ranks, world_size - first)
-        hosts.append(Host("trainer host", (Tenant("rank", first, num, 1, 0 if host.num_gpus else None),)))
-    hosts = hosts or [Host("this host", ())]
-    rollout = config.rollout
+        hosts.append(Host("trainer host", [Tenant("rank", first, num, 1, 0 if has_gpus else None)]))
+    hosts = hosts or [Host("this host", [])]
     of = {name: config.rollout_of(name) for name, policy in config.policies.items() if policy.openai is None}
-    if not host.num_gpus:
-        in_slots = (
-            rollout.ray_address is not None and is_started_here(rollout.ray_address) and rollout.placement != "local"
-        )
-        if in_slots:
-            waiting = [
-                Tenant(f"{name} engine", i, 1, 1, None) for name, each in of.items() for i in range(each.engines)
-            ]
-            return hosts + [Host("engine host", (tenant,)) for tenant in waiting]
-        tenants = [Tenant(f"{name} engine", 0, each.engines, 1, None) for name, each in of.items()]
-        return [replace(hosts[0], tenants=(*hosts[0].tenants, *tenants)), *hosts[1:]]
-    if rollout.placement == "local":
-        tenants = [Tenant(f"{name} engine", 0, each.engines, each.vllm.tensor_parallel, 0) for name, each in of.items()]
-        return [replace(hosts[0], tenants=(*hosts[0].tenants, *tenants)), *hosts[1:]]
-    if rollout.placement == "colocated":
-        rooms = [list(range(each.tenants[0].num if each.tenants else host.num_gpus)) for each in hosts]
-        for name, each in of.items():  # every policy has an engine on each GPU
-            hosts, _ = _filled(hosts, [list(room) for room in rooms], name, each, 0)
+    starts_ray = rollout.ray_address is None or is_started_here(rollout.ray_address)
+    if rollout.placement == "local" or not has_gpus:
+        joins = rollout.placement != "local" and starts_ray and rollout.ray_address is not None
+        for name, each in of.items():
+            if joins:
+                hosts += [Host("engine host", [Tenant(f"{name} engine", i, 1, 1, None)]) for i in range(each.engines)]
+            else:
+                gpus, first_gpu = (each.vllm.tensor_parallel, 0) if has_gpus else (1, None)
+                hosts[0].tenants.append(Tenant(f"{name} engine", 0, each.engines, gpus, first_gpu))
         return hosts
-    rooms = [[] for _ in hosts]
-    if rollout.ray_address is None or is_started_here(rollout.ray_address):
-        rooms[0] = sorted(host.gpus_for(tuple(of.values())))
+    if starts_ray:
+        hosts[0].free = sorted(host.gpus_for(tuple(of.values())))
+    is_colocated = rollout.placement == "colocated"
+    of_ranks = [each.tenants[0].num if each.tenants else host.num_gpus for each in hosts]
     for name, each in of.items():
-        hosts, rooms = _filled(hosts, rooms, name, each, host.num_gpus if rollout.ray_address is not None else 0)
+        if is_colocated:  # every policy has an engine on each GPU
+            for one, num in zip(hosts, of_ranks, strict=True):
+                one.free = list(range(num))
+        _add_engines(hosts, name, each, 0 if is_colocated or rollout.ray_address is None else host.num_gpus)
     return hosts
 
 
-def _filled(
-    hosts: list[Host], rooms: list[list[int]], policy: str, rollout: RolloutConfig, more_gpus: int
-) -> tuple[list[Host], list[list[int]]]:
-    """The hosts with a policy's engines on them, and what is left of their free GPUs. more_gpus: of each further host."""
-    each, left, at, hosts, rooms = rollout.vllm.tensor_parallel, rollout.engines, 0, [*hosts], [*rooms]
+def _add_engines(hosts: list[Host], policy: str, rollout: RolloutConfig, more_gpus: int) -> None:
+    """Put a policy's engines on free GPUs. more_gpus: of each further host."""
+    each, left, at = rollout.vllm.tensor_parallel, rollout.engines, 0
     while left:
         if at == len(hosts):
             if more_gpus < each:
-                break  # refused elsewhere (refusals.py)
-            hosts.append(Host("engine host", ()))
-            rooms.append(list(range(more_gpus)))
-        if num := min(left, len(rooms[at]) // each):
-            tenant = Tenant(f"{policy} engine", rollout.engines - left, num, each, rooms[at][0])
-            hosts[at] = replace(hosts[at], tenants=(*hosts[at].tenants, tenant))
-            rooms[at] = rooms[at][num * each :]
+                return  # refused elsewhere (refusals.py)
+            hosts.append(Host("engine host", [], list(range(more_gpus))))
+        one = hosts[at]
+        if num := min(left, len(one.free) // each):
+            one.tenants.append(Tenant(f"{policy} engine", rollout.engines - left, num, each, one.free[0]))
+            one.free = one.free[num * each :]
             left -= num
         at += 1
-    return hosts, rooms
 
 
 def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> list[str]:
     """For people: a line a host, hosts that look alike in one; then how weights travel."""
-    hosts, lines, rollout = placement(config, host, world_size), list[str](), config.rollout
-    numbers = {"trainer host": 0, "engine host": 0, "this host": 0}
-    while hosts:
-        first = hosts[0]
-        alike = 1
-        while alike < len(hosts) and first.is_followed_by(hosts[alike], alike) and lines:
-            alike += 1
-        number = numbers[first.name] + 1
-        numbers[first.name] += alike
-        name = f"{first.name}{'s' if alike > 1 else ''} {_range(number, alike)}"
+
+    def looks(place: tuple[int, Host]) -> tuple[object, ...]:
+        i, one = place
+        return i == 0, one.name, *((t.who, t.first - i * t.num, t.num, t.each, t.gpu) for t in one.tenants)
+
+    lines, numbers = list[str](), Counter[str]()
+    for _, group in groupby(enumerate(placement(config, host, world_size)), looks):
+        alike = [one for _, one in group]
+        first, num = alike[0], len(alike)
+        name = f"{first.name}{'s' if num > 1 else ''} {_range(numbers[first.name] + 1, num)}"
         if not lines:
-            name = f"{first.name} 1 ({socket.gethostname()})" if first.name != "this host" else socket.gethostname()
-        lines.append(f"{name}: {'; '.join(tenant.text(alike) for tenant in first.tenants)}")
-        hosts = hosts[alike:]
+            name = f"{name} ({socket.gethostname()})" if first.name != "this host" else socket.gethostname()
+        numbers[first.name] += num
+        lines.append(f"{name}: {'; '.join(tenant.text(num) for tenant in first.tenants)}")
     if numbers["engine host"]:
         has = f"{host.num_gpus} GPUs" if host.num_gpus else "a slot"
         lines[-1] += f" (taken to have {has} each, and not known yet)"
-    if rollout.rebalance:
+    if config.rollout.rebalance:
         lines.append(f"rebalance: {rebalance_outlook(config, has_gpus=bool(host.num_gpus))}")
     return [*lines, f"weights: sync.backend={config.sync.backend}, {_TRAVEL[config.sync.backend]}"]
 
 
 def rebalance_outlook(config: RunConfig, *, has_gpus: bool) -> str:
-    """What rollout.rebalance can move, in words. has_gpus: an engine takes some, else a slot."""
+    """Moves that rollout.rebalance can make, in words. has_gpus: an engine takes some, else a slot."""
     asked = {agent.policy for agent in config.agents.values()}
     of = {
         name: config.rollout_of(name) for name, each in config.policies.items() if each.openai is None and name in asked

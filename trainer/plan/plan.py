@@ -18,53 +18,44 @@ from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.batch_plan import shorten_prompts
-from marsrl.trainer.plan.engines import (
-    EngineMemory,
-    EngineSetup,
-    Load,
-    RolloutTime,
-    rollout_time,
-    slowest,
-    split_engines,
-)
+from marsrl.trainer.plan.engines import Load, RolloutTime, SyncTime, rollout_time, split_engines, sync_time
 from marsrl.trainer.plan.models import find_shape, taught_shape
 from marsrl.trainer.plan.needs import GIB, Needs, needs_of, shortages
 from marsrl.trainer.plan.parameters import active_elements, elements
 from marsrl.trainer.plan.placement import rebalance_outlook, with_backend
-from marsrl.trainer.plan.ranking import Option, options
+from marsrl.trainer.plan.ranking import Option, Split, options, splits, step_seconds
 from marsrl.trainer.plan.refusals import refusals_of, why_not_backend
-from marsrl.trainer.plan.speed import Work
-from marsrl.trainer.plan.splits import Split, splits, step_seconds
-from marsrl.trainer.plan.sync import SyncTime, sync_time
 
 
-@dataclass(frozen=True)
-class PolicyPlan:
-    """One policy. configured: the layout of the config, None where it is not valid (then `why_not_configured`).
+@dataclass(frozen=True, kw_only=True)
+class PolicyPlan(Needs):
+    """Needs of one policy, and its alternatives.
 
     options: valid layouts in all recompute modes, the best first; what does not fit comes last.
-    fits: the config's layout, engines and host memory. host_bytes: of the fullest node of trainer ranks.
     splits: other ways to decode and to split the GPUs, the shortest step first; of engines with GPUs of their own and a
         policy that is alone.
     """
 
-    name: str
-    model: str
-    parameters: int
-    active_parameters: int
-    longest_sequence: int
-    micro_batch_tokens: int
-    work: Work
-    configured: Option | None
-    why_not_configured: str | None
     options: tuple[Option, ...]
-    engines: EngineSetup
-    engine: EngineMemory
     rollout: RolloutTime
     sync: SyncTime
-    fits: bool
-    host_bytes: float
     splits: tuple[Split, ...] = ()
+
+    @property
+    def model(self) -> str:
+        return self.policy.model or "warm start"
+
+    @property
+    def parameters(self) -> int:
+        return elements(self.engines.shape).total
+
+    @property
+    def active_parameters(self) -> int:
+        return active_elements(self.engines.shape)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self.job.training.tokens
 
     @property
     def chosen(self) -> Option | None:
@@ -135,12 +126,11 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     of_node = int(hw.GPUS_PER_NODE.value)
     has_others = names_other_hosts(config.rollout.ray_address)
     host = TrainerHost(min(of_node, num_gpus), min(of_node, trainers), has_others)
-    policies, notes = [], _notes_on_engines(config, num_gpus) + _notes_on_staleness(config)
-    loads: dict[str, Load] = {}
-    for name, policy in config.trained_policies.items():
-        planned, loads[name], more = _policy(config, name, policy, trainers, num_gpus, gpu, mean_response)
-        policies.append(planned)
-        notes += more
+    policies, notes = list[PolicyPlan](), _notes_on_engines(config, num_gpus) + _notes_on_staleness(config)
+    for name in config.trained_policies:
+        policies.append(_policy(config, name, trainers, num_gpus, gpu, mean_response))
+        notes += [*shortages(policies[-1]), *_notes_on_layouts(policies[-1])]
+    loads = {each.name: each.load for each in policies}
     notes += _notes_on_the_split(loads, gpu, config)
     if frozen := [name for name, policy in config.policies.items() if policy.frozen]:
         notes.append(
@@ -176,53 +166,31 @@ def _refused_engines(config: RunConfig, loads: Mapping[str, Load]) -> list[str]:
     return [sentence for sentence in found if sentence is not None]
 
 
-def _made_shape(config: RunConfig, name: str, policy: PolicyConfig) -> ModelShape:
-    """The shape of a policy that a school makes."""
-    shape = taught_shape(config, policy)
+def _shape(config: RunConfig, name: str, policy: PolicyConfig) -> ModelShape:
+    """The shape of the policy's model, or of the one that a school makes."""
+    shape = find_shape(policy.model) if policy.model else taught_shape(config, policy)
     if shape is None:
         raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
     return shape
 
 
 def _policy(
-    config: RunConfig,
-    name: str,
-    policy: PolicyConfig,
-    trainers: int,
-    num_gpus: int,
-    gpu: hw.Gpu,
-    mean_response: float | None,
-) -> tuple[PolicyPlan, Load, list[str]]:
-    shape = find_shape(policy.model) if policy.model else _made_shape(config, name, policy)
-    config = shorten_prompts(config, name, shape.max_positions)
-    needs = needs_of(config, name, shape, trainers, gpu, mean_response)
-    sync = sync_time(config.sync.backend, needs.setup, needs.engine, trainers, num_gpus, gpu)
-    load, rollout = Load(needs.setup, needs.engine, needs.demand), config.rollout
+    config: RunConfig, name: str, trainers: int, num_gpus: int, gpu: hw.Gpu, mean_response: float | None
+) -> PolicyPlan:
+    shape, rollout, backend = _shape(config, name, config.policies[name]), config.rollout, config.sync.backend
+    needs = needs_of(shorten_prompts(config, name, shape.max_positions), name, shape, trainers, gpu, mean_response)
     is_alone = rollout.placement == "disaggregated" and len(config.policies) == 1
-    planned = PolicyPlan(
-        name=name,
-        model=policy.model or "warm start",
-        parameters=elements(shape).total,
-        active_parameters=active_elements(shape),
-        longest_sequence=needs.longest,
-        micro_batch_tokens=needs.job.tokens,
-        work=needs.work,
-        configured=needs.configured,
-        why_not_configured=needs.why_not_configured,
+    return PolicyPlan(
+        **vars(needs),
         options=tuple(options(needs.job, gpu)),
-        engines=needs.setup,
-        engine=needs.engine,
-        rollout=rollout_time(needs.setup, needs.engine, gpu, needs.demand),
-        sync=sync,
-        fits=needs.fits and needs.host_bytes <= gpu.host_memory,
-        host_bytes=needs.host_bytes,
-        splits=tuple(splits(needs.job, load, config.sync.backend, rollout.overlap, num_gpus, gpu)) if is_alone else (),
+        rollout=rollout_time(needs.engines, needs.engine, gpu, needs.load.demand),
+        sync=sync_time(backend, needs.engines, needs.engine, trainers, num_gpus, gpu),
+        splits=tuple(splits(needs.job, needs.load, backend, rollout.overlap, num_gpus, gpu)) if is_alone else (),
     )
-    return planned, load, [*shortages(needs, gpu), *_notes_on_layouts(planned, needs, gpu)]
 
 
 def _notes_on_the_split(loads: Mapping[str, Load], gpu: hw.Gpu, config: RunConfig) -> list[str]:
-    """How the policies' engines share their GPUs, and what would be faster."""
+    """The policies' share of the engines' GPUs, and a faster one."""
     if (
         len(loads) < 2
         or config.rollout.placement == "local"
@@ -232,7 +200,7 @@ def _notes_on_the_split(loads: Mapping[str, Load], gpu: hw.Gpu, config: RunConfi
     now = {name: load.setup.num_engines for name, load in loads.items()}
     num_gpus = sum(load.setup.num_gpus for load in loads.values())
     best = split_engines(loads, num_gpus, gpu)
-    seconds, least = (slowest(loads, counts, gpu) for counts in (now, best))
+    seconds, least = (max(load.seconds(counts[name], gpu) for name, load in loads.items()) for counts in (now, best))
     said = f"engines of the policies share {num_gpus} GPUs, {_listed(now)}: a step's completions in {seconds:.0f} s"
     if least > 0.9 * seconds:
         return [f"{said}; no other split is faster by a tenth"]
@@ -243,16 +211,16 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
-def _notes_on_layouts(planned: PolicyPlan, needs: Needs, gpu: hw.Gpu) -> list[str]:
+def _notes_on_layouts(planned: PolicyPlan) -> list[str]:
     notes = []
-    trainers, best = needs.job.world_size, planned.options[0]
+    trainers, best = planned.job.training.world_size, planned.options[0]
     if planned.why_not_configured:
         notes.append(f"policy {planned.name}: {planned.why_not_configured}")
     configured = planned.configured
     if configured is not None and configured.memory.host:
         notes.append(
             f"policy {planned.name}: {configured.memory.host / GIB:.0f} GiB a rank are in CPU memory; with weights on their "
-            f"way and experts of samples {planned.host_bytes / GIB:.0f} GiB a node of {gpu.host_memory / GIB:.0f}"
+            f"way and experts of samples {planned.host_bytes / GIB:.0f} GiB a node of {planned.gpu.host_memory / GIB:.0f}"
         )
     if not best.fits:
         notes.append(

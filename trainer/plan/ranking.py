@@ -1,43 +1,42 @@
-"""All layouts and recompute modes that could train a policy: which fit, how long a step takes, why the others do not."""
+"""All layouts and recompute modes that could train a policy: which fit, how long a step takes, why the others do not; and other
+ways to decode and to split the GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.refusals import why_not_cut
 from marsrl.rollout.model_shape import ModelShape
+from marsrl.trainer.config import SyncBackend
 from marsrl.trainer.learner.megatron.layout import Layout, fitting
 from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.memory import RankMemory, Recompute, RouterReplay, Training, most_loaded_rank
+from marsrl.trainer.plan.engines import EngineSetup, Load, engine_memory, rollout_time, sync_time
+from marsrl.trainer.plan.memory import RankMemory, Recompute, Training, most_loaded_rank
 from marsrl.trainer.plan.speed import StepTime, Work, step_time
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full", "full_offload")
+_TENSOR_PARALLEL = (1, 2, 4, 8)  # an engine stands on one node
+_MAX_NUM_SEQS = 256  # vLLM's default; more requests make its steps longer, not its cache larger
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, whatever the layout. tokens: of the largest micro-batch.
+    """A training job: `training` in any layout and recompute mode.
 
-    shared_bytes: on the same GPU beside this policy's training (an engine in the same process). reference: of a KL term.
-    scored: the models that run forward once before the update. cuts_sequences: context parallelism is possible.
-    deterministic: attention's backward repeats bitwise.
+    shared_bytes: on the same GPU beside this policy's training (an engine in the same process). scored: the models that run
+    forward once before the update. cuts_sequences: context parallelism is possible.
     """
 
-    shape: ModelShape
-    dtype: Literal["float32", "bfloat16"]
-    world_size: int
-    tokens: int
+    training: Training
     work: Work
-    offloads_optimizer: bool
     sweeps_entropy: bool
     shared_bytes: float
-    distributes_optimizer: bool = True
-    reference: ModelShape | None = None
     scored: tuple[ModelShape, ...] = ()
     cuts_sequences: bool = True
-    deterministic: bool = False
-    router_replay: RouterReplay = "none"
 
 
 @dataclass(frozen=True)
@@ -54,20 +53,16 @@ class Option:
     @property
     def why_not(self) -> str:
         """The largest part of what does not fit, with its remedy."""
+        memory, fewer = self.memory, "more tensor, expert or pipeline ranks"
+        shorter = "tensor or context ranks, or shorter sequences"
         parts = {
-            "optimizer state": (self.memory.optimizer, "more ranks, or optimizer.offload"),
-            "gradients": (self.memory.gradients, "more tensor, expert or pipeline ranks"),
-            "weights": (self.memory.weights, "more tensor, expert or pipeline ranks"),
-            "the reference's weights": (
-                self.memory.reference,
-                "more tensor, expert or pipeline ranks, or loss.kl=none",
-            ),
-            "activations": (self.memory.activations, "recompute, tensor or context ranks, or shorter sequences"),
-            "the experts to replay": (self.memory.replay, "more data ranks, or trainer.router_replay=recompute"),
-            f"working memory of the {self.memory.moment}": (
-                self.memory.working,
-                "tensor or context ranks, or shorter sequences",
-            ),
+            "optimizer state": (memory.optimizer, "more ranks, or optimizer.offload"),
+            "gradients": (memory.gradients, fewer),
+            "weights": (memory.weights, fewer),
+            "the reference's weights": (memory.reference, f"{fewer}, or loss.kl=none"),
+            "activations": (memory.activations, f"recompute, {shorter}"),
+            "the experts to replay": (memory.replay, "more data ranks, or trainer.router_replay=recompute"),
+            f"working memory of the {memory.moment}": (memory.working, shorter),
         }
         name, (size, remedy) = max(parts.items(), key=lambda part: part[1][0])
         return f"{name} {size / 2**30:.1f} GiB: {remedy}"
@@ -75,7 +70,9 @@ class Option:
 
 def options(job: Job, gpu: hw.Gpu) -> list[Option]:
     """Every layout that is valid, in every recompute mode; the fastest that fits first, then what comes closest."""
-    layouts = [each for each in fitting(job.shape, job.world_size) if each.context == 1 or job.cuts_sequences]
+    layouts = [
+        each for each in fitting(job.training.shape, job.training.world_size) if each.context == 1 or job.cuts_sequences
+    ]
     found = [option(job, layout, recompute, gpu) for layout in layouts for recompute in RECOMPUTE]
     return sorted(found, key=lambda o: (not o.fits, o.time.total if o.fits else o.needed, o.layout.words))
 
@@ -85,22 +82,14 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
 
     needed = peak (1 + fragmentation) + CUDA context, NCCL, cuBLAS + what else lives on this GPU
     """
-    replicas = layout.data(job.world_size)
-    setup = Training(
-        shape=job.shape,
+    training = job.training
+    replicas = layout.data(training.world_size)
+    setup = replace(
+        training,
         layout=layout,
-        world_size=job.world_size,
-        dtype=job.dtype,
         recompute=recompute,
-        tokens=job.tokens,
-        num_micro_batches=max(1, round(job.work.tokens / replicas / job.tokens)),
-        head_rows=int(hw.HEAD_ROWS.value),
-        offloads_optimizer=job.offloads_optimizer,
-        distributes_optimizer=job.distributes_optimizer,
-        reference=job.reference,
-        deterministic=job.deterministic,
-        router_replay=job.router_replay,
-        expert_imbalance=hw.IMBALANCE.value if job.shape.num_experts and layout.expert > 1 else 1.0,
+        num_micro_batches=max(1, round(job.work.tokens / replicas / training.tokens)),
+        expert_imbalance=hw.IMBALANCE.value if training.shape.num_experts and layout.expert > 1 else 1.0,
     )
     memory = most_loaded_rank(setup)
     needed = memory.peak * (1 + hw.FRAGMENTATION.value) + hw.PROCESS_BYTES.value + job.shared_bytes
@@ -110,10 +99,70 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
 
 def best_of_each_layout(found: Sequence[Option]) -> list[Option]:
     """The first option of every layout, in the order of `found`: a layout is listed once."""
-    seen: set[Layout] = set()
-    out = []
+    first: dict[Layout, Option] = {}
     for each in found:
-        if each.layout not in seen:
-            seen.add(each.layout)
-            out.append(each)
-    return out
+        first.setdefault(each.layout, each)
+    return list(first.values())
+
+
+@dataclass(frozen=True)
+class Split:
+    """So many GPUs train, the others decode. update: the fastest layout that fits on them."""
+
+    num_trainers: int
+    engines: EngineSetup
+    concurrency: float
+    rollout_s: float
+    update: Option
+    step_s: float
+
+
+def step_seconds(rollouts: Sequence[float], updates: Sequence[float], syncs: Sequence[float], overlap: int) -> float:
+    """Seconds of one step of all policies, from the seconds of each.
+
+    Policies decode side by side, and are updated and published in turn: max(rollouts) + sum(updates) + sum(syncs). With
+    rollout.overlap the engines decode while the trainer trains, and only a publish stops both:
+    max(max(rollouts), sum(updates)) + sum(syncs).
+    """
+    rollout, update = max(rollouts), sum(updates)
+    return (max(rollout, update) if overlap else rollout + update) + sum(syncs)
+
+
+def splits(job: Job, load: Load, backend: SyncBackend, overlap: int, num_gpus: int, gpu: hw.Gpu) -> list[Split]:
+    """The fastest of each way to decode, one policy alone; the shortest step first.
+
+    Ways: GPUs an engine, KV cache in the policy's dtype or FP8. Trainers: whole nodes where there are several.
+    """
+    of_node = int(hw.GPUS_PER_NODE.value)
+    unit = of_node if num_gpus > of_node else 1
+    updates = {count: _fastest(job, count, gpu) for count in range(unit, num_gpus, unit)}
+    best: dict[tuple[object, ...], Split] = {}
+    for setup in _setups(load.setup):
+        memory = engine_memory(setup, gpu)
+        for count, update in updates.items():
+            num_engines = (num_gpus - count) // setup.tensor_parallel
+            if update is None or not memory.fits or num_engines * setup.tensor_parallel != num_gpus - count:
+                continue
+            engines = replace(setup, num_engines=num_engines)
+            time = rollout_time(engines, memory, gpu, load.demand)
+            sync = sync_time(backend, engines, memory, count, num_gpus, gpu)
+            seconds = step_seconds([time.seconds], [update.time.total], [sync.total], overlap)
+            way = (setup.tensor_parallel, setup.kv_cache)
+            if way not in best or seconds < best[way].step_s:
+                best[way] = Split(count, engines, time.concurrency, time.seconds, update, seconds)
+    return sorted(best.values(), key=lambda split: split.step_s)
+
+
+def _setups(now: EngineSetup) -> Iterator[EngineSetup]:
+    """Engine setups that the model can be cut for; with a cache in FP8 for a model in bfloat16."""
+    caches: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8") if now.dtype == "bfloat16" else ("auto",)
+    most = max(now.max_num_seqs, _MAX_NUM_SEQS)
+    for tensor, cache in itertools.product(_TENSOR_PARALLEL, caches):
+        spreads = now.spreads_experts and tensor > 1
+        if why_not_cut(now.shape, VllmOptions(tensor_parallel=tensor, expert_parallel=spreads)) is None:
+            yield replace(now, tensor_parallel=tensor, max_num_seqs=most, kv_cache=cache, spreads_experts=spreads)
+
+
+def _fastest(job: Job, num_trainers: int, gpu: hw.Gpu) -> Option | None:
+    found = options(replace(job, training=replace(job.training, world_size=num_trainers)), gpu)
+    return found[0] if found and found[0].fits else None

@@ -1,11 +1,10 @@
-"""What a machine refuses of settings that are right by themselves: engines, the optimizer and the weight sync have to find there
+"""Refusals of a machine, of settings that are right by themselves: engines, the optimizer and the weight sync have to find there
 what they need."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
 
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.refusals import TrainerHost, refusals, vllm_refusals
@@ -17,7 +16,7 @@ from marsrl.trainer.config.read import ConfigError
 
 
 def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
-    """What sync.backend needs of a machine and does not find; None: nothing is missing."""
+    """The reason why sync.backend cannot run on a machine, or None."""
     sync = config.sync
     if sync.backend == "shm":
         return None
@@ -81,14 +80,13 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
 
 
 def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
-    """What engines and trainer would refuse of these settings on that host."""
+    """Refusals of these settings by engines and trainer on that host."""
     files = (config.sync.directory or "/dev/shm") if config.sync.backend == "shm" else None
-    return (
-        *refusals(config.served_rollouts, host, weight_files=files),
-        *dict.fromkeys(
-            sentence for name, vllm in vllm_of(config).items() for sentence in _of_vllm(config, name, vllm, host)
-        ),
-    )
+    found = list(refusals(config.served_rollouts, host, weight_files=files))
+    for name, vllm in vllm_of(config).items():
+        is_trained = name in config.trained_policies and host.num_ranks > 0
+        found += vllm_refusals(vllm, engines_device(host), config.records_of(name), takes_weights=is_trained)
+    return tuple(dict.fromkeys(found))
 
 
 def vllm_of(config: RunConfig) -> dict[str, VllmOptions]:
@@ -98,11 +96,6 @@ def vllm_of(config: RunConfig) -> dict[str, VllmOptions]:
     return {name: config.rollout_of(name).vllm for name, each in config.policies.items() if each.openai is None}
 
 
-def _of_vllm(config: RunConfig, policy: str, vllm: VllmOptions, host: TrainerHost) -> Sequence[str]:
-    is_trained = policy in config.trained_policies and host.num_ranks > 0
-    return vllm_refusals(vllm, engines_device(host), config.records_of(policy), takes_weights=is_trained)
-
-
 def engines_device(host: TrainerHost) -> str:
-    """On what engines compute: on GPUs where rank 0 sees one."""
+    """Device of the engines: GPUs where rank 0 sees one."""
     return "cuda" if host.num_gpus else "cpu"

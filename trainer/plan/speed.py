@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.head import head_flops
 from marsrl.trainer.plan.memory import Training, layer_bytes, optimizer_bytes
 from marsrl.trainer.plan.parameters import elements, rank_elements
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one update trains on, over all ranks.
+    """The data of one update, over all ranks.
 
     sequences: samples; tokens: prompt and completion of all of them; trained: of these, completion tokens.
     """
@@ -136,6 +135,11 @@ def step_time(
         if setup.recompute == "full_offload"
         else 0.0,
     )
+
+
+def head_flops(trained_rows: float, active_rows: float, hidden: int, columns: int) -> float:
+    """(2 m + 4 a) T H V: logits of the trained rows, dX and dW of the active ones."""
+    return (2 * trained_rows + 4 * active_rows) * hidden * columns
 
 
 def scoring_time(setup: Training, work: Work, gpu: hw.Gpu) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -22,13 +22,15 @@ PLAIN_INTERVAL_S = 15.0  # between lines of a bar that goes to a file: a 10-minu
 
 
 class Bar:
-    """Progress of one thing. Counts, and says its rate, the time left and a note (a loss); how it is shown is the subclass's.
+    """Progress of one thing: a count with its rate, the time left and a note (a loss). show: draws it when it has changed.
 
-    Of a thing that turns out to have nothing to do (nobody counts) nothing is shown.
+    A bar that is never advanced shows nothing.
     """
 
-    def __init__(self, description: str, total: int | None, unit: str) -> None:
-        self.description, self.total, self.unit = description, total, unit
+    def __init__(
+        self, description: str, total: int | None, unit: str, show: Callable[[Bar], None] = lambda bar: None
+    ) -> None:
+        self.description, self.total, self.unit, self._show = description, total, unit, show
         self.completed = 0
         self.note = ""
         self.is_begun = False
@@ -42,74 +44,29 @@ class Bar:
         self.completed = completed
         self.note = self.note if note is None else note
         self.is_begun = True
-        self._show()
+        self._show(self)
 
     def played(self, num_over: int, total: int, num_tokens: int) -> None:
         """Progress of an evaluation (EvaluationPlay)."""
         self.total = total
         self.update(num_over, f"{num_tokens:,} tokens")
 
-    def rate(self) -> str:
-        elapsed_s = time.monotonic() - self._start
-        if elapsed_s <= 0 or not self.unit:
-            return ""
-        rate = self.completed / elapsed_s
-        return f"{rate:,.0f} {self.unit}/s" if rate >= 9.95 else f"{rate:.1f} {self.unit}/s"
+    @property
+    def pace(self) -> str:
+        """Rate, time left at that rate and note, as far as they are known."""
+        elapsed_s, parts = time.monotonic() - self._start, []
+        if elapsed_s > 0 and self.unit:
+            rate = self.completed / elapsed_s
+            parts.append(f"{rate:,.0f} {self.unit}/s" if rate >= 9.95 else f"{rate:.1f} {self.unit}/s")
+        if self.total is not None and 0 < self.completed < self.total:
+            left_s = elapsed_s * (self.total - self.completed) / self.completed
+            parts.append(f"{left_s / 60:.0f} min left" if left_s >= 100 else f"{left_s:.0f} s left")
+        return "  ".join([*parts, self.note] if self.note else parts)
 
-    def left(self) -> str:
-        """Remaining time at the present rate; empty if unknown."""
-        if self.total is None or not 0 < self.completed < self.total:
-            return ""
-        left_s = (time.monotonic() - self._start) * (self.total - self.completed) / self.completed
-        return f"{left_s / 60:.0f} min left" if left_s >= 100 else f"{left_s:.0f} s left"
-
-    def finish(self) -> None:
-        """The thing is over."""
-
-    def _show(self) -> None:
-        """Quiet."""
-
-
-class _RichBar(Bar):
-    def __init__(self, description: str, total: int | None, unit: str, progress: Progress) -> None:
-        super().__init__(description, total, unit)
-        self._progress = progress
-        self._task: TaskID = progress.add_task(description, total=total, rate="", left="", note="")
-
-    def _show(self) -> None:
-        self._progress.update(
-            self._task, completed=self.completed, total=self.total, rate=self.rate(), left=self.left(), note=self.note
-        )
-
-    def finish(self) -> None:
-        if not self.is_begun:
-            self._progress.remove_task(self._task)
-
-
-class _PlainBar(Bar):
-    def __init__(self, description: str, total: int | None, unit: str, out: Console) -> None:
-        super().__init__(description, total, unit)
-        self._out, self._last = out, time.monotonic()
-
-    def _show(self) -> None:
-        now = time.monotonic()
-        if now - self._last >= PLAIN_INTERVAL_S:
-            self._last = now
-            self.print_line()
-
-    def finish(self) -> None:
-        if self.is_begun:
-            self.print_line()
-
-    def print_line(self) -> None:
+    @property
+    def line(self) -> str:
         of = f"/{self.total:,}" if self.total is not None else ""
-        parts = [
-            f"{self.description}: {self.completed:,}{of} {self.unit}".rstrip(),
-            self.rate(),
-            self.left(),
-            self.note,
-        ]
-        self._out.print(Text("  ".join(part for part in parts if part)), soft_wrap=True)
+        return f"{f'{self.description}: {self.completed:,}{of} {self.unit}'.rstrip()}  {self.pace}".rstrip()
 
 
 class RunConsole:
@@ -133,7 +90,7 @@ class RunConsole:
         self._console.print(Text(text), soft_wrap=True)
 
     def keep_warnings(self, path: Path) -> None:
-        """From now on warnings are appended to this file too, with the step that they were given in."""
+        """Append warnings to this file too, with the step of each."""
         self._kept = path
 
     def warning(self, text: str) -> None:
@@ -147,48 +104,47 @@ class RunConsole:
         if self.is_quiet:
             yield Bar(description, total, unit)
         elif self._console.is_terminal:
-            columns = (
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]}", markup=False),
-                TextColumn("{task.fields[left]}", markup=False),
-                TextColumn("{task.fields[note]}", markup=False),
-                TimeElapsedColumn(),
-            )
+            name, pace = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[pace]"))
+            columns = (name, BarColumn(), MofNCompleteColumn(), pace, TimeElapsedColumn())
             with Progress(*columns, console=self._console) as progress:
-                bar: Bar = _RichBar(description, total, unit, progress)
-                yield bar
-                bar.finish()
+                task = progress.add_task(description, total=total, pace="")
+
+                def draw(bar: Bar) -> None:
+                    progress.update(task, completed=bar.completed, total=bar.total, pace=bar.pace)
+
+                yield (bar := Bar(description, total, unit, draw))
+                if not bar.is_begun:
+                    progress.remove_task(task)
         else:
-            bar = _PlainBar(description, total, unit, self._console)
-            yield bar
-            bar.finish()
+            last = time.monotonic()
+
+            def print_now_and_then(bar: Bar) -> None:
+                nonlocal last
+                if time.monotonic() - last >= PLAIN_INTERVAL_S:
+                    last = time.monotonic()
+                    self.message(bar.line)
+
+            yield (bar := Bar(description, total, unit, print_now_and_then))
+            if bar.is_begun:
+                self.message(bar.line)
 
     def results(self, summary: Summary) -> None:
         """The table before / after with 95% intervals; nothing where nothing was evaluated."""
         if summary.before is None and summary.after is None:
             return
-        title = Text(f"{summary.name}: held-out problems, 95% intervals over problems")
-        table = Table(title=title, title_justify="left", pad_edge=False)
-        for heading in ("", "before", "after", "change"):
-            table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+        title = f"{summary.name}: held-out problems, 95% intervals over problems"
+        table = table_of(title, "", "before", "after", "change")
         rows = compared(summary.before, summary.after)
         if any(of_other_inputs(before, after) for _, before, after in rows):
-            table.caption, table.caption_justify = (
-                Text("* on other inputs than before (n): not the same problems"),
-                "left",
-            )
+            table.caption = Text("* on other inputs than before (n): not the same problems")
+            table.caption_justify = "left"
         for name, before, after in rows:
             table.add_row(name, _cell(before), _cell(after), _change(before, after))
         self._console.print(table)
 
     def teams(self, evaluated: Sequence[tuple[str, Evaluation, float]]) -> None:
-        """A table of (name, evaluation, its seconds): how good each team is, and what an episode of it takes, by agent."""
-        title = Text(f"{MEANING}; seconds: of the whole evaluation")
-        table = Table(title=title, title_justify="left", pad_edge=False)
-        for heading in ("", "correct", *COLUMNS, "seconds"):
-            table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+        """A table of teams: accuracy, and the cost of an episode by agent. evaluated: (name, evaluation, seconds)."""
+        table = table_of(f"{MEANING}; seconds: of the whole evaluation", "", "correct", *COLUMNS, "seconds")
         for name, evaluation, seconds in evaluated:
             whole, parts = episode_costs(evaluation)
             table.add_row(Text(name), _cell(whole.correct), *whole.cells, f"{seconds:.1f}")
@@ -201,8 +157,16 @@ class RunConsole:
         self._console.print(table)
 
 
+def table_of(title: str, *headings: str) -> Table:
+    """A table whose first column names the rows of numbers in the others."""
+    table = Table(title=Text(title), title_justify="left", pad_edge=False)
+    for i, heading in enumerate(headings):
+        table.add_column(Text(heading), justify="right" if i else "left", no_wrap=bool(i))
+    return table
+
+
 def _rows_at(evaluation: Evaluation) -> list[tuple[str, Estimate]]:
-    """Each set's system and first agent alone; of several draws, what the most of them are worth."""
+    """Rows of each set: its system, the first agent alone, and pass@k and its kin at the largest k."""
     rows = []
     for prefix, each in {"": evaluation, **{f"{name} ": each for name, each in evaluation.sets.items()}}.items():
         rows += [(f"{prefix}alone", each.alone)] if each.alone is not None else []

@@ -56,10 +56,8 @@ def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
     Args:
         counted: the batch's metrics, with tools/<name>/calls (rollout/tools/pool.py).
     """
-    keys = [
-        key for key in counted if key.startswith("tools/") and key.endswith("/calls") and key != "tools/pages/calls"
-    ]
-    calls = {key: counted[key] for key in keys}
+    calls = {key: num for key, num in counted.items() if key.startswith("tools/") and key.endswith("/calls")}
+    calls.pop("tools/pages/calls", None)
     total = sum(calls.values())
     return {f"{key.removesuffix('calls')}share": value / total for key, value in calls.items()} if total else {}
 
@@ -106,18 +104,9 @@ def judge_usage(counted: Mapping[str, float], policy: str, price: PriceConfig | 
     found = judge_metrics(counted, price)
     if not found:
         return None
-    calls, missing, input_tokens, output_tokens = (
-        int(counted[f"judge/{what}"]) for what in ("calls", "missing", "input_tokens", "output_tokens")
-    )
-    shares = {key: found.get(f"judge/{key}") for key in ("yes_share", "agreement", "spent")}
-    return JudgeUsage(
-        policy=policy,
-        calls=calls,
-        missing=missing,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        **shares,
-    )
+    numbers = {name: int(counted[f"judge/{name}"]) for name in ("calls", "missing", "input_tokens", "output_tokens")}
+    shares = {name: found.get(f"judge/{name}") for name in ("yes_share", "agreement", "spent")}
+    return JudgeUsage.model_validate({"policy": policy, **numbers, **shares})
 
 
 def usage(
@@ -125,22 +114,20 @@ def usage(
     agents: Mapping[str, AgentConfig],
     policies: Mapping[str, PolicyConfig],
 ) -> dict[str, Usage]:
-    """Usage of each agent; used: {agent: (input tokens, decoded tokens, seconds of an engine) of each of its calls}, whose
-    prompts are all new to the engine, and what they waited for too."""
+    """Usage of each agent. used: {agent: (input tokens, output tokens, engine seconds) of each call}; no prompt counts as
+    cached."""
     found = {}
     for agent, settings in agents.items():
-        own = used.get(agent, ())
-        tokens = sum(each[0] for each in own), sum(each[1] for each in own)
-        price = policies[settings.policy].price if settings.policy in policies else None
-        spent = None if price is None else price.of(tokens[0], 0, tokens[1])
-        if own:
+        if own := used.get(agent):
+            inputs, outputs, seconds = zip(*own, strict=True)
+            price = policies[settings.policy].price if settings.policy in policies else None
             found[agent] = Usage(
                 policy=settings.policy,
                 calls=len(own),
-                input_tokens=tokens[0],
-                output_tokens=tokens[1],
-                spent=spent,
-                seconds=math.fsum(each[2] for each in own),
+                input_tokens=sum(inputs),
+                output_tokens=sum(outputs),
+                spent=None if price is None else price.of(sum(inputs), 0, sum(outputs)),
+                seconds=math.fsum(seconds),
             )
     return found
 
@@ -155,7 +142,7 @@ def latency(seconds: Sequence[float]) -> Latency | None:
 
 
 class EpisodeClock:
-    """Seconds from an episode's first ask to its end. Heard by a rollout, in whichever thread it runs.
+    """Seconds from an episode's first request to its end. A rollout calls it, from any thread.
 
     An episode that began before this process did (a run that goes on) is not counted.
     """
@@ -181,8 +168,8 @@ class EpisodeClock:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCost:
-    """A row: what takes it (an agent with its policy, the judge, a tool), how often it is right, None where it does not answer,
-    and text for each of COLUMNS."""
+    """A row of the table: an agent with its policy, the judge or a tool; its accuracy, None if it does not answer; text for
+    each of COLUMNS."""
 
     name: str
     correct: Estimate | None

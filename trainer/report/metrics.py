@@ -6,11 +6,11 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from marsrl.trainer.runs.directory import RunDirectory, names_file, write_atomically
 
@@ -28,7 +28,7 @@ class MetricsRow:
     values: Mapping[str, float | None]
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Writes the metrics of every step. Rank 0 only.
 
         with MetricsLog(run, resume_step=checkpoint.step) as metrics:
@@ -65,21 +65,16 @@ class MetricsLog:
         """Write one step. Steps must increase: a line a step is what resume and every reader rely on."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"metrics of step {step} come after step {self._last_step}; each step is logged once")
-        if "step" in metrics:
-            raise ValueError("a metric is called 'step', which is the name of the line's own step; rename it")
-        values = {name: float(value) for name, value in metrics.items()}
-        bad = [name for name, value in values.items() if not math.isfinite(value)]
-        row: dict[str, float | None] = {"step": step}
-        row.update({name: value if math.isfinite(value) else None for name, value in values.items()})
-        if bad:
-            row[NON_FINITE] = len(bad)
-            logger.warning("step %d: %d metrics are not finite: %s", step, len(bad), ", ".join(sorted(bad)[:8]))
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        row: dict[str, float | None] = {"step": step, **dict.fromkeys(metrics), **finite}
+        if bad := sorted(metrics.keys() - finite.keys()):
+            row[NON_FINITE] = finite[NON_FINITE] = len(bad)
+            logger.warning("step %d: %d metrics are not finite: %s", step, len(bad), ", ".join(bad[:8]))
         with names_file(Path(self._file.name)):
             self._file.write(json.dumps(row, allow_nan=False).encode("ascii") + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
         self._last_step = step
-        finite = {name: value for name, value in row.items() if name != "step" and value is not None}
         if self._tensorboard is not None:
             for name, value in finite.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -93,12 +88,7 @@ class MetricsLog:
         if self._wandb is not None:
             self._wandb.finish()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -111,11 +101,11 @@ def read_metrics(path: Path) -> list[MetricsRow]:
     return [row for row, _ in parse_metrics(path.read_bytes(), path)]
 
 
-def parse_metrics(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
+def parse_metrics(content: bytes, path: Path) -> Iterator[tuple[MetricsRow, bytes]]:
     """Every whole line of what was read of a file, and what it says; path: for the error of `read_metrics`."""
-    lines = content.split(b"\n")
-    rows = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn, or empty
+    for number, line in enumerate(
+        content.split(b"\n")[:-1], start=1
+    ):  # what follows the last newline is torn, or empty
         try:
             values = json.loads(line)
             step = values.pop("step")
@@ -125,8 +115,7 @@ def parse_metrics(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
             raise ValueError(
                 f"{path}, line {number}: {line[:80]!r} is no line of metrics ({error}); remove it or restore the file"
             ) from error
-        rows.append((MetricsRow(step, values), line))
-    return rows
+        yield MetricsRow(step, values), line
 
 
 def _truncate(path: Path, last_step: int) -> int | None:

@@ -82,7 +82,7 @@ class MetricsPort:
         self._last: tuple[int | None, float, dict[str, dict[Labels, float]]] = (None, time.monotonic(), {})
 
     def show(self, step: int, row: Mapping[str, float]) -> None:
-        """From now on the metrics of this step are shown. Where two of their names become one, the later is."""
+        """Show the metrics of this step. Of two that become one name, the later is shown."""
         gauges: dict[str, dict[Labels, float]] = {}
         totals = {name: dict(values) for name, values in self._totals.items()}
         for metric, value in row.items():
@@ -97,7 +97,13 @@ class MetricsPort:
 
     def collect(self) -> Iterator[Any]:
         """Metric families, as prometheus_client asks its collectors for them."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import Metric
+
+        def family(name: str, text: str, kind: str, values: Mapping[Labels, float]) -> Metric:
+            found = Metric(name, text, kind)
+            for labels, value in values.items():  # each sample has its labels and no other
+                found.add_sample(f"{name}_total" if kind == "counter" else name, dict(labels), value)
+            return found
 
         step, since, gauges = self._last
         own: dict[str, tuple[str, Mapping[Labels, float]]] = {
@@ -122,22 +128,14 @@ class MetricsPort:
             name: ("of the last step, docs/metrics.md", values) for name, values in gauges.items() if name not in own
         }
         for name, (text, values) in (own | shown).items():
-            yield _family(GaugeMetricFamily(name, text), "", values)
+            yield family(name, text, "gauge", values)
         for name, values in self._totals.items():
-            counted = CounterMetricFamily(name, "of all steps since this start, docs/metrics.md")
-            yield _family(counted, "_total", values)
-
-
-def _family(family: Any, ending: str, values: Mapping[Labels, float]) -> Any:
-    """The family with its samples, each with the labels that it has and no other; ending: of their name, behind the family's."""
-    for labels, value in values.items():
-        family.add_sample(f"{family.name}{ending}", dict(labels), value)
-    return family
+            yield family(name, "of all steps since this start, docs/metrics.md", "counter", values)
 
 
 @contextmanager
 def served(port: int, shown: MetricsPort) -> Iterator[None]:
-    """In the body, http://127.0.0.1:port/metrics answers.
+    """Serve http://127.0.0.1:port/metrics in the body.
 
     Raises:
         RuntimeError: the port cannot be had; says why.

@@ -3,59 +3,23 @@
     duckdb -c "SELECT agent, avg(reward) FROM 'runs/a/samples/*.parquet' GROUP BY agent"
     python -c "import pandas; print(pandas.read_parquet('runs/a/samples/step_3.parquet'))"
 
-A row a sample, in the columns of `schema`. What a model wrote is kept as it is, but for lone surrogates, which no UTF-8 file can
-hold: each is a "?".
+A row a sample: step, line (from 1) and the fields of SampleRecord. What a model wrote is kept as it is, but for lone
+surrogates, which no UTF-8 file can hold: each is a "?".
 """
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from marsrl.rollout.types import Finish, Group, Sample, Segment
-from marsrl.trainer.runs.directory import RunDirectory, step_files, write_atomically
-
-if TYPE_CHECKING:
-    import pyarrow as pa  # imported where it is used: it starts threads
+from marsrl.trainer.report.parquet import opened, schema_of, write_rows
+from marsrl.trainer.runs.directory import RunDirectory, step_files
 
 _ROW_GROUP_CHARS = 8 << 20  # of prompts and texts: what is read to show one sample
-
-
-@cache
-def schema() -> pa.Schema:
-    """The columns of a samples file."""
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            ("step", pa.int32()),
-            ("line", pa.int32()),
-            ("uid", pa.string()),
-            ("parent_uid", pa.string()),
-            ("group_id", pa.string()),
-            ("rollout_id", pa.string()),
-            ("problem_id", pa.string()),
-            ("agent", pa.string()),
-            ("prompt", pa.string()),
-            ("text", pa.string()),
-            ("answer", pa.string()),
-            ("verdict", pa.bool_()),
-            ("reward", pa.float64()),
-            ("correct", pa.float64()),
-            ("parts", pa.map_(pa.string(), pa.float64())),
-            ("note", pa.string()),
-            ("advantage", pa.float64()),
-            ("num_prompt_tokens", pa.int32()),
-            ("num_tokens", pa.int32()),
-            ("finish", pa.string()),
-            ("segments", pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int32())]))),
-        ]
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,23 +87,20 @@ def write_samples(
 
 def write_records(run: RunDirectory, step: int, records: Iterable[SampleRecord]) -> Path:
     """`write_samples` of records."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    schema = schema_of(SampleRecord, "step", "line")
+    return write_rows(run.samples / f"step_{step}.parquet", schema, _row_groups(step, records))
 
-    path = run.samples / f"step_{step}.parquet"
-    content = io.BytesIO()
-    with pq.ParquetWriter(content, schema(), compression="zstd") as writer:
-        rows: list[dict[str, Any]] = []
-        num_chars = 0
-        for line, each in enumerate(records, start=1):
-            rows.append({"step": step, "line": line, **_row(each)})
-            num_chars += len(each.prompt) + len(each.text)
-            if num_chars > _ROW_GROUP_CHARS:
-                writer.write_batch(pa.RecordBatch.from_pylist(rows, schema()))
-                rows, num_chars = [], 0
-        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema()))
-    write_atomically(path, content.getvalue())
-    return path
+
+def _row_groups(step: int, records: Iterable[SampleRecord]) -> Iterator[list[dict[str, Any]]]:
+    rows: list[dict[str, Any]] = []
+    num_chars = 0
+    for line, each in enumerate(records, start=1):
+        rows.append({"step": step, "line": line, **_row(each)})
+        num_chars += len(each.prompt) + len(each.text)
+        if num_chars > _ROW_GROUP_CHARS:
+            yield rows
+            rows, num_chars = [], 0
+    yield rows
 
 
 def sample_files(run: RunDirectory) -> dict[int, Path]:
@@ -151,17 +112,11 @@ def read_samples(path: Path) -> Iterator[SampleRecord]:
     """The samples of a file, a row group at a time, so that a step of long texts need not fit in memory.
 
     Raises:
-        ValueError: the file is damaged; says which.
+        ValueError: the file is gone or damaged; says which.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=256):
-                yield from map(_from_row, batch.to_pylist())
-    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
-        raise _damaged(path, error) from error
+    with opened(path, "file of samples") as file:
+        for batch in file.iter_batches(batch_size=256):
+            yield from map(_from_row, batch.to_pylist())
 
 
 def read_lines(path: Path, lines: Collection[int]) -> dict[int, SampleRecord]:
@@ -170,44 +125,17 @@ def read_lines(path: Path, lines: Collection[int]) -> dict[int, SampleRecord]:
     Raises:
         ValueError: the file is gone, damaged, or has no such line; says which.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     found: dict[int, SampleRecord] = {}
-    try:
-        with pq.ParquetFile(path) as file:
-            end = 0
-            for group in range(file.num_row_groups):
-                begin, end = end, end + file.metadata.row_group(group).num_rows
-                if own := sorted(line for line in lines if begin < line <= end):
-                    table = file.read_row_group(group).take([line - 1 - begin for line in own])
-                    found |= zip(own, map(_from_row, table.to_pylist()), strict=True)
-    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
-        raise _damaged(path, error) from error
+    with opened(path, "file of samples") as file:
+        end = 0
+        for group in range(file.num_row_groups):
+            begin, end = end, end + file.metadata.row_group(group).num_rows
+            if own := sorted(line for line in lines if begin < line <= end):
+                table = file.read_row_group(group).take([line - 1 - begin for line in own])
+                found |= zip(own, map(_from_row, table.to_pylist()), strict=True)
     if missing := sorted(set(lines) - found.keys()):
         raise ValueError(f"{path} has no line {missing[0]} (any more: a step that is played again has a new file)")
     return found
-
-
-def read_columns(path: Path, names: Collection[str]) -> pa.Table:
-    """Some columns of a file.
-
-    Raises:
-        ValueError: the file is gone or damaged; says which.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.ParquetFile(path).read(columns=list(names))
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> ValueError:
-    if isinstance(error, FileNotFoundError):
-        return ValueError(f"{path} is gone")
-    return ValueError(f"{path} is no file of samples ({error!r}); the file is damaged")
 
 
 def _row(sample: SampleRecord) -> dict[str, Any]:

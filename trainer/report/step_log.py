@@ -21,12 +21,12 @@ from marsrl.trainer.report.metrics import MetricsLog, read_metrics
 from marsrl.trainer.report.prometheus import MetricsPort
 from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.step_metrics import GradSpikes
-from marsrl.trainer.report.token_log import choose_samples, token_record, with_trained, write_tokens
+from marsrl.trainer.report.token_log import choose_samples, token_record, write_tokens
 from marsrl.trainer.runs.directory import RunDirectory
 
 
 class StepLog:
-    """Notes of the step that is being made. Rank 0 alone has one.
+    """Record of the current step, on rank 0 alone.
 
     port: may be set; is shown every row. episode_clock: is to hear of the scheduler's episodes. kept: uids of the samples whose
     tokens are written. tokens: what the step's updates said of them.
@@ -138,10 +138,13 @@ class StepLog:
     def write_tokens(self, step: int, batch: StepBatch) -> None:
         """The tokens of the samples in `kept`, with what the updates said of them."""
         policies = {name: agent.policy for name, agent in self._config.agents.items()}
-        samples = [sample for group in batch.groups for sample in group.samples]
+        trained = {tokens.uid: tokens for tokens in self.tokens}
+        samples = (sample for group in batch.groups for sample in group.samples)
         records = [
-            token_record(sample, line, policies[sample.agent], self._team.renderers[policies[sample.agent]])
+            token_record(
+                sample, line, policy := policies[sample.agent], self._team.renderers[policy], trained.get(sample.uid)
+            )
             for line, sample in enumerate(samples, start=1)  # of the samples file
             if sample.uid in self.kept
         ]
-        write_tokens(self._directory, step, with_trained(records, self.tokens))
+        write_tokens(self._directory, step, records)

@@ -15,6 +15,12 @@ FACTOR = 5.0  # a norm above so many medians is a spike
 FEWEST = 5  # norms without which a median says little; until then nothing is a spike
 
 _NORM, _SPIKES = "grad_norm", "grad_spikes"
+_MEANS = {  # over trained tokens: the metric, and its sum in StepStats
+    "actor/entropy": "entropy",
+    "actor/clip_fraction": "clipped_tokens",
+    "actor/clamp_fraction": "clamped_tokens",
+    "mpt/fraction_masked": "masked_tokens",
+}
 
 
 def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
@@ -36,11 +42,9 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
         "mpt/gated_samples": stats.gated_samples,
     }
     if tokens:
-        metrics["actor/entropy"] = sum(sums["entropy"].values()) / tokens
-        metrics["actor/clip_fraction"] = sum(sums["clipped_tokens"].values()) / tokens
-        metrics["actor/clamp_fraction"] = sum(sums["clamped_tokens"].values()) / tokens
+        for name, counted in _MEANS.items():
+            metrics[name] = sum(sums[counted].values()) / tokens
         metrics["actor/kl"] = sum(sums["kl"].values()) / tokens
-        metrics["mpt/fraction_masked"] = sum(sums["masked_tokens"].values()) / tokens
     if stats.prob_diff_mean == stats.prob_diff_mean:  # not NaN: rollout log-probs were known
         metrics["train_rollout/prob_diff_mean"] = stats.prob_diff_mean
         metrics["train_rollout/prob_diff_max"] = stats.prob_diff_max
@@ -52,10 +56,8 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
         count = sums["tokens"][agent]
         if count:
             metrics[f"actor/{agent}/tokens"] = count
-            metrics[f"actor/{agent}/entropy"] = sums["entropy"][agent] / count
-            metrics[f"actor/{agent}/clip_fraction"] = sums["clipped_tokens"][agent] / count
-            metrics[f"actor/{agent}/clamp_fraction"] = sums["clamped_tokens"][agent] / count
-            metrics[f"mpt/{agent}/fraction_masked"] = sums["masked_tokens"][agent] / count
+            for name, counted in _MEANS.items():
+                metrics[name.replace("/", f"/{agent}/")] = sums[counted][agent] / count
     for agent, norm in zip(agents, stats.agent_grad_norms, strict=bool(stats.agent_grad_norms)):
         if norm is not None:
             metrics[f"actor/{agent}/grad_norm"] = norm

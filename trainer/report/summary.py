@@ -177,7 +177,7 @@ class Evaluation(Schema):
 
     @property
     def rows(self) -> dict[str, Estimate]:
-        """By name, in the order of the table."""
+        """Estimates by name, in the order of the table."""
         sets: dict[str, Estimate] = {}
         for name, found in self.sets.items():
             sets |= {f"{name}/alone": found.alone} if found.alone is not None else {}

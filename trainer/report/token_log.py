@@ -1,6 +1,6 @@
 """tokens/step_N.parquet: numbers of single tokens of some samples, every run.token_log_every steps.
 
-A row a sample, its tokens in list columns (`schema`). What an engine recorded stands beside what the update's own forward pass
+A row a sample, its tokens in list columns (TokenRecord). What an engine recorded stands beside what the update's own forward pass
 found; nothing is computed twice for it. docs/view.md lists the columns.
 
     log = read_tokens("runs/a/tokens/step_10.parquet")
@@ -10,13 +10,11 @@ found; nothing is computed twice for it. docs/view.md lists the columns.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,47 +22,22 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import BoolArray, FloatArray, Group, IntArray, Sample, Segment
 from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
-from marsrl.trainer.runs.directory import RunDirectory, step_files, step_of, write_atomically
-
-if TYPE_CHECKING:
-    import pyarrow as pa  # imported where it is used: it starts threads
+from marsrl.trainer.report.parquet import opened, schema_of, write_rows
+from marsrl.trainer.runs.directory import RunDirectory, step_files, step_of
 
 MOST_BYTES = 32 << 20  # of a step's columns, before they are compressed: a million tokens
 _TOKEN_BYTES, _SAMPLE_BYTES = 24, 1024  # of the columns beside the text, of the rest of a sample
 _COLUMNS = {
-    "ends": "int32",
-    "token_ids": "int32",
-    "is_sampled": "bool",
-    "rollout_logprobs": "float32",
-    "logprobs": "float32",
-    "entropy": "float32",
-    "is_clipped": "bool",
-    "is_gated": "bool",
-    "is_masked": "bool",
+    "ends": np.int32,
+    "token_ids": np.int32,
+    "is_sampled": np.bool_,
+    "rollout_logprobs": np.float32,
+    "logprobs": np.float32,
+    "entropy": np.float32,
+    "is_clipped": np.bool_,
+    "is_gated": np.bool_,
+    "is_masked": np.bool_,
 }
-"""Per-token columns of a sample: name of the dtype in NumPy and Arrow."""
-
-
-@cache
-def schema() -> pa.Schema:
-    """The columns of a token log."""
-    import pyarrow as pa
-
-    segment = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int32())])
-    return pa.schema(
-        [
-            ("step", pa.int32()),
-            ("uid", pa.string()),
-            ("line", pa.int32()),
-            ("group_id", pa.string()),
-            ("agent", pa.string()),
-            ("policy", pa.string()),
-            ("update", pa.int32()),
-            ("segments", pa.list_(segment)),
-            ("text", pa.string()),
-            *((name, pa.list_(pa.type_for_alias(dtype))) for name, dtype in _COLUMNS.items()),
-        ]
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,45 +110,30 @@ def _size(sample: Sample) -> int:
     return len(sample.token_ids) * _TOKEN_BYTES + len(sample.text.encode("utf-8", "replace")) + _SAMPLE_BYTES
 
 
-def token_record(sample: Sample, line: int, policy: str, renderer: ChatRenderer) -> TokenRecord:
-    """A sample's tokens as rank 0 knows them before any update; renderer: of its policy."""
+def token_record(
+    sample: Sample, line: int, policy: str, renderer: ChatRenderer, trained: TrainedTokens | None = None
+) -> TokenRecord:
+    """A sample's tokens. renderer: of its policy; trained: what an update found, None where none trained the sample."""
     pieces = renderer.pieces(sample.token_ids)
     text = "".join(pieces).encode("utf-8", "replace").decode()  # a lone surrogate, from a tokenizer in Python, is "?"
     own, num = sample.is_sampled, len(sample.token_ids)
+    logprobs, entropy = (np.full(num, np.nan, np.float32) for _ in range(2))
+    marks = np.zeros(num, np.uint8)
+    if trained is not None:
+        logprobs[own], entropy[own], marks[own] = trained.logprobs, trained.entropy, trained.marks
     return TokenRecord(
         uid=sample.uid,
         line=line,
         group_id=sample.group_id,
         agent=sample.agent,
         policy=policy,
-        update=0,
+        update=0 if trained is None else trained.update,
         segments=sample.segments,
         text=text,
         ends=np.fromiter(accumulate(map(len, pieces)), np.int32, num),
         token_ids=sample.token_ids,
         is_sampled=own,
         rollout_logprobs=np.where(own, sample.rollout_logprobs, np.float32(np.nan)),
-        logprobs=np.full(num, np.nan, np.float32),
-        entropy=np.full(num, np.nan, np.float32),
-        is_clipped=np.zeros(num, bool),
-        is_gated=np.zeros(num, bool),
-        is_masked=np.zeros(num, bool),
-    )
-
-
-def with_trained(records: Iterable[TokenRecord], trained: Iterable[TrainedTokens]) -> list[TokenRecord]:
-    """The records with what the updates found, where one trained the sample."""
-    found = {tokens.uid: tokens for tokens in trained}
-    return [_with(each, found[each.uid]) if each.uid in found else each for each in records]
-
-
-def _with(record: TokenRecord, tokens: TrainedTokens) -> TokenRecord:
-    own = record.is_sampled
-    logprobs, entropy, marks = record.logprobs.copy(), record.entropy.copy(), np.zeros(len(own), np.uint8)
-    logprobs[own], entropy[own], marks[own] = tokens.logprobs, tokens.entropy, tokens.marks
-    return replace(
-        record,
-        update=tokens.update,
         logprobs=logprobs,
         entropy=entropy,
         is_clipped=(marks & CLIPPED).astype(bool),
@@ -190,15 +148,8 @@ def token_file(run: RunDirectory, step: int) -> Path:
 
 def write_tokens(run: RunDirectory, step: int, records: Sequence[TokenRecord]) -> Path:
     """Write the tokens of a step, whole or not at all, and return the file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path = token_file(run, step)
-    content = io.BytesIO()
     rows = [{"step": step, **asdict(record)} for record in records]
-    pq.write_table(pa.Table.from_pylist(rows, schema()), content, compression="zstd")
-    write_atomically(path, content.getvalue())
-    return path
+    return write_rows(token_file(run, step), schema_of(TokenRecord, "step"), [rows])
 
 
 def token_files(run: RunDirectory) -> dict[int, Path]:
@@ -210,25 +161,16 @@ def read_tokens(path: str | Path) -> TokenLog:
     """Read what write_tokens wrote.
 
     Raises:
-        ValueError: the file is damaged; says which.
-        FileNotFoundError: it is gone.
+        ValueError: the file is gone or damaged; says which.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            if not file.schema_arrow.equals(schema()):
-                raise ValueError("its columns are others")
-            samples = tuple(map(_from_row, file.read().to_pylist()))
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise ValueError(f"{path} is no token log ({error}); the file is damaged") from error
-    for sample in samples:
-        sizes = {len(getattr(sample, name)) for name in _COLUMNS}
-        if len(sizes) > 1 or (len(sample.ends) and int(sample.ends[-1]) != len(sample.text)):
-            raise ValueError(f"{path} is no token log (sample {sample.uid!r}: columns do not fit); the file is damaged")
+    with opened(path, "token log") as file:
+        if not file.schema_arrow.equals(schema_of(TokenRecord, "step")):
+            raise ValueError("its columns are others")
+        samples = tuple(map(_from_row, file.read().to_pylist()))
+        for sample in samples:
+            sizes = {len(getattr(sample, name)) for name in _COLUMNS}
+            if len(sizes) > 1 or (len(sample.ends) and int(sample.ends[-1]) != len(sample.text)):
+                raise ValueError(f"the columns of sample {sample.uid!r} do not fit")
     return TokenLog(step_of(Path(path)) or 0, samples)
 
 

@@ -53,7 +53,7 @@ class TraceLog:
         trace.mark("step", 4)
         trace.save()
 
-    path: None where spans are collected only to be handed on (`take`).
+    path: None where spans are collected only to be handed on (`take`). zero: time.monotonic() where the trace begins.
     The clock is time.monotonic(), which never jumps. What another process timed (an engine, perhaps on another host) is
     `add_wall`ed: as near as the hosts' wall clocks are. Where the file exists (a resumed run) its spans are kept
     and the clock goes on behind them.
@@ -64,7 +64,7 @@ class TraceLog:
         self._lock = threading.Lock()
         self._spans: list[Span] = read_trace(path) if path is not None and path.exists() else []
         self._num_marks = Counter(span.lane for span in self._spans if span.lane.startswith(f"{MARKS}/"))
-        self._zero = time.monotonic() - max((span.end_s for span in self._spans), default=0.0)
+        self.zero = time.monotonic() - max((span.end_s for span in self._spans), default=0.0)
 
     def add(
         self, lane: str, name: str, start: float, end: float, arguments: Mapping[str, Argument] | None = None
@@ -72,7 +72,7 @@ class TraceLog:
         """Record work done between two readings of time.monotonic()."""
         if end < start:
             raise ValueError(f"trace: span {name!r} of lane {lane!r} ends {start - end:.6f} s before it starts")
-        span = Span(lane, name, start - self._zero, end - self._zero, dict(arguments or {}))
+        span = Span(lane, name, start - self.zero, end - self.zero, dict(arguments or {}))
         with self._lock:
             self._spans.append(span)
 
@@ -93,7 +93,7 @@ class TraceLog:
         """Everything recorded so far, for another process's trace; it is forgotten here."""
         with self._lock:
             spans, self._spans = self._spans, []
-        ahead = _wall_clock_ahead() + self._zero
+        ahead = _wall_clock_ahead() + self.zero
         numbers = ({k: v for k, v in span.arguments.items() if isinstance(v, int)} for span in spans)
         return [
             WallSpan(span.name, span.start_s + ahead, span.end_s + ahead, each)

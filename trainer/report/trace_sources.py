@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.state import decode, encode
@@ -53,13 +52,8 @@ def gather_rank_spans(trace: TraceLog) -> None:
     """Add the other ranks' spans since the last call to rank 0's trace. Collective."""
     if world_size() == 1:
         return
-    told = gather_bytes(encode(_Spans(tuple(trace.take()) if rank() else ())))
+    told = gather_bytes(encode(trace.take() if rank() else ()))
     if rank() == 0:
         for number, each in enumerate(told):
-            for span in decode(_Spans, each).spans:
+            for span in decode(list[WallSpan], each):
                 trace.add_wall(f"rank/{number}", span)
-
-
-@dataclass(frozen=True, slots=True)
-class _Spans:
-    spans: tuple[WallSpan, ...]

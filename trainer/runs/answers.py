@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from marsrl.trainer.runs.directory import names_file
 
@@ -24,15 +24,15 @@ def key_of(**parts: Any) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
 
-class Answers(Generic[Answer]):
-    """By key, in one file.
+class Answers(dict[str, Answer]):
+    """Answers by key, in one file; `add` is the only way to change them.
 
-    read: what is held of an answer as it stands in the file; None where it is none.
+    read: parses an answer of the file; None if it is not valid.
     """
 
     def __init__(self, path: Path, read: Callable[[Any], Answer | None]) -> None:
+        super().__init__()
         self._path, self._read = path, read
-        self._held: dict[str, Answer] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         self._file = open(path, "r+b")  # noqa: SIM115 - close() does
@@ -40,16 +40,6 @@ class Answers(Generic[Answer]):
         with names_file(path):
             self._file.truncate(end)
             self._file.seek(end)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._held
-
-    def __getitem__(self, key: str) -> Answer:
-        return self._held[key]
-
-    def get(self, key: str) -> Answer | None:
-        """None where there is none."""
-        return self._held.get(key)
 
     def add(self, key: str, answer: Mapping[str, Any]) -> None:
         """Kept when this returns, unless the machine itself dies."""
@@ -70,10 +60,10 @@ class Answers(Generic[Answer]):
     def read(cls, path: Path, read: Callable[[Any], Answer | None]) -> list[Answer]:
         """Read a file that another process may be writing, without changing it."""
         held = cls.__new__(cls)
-        held._read, held._held = read, {}
+        held._read = read
         with path.open("rb") as file:
             held._read_all(file)
-        return list(held._held.values())
+        return list(held.values())
 
     def _read_all(self, file: BinaryIO) -> int:
         """Bytes of whole lines."""
@@ -90,6 +80,6 @@ class Answers(Generic[Answer]):
             held = json.loads(line)
             answer = self._read(held["answer"])
             if answer is not None and isinstance(held["key"], str):
-                self._held[held["key"]] = answer
+                self[held["key"]] = answer
         except (ValueError, KeyError, TypeError, RecursionError):
             return  # damaged: it is asked again

@@ -20,7 +20,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -60,7 +60,7 @@ class _Pending:
 
     step: int
     policies: Mapping[str, PendingSave]
-    writer: Thread | None  # None: written already
+    writer: Thread
 
 
 class CheckpointWriter:
@@ -98,25 +98,24 @@ class CheckpointWriter:
                 write_json(part / "meta.json", {"step": step, "versions": dict(versions)})
             except OSError as raised:
                 error = raised
-        self._stop_together(error, step)
+        with self._cleared(step):
+            stop_together(error, self._failure(step), self._advice())
         copy = self._is_async
         policies = {name: each.begin_save(part / "policies" / name, copy=copy) for name, each in learners.items()}
-        if not self._is_async:
-            _write(policies)
-            self._pending = _Pending(step, policies, None)
-            self.finish()
-            return
         # A daemon: a run that is interrupted does not wait for it, and the part it leaves is no checkpoint.
         writer = Thread(target=_write, args=(policies,), name=f"checkpoint {step}", daemon=True)
-        writer.start()
+        if self._is_async:
+            writer.start()
+        else:
+            writer.run()
         self._pending = _Pending(step, policies, writer)
+        if not self._is_async:
+            self.finish()
 
     def finish_if_written(self) -> None:
         """End a save under way if every rank has written its part."""
-        if self._pending is not None:
-            writer = self._pending.writer
-            if all_true(writer is None or not writer.is_alive()):
-                self.finish()
+        if self._pending is not None and all_true(not self._pending.writer.is_alive()):
+            self.finish()
 
     def finish(self) -> None:
         """Wait for the save under way, if there is one, and end it: manifest, rename, latest, older ones removed.
@@ -127,24 +126,20 @@ class CheckpointWriter:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if pending.writer is not None:
+        if pending.writer.is_alive():
             pending.writer.join()
         known: dict[str, FileSum] = {}
-        failure, advice = self._failure(pending.step), self._advice()
-        try:
+        error, failure, advice = None, self._failure(pending.step), self._advice()
+        with self._cleared(pending.step):
             for name, each in pending.policies.items():
                 sums = each.finish(failure, advice)
                 known.update({f"policies/{name}/{file}": found for file, found in sums.items()})
-        except RuntimeError:
-            self._clear(pending.step)
-            raise
-        error = None
-        if rank() == 0:
-            try:
-                self._put_in_place(pending.step, known)
-            except OSError as raised:
-                error = raised
-        self._stop_together(error, pending.step)
+            if rank() == 0:
+                try:
+                    self._put_in_place(pending.step, known)
+                except OSError as raised:
+                    error = raised
+            stop_together(error, failure, advice)
 
     def _put_in_place(self, step: int, known: Mapping[str, FileSum]) -> None:
         part, final = self._part(step), self._run.checkpoint(step)
@@ -163,17 +158,15 @@ class CheckpointWriter:
             if not (self._keep_every and each % self._keep_every == 0):
                 shutil.rmtree(self._run.checkpoint(each))
 
-    def _stop_together(self, error: Exception | None, step: int) -> None:
+    @contextlib.contextmanager
+    def _cleared(self, step: int) -> Iterator[None]:
+        """Remove the partial checkpoint, as far as possible, where the body fails: it may be what fills the disk."""
         try:
-            stop_together(error, self._failure(step), self._advice())
+            yield
         except RuntimeError:
-            self._clear(step)
+            if rank() == 0:
+                shutil.rmtree(self._part(step), ignore_errors=True)
             raise
-
-    def _clear(self, step: int) -> None:
-        """Remove a partial checkpoint as far as possible: it may be what fills the disk."""
-        if rank() == 0:
-            shutil.rmtree(self._part(step), ignore_errors=True)
 
     def _part(self, step: int) -> Path:
         final = self._run.checkpoint(step)
@@ -199,7 +192,7 @@ def load_checkpoint(
 
     All files are compared with the manifest before anything is read from them. Where the checkpoint that `latest`
     names is damaged, or `latest` does not name one, resume="auto" stops and names the newest that is whole;
-    resume="previous" takes that one, says how many steps are lost, and lets `latest` name it from now on.
+    resume="previous" takes that one and says how many steps are lost. `latest` names what the run goes on from.
 
     Raises:
         CheckpointError: on all ranks: damaged files, each with what was found and expected; no checkpoint is whole; or the
@@ -217,6 +210,8 @@ def load_checkpoint(
             problem = f"checkpoint {run.checkpoint(latest)} is damaged: {'; '.join(files[:8])}{more}"
     step = latest if problem is None else _go_back(run, latest, problem, resume, warn)
     assert step is not None
+    if rank() == 0:
+        run.mark_latest(step)  # now, so that no folder which `latest` names is ever replaced
     found = Checkpoint(run.checkpoint(step), step)
     meta = json.loads((found.path / "meta.json").read_bytes())
     if meta["step"] != found.step:
@@ -266,8 +261,6 @@ def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, w
         )
     lost = f": {latest - step} step(s) are lost and played again" if latest is not None else ""
     warn(f"{problem}; GOING BACK to step_{step} (run.resume=previous){lost}")
-    if rank() == 0:
-        run.mark_latest(step)  # now, so that no folder which `latest` names is ever replaced
     return step
 
 

@@ -1,4 +1,4 @@
-"""Small talk between ranks: who am I, wait for all, bytes from rank 0 or from everybody, failing together.
+"""Collectives of bytes between ranks: barrier, broadcast, scatter, gather, and a failure on one that is raised on all.
 
 All of it begins with a meeting at the store (`barrier`), where ranks that have nothing to do sleep: rank 0 plays, evaluates
 and starts engines alone, for hours at times, and a kernel of NCCL that waits for it would take the GPU from an engine beside
@@ -9,7 +9,6 @@ that is not there yet still lives is heartbeat.py's to say.
 from __future__ import annotations
 
 import datetime
-import queue
 import threading
 import weakref
 from collections.abc import Sequence
@@ -77,23 +76,22 @@ def _meeting() -> _Meeting:
 def _sleep_until(store: dist.Store, key: str) -> None:
     """Returns when the key is there. The store is asked in a thread: its client hears no signal, and this rank's main thread must
     hear that another rank is lost."""
-    told: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+    errors = list[RuntimeError]()
 
     def wait() -> None:
         while True:
             try:
-                store.wait([key], _LONG)
+                return store.wait([key], _LONG)
             except dist.DistStoreError:  # _LONG is over
                 continue
             except RuntimeError as error:  # the store is gone
-                told.put(error)
-                return
-            told.put(None)
-            return
+                return errors.append(error)
 
-    threading.Thread(target=wait, name="marsrl-meeting", daemon=True).start()
-    if (error := told.get()) is not None:
-        raise error
+    thread = threading.Thread(target=wait, name="marsrl-meeting", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:
@@ -180,12 +178,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 def all_true(claim: bool) -> bool:
     """True if the claim holds on every rank. Collective."""
-    if world_size() == 1:
-        return claim
-    barrier()
-    flag = torch.tensor([int(claim)], dtype=torch.int32, device=_device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())
+    return all(gather_bytes(b"yes" if claim else b""))
 
 
 def stop_together(error: BaseException | None, what: str, advice: str = "") -> None:

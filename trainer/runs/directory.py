@@ -12,6 +12,7 @@ runs/<name>/
     trace.json                who was busy when            (trace.py)
     warnings.jsonl            what the run warned of       (warnings_log.py)
     checkpoints/step_N/       and checkpoints/latest, a text file that names the last whole one
+    evaluation_before.json    of the weights before the first step
     data.json                 fingerprints of the problems that it began with
     bad_batches/              batches of steps that were skipped (bad_batches.py)
     hf/                       an exported model
@@ -35,7 +36,6 @@ from typing import Literal
 import yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,@-]*")
-_LONGEST_NAME = 200  # file systems take 255 bytes; wandb's ids and our temporary names are to fit too
 _STEP = re.compile(r"step_(\d+)")
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 _COMMENT = re.compile(rb"\A#.*\n")
@@ -117,12 +117,39 @@ class Checkpoint:
     step: int
 
 
+class _At:
+    """A place in a run's folder, as an attribute of RunDirectory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, _: type | None = None) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """The folder of one run. Rank 0 makes it with `create`; everybody else looks at it with `RunDirectory(path)`."""
 
     path: Path
     existed: bool = False  # the folder was there: the run goes on in it, or a start before it failed
+
+    lock = _At("lock")
+    config = _At("config.yaml")
+    data = _At("data.json")
+    metrics = _At("metrics.jsonl")
+    evaluation_before = _At("evaluation_before.json")
+    evaluations = _At("evaluations")
+    tensorboard = _At("tensorboard")
+    samples = _At("samples")
+    tokens = _At("tokens")
+    trace = _At("trace.json")
+    warnings = _At("warnings.jsonl")
+    checkpoints = _At("checkpoints")
+    bad_batches = _At("bad_batches")
+    hf = _At("hf")
+    summary = _At("summary.json")
+    report = _At("report.html")
 
     @classmethod
     def create(
@@ -143,21 +170,17 @@ class RunDirectory:
             ValueError: the name exists, its run began, and resume is off; it is there but is no run directory; it is no
                 plain file name; it is to go on and has no name; the folder cannot be written to.
         """
-        try:
-            found = cls.find(directory, name, resume)
-            Path(directory).mkdir(parents=True, exist_ok=True)
+        found, root = cls.find(directory, name, resume), Path(directory)
+        with _told_where(root):
             if found is None:
-                return cls(
-                    _claim(Path(directory), f"{preset}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}")
-                )
-            if not found.existed:
-                try:
-                    found.path.mkdir()
-                except FileExistsError:  # another start was faster
-                    return cls.create(directory, name, preset, resume)
-            return found
-        except OSError as error:
-            raise ValueError(_cannot_be_written(Path(directory), error)) from error
+                root.mkdir(parents=True, exist_ok=True)
+                return cls(_claim(root, f"{preset}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}"))
+            try:
+                if not found.existed:
+                    found.path.mkdir(parents=True)
+            except FileExistsError:  # another start was faster
+                return cls.create(directory, name, preset, resume)
+        return found
 
     @classmethod
     def find(
@@ -168,22 +191,21 @@ class RunDirectory:
         Raises:
             ValueError: as `create` does.
         """
-        root = Path(directory)
-        try:
-            return cls._find(root, name, resume)
-        except OSError as error:
-            raise ValueError(_cannot_be_written(root, error)) from error
-
-    @classmethod
-    def _find(cls, root: Path, name: str | None, resume: str) -> RunDirectory | None:
         if name is None and resume != "off":
             raise ValueError(f"run.resume={resume} goes on with the run called run.name, and run.name is not set")
-        path = root if name is None else root / _checked(name)
-        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        if not there.is_dir() and there != path:
-            raise ValueError(f"run.dir={root}: {there} is a file; name a folder")
-        if not os.access(there, os.W_OK | os.X_OK if there.is_dir() else os.W_OK, effective_ids=True):
-            raise PermissionError(errno.EACCES, "cannot be written to", str(there))
+        if name is not None and not _NAME.fullmatch(name):
+            raise ValueError(
+                f"run.name={name[:80]!r} is not a plain folder name (letters, digits and ._+=,@- after the first); "
+                "put the folder it goes into in run.dir"
+            )
+        root = Path(directory)
+        path = root if name is None else root / name
+        with _told_where(root):
+            there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+            if not there.is_dir() and there != path:
+                raise ValueError(f"run.dir={root}: {there} is a file; name a folder")
+            if not os.access(there, os.W_OK | os.X_OK if there.is_dir() else os.W_OK, effective_ids=True):
+                raise PermissionError(errno.EACCES, "cannot be written to", str(there))
         if name is None:
             return None
         if there != path:
@@ -206,66 +228,6 @@ class RunDirectory:
             return True
         return self.metrics.exists() and self.metrics.stat().st_size > 0
 
-    @property
-    def lock(self) -> Path:
-        return self.path / "lock"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluation_before(self) -> Path:
-        return self.path / "evaluation_before.json"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / "evaluations"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def tokens(self) -> Path:
-        return self.path / "tokens"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace.json"
-
-    @property
-    def warnings(self) -> Path:
-        return self.path / "warnings.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def bad_batches(self) -> Path:
-        return self.path / "bad_batches"
-
-    @property
-    def hf(self) -> Path:
-        return self.path / "hf"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
     def evaluation(self, step: int) -> Path:
         """Directory of the evaluation of the weights after `step`."""
         return self.evaluations / f"step_{step}"
@@ -275,25 +237,16 @@ class RunDirectory:
         again. What a write of that process has left half done goes too.
         """
         for folder in (self.samples, self.tokens, self.evaluations):
-            for path in folder.glob("step_*"):
-                number = path.name.removeprefix("step_").partition(".")[0]
-                if not (number.isdecimal() and int(number) > step):
-                    continue
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
             for path in folder.glob(".step_*.tmp"):
                 path.unlink()
+            for path in folder.glob("step_*"):
+                number = _STEP.fullmatch(path.name.partition(".")[0])
+                if number and int(number[1]) > step:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint taken after `step`."""
         return self.checkpoints / f"step_{step}"
-
-    @property
-    def data(self) -> Path:
-        """Fingerprints of the problems that the run began with (keep_data)."""
-        return self.path / "data.json"
 
     def keep_data(self, fingerprints: Mapping[str, object]) -> None:
         """Write down what the run begins with; one that has begun keeps its own."""
@@ -331,26 +284,25 @@ class RunDirectory:
 
     def mark_latest(self, step: int) -> None:
         """Declare checkpoints/step_N whole. Call it when every rank has written its part, never earlier."""
-        path = self.checkpoint(step)
-        if not path.is_dir():
-            raise RuntimeError(f"{path} is not there, so it cannot become the latest checkpoint; save it first")
-        write_atomically(self.checkpoints / "latest", f"{path.name}\n".encode("ascii"))
+        write_atomically(self.checkpoints / "latest", f"step_{step}\n".encode("ascii"))
 
     def steps_on_disk(self) -> list[int]:
         """The steps of which there is a checkpoint folder, whole or not, in order."""
         return sorted(int(p.name[5:]) for p in self.checkpoints.glob("step_*") if p.name[5:].isdecimal())
 
     def latest_checkpoint(self) -> Checkpoint | None:
-        """The last whole checkpoint, None before the first. A folder that `latest` does not name may be half there.
+        """The last whole checkpoint, None before the first.
 
         Raises:
             CheckpointError: `latest` is gone though there are checkpoints, or names something else than one of them.
         """
         pointer = self.checkpoints / "latest"
         if not pointer.exists():
-            if steps := self.steps_on_disk():
+            steps = self.steps_on_disk()
+            if len(steps) > 1:
                 raise CheckpointError(f"{pointer} is missing, and there is {_named(steps)}")
-            return None
+            # of a single one: the run was killed after it had got its name and before `latest` did
+            return Checkpoint(self.checkpoint(steps[0]), steps[0]) if steps else None
         content = pointer.read_bytes()[:100].decode("ascii", "backslashreplace").strip()
         found = _STEP.fullmatch(content)
         if not found:
@@ -374,20 +326,16 @@ def _named(steps: list[int]) -> str:
     return ", ".join(f"step_{step}" for step in steps) or "no checkpoint at all"
 
 
-def _checked(name: str) -> str:
-    """run.name, if it can name a folder."""
-    if not _NAME.fullmatch(name):
+@contextmanager
+def _told_where(root: Path) -> Iterator[None]:
+    """An OSError of the body as a ValueError that names run.dir."""
+    try:
+        yield
+    except OSError as error:
         raise ValueError(
-            f"run.name={name[:80]!r} is not a plain folder name (letters, digits and ._+=,@- after the first); "
-            "put the folder it goes into in run.dir"
-        )
-    if len(name) > _LONGEST_NAME:
-        raise ValueError(f"run.name has {len(name)} letters ({name[:40]}...), expected at most {_LONGEST_NAME}")
-    return name
-
-
-def _cannot_be_written(root: Path, error: OSError) -> str:
-    return f"run.dir={root}: {error.filename or root}: {error.strerror}; give a folder in run.dir that can be made and written to"
+            f"run.dir={root}: {error.filename or root}: {error.strerror}; give a folder in run.dir that can be made and "
+            "written to"
+        ) from error
 
 
 def _claim(root: Path, name: str) -> Path:

@@ -38,7 +38,7 @@ def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
 
 
 def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> list[str]:
-    """From where a run that is there goes on, and with what other settings, in sentences.
+    """Step from which an existing run goes on, and settings that differ, in sentences.
 
     Raises:
         ValueError: with these settings or problems it cannot go on; names the setting, what the run has and what was given.

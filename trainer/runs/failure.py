@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,22 +73,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _no_room(error: OSError, run: RunDirectory, weights: Path) -> str:
     """Names the full file system and the settings that need less of it or move elsewhere."""
     advice = {run.path: "run.keep_checkpoints, another run.dir", weights: "another sync.directory"}
-    named = Path(error.filename) if error.filename else None
-    if named is None:  # the fullest of those that a run writes to
-        where = min([*advice, Path(tempfile.gettempdir())], key=_free_bytes)
-        named = where
-    else:
-        where = next((place for place in advice if named.is_relative_to(place)), named.parent)
-    settings = f" ({advice[where]})" if where in advice else ""
-    return f"no room on the disk of {named}{_free(where)}: make some{settings}"
-
-
-def _free_bytes(folder: Path) -> float:
+    named = Path(error.filename) if error.filename else run.path
+    where = next((place for place in advice if named.is_relative_to(place)), named.parent)
+    settings, free = f" ({advice[where]})" if where in advice else "", ""
     with contextlib.suppress(OSError):
-        return float(shutil.disk_usage(folder).free)
-    return float("inf")
-
-
-def _free(folder: Path) -> str:
-    free = _free_bytes(folder)
-    return f" ({free / 2**20:.0f} MiB are free at {folder})" if free != float("inf") else ""
+        free = f" ({shutil.disk_usage(where).free / 2**20:.0f} MiB are free at {where})"
+    return f"no room on the disk of {named}{free}: make some{settings}"

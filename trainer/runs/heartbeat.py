@@ -1,4 +1,4 @@
-"""Every rank says that it lives; when one falls silent, the others say which and stop, wherever they wait.
+"""Heartbeats of the ranks: when one falls silent, the others name it and stop, wherever they wait.
 
 Ranks wait for each other without a limit (collective.py), and a collective does not tell a dead rank from a slow one. torchrun
 stops the ranks of a machine when one of them dies, not those of others.
@@ -43,7 +43,7 @@ class Heartbeat:
 
     Args:
         store: a connection of its own: a client answers one question at a time, and a rank may be waiting in it.
-        silence_s: it is found, and told, within this time that a rank says nothing (run.silence_s).
+        silence_s: a rank that is silent is found and named within this time (run.silence_s).
         go_on: what a user is told to go on with.
         stop: called once, in the thread, with the reason and the beats of those that are silent.
 

@@ -21,7 +21,7 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def handlers_restored() -> Iterator[None]:
-    """After the body SIGINT and SIGTERM are handled as before it. Main thread only."""
+    """Restore the handlers of SIGINT and SIGTERM after the body. Main thread only."""
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -31,7 +31,7 @@ def handlers_restored() -> Iterator[None]:
 
 
 def end_now() -> None:
-    """Ends this process as a second Ctrl-C does, saving nothing; for any thread."""
+    """End this process as a second Ctrl-C does, saving nothing; for any thread."""
     _ends_now.set()
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -42,14 +42,12 @@ class StopSignals:
     def __init__(self) -> None:
         self.is_asked = False
         self._asked_s = 0.0
-        self._parent = (
-            os.getppid()
-        )  # torchrun: where it has died, the ranks cannot reach each other for a last checkpoint
+        self._parent = os.getppid()  # torchrun: without it the ranks cannot reach each other for a last checkpoint
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """In the body they are noted, and after an error from it, so that the second half of a Ctrl-C does not disturb the way
-        out; handlers_restored ends that. Main thread only."""
+        """Note signals in the body, and after an error from it: the second half of a Ctrl-C must not disturb the way out
+        (handlers_restored ends that). Main thread only."""
         before = {each: signal.signal(each, self._note) for each in (signal.SIGINT, signal.SIGTERM)}
         yield
         for each, handler in before.items():

@@ -1,1 +1,1 @@
-"""What teams are taught before RL, where their policies start from random weights."""
+"""The warm start: supervised training of policies that start from random weights."""

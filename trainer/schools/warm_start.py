@@ -30,7 +30,7 @@ import numpy as np
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
-from marsrl.rollout.tasks.trace import Trace
+from marsrl.rollout.tasks.word_tokenizer import Trace
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig, RunConfig
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import BatchShard, micro_batches
@@ -38,8 +38,7 @@ from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.collective import barrier, rank
-from marsrl.trainer.schools.registry import SCHOOLS, school_of, who_is_taught
-from marsrl.trainer.schools.school import School
+from marsrl.trainer.schools.schools import SCHOOLS, School, school_of, who_is_taught
 
 RECIPE = 3  # raise it when this file changes what comes out: cached warm starts of another recipe are not used
 WRITERS = (*Role, None)  # the learner's "agents": roles, and the drills
@@ -56,7 +55,7 @@ class WarmStart:
 
 
 def cache_directory() -> Path:
-    """Where warm starts are kept: $MARSRL_CACHE or ~/.cache/marsrl."""
+    """Folder of cached warm starts: $MARSRL_CACHE or ~/.cache/marsrl."""
     return Path(os.environ.get("MARSRL_CACHE") or Path.home() / ".cache" / "marsrl") / "warm_start"
 
 

@@ -1,8 +1,9 @@
-"""The comparison of a weight sync: an engine's log-probs of fixed tokens are the trainer's, up to rounding.
+"""The proof of a weight sync: engines hold what was sent (checksums), and compute with it what the trainer computes.
 
-Messages and metrics call these tokens the probe. The trainer scores them twice, as it is and with every result on the way
-rounded otherwise (learner/other_roundings.py). The difference of the two is the *noise*: what rounding makes of this model at
-these weights. An engine is one more correct program, so its differences must be distributed as the noise is:
+The comparison: an engine's log-probs of fixed tokens are the trainer's, up to rounding. Messages and metrics call these
+tokens the probe. The trainer scores them twice, as it is and with every result on the way rounded otherwise
+(learner/other_roundings.py). The difference of the two is the *noise*: what rounding makes of this model at these weights.
+An engine is one more correct program, so its differences must be distributed as the noise is:
 
     median        of |trainer - engine|                                     at most 3 x the noise's median
     share         of the tokens beyond twice the noise's 90 % quantile      at most 20 %
@@ -14,12 +15,15 @@ docs/weight_sync.md says what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from marsrl.rollout.engines.protocol import WeightReceipt
+from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
 from marsrl.trainer.learner.learner import Learner
@@ -42,7 +46,7 @@ class TrainerScores:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonReport:
-    """How far an engine's log-probs are from the trainer's, over num_tokens of them. Of several engines: the farthest.
+    """Distance of an engine's log-probs from the trainer's, over num_tokens of them; the farthest engine's of several.
 
     largest, median: of |difference|, nats. noise: the median that rounding alone makes, nats.
     share, num_last: the part of the tokens, and how many of the sequences' last ones, that differ by more than `bound`, which
@@ -116,7 +120,7 @@ class EngineComparison:
     def compare(
         self, trainer: TrainerScores, engines: Sequence[Sequence[FloatArray]], version: int
     ) -> ComparisonReport:
-        """What was found, of the engine that differs most.
+        """The report of the engine that differs most.
 
         Raises:
             RuntimeError: there is nothing to compare, a log-prob is not finite, or an engine's differences are not those of
@@ -180,9 +184,8 @@ class EngineComparison:
 
 
 def _where_to_look(trainer: FloatArray) -> str:
-    """What may be wrong when the weights have arrived. trainer: its log-probs of the probe's tokens, [tokens] nats."""
-    median = float(np.median(trainer))
-    if median < -_DIVERGED:
+    """A hint at what may be wrong when the weights have arrived. trainer: its log-probs of the probe, [tokens] nats."""
+    if (median := float(np.median(trainer))) < -_DIVERGED:
         return (
             f"it is not the transfer: the trainer's own log-probs have a median of {median:.4g} nats, so the policy has "
             "diverged, and rounding decides what it says; lower policies.<name>.optimizer.lr and go on from before"
@@ -193,7 +196,7 @@ def _where_to_look(trainer: FloatArray) -> str:
 
 
 def measure(difference: FloatArray, noise: FloatArray, last: IntArray) -> ComparisonReport:
-    """What the comparison found, from the tokens' absolute differences and noise, both [tokens] nats.
+    """The comparison's report, from the tokens' absolute differences and noise, both [tokens] nats.
 
     last: the places of the sequences' last tokens.
     """
@@ -221,3 +224,66 @@ def _finite(logprobs: Sequence[FloatArray], whose: str) -> FloatArray:
                 "diverged, the learning rate) and at overflow in the dtype"
             )
     return np.concatenate([np.zeros(0), *logprobs]).astype(np.float64)
+
+
+class CheckedEngines:
+    """A pool whose engines must prove what they hold and what they compute with it.
+
+    shards_of_each: what each worker of an engine holds of the model: the same of all engines.
+    """
+
+    def __init__(self, pool: EnginePool, *, vocab_size: int, settings: Mapping[str, float] | None = None) -> None:
+        """settings: ModelShape.settings() of the trainer's model, compared with what the engines compute with, as far as they
+        tell; None: not.
+
+        The engines score the comparison's sequences once now, so that these prefixes are in their caches when the first
+        update comes: a cache that is not dropped then would be seen.
+
+        Raises:
+            ValueError: an engine computes with other settings (a router's top-k, a norm's eps, ...).
+        """
+        infos = pool.infos()
+        for engine, info in enumerate(infos if settings else ()):
+            for name, values in info.settings.items():
+                ours = (settings or {}).get(name, math.nan)
+                if wrong := [value for value in values if not math.isclose(value, ours, rel_tol=1e-6)]:
+                    raise ValueError(
+                        f"weight sync: engine {engine} ({info.engine_class}) computes with {name} {wrong[0]:g}, the trainer with "
+                        f"{ours:g}: the two read config.json differently, or an option of the engine overrides it"
+                    )
+        self.pool, self.shards_of_each = pool, infos[0].shards
+        self._comparison = EngineComparison()
+        self._sequences = comparison_sequences(vocab_size)
+        pool.score(self._sequences)
+
+    def check(self, expected: Sequence[Mapping[str, int]], receipts: Mapping[int, WeightReceipt], version: int) -> None:
+        """Raise RuntimeError where an engine holds other numbers than were sent; with the tensors' names.
+
+        expected: of each shard of an engine {fused tensor: checksum}; receipts: what engines report, by their numbers.
+        """
+        for engine, receipt in receipts.items():
+            if receipt.version != version:
+                raise RuntimeError(
+                    f"weight sync: engine {engine} reports version {receipt.version} after version {version} was sent"
+                )
+            wrong: list[str] = []
+            for shard, (sent, held) in enumerate(zip(expected, receipt.checksums, strict=True)):
+                of = f"shard {shard} of {len(expected)}: " if len(expected) > 1 else ""
+                names = [name for name in {**sent, **held} if held.get(name) != sent.get(name)]
+                wrong += [f"{of}{name} ({_difference(sent.get(name), held.get(name))})" for name in names]
+            if wrong:
+                raise RuntimeError(
+                    f"weight sync: version {version}: engine {engine} does not hold what was sent: {len(wrong)} of "
+                    f"{sum(map(len, expected))} tensors differ, first {'; '.join(wrong[:3])}"
+                )
+
+    def compare(self, scores: TrainerScores, version: int) -> ComparisonReport:
+        """Compare the engines' log-probs with the trainer's; RuntimeError where they differ by more than rounding."""
+        return self._comparison.compare(scores, self.pool.score(self._sequences), version)
+
+
+def _difference(sent: int | None, held: int | None) -> str:
+    """Two checksums of a tensor that are not the same, in words."""
+    if held is None:
+        return "not in the engine"
+    return "not sent" if sent is None else f"checksum {held:#x}, expected {sent:#x}"

@@ -1,1 +1,1 @@
-"""What happens to a chunk of logits, row by row: one protocol, and an implementation a folder of hardware."""
+"""Kernels for rows of logits: one interface, with an implementation for CPUs and one in Triton."""

@@ -1,16 +1,14 @@
-"""The row kernels of csrc/cpu: float32 logits to gradients in their place; threads over rows."""
+"""The row kernels of csrc/cpu, threads over rows: logits to gradients in their place, whole rows or tiles of the vocabulary."""
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from marsrl.kernels import library
 from marsrl.kernels.head.objective import METRICS, PolicyObjective, PolicyTokens
-from marsrl.kernels.head.rows.cpu_calls import c_rows, c_statistics, c_temperature
-from marsrl.kernels.head.rows.cpu_tiles import CpuTileKernels
-from marsrl.kernels.head.rows.protocol import PolicyTerms
-from marsrl.kernels.head.rows.statistics import Statistics
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
@@ -20,70 +18,80 @@ CORRECTIONS = {"none": 0, "tis": 1, "icepop": 2, "sequence_mask": 2}  # icepop o
 KLS = {"none": 0, "k1": 1, "k2": 2, "k3": 3}
 
 
-class CpuRowKernels:
+def c_rows(logits: Tensor, rows: Rows, head: Head) -> tuple[Any, ...]:
+    """The rows and their targets: how the row functions of the C interface begin. Rows of logits lie head.width apart."""
+    return logits, head.width, rows.count, head.num_columns, rows.ids, rows.first, head.targets
+
+
+def c_temperature(head: Head) -> tuple[Tensor | None, float]:
+    """Inverse temperatures of the tokens, and the one of all tokens, which is read where there are none."""
+    return head.inverse_temperature, head.inverse_temperature_of_all
+
+
+class CpuRowKernels(RowKernels):
     """RowKernels through ctypes; every call is complete when it returns."""
 
     is_host = True
-    first_gemm = None
 
-    @property
-    def tiles(self) -> CpuTileKernels:
-        return CpuTileKernels()
-
-    def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
+    def statistics(self, product: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         bad = library.cpu_library().marsrl_row_logprobs(
-            *c_rows(logits, head.width, rows, head),
-            *c_temperature(head),
-            *c_statistics(out),
-            torch.get_num_threads(),
+            *c_rows(product, rows, head), *c_temperature(head), *out.arrays, torch.get_num_threads()
         )
         assert bad < 0, f"target of token {bad} is out of range, and no check saw it"
 
-    def partials(self, logits: Tensor, rows: Rows, head: Head) -> Tensor:
-        local = rows.take(head.targets) - head.first_column
-        inverse = head.inverse_temperature_at(rows)
+    def partials(self, product: Tensor, rows: Rows, head: Head) -> Tensor:
         partials = torch.empty(4, rows.count, dtype=torch.float64, device="cpu")
-        library.cpu_library().marsrl_row_partials(
-            logits.data_ptr(),
-            head.width,
-            rows.count,
-            head.num_columns,
-            local.data_ptr(),
-            inverse.data_ptr(),
-            partials.data_ptr(),
-            None,
-            0,
-            torch.get_num_threads(),
-        )
+        _put_partials(product, head, rows.take(head.targets), head.inverse_temperature_at(rows), partials, None)
         return partials
 
     def policy_terms(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
         return CpuPolicyTerms(tokens, logprobs, entropy)
 
     def gradients(
-        self,
-        logits: Tensor,
-        rows: Rows,
-        head: Head,
-        statistics: Statistics,
-        coefficient: Tensor,
-        entropy_coefficient: Tensor,
-        out: Tensor,
-        active: Tensor | None,
+        self, product: Tensor, rows: Rows, head: Head, slopes: Slopes, out: Tensor, active: Tensor
     ) -> LateCount:
-        _check_place(logits, out)
-        assert active is not None, "a host has nothing to wait for: rows without a coefficient are left out"
+        _check_place(product, out)
         kept = library.cpu_library().marsrl_row_gradients(
-            *c_rows(logits, head.width, rows, head),
+            *c_rows(product, rows, head),
             head.first_column,
             *c_temperature(head),
-            *c_statistics(statistics),
-            coefficient.data_ptr(),
-            entropy_coefficient.data_ptr(),
-            active.data_ptr(),
+            *slopes.arrays,
+            active,
             torch.get_num_threads(),
         )
         return LateCount(kept)
+
+    def exponentials(
+        self, logits: Tensor, head: Head, targets: Tensor, inverse_temperature: Tensor, partials: Tensor, out: Tensor
+    ) -> None:
+        """Partials [4, R] of a tile of the vocabulary, as RowKernels.partials gives them, and out [R, columns] bfloat16 = e^d,
+        0 in padding; its rows may lie apart.
+
+        logits [R, columns] float32, row-major; head: Head.tile of these columns; targets, inverse_temperature [R].
+        """
+        _put_partials(logits, head, targets, inverse_temperature, partials, out)
+
+    def exponential_gradients(
+        self,
+        exponentials: Tensor,
+        maxima: Tensor,
+        kept: Tensor,
+        tokens: Tensor,
+        head: Head,
+        slopes: Slopes,
+        out: Tensor,
+    ) -> None:
+        """out [n, columns] float32 = dz of the rows kept [n] int64 of exponentials [R, columns], whose tokens are given.
+
+        maxima [R] float64: the first line of their partials. dz as RowKernels.gradients has it, that of the target from
+        the float32 statistics.
+        """
+        library.cpu_library().marsrl_exponential_gradients(
+            *(exponentials, exponentials.stride(0), maxima, kept, tokens, kept.numel()),
+            *(head.num_columns, head.targets, head.first_column, *c_temperature(head)),
+            *slopes.arrays,
+            *(out, out.shape[1], torch.get_num_threads()),
+        )
 
 
 class CpuPolicyTerms:
@@ -95,16 +103,10 @@ class CpuPolicyTerms:
         self._held = tokens, logprobs, entropy  # the structures hold addresses only
         self._tokens = c_tokens(tokens, logprobs, entropy, self.coefficient, self.entropy_coefficient, self._sums)
         self._objective = c_objective(tokens.objective, 1.0 / float(tokens.normaliser))
-        self._evaluate = library.cpu_library().marsrl_policy_terms
 
     def evaluate(self, rows: Rows) -> None:
-        self._evaluate(
-            ctypes.byref(self._objective),
-            ctypes.byref(self._tokens),
-            address(self._held[0].mask),
-            address(rows.ids),
-            rows.first,
-            rows.count,
+        library.cpu_library().marsrl_policy_terms(
+            *self._structures(), self._held[0].mask, rows.ids, rows.first, rows.count
         )
 
     def in_one_walk(
@@ -114,12 +116,11 @@ class CpuPolicyTerms:
         assert statistics.logprobs.data_ptr() == self._held[1].data_ptr(), "terms of other log-probs"
         _check_place(logits, out)
         kept = library.cpu_library().marsrl_policy_rows(
-            *c_rows(logits, head.width, rows, head),
+            *c_rows(logits, rows, head),
             *c_temperature(head),
-            *c_statistics(statistics),
-            ctypes.byref(self._objective),
-            ctypes.byref(self._tokens),
-            active.data_ptr(),
+            *statistics.arrays,
+            *self._structures(),
+            active,
             torch.get_num_threads(),
         )
         assert kept >= 0, f"target of token {-1 - kept} is out of range, and no check saw it"
@@ -128,6 +129,25 @@ class CpuPolicyTerms:
     def sums(self) -> Tensor:
         return self._sums
 
+    def _structures(self) -> tuple[Any, Any]:
+        return ctypes.byref(self._objective), ctypes.byref(self._tokens)
+
+
+def _put_partials(
+    logits: Tensor,
+    head: Head,
+    targets: Tensor,
+    inverse_temperature: Tensor,
+    partials: Tensor,
+    exponentials: Tensor | None,
+) -> None:
+    """partials [4, R] float64 of logits [R, columns] whose targets [R] are global; exponentials, if they are wanted."""
+    local = targets - head.first_column
+    library.cpu_library().marsrl_row_partials(
+        *(logits, head.width, logits.shape[0], head.num_columns, local, inverse_temperature, partials, exponentials),
+        *(0 if exponentials is None else exponentials.stride(0), torch.get_num_threads()),
+    )
+
 
 def _check_place(logits: Tensor, out: Tensor) -> None:
     """csrc/cpu turns logits into gradients where they lie."""
@@ -135,47 +155,17 @@ def _check_place(logits: Tensor, out: Tensor) -> None:
     assert out.data_ptr() == logits.data_ptr(), "gradients on the CPU take the place of the logits"
 
 
-def c_tokens(
-    tokens: PolicyTokens,
-    logprobs: Tensor,
-    entropy: Tensor,
-    coefficient: Tensor,
-    entropy_coefficient: Tensor,
-    sums: Tensor,
-) -> library.Tokens:
-    """The addresses of the inputs and of the outputs; whoever holds it keeps these tensors alive."""
-    return library.Tokens(
-        tokens.advantages.data_ptr(),
-        address(tokens.log_ratio),
-        address(tokens.log_drift),
-        address(tokens.old_logprobs),
-        address(tokens.rollout_logprobs),
-        address(tokens.reference_logprobs),
-        address(tokens.gate),
-        address(tokens.dropped),
-        address(tokens.weights),
-        address(tokens.agent_of),
-        logprobs.data_ptr(),
-        entropy.data_ptr(),
-        coefficient.data_ptr(),
-        entropy_coefficient.data_ptr(),
-        sums.data_ptr(),
+def c_tokens(tokens: PolicyTokens, *arrays: Tensor) -> library.Tokens:
+    """The addresses of the inputs and of arrays: log-probs, entropies, and the outputs; whoever holds it keeps them alive."""
+    of = tokens
+    inputs = (
+        *(of.advantages, of.log_ratio, of.log_drift, of.old_logprobs, of.rollout_logprobs, of.reference_logprobs),
+        *(of.gate, of.dropped, of.weights, of.agent_of),
     )
+    return library.Tokens(*map(address, (*inputs, *arrays)))
 
 
 def c_objective(objective: PolicyObjective, inverse_normaliser: float) -> library.Objective:
     """The options as csrc reads them."""
-    return library.Objective(
-        objective.clip_low,
-        objective.clip_high,
-        objective.dual_clip or 0.0,
-        objective.correction_low,
-        objective.correction_high,
-        objective.kl_coef,
-        objective.entropy_coef,
-        2.0 if objective.mpt_probability is None else objective.mpt_probability,
-        inverse_normaliser,
-        KINDS[objective.kind],
-        CORRECTIONS[objective.correction],
-        KLS[objective.kl],
-    )
+    kinds = KINDS[objective.kind], CORRECTIONS[objective.correction], KLS[objective.kl]
+    return library.Objective(objective.options, inverse_normaliser, *kinds)

@@ -1,11 +1,13 @@
-"""Which packed tokens a head visits, and numbers that a device computes and the host needs a little later."""
+"""Packed tokens that a head visits, and numbers that a device computes and the host needs a little later."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
 import torch
 from torch import Tensor
+
+from marsrl.kernels.checks import kept_first
 
 
 class LateCount:
@@ -52,8 +54,8 @@ class Rows:
         if mask is None or num_tokens == 0:
             return Rows(None, 0, num_tokens)
         if is_late:
-            kept_first, ids = _partition(mask)
-            return Rows(ids, 0, num_tokens, LateCount(kept_first))
+            number, ids = kept_first(mask)
+            return Rows(ids, 0, num_tokens, LateCount(number))
         ids = mask.nonzero()[:, 0]
         return Rows(None, 0, num_tokens) if ids.numel() == num_tokens else Rows(ids, 0, ids.numel())
 
@@ -82,13 +84,6 @@ class Rows:
             if begin >= rows.count:
                 return
 
-    def pieces(self, sizes: Iterable[int]) -> "Iterator[Rows]":
-        """These rows in order, cut into pieces of these sizes, whose sum is the count."""
-        begin = 0
-        for count in sizes:
-            yield self.part(begin, count)
-            begin += count
-
     def part(self, begin: int, count: int) -> "Rows":
         """So many of these rows, from the one at begin on."""
         if self.ids is None:
@@ -111,15 +106,3 @@ class Rows:
             target[self.first : self.first + self.count] = values
         else:
             target.index_copy_(0, self.ids, values)
-
-
-def _partition(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """([] int64 number of tokens in the mask, [T] int64 all tokens, those of the mask first); no wait for the device.
-
-    The others follow so that a chunk longer than the mask can be gathered before its true length is known.
-    """
-    before = mask.long().cumsum(0)
-    number = before[-1]
-    index = torch.arange(mask.numel(), device=mask.device)
-    place = torch.where(mask, before - 1, number + index - before)
-    return number, torch.empty_like(index).scatter_(0, place, index)

@@ -1,102 +1,73 @@
 """The row kernels in Triton: how triton_kernels.py is launched."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 from torch import Tensor
 
 from marsrl.kernels.head.objective import METRICS, PolicyTokens
-from marsrl.kernels.head.rows import triton_kernels, triton_launches
-from marsrl.kernels.head.rows.protocol import PolicyTerms
-from marsrl.kernels.head.rows.statistics import Statistics
+from marsrl.kernels.head.rows import triton_kernels
+from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
-from marsrl.kernels.head.rows.triton_launches import (
-    BLOCK_COLUMNS,
-    NUM_WARPS,
-    PIECE_COLUMNS,
-    list_active,
-    put_statistics,
-    shard_partials,
-    token_arguments,
-    with_padding,
-)
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import on_device_of
 
-if TYPE_CHECKING:
-    from marsrl.kernels.head.first_gemm.triton_impl import TritonFirstGemm
+# Columns that one program reads. 151936 columns are 5 pieces: 15 rows still fill 75 multiprocessors, and a piece is
+# long enough (128 KiB) to run at the speed of memory. Not measured yet.
+PIECE_COLUMNS = 32768
+BLOCK_COLUMNS = 4096  # a step of the loop: 16 elements a thread
+NUM_WARPS = 8
+JOIN_ELEMENTS = 256  # rows x pieces that one step of a join reads
+JOIN_PIECES = 32
+BLOCK_TOKENS = 1024
 
 
-class TritonRowKernels:
-    """RowKernels on the current stream of the tensors' device; the host never waits here.
-
-    first_gemm: a first product of our own in place of that of gemms.py.
-    """
+class TritonRowKernels(RowKernels):
+    """RowKernels on the current stream of the tensors' device; the host never waits here."""
 
     is_host = False
-    tiles = None
 
-    def __init__(self, first_gemm: "TritonFirstGemm | None" = None):
-        self.first_gemm = first_gemm
-
-    def statistics(self, logits: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
-        put_statistics(self._pieces(logits, rows, head), rows, head, out)
-
-    def partials(self, logits: Tensor, rows: Rows, head: Head) -> Tensor:
-        return shard_partials(self._pieces(logits, rows, head), rows, head)
-
-    def _pieces(self, logits: Tensor, rows: Rows, head: Head) -> Tensor:
-        """[4, pieces, R] float32: the rows in pieces of PIECE_COLUMNS."""
-        pieces = triton.cdiv(head.width, PIECE_COLUMNS)
-        partials = torch.empty(4, pieces, rows.count, dtype=torch.float32, device=logits.device)
-        with on_device_of(logits):
-            triton_kernels.row_partials[(rows.count, pieces)](
-                with_padding(logits),
-                logits.stride(0),
-                rows.count,
-                head.num_columns,
-                *token_arguments(rows, head),
-                partials,
-                PIECE=PIECE_COLUMNS,
-                BLOCK=_block(head.width),
-                num_warps=NUM_WARPS,
+    def statistics(self, product: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
+        pieces = _pieces(product, rows, head)
+        block = _join_block(pieces)
+        with on_device_of(pieces):
+            triton_kernels.finish_rows[(triton.cdiv(rows.count, block["BLOCK"]),)](
+                *(pieces, pieces.shape[1], pieces.shape[2], rows.count, head.num_columns, rows.ids, rows.first),
+                *(head.targets, head.inverse_temperature, head.inverse_temperature_of_all, out.arrays),
+                **block,
             )
-        return partials
+
+    def partials(self, product: Tensor, rows: Rows, head: Head) -> Tensor:
+        pieces = _pieces(product, rows, head)
+        block = _join_block(pieces)
+        out = torch.empty(4, rows.count, dtype=torch.float64, device=pieces.device)
+        with on_device_of(pieces):
+            triton_kernels.join_pieces[(triton.cdiv(rows.count, block["BLOCK"]),)](
+                *(pieces, pieces.shape[1], pieces.shape[2], rows.count, rows.ids, rows.first),
+                *(head.inverse_temperature, head.inverse_temperature_of_all, out),
+                **block,
+            )
+        return out
 
     def policy_terms(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
         return TritonPolicyTerms(tokens, logprobs, entropy)
 
     def gradients(
-        self,
-        logits: Tensor,
-        rows: Rows,
-        head: Head,
-        statistics: Statistics,
-        coefficient: Tensor,
-        entropy_coefficient: Tensor,
-        out: Tensor,
-        active: Tensor | None,
+        self, product: Tensor, rows: Rows, head: Head, slopes: Slopes, out: Tensor, active: Tensor
     ) -> LateCount:
-        with on_device_of(logits):
-            place_of, late = list_active(rows, coefficient, entropy_coefficient, active)
+        place_of = torch.empty(rows.count, dtype=torch.int32, device=active.device)
+        count = torch.empty(1, dtype=torch.int32, device=active.device)
+        with on_device_of(product):
+            triton_kernels.list_active[(1,)](
+                *(rows.count, rows.ids, rows.first, slopes.coefficient, slopes.entropy_coefficient),
+                *(place_of, active, count),
+                BLOCK=BLOCK_TOKENS,
+            )
+            late = LateCount(count)  # its copy is queued before what comes after: the host learns it early
             triton_kernels.row_gradients[(rows.count, triton.cdiv(head.width, PIECE_COLUMNS))](
-                with_padding(logits),
-                logits.stride(0),
-                head.num_columns,
-                *token_arguments(rows, head),
-                statistics.logprobs,
-                statistics.entropy,
-                statistics.maximum,
-                statistics.log_sum,
-                coefficient,
-                entropy_coefficient,
-                place_of,
-                with_padding(out),
-                out.stride(0),
-                PIECE=PIECE_COLUMNS,
-                BLOCK=_block(head.width),
-                num_warps=NUM_WARPS,
+                *(_with_padding(product), product.stride(0), head.num_columns),
+                *_token_arguments(rows, head),
+                *(slopes.arrays, place_of, _with_padding(out), out.stride(0)),
+                **_pieces_of_rows(head.width),
             )
         return late
 
@@ -121,47 +92,21 @@ class TritonPolicyTerms:
         if rows.count == 0:
             return
         tokens, objective = self._tokens, self._tokens.objective
-        programs = triton.cdiv(rows.count, triton_launches.BLOCK_TOKENS)
+        programs = triton.cdiv(rows.count, BLOCK_TOKENS)
         shape = (programs, tokens.num_agents, len(METRICS))
         sums = torch.empty(shape, dtype=torch.float64, device=self._logprobs.device)
         self._sums.append(sums)
         with on_device_of(self._logprobs):
             triton_kernels.policy_terms[(programs,)](
-                rows.count,
-                rows.ids,
-                rows.first,
-                tokens.advantages,
-                tokens.log_ratio,
-                tokens.log_drift,
-                tokens.old_logprobs,
-                tokens.rollout_logprobs,
-                tokens.reference_logprobs,
-                _bytes(tokens.gate),
-                _bytes(tokens.dropped),
-                _bytes(tokens.mask),
-                tokens.agent_of,
-                tokens.weights,
-                self._logprobs,
-                self._entropy,
-                self._inverse_normaliser,
-                self.coefficient,
-                self.entropy_coefficient,
-                sums,
-                tokens.num_agents,
-                objective.clip_low,
-                objective.clip_high,
-                objective.dual_clip or 0.0,
-                objective.correction_low,
-                objective.correction_high,
-                objective.kl_coef,
-                objective.entropy_coef,
-                2.0 if objective.mpt_probability is None else objective.mpt_probability,
+                *(rows.count, rows.ids, rows.first, _inputs(tokens), self._logprobs, self._entropy),
+                *(self._inverse_normaliser, self.coefficient, self.entropy_coefficient, sums, tokens.num_agents),
+                objective.options,
                 KIND=objective.kind,
                 CORRECTION=objective.correction,
                 KL=objective.kl,
                 HAS_DUAL_CLIP=objective.dual_clip is not None,
                 HAS_ENTROPY=objective.entropy_coef != 0.0,
-                BLOCK=triton_launches.BLOCK_TOKENS,
+                BLOCK=BLOCK_TOKENS,
             )
 
     def sums(self) -> Tensor:
@@ -171,11 +116,56 @@ class TritonPolicyTerms:
         return torch.cat(self._sums).sum(0)
 
 
-def _block(width: int) -> int:
-    """Columns of one step: no more than the row has, so that small vocabularies leave no lanes idle."""
-    return min(BLOCK_COLUMNS, max(128, triton.next_power_of_2(width)))
+def _pieces(logits: Tensor, rows: Rows, head: Head) -> Tensor:
+    """[4, pieces, R] float32: the rows in pieces of PIECE_COLUMNS, in the form of row_partials."""
+    pieces = triton.cdiv(head.width, PIECE_COLUMNS)
+    partials = torch.empty(4, pieces, rows.count, dtype=torch.float32, device=logits.device)
+    with on_device_of(logits):
+        triton_kernels.row_partials[(rows.count, pieces)](
+            *(_with_padding(logits), logits.stride(0), rows.count, head.num_columns),
+            *_token_arguments(rows, head),
+            partials,
+            **_pieces_of_rows(head.width),
+        )
+    return partials
 
 
-def _bytes(flags: Tensor | None) -> Tensor | None:
-    """bool as the bytes that it is."""
-    return None if flags is None else flags.contiguous().view(torch.uint8)
+def _token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | None, ...]:
+    """Arguments that describe the rows to a kernel that reads logits: ids, first, targets, first_column, inverse temperatures."""
+    return (
+        rows.ids,
+        rows.first,
+        head.targets,
+        head.first_column,
+        head.inverse_temperature,
+        head.inverse_temperature_of_all,
+    )
+
+
+def _join_block(pieces: Tensor) -> dict[str, int]:
+    """Few pieces: many rows a program. Many: 8 rows, a 32-byte sector, so that 96 programs share 768 rows."""
+    at_once = min(JOIN_PIECES, triton.next_power_of_2(max(1, pieces.shape[1])))
+    return {"BLOCK": JOIN_ELEMENTS // at_once, "BLOCK_PIECES": at_once}
+
+
+def _with_padding(rows: Tensor) -> Tensor:
+    """[R, stride]: the rows [R, V] with what lies between them, and behind the last one."""
+    return rows.as_strided((rows.shape[0], rows.stride(0)), (rows.stride(0), 1))
+
+
+def _pieces_of_rows(width: int) -> dict[str, int]:
+    """A step of the loop takes no more columns than the row has, so that small vocabularies leave no lanes idle."""
+    block = min(BLOCK_COLUMNS, max(128, triton.next_power_of_2(width)))
+    return {"PIECE": PIECE_COLUMNS, "BLOCK": block, "num_warps": NUM_WARPS}
+
+
+def _inputs(tokens: PolicyTokens) -> tuple[Tensor | None, ...]:
+    """The packed arrays in the order of policy_terms; bool as the bytes that it is."""
+    of = tokens
+    given = (
+        *(of.advantages, of.log_ratio, of.log_drift, of.old_logprobs, of.rollout_logprobs, of.reference_logprobs),
+        *(of.gate, of.dropped, of.weights, of.agent_of, of.mask),
+    )
+    return tuple(
+        each.contiguous().view(torch.uint8) if each is not None and each.dtype == torch.bool else each for each in given
+    )

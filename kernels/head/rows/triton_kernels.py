@@ -43,19 +43,6 @@ def exact_expm1(x):
     return tl.where(tl.abs(x) < 1e-4, x + 0.5 * x * x, (tl.exp(x.to(tl.float64)) - 1.0).to(tl.float32))
 
 
-@triton.jit
-def gradient_of(p, logp, entropy, c, e, inverse):
-    """dz of a column that is not the target; logp is finite."""
-    return -p * (c + e * (logp + entropy)) * inverse
-
-
-@triton.jit
-def gradient_of_target(logp, entropy, c, e, inverse):
-    """dz of the target; 1 - p through expm1: p is close to 1 in a trained model, where 1 - p would round to 0."""
-    bounded = tl.where(logp < NOTHING, NOTHING, logp)  # p is 0 there, and 0 times -inf would be NaN
-    return (-c * exact_expm1(logp) - e * exact_exp(logp) * (bounded + entropy)) * inverse
-
-
 @triton.jit(do_not_specialize=VARYING)
 def row_partials(
     logits,  # [num_rows, stride] float32
@@ -159,10 +146,7 @@ def finish_rows(
     targets,
     inverse_temperature,
     inverse_of_all,
-    logprobs,
-    entropy,
-    maximum_of,
-    log_sum_of,
+    statistics,  # [T] arrays of Statistics
     BLOCK: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
 ):
@@ -177,6 +161,7 @@ def finish_rows(
     target = tl.load(targets + tokens, mask=is_row, other=0)
     logp = (logit.to(tl.float64) - maximum) * inverse - log_sum
     logp = tl.where((target >= 0) & (target < columns), logp, float("nan"))
+    logprobs, entropy, maximum_of, log_sum_of = statistics
     tl.store(logprobs + tokens, logp.to(tl.float32), mask=is_row)
     tl.store(entropy + tokens, (log_sum - weighted / total).to(tl.float32), mask=is_row)
     tl.store(maximum_of + tokens, maximum, mask=is_row)
@@ -277,18 +262,7 @@ def policy_terms(
     num_rows,
     ids,
     first,
-    # packed arrays [T], None where not given
-    advantages,
-    log_ratio,
-    log_drift,
-    old_logprobs,
-    rollout_logprobs,
-    reference_logprobs,
-    gate,
-    dropped,
-    mask,
-    agent_of,
-    weights,
+    inputs,  # packed arrays [T], None where not given
     logprobs,
     entropy,
     inverse_normaliser,  # [1] float32
@@ -296,14 +270,7 @@ def policy_terms(
     entropy_coefficient,
     sums,  # [programs, num_agents, NUM_SUMS] float64
     num_agents,
-    clip_low,
-    clip_high,
-    dual_clip,
-    correction_low,
-    correction_high,
-    kl_coef,
-    entropy_coef,
-    mpt_probability,
+    numbers,  # PolicyObjective.options; Triton has an argument of that name itself
     KIND: tl.constexpr,
     CORRECTION: tl.constexpr,
     KL: tl.constexpr,
@@ -312,6 +279,11 @@ def policy_terms(
     BLOCK: tl.constexpr,
 ):
     """Grid (blocks of rows): policy_term of csrc/include/policy_objective.h, for a block of tokens at a time."""
+    (
+        advantages, log_ratio, log_drift, old_logprobs, rollout_logprobs, reference_logprobs, gate, dropped, weights,
+        agent_of, mask,
+    ) = inputs  # fmt: skip
+    clip_low, clip_high, dual_clip, correction_low, correction_high, kl_coef, entropy_coef, mpt_probability = numbers
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_kept = rows < num_rows
     tokens = token_of(ids, first, tl.where(is_kept, rows, 0))
@@ -426,13 +398,8 @@ def row_gradients(
     first_column,
     inverse_temperature,
     inverse_of_all,
-    logprobs,
-    entropy,
-    maximum_of,
-    log_sum_of,
-    coefficient,
-    entropy_coefficient,
-    place_of,  # None: every row has its own place
+    slopes,  # [T] arrays of Slopes
+    place_of,  # [num_rows] int32 of list_active
     out,  # [.., out_stride] of the GEMM's dtype; 0 behind the real columns
     out_stride,
     PIECE: tl.constexpr,
@@ -440,21 +407,20 @@ def row_gradients(
 ):
     """Grid (num_rows, pieces)."""
     row = tl.program_id(0).to(tl.int64)
-    place = row
-    if place_of is not None:
-        place = tl.load(place_of + row).to(tl.int64)
+    place = tl.load(place_of + row).to(tl.int64)
     if place >= 0:
         token = token_of(ids, first, row)
         inverse = inverse_of_all
         if inverse_temperature is not None:
             inverse = tl.load(inverse_temperature + token)
-        c = tl.load(coefficient + token)
-        e = tl.load(entropy_coefficient + token)
-        maximum = tl.load(maximum_of + token)
-        log_sum = tl.load(log_sum_of + token)
-        ent = tl.load(entropy + token)
+        logprobs, entropies, maxima, log_sums, coefficient, entropy_coefficient = slopes
+        maximum, log_sum, ent = tl.load(maxima + token), tl.load(log_sums + token), tl.load(entropies + token)
+        c, e = tl.load(coefficient + token), tl.load(entropy_coefficient + token)
+        # 1 - p of the target through expm1: p is close to 1 in a trained model, where 1 - p would round to 0.
+        own = tl.load(logprobs + token)
+        bounded = tl.where(own < NOTHING, NOTHING, own)  # p is 0 there, and 0 times -inf would be NaN
+        at_target = (-c * exact_expm1(own) - e * exact_exp(own) * (bounded + ent)) * inverse
         target = tl.load(targets + token) - first_column
-        at_target = gradient_of_target(tl.load(logprobs + token), ent, c, e, inverse)
         begin = tl.program_id(1) * PIECE
         stop = tl.minimum(begin + PIECE, stride)
         out_stop = tl.minimum(begin + PIECE, out_stride)
@@ -464,7 +430,7 @@ def row_gradients(
             x = tl.load(logits + row * stride + column, mask=column < stop, other=0.0)
             logp = (x - maximum) * inverse - log_sum
             logp = tl.where(logp < NOTHING, NOTHING, logp)  # a logit of -inf: p = 0, not 0 times infinity
-            dz = gradient_of(tl.exp(logp), logp, ent, c, e, inverse)
+            dz = -tl.exp(logp) * (c + e * (logp + ent)) * inverse
             dz = tl.where(column == target, at_target, dz)
             dz = tl.where(column < columns, dz, 0.0)
             tl.store(out + place * out_stride + column, dz.to(out.dtype.element_ty), mask=column < out_stop)

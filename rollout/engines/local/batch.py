@@ -1,4 +1,4 @@
-"""What the local engine decodes together: rows with their requests, their cache, and what is drawn and recorded."""
+"""The batch of the local engine: rows with their requests, their cache, and what is drawn and recorded."""
 
 from __future__ import annotations
 
@@ -19,29 +19,16 @@ from marsrl.rollout.types import Finish, IntArray
 _CACHE_STEP = 64  # the cache grows by this many positions
 
 
-class Record:
-    """The experts of one request's tokens, from its experts_from on: [tokens, layers, K], growing by a token a step."""
-
-    def __init__(self, first: ExpertArray) -> None:
-        self._dtype, self._of_token = first.dtype, first.shape[1:]
-        self._bytes = bytearray(first.tobytes())
-
-    def append(self, experts: ExpertArray) -> None:
-        """[layers, K] of the next token."""
-        self._bytes += experts.tobytes()
-
-    def whole(self, num_tokens: int) -> ExpertArray:
-        return np.frombuffer(bytes(self._bytes), self._dtype).reshape(-1, *self._of_token)[:num_tokens]
-
-
 @dataclass(slots=True)
 class Row:
-    """A request in the batch. num_cached: of its prompt, by a row that joined with it. record: None: not wanted.
-    finish None: not ended."""
+    """A request in the batch. num_cached: of its prompt, by a row that joined with it. finish None: not ended.
+
+    record: experts [tokens, layers, K] from experts_from on: of the prompt, then of a token each; None: not wanted.
+    """
 
     request: DecodeRequest
     num_cached: int
-    record: Record | None = None
+    record: list[ExpertArray] | None = None
     finish: Finish | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -64,7 +51,8 @@ class Row:
         if self.record is None or not self.tokens:
             return None
         assert self.request.experts_from is not None
-        return self.record.whole(len(self.request.token_ids) + len(self.tokens) - 1 - self.request.experts_from)
+        num_fed = len(self.request.token_ids) + len(self.tokens) - 1
+        return np.concatenate(self.record)[: num_fed - self.request.experts_from]
 
 
 class DecodeBatch:
@@ -97,7 +85,7 @@ class DecodeBatch:
             return
         for row, experts in zip(self.rows, self.experts.cpu().numpy(), strict=True):
             if row.record is not None and row.finish is None:
-                row.record.append(experts)
+                row.record.append(experts[None])
         self.experts = None
 
     def record_kept(self, scaled: Tensor) -> None:

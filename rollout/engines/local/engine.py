@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import attention_decode, attention_varlen
-from marsrl.rollout.engines.local.batch import Cache, DecodeBatch, Record, Row
+from marsrl.rollout.engines.local.batch import Cache, DecodeBatch, Row
 from marsrl.rollout.engines.local.model import LocalModel
 from marsrl.rollout.engines.protocol import (
     TORN,
     DecodeRequest,
     DecodeResult,
     EngineInfo,
-    EngineLost,
     MemoryPart,
     WeightReceipt,
     WeightUpdate,
@@ -43,11 +42,12 @@ from marsrl.rollout.engines.stops import StopTexts
 from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
+from marsrl.rollout.state import decode
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import TransferBroken
-from marsrl.rollout.weights.fused_layout import WeightFiles
-from marsrl.rollout.weights.receiver import WeightReceiver
+from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
+from marsrl.rollout.weights.files import WeightFiles
 
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
 
@@ -116,12 +116,12 @@ class LocalEngine:
         self._is_aborting = True
 
     @torch.inference_mode()
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         scores = []
         for sequence in sequences:
             hidden = self._prefill([sequence], None)
             ids = torch.from_numpy(sequence.astype(np.int64)).to(self._device)
-            logprobs = (self._model.logits(hidden[:-1]) / temperature).log_softmax(-1)
+            logprobs = self._model.logits(hidden[:-1]).log_softmax(-1)
             scores.append(logprobs.gather(-1, ids[1:, None])[:, 0].cpu().numpy())
         return scores
 
@@ -132,9 +132,9 @@ class LocalEngine:
         if update.receive_plans:
             self._version = TORN  # of weights that arrived in part nothing is decoded
             try:
-                self._receiver.receive(update.receive_plans[0], self._model.weights)
+                self._receiver.receive(decode(ReceivePlan, update.receive_plans[0]), self._model.weights.get)
             except TransferBroken as error:
-                raise EngineLost(f"its weights did not arrive: {error}") from error
+                return WeightReceipt(TORN, (), time.perf_counter() - start, broken=str(error))
         else:
             self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
         self._version = update.version  # caches live as long as their requests: there is no prefix to drop
@@ -202,20 +202,23 @@ class LocalEngine:
 
     def _prefilled(self, requests: Sequence[DecodeRequest]) -> DecodeBatch:
         """The requests ready for their first draw."""
-        prompts, prompt_of, first = _distinct([request.token_ids for request in requests])
+        keys = [request.token_ids.tobytes() for request in requests]
+        first = {key: i for i, key in reversed(list(enumerate(keys)))}  # request with these tokens
+        number = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # among the distinct prompts
+        prompts = [requests[first[key]].token_ids for key in number]
         cache = Cache(self._model, len(prompts), max(len(p) for p in prompts))
         records = any(request.experts_from is not None for request in requests)
         last, experts = self._prefill_last(prompts, cache, records=records)
-        rows = torch.tensor(prompt_of, device=self._device)
+        rows = torch.tensor([number[key] for key in keys], device=self._device)
         cache.select(rows)
         return DecodeBatch(
             rows=[
                 Row(
                     request,
-                    0 if first[prompt_of[i]] == i else len(request.token_ids) - 1,
-                    None if request.experts_from is None else Record(experts[prompt_of[i]][request.experts_from :]),
+                    0 if first[key] == i else len(request.token_ids) - 1,
+                    None if request.experts_from is None else [experts[number[key]][request.experts_from :]],
                 )
-                for i, request in enumerate(requests)
+                for i, (request, key) in enumerate(zip(requests, keys, strict=True))
             ],
             cache=cache,
             hidden=last[rows],
@@ -257,7 +260,7 @@ class LocalEngine:
         return ended
 
     def _give_up(self) -> list[DecodeResult]:
-        """What is under way as far as it got."""
+        """Results of all requests as far as they got."""
         self._is_aborting = False
         rows = [row for row in self._batch.rows if row.finish is None] if self._batch else []
         self._batch = None
@@ -332,19 +335,3 @@ class LocalEngine:
             return attention_decode(q, known_keys, known_values, num_known)
 
         return self._model.forward(tokens, lengths, attend, experts)
-
-
-def _distinct(prompts: Sequence[IntArray]) -> tuple[list[IntArray], list[int], list[int]]:
-    """(distinct prompts, which of them each prompt is, which prompt was the first of each)."""
-    place: dict[bytes, int] = {}
-    distinct: list[IntArray] = []
-    first: list[int] = []
-    prompt_of = []
-    for i, prompt in enumerate(prompts):
-        key = prompt.astype(np.int32).tobytes()
-        if key not in place:
-            place[key] = len(distinct)
-            distinct.append(prompt)
-            first.append(i)
-        prompt_of.append(place[key])
-    return distinct, prompt_of, first

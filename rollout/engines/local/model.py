@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.weights.fused_layout import fuse
+from marsrl.rollout.weights.layout import EMBEDDING, HEAD, fuse
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, D], k [T, kv heads, D], v [T, kv heads, D]) -> [T, heads, D]"""
 
 
 class LocalModel:
-    """Weights in the fused layout (fused_layout.py) and the pure functions over them."""
+    """Weights in the fused layout (rollout/weights/layout.py) and the pure functions over them."""
 
     def __init__(
         self, shape: ModelShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
@@ -42,7 +42,7 @@ class LocalModel:
         cos = torch.cat([angle, angle], -1).cos()[:, None].to(self.dtype)  # [T, 1, D]
         sin = torch.cat([angle, angle], -1).sin()[:, None].to(self.dtype)
         q_rows, kv_rows = shape.num_heads, shape.num_kv_heads
-        x = F.embedding(token_ids, w["model.embed_tokens.weight"])
+        x = F.embedding(token_ids, w[EMBEDDING])
         for layer in range(shape.num_layers):
             at = f"model.layers.{layer}"
             y = self._norm(x, f"{at}.input_layernorm.weight")
@@ -60,7 +60,7 @@ class LocalModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, V] float32."""
-        return F.linear(hidden, self.weights["lm_head.weight"]).float()
+        return F.linear(hidden, self.weights[HEAD]).float()
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
@@ -99,30 +99,25 @@ def _rotate(x: Tensor) -> Tensor:
 
 
 def _check(shape: ModelShape, weights: Mapping[str, Tensor]) -> None:
-    h, d = shape.hidden_size, shape.head_size
-    expected: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (shape.vocab_size, h),
-        "lm_head.weight": (shape.vocab_size, h),
-        "model.norm.weight": (h,),
+    h, d, width, experts = shape.hidden_size, shape.head_size, shape.ffn_size, shape.num_experts
+    of_layer: dict[str, tuple[int, ...]] = {
+        "self_attn.qkv_proj.weight": ((shape.num_heads + 2 * shape.num_kv_heads) * d, h),
+        "self_attn.o_proj.weight": (h, shape.num_heads * d),
+        "input_layernorm.weight": (h,),
+        "post_attention_layernorm.weight": (h,),
     }
-    has_experts = shape.num_experts > 0
-    for layer in range(shape.num_layers):
-        at = f"model.layers.{layer}"
-        expected[f"{at}.self_attn.qkv_proj.weight"] = ((shape.num_heads + 2 * shape.num_kv_heads) * d, h)
-        expected[f"{at}.self_attn.o_proj.weight"] = (h, shape.num_heads * d)
-        expected[f"{at}.input_layernorm.weight"] = expected[f"{at}.post_attention_layernorm.weight"] = (h,)
-        if shape.has_qk_norm:
-            expected[f"{at}.self_attn.q_norm.weight"] = expected[f"{at}.self_attn.k_norm.weight"] = (d,)
-        if has_experts:
-            expected[f"{at}.mlp.gate.weight"] = (shape.num_experts, h)
-        name = f"{at}.mlp.experts.w13_weight" if has_experts else f"{at}.mlp.gate_up_proj.weight"
-        if name not in weights:
-            raise ValueError(
-                f"local engine: the weights lack {name}; its layers are {'sparse' if has_experts else 'dense'}"
-            )
+    if shape.has_qk_norm:
+        of_layer |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
+    if experts:
+        of_layer |= {"mlp.gate.weight": (experts, h), "mlp.experts.w13_weight": (experts, 2 * width, h)}
+    else:
+        of_layer |= {"mlp.gate_up_proj.weight": (2 * width, h)}
+    layers = [f"model.layers.{layer}." for layer in range(shape.num_layers)]
+    expected = {EMBEDDING: (shape.vocab_size, h), HEAD: (shape.vocab_size, h), "model.norm.weight": (h,)}
+    expected |= {at + name: size for at in layers for name, size in of_layer.items()}
     for name, size in expected.items():
         if name not in weights:
-            raise ValueError(f"local engine: the weights lack {name}")
+            raise ValueError(f"local engine: the weights lack {name}, which config.json asks for")
         if tuple(weights[name].shape) != size:
             raise ValueError(
                 f"local engine: {name} has shape {tuple(weights[name].shape)}; config.json asks for {size}"

@@ -1,4 +1,4 @@
-"""What vLLM is started with: the arguments that marsrl sets, the user's own (rollout.vllm.extra), and who draws tokens.
+"""Arguments of vLLM: those that marsrl sets, the user's own (rollout.vllm.extra), and who draws tokens.
 
 vLLM is imported only where the user's own arguments are checked.
 """
@@ -63,7 +63,7 @@ def engine_arguments(
     device: str,
     records: Records = NOTHING_RECORDED,
 ) -> dict[str, Any]:
-    """What vLLM's LLM (and its EngineArgs) is made with on "cpu" or "cuda"; see VllmEngine for the words.
+    """Arguments of vLLM's LLM (and its EngineArgs) on "cpu" or "cuda"; see VllmEngine for the words.
 
     Raises:
         ValueError: options.extra names what vLLM does not have, or what marsrl sets.

@@ -5,8 +5,9 @@
     engine.submit(requests, version=0)
     results = engine.collect(timeout_s=1.0)
 
-Our own loop over LLMEngine.step(), so that requests can be taken, given up and counted between two steps. vLLM is
-imported when an engine is made, never with this file.
+Our own loop over the steps of vLLM's engine core, so that requests can be taken, given up and counted between two steps: what
+vLLM's LLMEngine makes of a step's tokens (texts, RequestOutputs) nobody here needs. vLLM is imported when an engine is made,
+never with this file.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +52,11 @@ from marsrl.rollout.engines.vllm.own_sampler import (
     why_not_drawn,
 )
 from marsrl.rollout.kept_tokens import KeptTokens
-from marsrl.rollout.state import encode
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-
-_PROGRESS_S = 0.2
+    from vllm.v1.engine import EngineCoreOutput
 
 NO_SLEEP_ON_CPU = (
     "vLLM has no sleep mode on a CPU (no memory of a device to give back); set rollout.placement=disaggregated"
@@ -82,6 +82,17 @@ def vllm_environment(threads: int | None = None, device: str = "cpu", sampler: S
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in vLLM, and what it has decoded. told: outputs of its steps, kept where they hold more than tokens."""
+
+    key: str
+    request: DecodeRequest
+    token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    told: list[EngineCoreOutput] = field(default_factory=list)
 
 
 class VllmEngine:
@@ -112,7 +123,6 @@ class VllmEngine:
             ValueError: it sleeps on a CPU, or options do not go together (vllm_refusals).
         """
         import torch
-        import vllm
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -130,20 +140,15 @@ class VllmEngine:
         self._version = 0
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
         self._stops = StopTexts.of_model(model_dir)
-        self._under_way: dict[str, DecodeRequest] = {}  # in vLLM, by the key it has there
+        self._under_way: dict[str, _Running] = {}  # by the key that vLLM knows it by
         self._watched: set[str] = set()  # of those, with texts of Sampling.stop
         self._keys = itertools.count()
         self._alike: dict[Sampling, SamplingParams] = {}  # what vLLM checked once: each request gets a copy
         self._is_aborting = False
-        self._num_ended = 0  # tokens of requests that have ended
-        self._num_seen = 0  # tokens at the last look, those under way among them
-        self._next_look = 0.0
+        self._num_decoded = 0  # tokens
         self._has_new_weights = False  # and nothing was computed with them yet
-        self._device = str(current_platform.device_type)
-        self._options, self._records = options, records
+        self._device, self._options, self._records = device, options, records
         self._draws = options.sampler_on(device)
-        self._sampler = who_draws(options, device)
-        self._library_version = str(vllm.__version__)
         self._llm: Any = LLM(
             **engine_arguments(
                 model_dir,
@@ -156,34 +161,33 @@ class VllmEngine:
                 records=records,
             )
         )
-        rendezvous = self._llm.collective_rpc("marsrl_started")[0]
-        self._rendezvous = Path(rendezvous) if rendezvous else None
-        if options.tensor_parallel == 1:
-            self._forget_rendezvous()  # workers on several GPUs may still make groups through it
-        elif device == "cpu":
+        self._llm.collective_rpc("marsrl_started")
+        if options.tensor_parallel > 1 and device == "cpu":
             wait_asleep()
-        self._core: Any = self._llm.llm_engine
+        self._core: Any = self._llm.llm_engine.engine_core
         self._shares = TimeShares(options.max_num_seqs)
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
         self._num_experts = int(self._llm.model_config.get_num_experts())
         logging.getLogger("vllm").setLevel(logging.ERROR)
 
     def info(self) -> EngineInfo:
+        import vllm
+
         core = type(self._llm)
         return EngineInfo(
             kind="vllm",
             engine_class=f"{core.__module__}.{core.__qualname__}",
             library="vllm",
-            library_version=self._library_version,
+            library_version=str(vllm.__version__),
             device=self._device,
             dtype=self._dtype,
             settings=_together(self._llm.collective_rpc("marsrl_settings")),
             shards=tuple(self._llm.collective_rpc("marsrl_shard")),
-            sampler=self._sampler,
+            sampler=who_draws(self._options, self._device),
         )
 
     def num_decoded(self) -> int:
-        return max(self._num_ended, self._num_seen)
+        return self._num_decoded
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         """Take more requests, also while another thread decodes; they enter vLLM before its next step."""
@@ -202,14 +206,14 @@ class VllmEngine:
                 return results + self._give_up()
             if results or not self._under_way:
                 return results
-            results = self._results(self._step()) + self._stopped()
+            results = self._step() + self._stopped()
             if results or time.monotonic() >= end:
                 return results
 
     def abort(self) -> None:
         self._is_aborting = True
 
-    def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
 
         All but the last by a fresh prefill; the last one through the prefix cache, as a decoded token would be, so that
@@ -217,32 +221,18 @@ class VllmEngine:
 
         Raises:
             RuntimeError: right after an update, vLLM finds a prefix in its cache: it is of older weights.
-            ValueError: temperature is not 1 (vLLM scores prompts at 1 only), or a sequence has fewer than 2 tokens or
-                more than max_model_len.
         """
         from vllm import SamplingParams
 
-        if temperature != 1.0:
-            raise ValueError(
-                f"VllmEngine.score: temperature is {temperature}; vLLM scores given tokens at temperature 1 only"
-            )
-        for sequence in sequences:
-            if not 2 <= len(sequence) <= self._max_model_len:
-                raise ValueError(
-                    f"VllmEngine.score: a sequence has {len(sequence)} tokens; expected 2 to "
-                    f"{self._max_model_len} (max_model_len)"
-                )
         once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
         if self._records.kept_tokens:  # vLLM wants draws then, and a top_k
             once |= {"temperature": 1, "top_k": self._vocab_size, "seed": 0}
-        before = self._num_ended, self._num_seen
         last = self._outputs([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
         none_has_anothers_prefix = len({tuple(s[:8]) for s in sequences}) == len(sequences)
         if self._has_new_weights and none_has_anothers_prefix:
             self._refuse_old_prefixes(last)
         self._has_new_weights = False
         first = self._outputs([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences])
-        self._num_ended, self._num_seen = before  # the tokens that vLLM made beside the scores are nobody's
         scores = []
         for sequence, prefill, step in zip(sequences, first, last, strict=True):
             ids = [int(token) for token in sequence]
@@ -257,26 +247,26 @@ class VllmEngine:
             raise RuntimeError(f"VllmEngine.update_weights: {QUANTIZED.format(self._options.quantization)}")
         self._settle()
         start = time.perf_counter()
-        what: str | list[bytes] = update.path
         if update.receive_plans:
             self._version = TORN  # of weights that arrived in part nothing is decoded
-            what = [encode(plan) for plan in update.receive_plans]
-        said = self._ask_workers("marsrl_receive" if update.receive_plans else "marsrl_load", what)
-        if broken := [reason for reason in said if reason]:
-            raise EngineLost(f"its weights did not arrive: {broken[0]}")
+            reasons = self._ask_workers("marsrl_receive", list(update.receive_plans))
+            if broken := next(filter(None, reasons), ""):
+                return WeightReceipt(TORN, (), time.perf_counter() - start, broken=broken)
+        else:
+            self._ask_workers("marsrl_load", update.path)
         self._reset_prefix_cache()
         loaded = time.perf_counter()
-        method = "marsrl_received_checksums" if update.receive_plans else "marsrl_checksums"
-        checksums = self._ask_workers(method, what)
+        ask = ("marsrl_received_checksums",) if update.receive_plans else ("marsrl_checksums", update.path)
+        checksums = self._ask_workers(*ask)
         self._version = update.version
         self._has_new_weights = True
         end = time.perf_counter()
         return WeightReceipt(update.version, checksums, end - start, end - loaded)
 
-    def _ask_workers(self, method: str, what: str | list[bytes]) -> list[Any]:
-        """What the method of WorkerExtension returns, by worker."""
+    def _ask_workers(self, method: str, *args: Any) -> list[Any]:
+        """Results of a method of WorkerExtension, by worker."""
         try:
-            return list(self._llm.collective_rpc(method, args=(what,)))
+            return list(self._llm.collective_rpc(method, args=args))
         except RuntimeError as error:
             self._check_workers(error)
             raise
@@ -297,15 +287,10 @@ class VllmEngine:
 
     def close(self) -> None:
         """Shut vLLM's core and its workers down; the engine is not used afterwards."""
-        self._core.engine_core.shutdown()
-        self._forget_rendezvous()
-
-    def _forget_rendezvous(self) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.unlink(missing_ok=True)
+        self._core.shutdown()
 
     def _check_workers(self, cause: BaseException | None = None) -> None:
-        if getattr(self._core.model_executor, "is_failed", False):  # one with a process for each GPU says so
+        if getattr(self._llm.llm_engine.model_executor, "is_failed", False):  # one with a process for each GPU says so
             raise EngineLost(
                 "VllmEngine: a process of one of its GPUs has ended; its log has its last words"
             ) from cause
@@ -361,6 +346,8 @@ class VllmEngine:
 
     def _admit(self) -> list[DecodeResult]:
         """Give vLLM what was submitted; the results of those that it would refuse."""
+        from vllm.v1.engine import EngineCoreRequest
+
         refused = []
         while self._inbox:
             request = self._inbox.popleft()
@@ -368,124 +355,118 @@ class VllmEngine:
                 refused.append(refusal)
                 continue
             key = str(next(self._keys))
-            prompt = {"prompt_token_ids": request.token_ids.tolist()}
-            self._core.add_request(key, prompt, self._sampling_params(key, request))
-            self._under_way[key] = request
+            params = self._sampling_params(key, request)
+            # without LLMEngine.add_request, whose checks _refusal has made already
+            asked = EngineCoreRequest(
+                request_id=key,
+                prompt_token_ids=request.token_ids.tolist(),
+                sampling_params=params,
+                arrival_time=time.time(),
+                mm_features=None,
+                pooling_params=None,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+            self._core.add_request(asked)
+            self._under_way[key] = _Running(key, request)
             if request.sampling.stop:
                 self._watched.add(key)
             self._shares.add(request.uid)
         return refused
 
-    def _step(self) -> list[Any]:
-        """One step of vLLM; the RequestOutputs that it finished."""
+    def _step(self) -> list[DecodeResult]:
+        """One step of vLLM; the results of the requests that it finished."""
         start = time.perf_counter()
         try:
-            outputs = self._core.step()
+            outputs: Sequence[EngineCoreOutput] = self._core.get_output().outputs
         except RuntimeError as error:
             self._check_workers(error)
             raise
         self._shares.step(time.perf_counter() - start)
-        finished = [output for output in outputs if output.finished]
-        self._num_ended += sum(len(output.outputs[0].token_ids) for output in finished)
-        if time.monotonic() >= self._next_look:
-            self._num_seen = self._num_ended + sum(map(len, self._tokens_under_way().values()))
-            self._next_look = time.monotonic() + _PROGRESS_S
-        return finished
+        ended: dict[str, Finish] = {}
+        keeps_told = self._draws == "engine" or self._records.experts
+        for output in outputs:
+            running = self._under_way.get(output.request_id)
+            if running is None:  # it was given up while the step ran
+                continue
+            if output.prefill_stats is not None and not running.token_ids:
+                running.num_cached_tokens = output.prefill_stats.num_cached_tokens
+            running.token_ids += output.new_token_ids
+            self._num_decoded += len(output.new_token_ids)
+            if keeps_told:
+                running.told.append(output)
+            if output.finish_reason is not None:
+                ended[running.key] = Finish.STOP if str(output.finish_reason) == "stop" else Finish.LENGTH
+        return self._results(ended)
 
-    def _results(self, outputs: Sequence[Any], finish: Finish | None = None) -> list[DecodeResult]:
-        """What vLLM's RequestOutputs tell of requests that are under way, which they are no longer; finish: of all of them."""
-        requests = [self._under_way.pop(output.request_id) for output in outputs]
-        self._watched.difference_update(output.request_id for output in outputs)
-        completions = [output.outputs[0] for output in outputs]
+    def _results(self, ended: Mapping[str, Finish]) -> list[DecodeResult]:
+        """Results of requests that are under way, by key, which they are no longer."""
+        running = [self._under_way.pop(key) for key in ended]
+        self._watched.difference_update(ended)
         return [
             DecodeResult(
-                uid=request.uid,
-                token_ids=np.asarray(completion.token_ids, np.int32),
+                uid=each.request.uid,
+                token_ids=np.asarray(each.token_ids, np.int32),
                 logprobs=logprobs,
-                finish=finish or (Finish.STOP if completion.finish_reason == "stop" else Finish.LENGTH),
+                finish=ended[each.key],
                 version=self._version,
-                num_cached_tokens=output.num_cached_tokens or 0,
-                routed_experts=None if request.experts_from is None else experts_told(completion, self._num_experts),
-                kept_tokens=kept if request.sampling.records_kept else None,
-                seconds=self._shares.end(request.uid),
+                num_cached_tokens=each.num_cached_tokens,
+                routed_experts=None
+                if each.request.experts_from is None
+                else experts_told(each.told, self._num_experts),
+                kept_tokens=kept if each.request.sampling.records_kept else None,
+                seconds=self._shares.end(each.request.uid),
             )
-            for request, output, completion, (logprobs, kept) in zip(
-                requests, outputs, completions, self._drawn(outputs), strict=True
-            )
+            for each, (logprobs, kept) in zip(running, self._drawn(running), strict=True)
         ]
 
     def _stopped(self) -> list[DecodeResult]:
         """Those whose last token completed a text of Sampling.stop; vLLM has no tokenizer here and goes on."""
-        if not self._watched:
-            return []
-        tokens = self._tokens_under_way()
-        keys = [
-            key
-            for key in self._watched
-            for request in [self._under_way[key]]
-            if self._stops.is_ended(request.token_ids, tokens[key], request.sampling.stop)
-        ]
-        return self._results(self._ended_here(keys), Finish.STOP)
+        watched = [self._under_way[key] for key in self._watched]
+        return self._end_here(
+            [
+                running.key
+                for running in watched
+                if self._stops.is_ended(running.request.token_ids, running.token_ids, running.request.sampling.stop)
+            ],
+            Finish.STOP,
+        )
 
     def _give_up(self) -> list[DecodeResult]:
-        """What is under way as far as it got; leaves an engine that can go on."""
+        """Results of all requests as far as they got; leaves an engine that can go on."""
         self._is_aborting = False
-        results = self._results(self._ended_here(list(self._under_way)), Finish.UNFINISHED)
+        results = self._end_here(list(self._under_way), Finish.UNFINISHED)
         self._settle()
         if self._draws == "marsrl":
             self._llm.collective_rpc("marsrl_forget_draws")
         return results
 
-    def _ended_here(self, keys: list[str]) -> list[Any]:
-        """Their RequestOutputs, after which vLLM has forgotten them."""
-        from vllm.v1.engine import FinishReason
-
-        if not keys:
-            return []
-        states = self._states()
-        outputs = [states[key].make_request_output([], None, FinishReason.ABORT, None) for key in keys]
-        self._core.abort_request(keys)
-        self._num_ended += sum(len(output.outputs[0].token_ids) for output in outputs)
-        return outputs
+    def _end_here(self, keys: list[str], finish: Finish) -> list[DecodeResult]:
+        """Their results, after which vLLM has forgotten them."""
+        self._core.abort_requests(keys)
+        return self._results(dict.fromkeys(keys, finish))
 
     def _settle(self) -> None:
         """Run what vLLM has begun for requests that have ended: with async scheduling it is a step ahead of them."""
-        while self._core.has_unfinished_requests():
-            self._core.step()
-        # None: in a process of its own, which settles itself
-        here = getattr(self._core.engine_core, "engine_core", None)
-        while here is not None and here.batch_queue:
-            self._core.step()
+        while self._core.engine_core.batch_queue:
+            self._core.get_output()
 
-    def _drawn(self, outputs: Sequence[Any]) -> list[tuple[FloatArray, KeptTokens | None]]:
+    def _drawn(self, ended: Sequence[_Running]) -> list[tuple[FloatArray, KeptTokens | None]]:
         """Log-probs [n] of each one's tokens, nats, and what was kept at their places, where that was asked for."""
         if self._draws == "engine":
-            told = [output.outputs[0] for output in outputs]
-            return [(logprobs_told(each), kept_tokens_told(each, self._vocab_size)) for each in told]
-        lengths = {o.request_id: len(o.outputs[0].token_ids) for o in outputs if o.outputs[0].token_ids}
+            return [(logprobs_told(each.told), kept_tokens_told(each.told, self._vocab_size)) for each in ended]
+        lengths = {each.key: len(each.token_ids) for each in ended if each.token_ids}
         taken: list[Any] = []
         if lengths:
             (taken, *_) = self._llm.collective_rpc("marsrl_take_draws", args=(list(lengths), list(lengths.values())))
         draws = dict(zip(lengths, taken, strict=True))
-        return [draws.get(output.request_id, (np.zeros(0, np.float32), None)) for output in outputs]
+        return [draws.get(each.key, (np.zeros(0, np.float32), None)) for each in ended]
 
     def _outputs(self, work: Sequence[tuple[IntArray, SamplingParams]]) -> list[Any]:
         """Finished RequestOutputs in the order of work; nothing else is under way."""
-        keys = [str(next(self._keys)) for _ in work]
-        for key, (token_ids, params) in zip(keys, work, strict=True):
-            self._core.add_request(key, {"prompt_token_ids": token_ids.tolist()}, params)
-        outputs: dict[str, Any] = {}
-        while len(outputs) < len(work):
-            outputs.update((output.request_id, output) for output in self._step())
-        return [outputs[key] for key in keys]
-
-    def _tokens_under_way(self) -> dict[str, list[int]]:
-        """Tokens decoded so far of every request in vLLM, by its key."""
-        return {key: state.detokenizer.output_token_ids for key, state in self._states().items() if state.detokenizer}
-
-    def _states(self) -> dict[str, Any]:
-        """What vLLM's output side knows of every request under way, by its key."""
-        return {state.external_req_id: state for state in self._core.output_processor.request_states.values()}
+        prompts = [{"prompt_token_ids": token_ids.tolist()} for token_ids, _ in work]
+        return list(self._llm.generate(prompts, [params for _, params in work], use_tqdm=False))
 
 
 def _together(settings: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:

@@ -7,6 +7,7 @@ request has a generator that begins with it. A sample that goes on in another se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
 from marsrl.rollout.types import FloatArray
 
 if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine import EngineCoreOutput
 
+_NONE = np.zeros(0, np.float32)
 COLDEST = 0.01
 """Temperature; vLLM draws with this one where a request has less, and above 0."""
 
@@ -49,7 +51,6 @@ def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> 
         "top_k": top_k,
         "seed": request.seed,
         "logprobs": 0,  # of the drawn token alone
-        "flat_logprobs": True,
     }
     if records.experts:
         place = request.experts_from
@@ -57,22 +58,19 @@ def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> 
     return asked
 
 
-def logprobs_told(completion: CompletionOutput) -> FloatArray:
+def logprobs_told(told: Sequence[EngineCoreOutput]) -> FloatArray:
     """[n] float32, nats, of the tokens that were drawn: the first of what vLLM lists at each place."""
-    told: Any = completion.logprobs
-    return np.asarray(told.logprobs, np.float32)[told.start_indices]
+    return np.concatenate([_NONE, *(output.new_logprobs.logprobs[:, 0] for output in told if output.new_logprobs)])
 
 
-def kept_tokens_told(completion: CompletionOutput, vocab_size: int) -> KeptTokens | None:
-    """What top_k and top_p kept at each place; None where the engine does not say."""
-    told = completion.sampling_mask
-    if told is None:
-        return None
-    places = [np.asarray(ids if len(ids) < vocab_size else (), np.int32) for ids in told.token_ids]
-    return KeptTokens.of(places)
+def kept_tokens_told(told: Sequence[EngineCoreOutput], vocab_size: int) -> KeptTokens | None:
+    """Ids that top_k and top_p kept at each place; None where the engine does not say."""
+    masks = [output.new_sampling_mask for output in told if output.new_sampling_mask]
+    places = [np.asarray(ids, np.int32) for mask in masks for ids in mask.to_nested_list()]
+    return KeptTokens.of([ids if len(ids) < vocab_size else ids[:0] for ids in places]) if masks else None
 
 
-def experts_told(completion: CompletionOutput, num_experts: int) -> ExpertArray | None:
+def experts_told(told: Sequence[EngineCoreOutput], num_experts: int) -> ExpertArray | None:
     """[tokens, layers, top_k] from the request's experts_from on, but for the last token; None: nothing was decoded."""
-    told = completion.routed_experts
-    return None if told is None else told.astype(expert_dtype(num_experts))
+    experts = [output.routed_experts for output in told if output.routed_experts is not None]
+    return np.concatenate(experts).astype(expert_dtype(num_experts)) if experts else None

@@ -179,7 +179,7 @@ class DrawTokens(LogitsProcessor):
 
     @staticmethod
     def _record(batch: _Batch, scaled: Tensor) -> None:
-        """What could be drawn from scaled [R, V], at the places that are drawn now."""
+        """Record the ids that could be drawn from scaled [R, V], at the places that are drawn now."""
         rows = [row for row, _ in batch.recorded]
         of_wanted = scaled if len(rows) == len(scaled) else scaled[torch.tensor(rows, device=scaled.device)]
         for (row, kept), ids in zip(batch.recorded, kept_ids(of_wanted), strict=True):

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker: loads new weights and tells what the kernels really hold.
+"""Our methods of vLLM's worker: they load new weights and tell what the kernels really hold.
 
 vLLM mixes `WorkerExtension` into its worker (`worker_extension_cls`) and calls the methods by name.
 
@@ -11,7 +11,7 @@ received ones gives. Cost on a CPU: 2 * rows * columns^2 FLOP a linear layer; on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +22,9 @@ from marsrl.rollout.state import decode
 from marsrl.rollout.types import FloatArray
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import TransferBroken
-from marsrl.rollout.weights.engine_shard import EngineShard
-from marsrl.rollout.weights.fused_layout import WeightFiles, expert_of, fuse
-from marsrl.rollout.weights.receiver import ReceivePlan, WeightReceiver
-from marsrl.rollout.weights.shard_layout import ShardTensors
+from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
+from marsrl.rollout.weights.files import WeightFiles
+from marsrl.rollout.weights.layout import EngineShard, fuse
 
 if TYPE_CHECKING:
     from marsrl.rollout.engines.vllm.sampling import DrawTokens
@@ -37,28 +36,21 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     rank: int  # among the engine's workers
-    distributed_init_method: str
 
-    def marsrl_started(self) -> str:
-        """Repair what vLLM's CPU build leaves out; the file through which the workers have found each other, or nothing."""
+    def marsrl_started(self) -> None:
+        """Repair what vLLM's CPU build leaves out."""
         model = self.model_runner.get_model()
         _heed_expert_maps(model)
         if next(model.parameters()).device.type == "cpu":
             wait_asleep()
             _reduce_asleep()
-        method = self.distributed_init_method
-        return method.removeprefix("file://") if method.startswith("file://") else ""
 
     def marsrl_shard(self) -> EngineShard:
-        """What this worker holds of the model."""
-        parallel, num_kv_heads = (
-            self.vllm_config.parallel_config,
-            self.vllm_config.model_config.get_total_num_kv_heads(),
-        )
-        parts = parallel.tensor_parallel_size
-        return EngineShard.of(
-            self.rank, parts, num_kv_heads, spreads_experts=parts > 1 and parallel.enable_expert_parallel
-        )
+        """This worker's part of the model."""
+        parallel, parts = self.vllm_config.parallel_config, self.vllm_config.parallel_config.tensor_parallel_size
+        num_kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
+        spreads = parts > 1 and parallel.enable_expert_parallel
+        return EngineShard.of(self.rank, parts, num_kv_heads, spreads_experts=spreads)
 
     def marsrl_load(self, path: str) -> None:
         """Load this worker's part of the safetensors files layer by layer into the tensors that are in use."""
@@ -67,55 +59,45 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=iter(WeightFiles(path).items()))
-        _pack_experts(model, self._sent(path), self.vllm_config.model_config.dtype)
+        _pack_experts(model, path, self.marsrl_shard(), self.vllm_config.model_config.dtype)
         _pack_heads(model)
 
     def marsrl_checksums(self, path: str) -> dict[str, int]:
         """{fused name: checksum of what is held}. It equals the received tensor's checksum iff the kernels hold it."""
         model = self.model_runner.get_model()
-        found = {}
+        dtype = self.vllm_config.model_config.dtype
         with torch.no_grad():
-            for name, received in fuse(self._sent(path), self.vllm_config.model_config.dtype):
-                found[name] = _held_checksum(model, name, received)
-            covered = set(found)
-            for name, parameter in model.named_parameters():
-                if _our_name(name) not in covered:
-                    found[_our_name(name)] = checksum(parameter)
-        return found
+            sent = fuse(WeightFiles(path), dtype, shard=self.marsrl_shard())
+            return _with_the_rest(model, {name: _held_checksum(model, name, received) for name, received in sent})
 
     def marsrl_receive(self, plans: list[bytes]) -> str:
         """Take the weights of this worker's encoded ReceivePlan straight into the parameters. Not run on a GPU.
 
-        What broke the transfer; empty: nothing did. Not raised: of several workers, vLLM leaves the others' answers to the next
-        call then.
+        The reason why the transfer broke; empty: it did not. Not raised: of several workers, vLLM leaves the others' answers to
+        the next call then.
 
         Raises:
             RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
         """
         told = decode(ReceivePlan, plans[self.rank])
         model = self.model_runner.get_model()
-        targets = {name: _held(model, name).data for name in told.shapes}
-        device = next(iter(targets.values())).device
+        device = next(model.parameters()).device
         if device.type == "cpu":
             raise RuntimeError("vLLM on a CPU computes with packed copies of its weights; use sync.backend=shm")
         if not hasattr(self, "_marsrl_receiver"):
             self._marsrl_receiver = WeightReceiver(device)
         try:
-            self._marsrl_receiver.receive(told, targets)
+            shapes = self._marsrl_receiver.receive(told, lambda name: _held(model, name).data)
         except TransferBroken as error:
             return str(error) or "no reason"
+        self._marsrl_received = shapes, told.rendezvous.torch_dtype
         return ""
 
-    def marsrl_received_checksums(self, plans: list[bytes]) -> dict[str, int]:
+    def marsrl_received_checksums(self) -> dict[str, int]:
         """{fused name: checksum of what is held} after marsrl_receive; padded rows are left out."""
-        told = decode(ReceivePlan, plans[self.rank])
-        model = self.model_runner.get_model()
-        dtype = told.rendezvous.torch_dtype
-        found = {name: checksum(_held(model, name)[: shape[0]].to(dtype)) for name, shape in told.shapes.items()}
-        for name, parameter in model.named_parameters():
-            if _our_name(name) not in found:
-                found[_our_name(name)] = checksum(parameter)
-        return found
+        model, (shapes, dtype) = self.model_runner.get_model(), self._marsrl_received
+        held = {name: checksum(_held(model, name)[: shape[0]].to(dtype)) for name, shape in shapes.items()}
+        return _with_the_rest(model, held)
 
     def marsrl_settings(self) -> dict[str, tuple[float, ...]]:
         """EngineInfo.settings, read from the layers that compute; a kind of layer that vLLM has renamed is left out."""
@@ -141,17 +123,10 @@ class WorkerExtension:
         """Drop what aborted requests left in DrawTokens."""
         self._drawer().forget()
 
-    def _sent(self, path: str) -> ShardTensors:
-        """This worker's part of what the files hold."""
-        return ShardTensors(WeightFiles(path), self.marsrl_shard())
-
     def _drawer(self) -> DrawTokens:
         from marsrl.rollout.engines.vllm.sampling import DrawTokens
 
-        found = [each for each in self.model_runner.input_batch.logitsprocs.all if isinstance(each, DrawTokens)]
-        if not found:
-            raise RuntimeError("vLLM did not load marsrl's DrawTokens; was the engine made by VllmEngine?")
-        return found[0]
+        return next(each for each in self.model_runner.input_batch.logitsprocs.all if isinstance(each, DrawTokens))
 
 
 def wait_asleep() -> None:
@@ -176,6 +151,12 @@ def _reduce_asleep() -> None:
     communicator: Any = parallel_state.get_tp_group().device_communicator
     if communicator is not None:  # several processes
         communicator.dist_module = torch.distributed
+
+
+def _with_the_rest(model: nn.Module, found: dict[str, int]) -> dict[str, int]:
+    """The checksums, with those of parameters that nobody has sent."""
+    others = {_our_name(name): parameter for name, parameter in model.named_parameters()}
+    return found | {name: checksum(parameter) for name, parameter in others.items() if name not in found}
 
 
 def _our_name(name: str) -> str:
@@ -258,7 +239,7 @@ def _experts_of(module: nn.Module) -> Any:
     return module.quant_method.moe_kernel.fused_experts  # type: ignore[union-attr]
 
 
-def _pack_experts(model: nn.Module, received: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def _pack_experts(model: nn.Module, path: str, shard: EngineShard, dtype: torch.dtype) -> None:
     """Repair vLLM's reload of experts on a CPU.
 
     vLLM 0.28-0.32 packs experts for its CPU kernel at the first load only: after a reload the kernel reads unpacked
@@ -270,7 +251,8 @@ def _pack_experts(model: nn.Module, received: Mapping[str, Tensor], dtype: torch
     if not current_platform.is_cpu():
         return
     with torch.no_grad():
-        for name, weight in fuse({n: received[n] for n in received if expert_of(n)}, dtype):
+        received = WeightFiles(path)
+        for name, weight in fuse({n: received[n] for n in received if ".mlp.experts." in n}, dtype, shard=shard):
             module, attribute = _module_of(model, name)
             held = getattr(module, attribute)
             if held.shape == weight.shape and torch.equal(held, weight):

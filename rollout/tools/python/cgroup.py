@@ -1,9 +1,9 @@
-"""A cgroup for each interpreter: what all processes of a call may take together.
+"""A cgroup for each interpreter: a bound on what all processes of a call take together.
 
 The limits of setrlimit are of a process, or of a user. A cgroup bounds the sum, where this machine has version 2 and lets the
 trainer make one, with the controllers `memory` and `pids`:
 
-    /proc/self/cgroup -> the trainer's own cgroup, else the one around it -> marsrl-python-NAMESPACE-PID-N, one an interpreter
+    /proc/self/cgroup -> the trainer's own cgroup, else the one around it -> marsrl-python-PID-N, one an interpreter
 
 The one around it, because a cgroup that has processes of its own gives its children no controllers (cgroups(7), "no internal
 processes"), and the trainer's has the trainer. As with namespaces no list of versions says what is allowed: one is made, and a
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _NAME = "marsrl-python-"
-_LAUNCHERS = 4  # processes that bubblewrap, or unshare and its shell, have beside the snippet's
+_LAUNCHERS = 4  # processes of bubblewrap beside the snippet's, at most
 _TRIED_S = 10.0
 _EMPTY_S = 2.0  # until the last process of a cgroup is gone, which the kernel ends by and by
 
@@ -49,48 +49,41 @@ class Cgroup:
         return ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(self.path / "cgroup.procs"))
 
     def end(self) -> None:
-        """End what is in it, and remove it; where that fails a warning says so, and it is left behind."""
+        """End its processes, and remove it; where that fails a warning says so, and it is left behind."""
         deadline = time.monotonic() + _EMPTY_S
         try:
             kill = self.path / "cgroup.kill"  # Linux 5.14
             if kill.exists():
                 kill.write_text("1")
-            while not self._is_removed():
-                if time.monotonic() > deadline:
-                    raise OSError(f"it is not empty after {_EMPTY_S:g} s")
+            while True:
+                try:
+                    return os.rmdir(self.path)
+                except OSError as error:
+                    if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                        raise
                 time.sleep(0.005)
         except OSError as error:
             _log.warning("tool python: the cgroup %s is left behind: %s", self.path, error)
 
-    def _is_removed(self) -> bool:
-        try:
-            os.rmdir(self.path)
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                raise
-            return False
-        return True
-
 
 @dataclass(frozen=True, slots=True)
 class Cgroups:
-    """Where they are made. limits: the text of each file."""
+    """The cgroup in which they are made. limits: the text of each file."""
 
     parent: Path
     limits: Mapping[str, str]
 
     def make(self) -> Cgroup:
         """Another one, with its limits. OSError: it cannot be made, or has not all of them."""
-        cgroup = Cgroup(self.parent / f"{_prefix()}{os.getpid()}-{next(_numbers)}")
+        cgroup = Cgroup(self.parent / f"{_NAME}{os.getpid()}-{next(_numbers)}")
         os.mkdir(cgroup.path)
         try:
             for name, limit in self.limits.items():
                 file = cgroup.path / name
                 if name == "memory.swap.max" and not file.exists():  # this kernel does not count swap
                     continue
-                with open(
-                    os.open(file, os.O_WRONLY), "w"
-                ) as opened:  # never made: the controller makes it, or is not there
+                # never made: the controller makes it, or is not there
+                with open(os.open(file, os.O_WRONLY), "w") as opened:
                     opened.write(limit)
         except OSError:
             cgroup.end()
@@ -99,13 +92,13 @@ class Cgroups:
 
 
 def find_cgroups(config: PythonTool) -> tuple[Cgroups | None, str]:
-    """Where interpreters can have cgroups; None where nowhere, and why."""
+    """(where interpreters can have cgroups, or None, and the reason)."""
     if not (_ROOT / "cgroup.controllers").exists():
         return None, f"{_ROOT} is no cgroup of version 2"
     [name] = [line[3:] for line in _OWN.read_text().splitlines() if line.startswith("0::")]
     own = _ROOT / name.lstrip("/")
     limits = {
-        "memory.max": str((config.memory_mib + config.tmp_mib) << 20),  # what is in /tmp counts
+        "memory.max": str((config.memory_mib + config.tmp_mib) << 20),  # files in /tmp count
         "memory.swap.max": "0",
         "memory.oom.group": "1",
         "pids.max": str(config.processes + _LAUNCHERS),
@@ -136,15 +129,9 @@ def _try(cgroups: Cgroups) -> None:
         cgroup.end()
 
 
-def _prefix() -> str:
-    """How names begin in this pid namespace: in another one the same number is another process."""
-    return f"{_NAME}{os.stat('/proc/self/ns/pid').st_ino}-"
-
-
 def _remove_left(parent: Path) -> None:
-    """Remove what a trainer left that was killed, whose processes went with it."""
-    for path in parent.glob(f"{_prefix()}*"):
-        pid = path.name.removeprefix(_prefix()).split("-")[0]
-        if not os.path.exists(f"/proc/{pid}"):
+    """Remove the empty cgroups of trainers that were killed; those with processes refuse to go."""
+    for path in parent.glob(f"{_NAME}*"):
+        if not os.path.exists(f"/proc/{path.name.removeprefix(_NAME).partition('-')[0]}"):
             with suppress(OSError):  # another user's, not empty, or gone already
                 os.rmdir(path)

@@ -32,7 +32,7 @@ class StartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a snippet ended.
+    """The end of a snippet.
 
     stopped: the bound that it passed, "time" or "output"; None where it ended by itself. has_died: its process ended before it
     was through. status: the exit code, of the process where that has died.
@@ -51,12 +51,10 @@ class Interpreter:
         """cgroup: what it goes into, and what ends with it. Raises OSError where the command cannot be started."""
         self._cgroup = cgroup
         self._line, theirs = socket.socketpair()  # its input: the snippet goes there, and its exit code comes back
-        if cgroup is not None:
-            command = [*cgroup.entering, *command]
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    command,
+                    [*(cgroup.entering if cgroup is not None else ()), *command],
                     stdin=theirs.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -67,7 +65,8 @@ class Interpreter:
                 )
         except OSError:
             self._line.close()
-            self._end_cgroup()
+            if cgroup is not None:
+                cgroup.end()
             raise
         assert self._process.stdout is not None
         self._output = self._process.stdout
@@ -93,10 +92,8 @@ class Interpreter:
                 raise StartError(words[-200:] or "it ended without a word")
 
     def run(self, code: str, wall_s: float, most_bytes: int) -> Ending:
-        """Give it its snippet; nothing of it runs afterwards. It is still to be killed.
-
-        What has said that it is through is stopped, and its end, which takes longer than many a snippet, is left to kill; what
-        has not is ended here, with the memory that it holds.
+        """Give it its snippet, and end it. It is still to be killed: that waits for its end, which takes longer than many a
+        snippet.
         """
         output, stopped, status = bytearray(), None, None
         slow_at, deadline = time.monotonic() + _SLOW_AFTER_S, time.monotonic() + wall_s
@@ -133,7 +130,7 @@ class Interpreter:
                     stopped = "time"
         finally:
             os.close(pidfd)
-            self._signal(signal.SIGKILL if stopped or status is None else signal.SIGSTOP)
+            self.end()
         has_died = status is None and stopped is None
         return Ending(bytes(output[:most_bytes]), stopped, self._reap() if has_died else status or 0, has_died)
 
@@ -145,13 +142,9 @@ class Interpreter:
 
     def end(self) -> None:
         """End it at once, with all that it has started. From any thread; it is still to be killed."""
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> None:
-        """To it and all that it has started."""
         with self._signalling, contextlib.suppress(ProcessLookupError):
             if self._process.returncode is None:
-                os.killpg(self._process.pid, number)
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """End it, wait for it, release its pipes. May be called twice."""
@@ -159,9 +152,6 @@ class Interpreter:
         self._line.close()
         self._output.close()
         self._reap()
-        self._end_cgroup()
-
-    def _end_cgroup(self) -> None:
         if self._cgroup is not None:
             self._cgroup.end()
             self._cgroup = None

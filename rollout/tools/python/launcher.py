@@ -1,10 +1,10 @@
-"""How the interpreter of a sandbox is started, apart from everything else on the machine.
+"""Starts the interpreter of a sandbox, apart from everything else on the machine.
 
-What is wanted of it is in WANTED. Which way gives it depends on the kernel, the container and the user, and no list of versions
-says so: each way is tried, best first, with a snippet that looks around (_LOOK), and the first that lacks nothing is taken:
+WANTED lists the parts of a whole sandbox. The kernel, the container and the user decide which of them can be had, and no list of
+versions says so: each way is tried, best first, with a snippet that looks around (_LOOK), and the first that lacks nothing is
+taken:
 
     bwrap    bubblewrap: a root of its own with the system read-only and a small /tmp, and namespaces for the rest
-    unshare  the same by util-linux (unshare, mount, pivot_root), where bubblewrap is missing
     plain    a process with limits and a seccomp filter, which sees the machine's files, processes and network
 
 Root begins each of them without a user namespace, and the guest then takes a user id of its own that nobody has. In a user
@@ -17,12 +17,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shlex
 import shutil
 import stat
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +55,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _KERNEL_SETTINGS = Path("/proc/sys")
-# Of user namespaces, which those who are not root need: what keeps them from working, and what to do.
+# Kernel settings that keep ordinary users from user namespaces, and what to do.
 _IN_THE_WAY = {
     ("kernel.apparmor_restrict_unprivileged_userns", "1"): (
         "AppArmor takes all rights away in them, as Ubuntu has it from 23.10 on; as root, `sysctl -w "
@@ -65,7 +64,7 @@ _IN_THE_WAY = {
     ("kernel.unprivileged_userns_clone", "0"): "as root, `sysctl -w kernel.unprivileged_userns_clone=1`",
     ("user.max_user_namespaces", "0"): "as root, `sysctl -w user.max_user_namespaces=15000`",
 }
-# Run by every way before it is taken: what can be seen and done from inside.
+# Run by every way before it is taken: reports what can be seen and done from inside.
 _LOOK = """
 import fractions, json, os  # fractions: a module that it has not yet loaded
 seen = {name: os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt", "net", "ipc", "user")}
@@ -92,15 +91,12 @@ print(json.dumps(seen))
 class Launcher:
     """One way to start an interpreter.
 
-    prefix: the command that runs another one apart. is_root: the guest takes a user id of its own. sets_inodes: and bounds /tmp.
-    has_shell: a shell of the same user stands before it, and counts as a process.
+    prefix: the command that runs another one apart; empty for a plain process. is_root: the guest takes a user id of its own.
     """
 
     name: str
     prefix: tuple[str, ...]
     is_root: bool
-    sets_inodes: bool = False
-    has_shell: bool = False
 
     def start(self, config: PythonTool, cgroups: Cgroups | None = None) -> Interpreter:
         """An interpreter that is about to be ready, in a cgroup of its own where there are any.
@@ -111,7 +107,7 @@ class Launcher:
         limits = {
             "RLIMIT_AS": config.memory_mib << 20,
             "RLIMIT_CPU": config.cpu_s,
-            "RLIMIT_NPROC": config.processes + self.has_shell,
+            "RLIMIT_NPROC": config.processes,
             "RLIMIT_FSIZE": config.tmp_mib << 20,
             "RLIMIT_NOFILE": _FILES,
             "RLIMIT_CORE": 0,
@@ -121,7 +117,7 @@ class Launcher:
         }
         settings = {
             "uid": _spare_uid() if self.is_root else 0,
-            "tmp_inodes": _TMP_INODES if self.sets_inodes else 0,
+            "tmp_inodes": _TMP_INODES if self.prefix else 0,
             "limits": limits,
             "filter": (seccomp_filter() or b"").hex(),
             "packages": [str(Path(config.packages).resolve())] if config.packages else [],
@@ -167,8 +163,8 @@ def choose_launcher(config: PythonTool) -> tuple[Launcher, list[str]]:
 
 
 def how_to_have_one() -> str:
-    """What to do for a whole sandbox on a machine that has none; names the kernel's settings that are in the way."""
-    cures = [] if shutil.which("bwrap") else ["install bubblewrap (apt-get install bubblewrap)"]
+    """Instructions for a machine without a whole sandbox; names the kernel's settings that are in the way."""
+    cures = [] if shutil.which("bwrap") else ["install bubblewrap (apt-get install bubblewrap, or conda-forge's)"]
     if False in _users():
         for (name, value), cure in _IN_THE_WAY.items():
             file = _KERNEL_SETTINGS / name.replace(".", "/")
@@ -179,13 +175,10 @@ def how_to_have_one() -> str:
 
 def launchers(config: PythonTool) -> Iterator[Launcher]:
     """Every way that there may be, best first."""
-    ways: tuple[tuple[str, Callable[[PythonTool, bool], tuple[str, ...]]], ...]
-    ways = (("bwrap", _bwrap), ("unshare", _unshare), ("plain", lambda config, is_root: ()))
-    for name, prefix in ways:
+    for name in ("bwrap", "plain"):
         for is_root in _users():
-            label = f"{name} as root" if is_root else name
-            has_shell = name == "unshare" and not is_root
-            yield Launcher(label, prefix(config, is_root), is_root, name == "bwrap", has_shell)
+            prefix = _bwrap(config, is_root) if name == "bwrap" else ()
+            yield Launcher(f"{name} as root" if is_root else name, prefix, is_root)
 
 
 def _users() -> tuple[bool, ...]:
@@ -197,7 +190,7 @@ def _users() -> tuple[bool, ...]:
 
 
 def look(launcher: Launcher, config: PythonTool) -> list[str]:
-    """What a way lacks of WANTED, in words, found by running a snippet in it.
+    """Parts of WANTED that a way lacks, in words, found by running a snippet in it.
 
     Raises:
         StartError, OSError: it cannot be started.
@@ -231,15 +224,15 @@ def _has(name: str, seen: Mapping[str, object], config: PythonTool) -> bool:
 
 
 def _closed_to_others() -> str:
-    """Where and why no other user can run this Python, as a plain process under root has to; "" where all can."""
+    """The folder that keeps other users from running this Python, as a plain process under root has to; "" where all can."""
     library = Path(os.path.realpath(sysconfig.get_path("stdlib")))
-    for folder in (*reversed(library.parents), library):
-        if not folder.stat().st_mode & stat.S_IXOTH:
-            return (
-                f"; this Python lies in {folder}, which is closed to other users, and code of a model runs as another one: "
-                f"install with a Python that all can read (/usr/bin/python3), or chmod o+x {folder}"
-            )
-    return ""
+    closed = [each for each in (library, *library.parents) if not each.stat().st_mode & stat.S_IXOTH]
+    if not closed:
+        return ""
+    return (
+        f"; this Python lies in {closed[-1]}, which is closed to other users, and code of a model runs as another one: install "
+        f"with a Python that all can read (/usr/bin/python3), or chmod o+x {closed[-1]}"
+    )
 
 
 def _python() -> str:
@@ -279,41 +272,6 @@ def _bwrap(config: PythonTool, is_root: bool) -> tuple[str, ...]:
     command += ["--proc", "/proc", "--dir", "/dev"]
     command += [word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
     return (*command, "--remount-ro", "/", "--chdir", "/tmp", "--")
-
-
-def _unshare(config: PythonTool, is_root: bool) -> tuple[str, ...]:
-    root = "/sys"  # a folder that is always there and that nothing here needs
-    lines = [
-        "set -e",
-        "umask 022",
-        f"mount -t tmpfs -o size=1m,mode=755,nosuid,nodev sandbox {root}",
-        f"mkdir {root}/dev {root}/proc {root}/tmp {root}/old",
-        f"mount -t tmpfs -o size={config.tmp_mib}m,nr_inodes={_TMP_INODES},mode=1777,nosuid,nodev sandbox {root}/tmp",
-    ]
-    for path in _shown(config):
-        source, target = shlex.quote(path), shlex.quote(root + path)
-        lines.append(f"mkdir -p {shlex.quote(root + os.path.dirname(path))}")
-        if os.path.islink(path):
-            lines.append(f"ln -s {shlex.quote(os.readlink(path))} {target}")
-            continue
-        lines.append(f"mkdir -p {target}" if os.path.isdir(path) else f": > {target}")
-        lines += [f"mount --rbind {source} {target}", f"mount -o remount,bind,ro,nosuid {target}"]
-    lines += [f": > {root}/dev/{name}; mount --bind /dev/{name} {root}/dev/{name}" for name in _DEVICES]
-    lines += [
-        f"mount -t proc -o nosuid,nodev,noexec sandbox {root}/proc",
-        f"cd {root}",
-        "pivot_root . old",
-        "umount -l /old",
-        "rmdir /old",
-        "mount -o remount,ro,size=1m,mode=755 sandbox /",
-        "cd /tmp",
-        "set +e",
-        '"$@"',
-        "exit $?",  # so that the shell stays: the kernel spares the first process of a pid namespace its signals
-    ]
-    command = ["setpriv", "--pdeathsig", "KILL", "unshare", *([] if is_root else ["--user", "--map-root-user"])]
-    command += ["--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child", "--propagation", "private"]
-    return (*command, "sh", "-c", "\n".join(lines), "sh")
 
 
 _numbers = itertools.count()

@@ -1,14 +1,14 @@
 """The tool `python`: one snippet, one interpreter that was started ahead and is thrown away behind it.
 
-    keeper -> interpreters that are ready -> a call takes one, gives it the snippet, stops it -> text
-       |-> kills those that are spent, starts others, while no call is under way if nobody waits for one
+    keepers -> interpreters that are ready -> a call takes one, gives it the snippet, stops it -> text
+                                                                        |-> the reaper kills it
 
 Nothing is shared by two calls, so nothing has to be cleaned between them: each has a process tree, a /tmp, namespaces and, under
 root, a user id of its own, which all end with it. An interpreter that forked itself for each call would start sooner, and its
 children would see one another, or its own code would have to set them apart; here bubblewrap does that, and what it costs (the
 start of an interpreter) is paid between the calls.
 
-Interpreters are started by a thread of their own, the keeper: the kernel is asked to end each together with the thread that
+Interpreters are started by threads of their own, the keepers: the kernel is asked to end each together with the thread that
 started it (PR_SET_PDEATHSIG), so that none is left behind by a killed trainer, and threads of a ToolPool may end before.
 """
 
@@ -22,6 +22,7 @@ import threading
 import unicodedata
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from marsrl.rollout.tools.config import PythonTool
@@ -33,8 +34,8 @@ from marsrl.rollout.tools.python.launcher import choose_launcher, how_to_have_on
 _log = logging.getLogger(__name__)
 
 _START_S = 60.0  # until an interpreter is ready, on a busy machine
-_LONGEST_PAUSE_S = 60.0
-_GIVES_WAY_S = 0.5
+_PAUSE_S = 5.0  # after one that did not start
+_GIVES_WAY_S = 0.5  # the start of an interpreter to calls under way, while others are ready
 _NICE = 5
 _BYTES_A_CHAR = 4  # of UTF-8, at most
 _NOT_PLAIN = re.compile(r"[^\n\t -~]")
@@ -67,15 +68,19 @@ class PythonInterpreter:
                 config.processes,
                 config.memory_mib,
             )
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # of all below
         self._ready: deque[Interpreter] = deque()
         self._running: set[Interpreter] = set()
-        self._spent: list[Interpreter] = []  # still to be killed or waited for
+        self._num_starting = 0
         self._failure: str | None = None  # why the last one did not start
-        self._closed = threading.Event()
-        self._is_wanted = threading.Event()  # a call waits for an interpreter, or for the end
-        self._keeper = threading.Thread(target=self._keep, name="marsrl-python", daemon=True)
-        self._keeper.start()
+        self._is_closed = False
+        self._reaper = ThreadPoolExecutor(1, "marsrl-python-end")
+        num_keepers = min(config.warm, os.cpu_count() or 1)
+        self._keepers = [
+            threading.Thread(target=self._keep, name="marsrl-python", daemon=True) for _ in range(num_keepers)
+        ]
+        for keeper in self._keepers:
+            keeper.start()
 
     @property
     def sandbox(self) -> str:
@@ -100,111 +105,74 @@ class PythonInterpreter:
         finally:
             with self._changed:
                 self._running.remove(interpreter)
-                self._spent.append(interpreter)
+                self._reaper.submit(interpreter.kill)
                 self._changed.notify_all()
         return shown(ending, self._config)
 
     def close(self) -> None:
         """Kill every interpreter; may be called twice. Calls under way end as if their snippet had been killed."""
         with self._changed:
-            self._closed.set()
-            self._is_wanted.set()
-            self._spent += self._ready
-            self._ready.clear()
+            self._is_closed = True
+            self._changed.notify_all()
             for interpreter in self._running:
                 interpreter.end()
-            self._changed.notify_all()
-        self._keeper.join()
+            self._changed.wait_for(lambda: not self._running)
+        for keeper in self._keepers:
+            keeper.join()
+        self._reaper.shutdown()
+        while self._ready:
+            self._ready.pop().kill()
 
     def _take(self) -> Interpreter:
         with self._changed:
-            while not self._closed.is_set():
-                while self._ready:
-                    interpreter = self._ready.popleft()
-                    self._changed.notify_all()  # the keeper: there is room for another
-                    if interpreter.is_alive:  # else the machine ran out of memory, and it went first
-                        self._running.add(interpreter)
-                        return interpreter
-                    self._spent.append(interpreter)
-                if self._failure is not None:
+            while True:
+                self._changed.wait_for(lambda: self._ready or self._failure is not None or self._is_closed)
+                if self._is_closed:
+                    raise ToolError("python is not available: it was closed")
+                if not self._ready:
                     raise ToolError(f"python is not available: {self._failure}")
-                self._is_wanted.set()
-                self._changed.wait()
-        raise ToolError("python is not available: it was closed")
-
-    # In the keeper's thread.
+                interpreter = self._ready.popleft()
+                self._changed.notify_all()  # the keepers: there is room for another
+                if interpreter.is_alive:  # else the machine ran out of memory, and it went first
+                    self._running.add(interpreter)
+                    return interpreter
+                self._reaper.submit(interpreter.kill)
 
     def _keep(self) -> None:
-        """Have as many ready as the settings say, and wait for the ends of those that are spent, until the tool is closed."""
+        """In a keeper's thread: start one wherever there is room, until the tool is closed."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread, and of what it starts
-        num_failed = 0
-        while wanted := self._wait_for_room():
-            failure = self._start(wanted)
-            num_failed = 0 if failure is None else num_failed + 1
-            if failure is not None:
-                self._fail(failure, num_failed)
-        while self._running or self._spent:
-            self._bury()
+        while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._spent or not self._running)
-
-    def _wait_for_room(self) -> int:
-        """How many to start now, 0 when the tool is closed. They give way to calls for a little while."""
-        while not self._closed.is_set():
+                self._changed.wait_for(
+                    lambda: self._is_closed or len(self._ready) + self._num_starting < self._config.warm
+                )
+                self._changed.wait_for(lambda: self._is_closed or not (self._running and self._ready), _GIVES_WAY_S)
+                if self._is_closed:
+                    return
+                self._num_starting += 1
+            failure = self._start()
             with self._changed:
-                self._changed.wait_for(lambda: self._closed.is_set() or self._spent or self._room())
-                is_busy = bool(self._running)
-            if is_busy:
-                self._is_wanted.wait(_GIVES_WAY_S)  # and not by the condition, which every call tells of its end
-            if not self._closed.is_set():
-                self._is_wanted.clear()
-            self._bury()
-            if room := self._room():
-                return min(room, os.cpu_count() or 1)
-        return 0
+                self._num_starting -= 1
+                if failure is not None and self._failure is None:
+                    _log.warning("tool python: an interpreter cannot be started: %s", failure)
+                self._failure = failure
+                self._changed.notify_all()
+                if failure is not None:
+                    self._changed.wait_for(lambda: self._is_closed, _PAUSE_S)
 
-    def _room(self) -> int:
-        return self._config.warm - len(self._ready)
-
-    def _bury(self) -> None:
-        with self._changed:
-            spent, self._spent = self._spent, []
-        for interpreter in spent:
-            interpreter.kill()
-
-    def _start(self, wanted: int) -> str | None:
-        """Start so many side by side; why that failed for one of them."""
-        started: list[Interpreter] = []
-        failure: str | None = None
+    def _start(self) -> str | None:
+        """Add one to those that are ready, or say why it did not start."""
         try:
-            for _ in range(wanted):
-                started.append(self._launcher.start(self._config, self._cgroups))
+            interpreter = self._launcher.start(self._config, self._cgroups)
         except OSError as error:
-            failure = str(error)
-        for interpreter in started:
-            try:
-                interpreter.wait_until_ready(_START_S)
-            except (StartError, OSError) as error:
-                failure = str(error)
-                interpreter.kill()
-            else:
-                self._add(interpreter)
-        return failure
-
-    def _add(self, interpreter: Interpreter) -> None:
-        with self._changed:
-            self._failure = None
-            (self._spent if self._closed.is_set() else self._ready).append(interpreter)
-            self._changed.notify_all()
-
-    def _fail(self, failure: str, num_failed: int) -> None:
-        """Say why, to those that wait too, and try again after a pause."""
-        if num_failed == 1:
-            _log.warning("tool python: an interpreter cannot be started: %s", failure)
-        with self._changed:
-            self._failure = None if self._ready else failure
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._closed.is_set(), min(2.0 ** min(num_failed, 6), _LONGEST_PAUSE_S))
+            return str(error)
+        try:
+            interpreter.wait_until_ready(_START_S)
+        except (StartError, OSError) as error:
+            interpreter.kill()
+            return str(error)
+        self._ready.append(interpreter)
+        return None
 
 
 def shown(ending: Ending, config: PythonTool) -> str:

@@ -5,7 +5,6 @@ are skipped. A program costs about 0.5 ms and a loop iteration 1.5 to 3 ms: at m
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import torch
 HERE = Path(__file__).parent
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-sys.path.append(str(HERE))
 if IS_INTERPRETED:
     import guarded_interpreter
 

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.weights.bucket_plan import Box
+from marsrl.rollout.weights.layout import Box
 from marsrl.trainer.learner.megatron.hf_files import HfReader, write_hf
 from marsrl.trainer.learner.megatron.mapping import Unit, held_boxes, held_matrices, hf_shapes, part_shape, split, units
 
@@ -93,7 +93,7 @@ class Converter:
                 parts = (part.contiguous().to("cpu", copy=True) for part in split(self._shape, unit, whole))
                 yield from zip(unit.hf, parts, strict=True)
 
-    # What this rank holds, for a sync without files (DirectChannel).
+    # What this rank holds, for a sync without files (direct.py: HeldWeights).
 
     @property
     def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:

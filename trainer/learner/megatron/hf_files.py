@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from marsrl.rollout.model_shape import ModelShape, weight_files
+from marsrl.rollout.weights.files import in_shards
 from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, hf_span, join, units
 from marsrl.trainer.runs.directory import sync, sync_tree
 
@@ -120,23 +121,6 @@ def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, s
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return total
-
-
-def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """The named tensors in their order, most_bytes at a time at most, or one that is larger; one shard where there are none.
-
-    A shard is emptied when the next is asked for, so that no two are held at once.
-    """
-    shard: dict[str, Tensor] = {}
-    num_bytes = 0
-    for name, tensor in tensors:
-        if shard and num_bytes + tensor.nbytes > most_bytes:
-            yield shard
-            shard.clear()
-            num_bytes = 0
-        shard[name] = tensor
-        num_bytes += tensor.nbytes
-    yield shard
 
 
 def _write(part: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, shard_bytes: int) -> int:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.weights.bucket_plan import Box
+from marsrl.rollout.weights.layout import Box
 
 
 @dataclass(frozen=True)

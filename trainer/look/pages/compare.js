@@ -1,6 +1,6 @@
 // Runs and evaluations side by side: last numbers with paired differences, what an episode takes, settings that differ, curves.
 
-import { html, useAnswer, useMemo, note } from "./lib.js";
+import { html, useAnswer, useMemo, note, number } from "./lib.js";
 import { Plot } from "./curves.js";
 
 const AXES = { step: "steps", tokens: "tokens trained on", hours: "hours without evaluations" };
@@ -28,11 +28,11 @@ export function Compare() {
   </main>`;
 }
 
-function Cell({ value, gap, is_clear, is_better, is_of_other_inputs }) {
+function Cell({ value, gap, num_problems, is_clear, is_better, is_of_other_inputs }) {
   if (value === null) return html`<span class="muted">–</span>`;
   return html`<b>${value.mean.toFixed(3)}</b> <span class="muted">${value.low.toFixed(3)}–${value.high.toFixed(3)}, n ${value.n}</span>
     ${is_of_other_inputs && html` <span class="pill half">other inputs</span>`}
-    ${gap && html`<br /><span class=${is_clear ? `pill ${is_better ? "good" : "bad"}` : "muted"}>${gap}</span>`}`;
+    ${gap && html`<br /><span class=${is_clear ? `pill ${is_better ? "good" : "bad"}` : "muted"}>${gap}${num_problems > 1 ? `, ${number(num_problems)} problems` : ""}</span>`}`;
 }
 
 function Chart({ chart, axis, colors }) {

@@ -1,0 +1,16 @@
+"""pytest plugin: ends the process after a failure that left the GPU unusable, so that xdist goes on in a new one."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.hookimpl(trylast=True)  # after xdist has told of the failure
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.failed and torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:  # after an illegal address every call fails
+            os._exit(77)

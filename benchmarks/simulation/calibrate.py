@@ -1,0 +1,92 @@
+"""The one fitted number: sigma of the log-normal lengths, so that a step of UloRL with one segment takes what they published.
+What the model then says about two and four segments is a prediction, set beside their figures.
+
+The paper's text, as far as our notes hold it, leaves open how many samples a stage plays once some are carried over. Both
+readings are simulated with the same sigma, for they are one and the same with one segment, where nothing is carried over:
+
+    step_s      rollout.stage_size=new: as many new problems a stage as with one segment; carried-over samples come on top
+    steady_s    rollout.stage_size=total: as many samples a stage; new problems take the places that carried-over ones leave
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from simulation.cost_model import Constants
+from simulation.lengths import Lengths
+from simulation.play import Outcome, Setting, StageSize, play
+
+PUBLISHED_S = {1: 1240.0, 2: 774.0, 4: 601.0}
+"""Seconds a step by segments: UloRL (arXiv:2507.19766), Qwen3-30B-A3B, 64k."""
+
+READINGS = {"step_s": "128 new problems", "steady_s": "1024 samples in all"}
+"""What a stage plays, by field of Fit."""
+
+ULORL = Setting(engines=16, problems=128, is_solver_only=True, steps=6)
+"""128 prompts x 8 a step (MarsRL, by the same authors; UloRL's own batch is not in our notes). ASSUMED: 32 H100s; the
+papers do not say how many."""
+
+MISS = 0.15  # a prediction further off than this is a miss
+_SIGMAS = (0.3, 2.5)
+_WARMUP = 6  # steps before the measured ones: the longest samples take four stages
+
+
+@dataclass(frozen=True)
+class Fit:
+    """step_s, steady_s: seconds a step by segments. samples: trained a step under steady_s, by segments."""
+
+    sigma: float
+    step_s: dict[int, float]
+    steady_s: dict[int, float]
+    samples: dict[int, float]
+
+    def error(self, reading: str, segments: int) -> float:
+        """Error of a field of READINGS, relative to the published time."""
+        return float(getattr(self, reading)[segments]) / PUBLISHED_S[segments] - 1
+
+
+def fit(constants: Constants) -> Fit:
+    """Fit sigma to the time with one segment, then predict the others."""
+
+    def outcome(sigma: float, segments: int = 1, stage_size: StageSize = "new") -> Outcome:
+        warmup, steps = (0, 3) if segments == 1 else (_WARMUP, ULORL.steps)
+        changed = replace(ULORL, segments=segments, warmup=warmup, steps=steps, stage_size=stage_size)
+        return play(changed, constants, Lengths(sigma))
+
+    sigma = find_root(lambda s: outcome(s).step_s - PUBLISHED_S[1], *_SIGMAS, tolerance=2.0)
+    if sigma is None:
+        raise RuntimeError("no sigma gives UloRL's time with one segment: a constant must be wrong by far")
+    steady = {n: outcome(sigma, n, "total" if n > 1 else "new") for n in PUBLISHED_S}
+    return Fit(
+        sigma,
+        {n: outcome(sigma, n).step_s if n > 1 else steady[n].step_s for n in PUBLISHED_S},
+        {n: each.step_s for n, each in steady.items()},
+        {n: each.samples_per_step for n, each in steady.items()},
+    )
+
+
+def find_root(f: Callable[[float], float], low: float, high: float, tolerance: float) -> float | None:
+    """x in [low, high] with |f(x)| <= tolerance, for a rising f (regula falsi, Illinois); None where f has no change of sign.
+
+    f may jump (a maximum over few samples does): when the bracket is narrower than 1e-4 its middle is the answer.
+    """
+    f_low, f_high = f(low), f(high)
+    if f_low > tolerance or f_high < -tolerance:
+        return None
+    side = 0
+    while high - low > 1e-4:
+        x = (low * f_high - high * f_low) / (f_high - f_low)
+        x = min(max(x, low + 0.02 * (high - low)), high - 0.02 * (high - low))
+        value = f(x)
+        if abs(value) <= tolerance:
+            return x
+        if value < 0:
+            low, f_low = x, value
+            f_high = f_high / 2 if side < 0 else f_high
+            side = -1
+        else:
+            high, f_high = x, value
+            f_low = f_low / 2 if side > 0 else f_low
+            side = 1
+    return (low + high) / 2

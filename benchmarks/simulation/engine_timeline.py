@@ -1,0 +1,160 @@
+"""One engine's work through time: admission, prefill, decoding in a batch, preemption. Events are admissions and ends of
+sequences, never single tokens.
+
+    waiting --admitted while there is a slot and KV cache--> running --its last token--> ended
+       ^------------------- the latest is put back when the cache is full -----'
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from simulation.cost_model import CostModel
+
+_WATERMARK = 0.01  # share of the KV cache that stays free at an admission, as in vLLM
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sequence: `context` tokens are there, of which the first `cached` need no prefill; decode num_new more."""
+
+    uid: str
+    context: int
+    cached: int
+    num_new: int
+
+
+@dataclass(slots=True)
+class _Running:
+    job: Job
+    context: int  # when it was admitted
+    since: int  # step of its admission
+
+
+class EngineTimeline:
+    """An engine on a clock of its own, which `run` moves on; work added later is seen from then on.
+
+        engine.add(job, at_s=0.0)
+        engine.run(until_s=10.0) -> ["uid that has ended", ...]
+        engine.first_token_s.pop(uid)
+
+    now_s: up to where its work is known; a decode step is never cut, so it may stay behind until_s by one.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self.now_s = 0.0
+        self.busy_s = 0.0
+        self.num_preempted = 0
+        self.first_token_s: dict[str, float] = {}
+        self._cost = cost
+        self._room = int(cost.kv_capacity * (1 - _WATERMARK))
+        self._waiting: deque[tuple[Job, int, int]] = deque()  # (job, context, cached)
+        self._running: dict[int, _Running] = {}  # by order of admission
+        self._ends: list[tuple[int, int]] = []  # heap of (step of the last token, order of admission)
+        self._step = self._held = self._num_admitted = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def add(self, job: Job, at_s: float) -> None:
+        """Queue a sequence.
+
+        Raises:
+            ValueError: it does not fit into the KV cache, even alone.
+        """
+        if job.context + job.num_new > self._cost.kv_capacity:
+            raise ValueError(
+                f"engine: sequence {job.uid} of {job.context + job.num_new} tokens does not fit into a KV cache of "
+                f"{self._cost.kv_capacity}; give the engine more GPUs"
+            )
+        if not self.is_busy:
+            self.now_s = max(self.now_s, at_s)
+        self._waiting.append((job, job.context, job.cached))
+
+    def run(self, until_s: float = math.inf) -> list[str]:
+        """Work until then; uids of the sequences that have ended, in order."""
+        ended: list[str] = []
+        while self.is_busy and self.now_s < until_s:
+            self._admit()
+            num_steps = self._steps_to_event()
+            seconds = self._cost.decode_s(len(self._running), self._held, num_steps)
+            if self.now_s + seconds > until_s:
+                num_steps = self._cost.steps_within(len(self._running), self._held, until_s - self.now_s)
+                self._decode(num_steps, self._cost.decode_s(len(self._running), self._held, num_steps))
+                break
+            self._decode(num_steps, seconds)
+            if self._ends[0][0] > self._step:
+                self._preempt()
+            else:
+                self._end(ended)
+        return ended
+
+    def next_event_s(self) -> float:
+        """When the batch changes next; infinite where there is nothing to do. Admits what fits."""
+        if not self.is_busy:
+            return math.inf
+        self._admit()
+        return self.now_s + self._cost.decode_s(len(self._running), self._held, self._steps_to_event())
+
+    def abort(self) -> list[tuple[str, int]]:
+        """End everything; (uid, tokens decoded of it by this engine)."""
+        cut = [(r.job.uid, r.context + self._step - r.since - r.job.context) for r in self._running.values()]
+        cut += [(job.uid, context - job.context) for job, context, _ in self._waiting]
+        self._waiting.clear()
+        self._running.clear()
+        self._ends.clear()
+        self._held = 0
+        return cut
+
+    def _admit(self) -> None:
+        fresh = []
+        while self._waiting and len(self._running) < self._cost.max_num_seqs:
+            job, context, cached = self._waiting[0]
+            if self._running and self._held + context >= self._room:
+                break
+            self._waiting.popleft()
+            seconds = self._cost.prefill_s(cached, context)
+            self.now_s += seconds
+            self.busy_s += seconds
+            self._running[self._num_admitted] = _Running(job, context, self._step)
+            left = job.context + job.num_new - context
+            heapq.heappush(self._ends, (self._step + left, self._num_admitted))
+            self._held += context
+            self._num_admitted += 1
+            fresh.append(job.uid)
+        if fresh:
+            first_s = self.now_s + self._cost.decode_s(len(self._running), self._held, 1)
+            for uid in fresh:
+                self.first_token_s.setdefault(uid, first_s)
+
+    def _steps_to_event(self) -> int:
+        """Steps to the next end of a sequence, or to a full KV cache."""
+        while self._ends[0][1] not in self._running:  # preempted since
+            heapq.heappop(self._ends)
+        return min(self._ends[0][0] - self._step, (self._cost.kv_capacity - self._held) // len(self._running))
+
+    def _decode(self, num_steps: int, seconds: float) -> None:
+        self.now_s += seconds
+        self.busy_s += seconds
+        self._step += num_steps
+        self._held += len(self._running) * num_steps
+
+    def _preempt(self) -> None:
+        """The latest goes back to the head of the queue; all its tokens will be prefilled again."""
+        _, latest = self._running.popitem()
+        context = latest.context + self._step - latest.since
+        self._held -= context
+        self._waiting.appendleft((latest.job, context, 0))
+        self.num_preempted += 1
+
+    def _end(self, ended: list[str]) -> None:
+        while self._ends and (self._ends[0][0] <= self._step or self._ends[0][1] not in self._running):
+            order = heapq.heappop(self._ends)[1]
+            if order in self._running:
+                done = self._running.pop(order)
+                self._held -= done.context + self._step - done.since
+                ended.append(done.job.uid)

@@ -1,0 +1,57 @@
+"""Length and outcome of a simulated completion: fixed functions of its uid, so that every schedule plays the same
+completions, and a fit of sigma moves every length smoothly."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+MEDIAN_TOKENS = 6665
+"""The median of the 792 completions of Qwen3-30B-A3B-Thinking-2507 on GPQA whose lengths the ML.ENERGY leaderboard
+publishes (two-GPU and one-GPU runs with 8 to 128 sequences; their log-lengths have a standard deviation of 0.67)."""
+
+_NORMAL = NormalDist()
+
+
+def uniforms(seed: int, uid: str) -> tuple[float, float]:
+    """Two independent numbers in (0, 1) that depend on seed and uid alone."""
+    digest = hashlib.blake2b(f"{seed}\x1f{uid}".encode(), digest_size=16).digest()
+    first, second = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
+    return (first + 0.5) / 2**64, (second + 0.5) / 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Log-normal lengths: median * exp(sigma * z), the same for every agent, independent of each other.
+
+    Independence makes groups wait longer than real ones do (the samples of one problem are alike in length).
+    """
+
+    sigma: float
+    median: float = MEDIAN_TOKENS
+    seed: int = 0
+
+    def tokens(self, uid: str) -> int:
+        """Whole length of a completion, at least 1; the global maximum is the player's business."""
+        z = _NORMAL.inv_cdf(uniforms(self.seed, uid)[0])
+        return max(1, round(self.median * math.exp(self.sigma * z)))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """Correctness of completions. A Verifier's is right if its verdict agrees with the truth about what it judged."""
+
+    solver_accuracy: float
+    verifier_agreement: float
+    seed: int = 0
+
+    def is_right(self, uid: str) -> bool:
+        agent = uid[uid.rindex("/") + 1 :]
+        share = self.verifier_agreement if agent.startswith("verifier") else self.solver_accuracy
+        return uniforms(self.seed, uid)[1] < share
+
+    def says_correct(self, uid: str) -> bool:
+        """The verdict of a Verifier's completion: its uid names the solution that it judged."""
+        return self.is_right(uid) == self.is_right(uid[: uid.rindex("/")])

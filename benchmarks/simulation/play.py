@@ -1,0 +1,196 @@
+"""Steps of the loop on the virtual clock: stages are played, the trainer takes its time, the weights travel.
+
+overlap 0:   rollout stage(s) | train | sync | rollout stage(s) | train | sync
+overlap 1:   rollout ...........................................................
+                      | train |sync          | train |sync                          engines pause for the sync only
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from marsrl.rollout.config import MOST_TOKENS, RolloutConfig
+from marsrl.rollout.player.stages import Stages, StepBatch
+from marsrl.rollout.types import Group
+from simulation.cost_model import Constants, CostModel
+from simulation.lengths import Lengths, Outcomes
+from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas, VirtualClock
+from simulation.simulated_team import last_token, problem_stream, simulated_team
+
+MAX_TOKENS = 65_536  # of a completion: 64k (MarsRL, UloRL)
+
+
+Pipeline = Literal["agentic", "trajectory"]
+StageSize = Literal["new", "total"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One simulated run. The trainer has as many GPUs as the engines: the same ones with overlap 0, its own with more."""
+
+    engines: int = 64
+    problems: int = 512
+    pipeline: Pipeline = "agentic"
+    segments: int = 1
+    overlap: int = 0
+    is_solver_only: bool = False
+    group_size: int = 8
+    stage_size: StageSize = "new"
+    steps: int = 3  # that are measured
+    warmup: int | None = None  # steps before them; default: until every agent of the first problems has played
+
+    @property
+    def warmup_steps(self) -> int:
+        if self.warmup is not None:
+            return self.warmup
+        if self.pipeline == "trajectory":
+            return 0
+        # A round of groups waits for its longest sample: about 0.8 of the segments that there may be (seen in runs of 24
+        # steps: samples a step stop growing there).
+        stages_a_round = max(1, round(0.8 * self.segments))
+        return self.segments if self.is_solver_only else 4 * stages_a_round + self.segments
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Means over the measured steps. idle_share: engine-seconds without any work; latency: from a sample's first token to
+    the end of the update that trains it; staleness: share of the trained samples, by versions."""
+
+    step_s: float
+    rollout_s: float
+    train_s: float
+    idle_share: float
+    samples_per_step: float
+    s_per_sample: float
+    gpu_s_per_sample: float
+    tokens_per_s: float
+    latency_mean_s: float
+    latency_p90_s: float
+    staleness: dict[int, float] = field(default_factory=dict)
+    stages_per_step: float = 1.0
+    preempted_per_step: float = 0.0
+
+    @property
+    def staleness_mean(self) -> float:
+        return sum(versions * share for versions, share in self.staleness.items())
+
+
+@dataclass(frozen=True)
+class Step:
+    """groups: trained by this step, under `version`. trained_s: when the update was done."""
+
+    groups: tuple[Group, ...]
+    version: int
+    rollout_s: float
+    train_s: float
+    trained_s: float
+    stages: int
+
+
+class Simulation:
+    """Stages with simulated engines; `step` plays, trains and publishes once."""
+
+    def __init__(self, setting: Setting, constants: Constants, lengths: Lengths, seed: int = 0) -> None:
+        self.cost = CostModel(constants)
+        self.clock = VirtualClock()
+        outcomes = Outcomes(constants.solver_accuracy, constants.verifier_agreement, lengths.seed)
+        self.replicas = SimulatedReplicas(
+            setting.engines, self.cost, lengths, lambda uid: last_token(outcomes, uid), self.clock
+        )
+        config = RolloutConfig(
+            engines=setting.engines,
+            prompts_per_step=setting.problems,
+            stage_size=setting.stage_size,
+            group_size=setting.group_size,
+            max_response_tokens=MAX_TOKENS // TOKEN_GRAIN,
+            segments=setting.segments,
+            pipeline=setting.pipeline,
+            overlap=setting.overlap,
+            max_unfinished=MOST_TOKENS,  # never reached, so that every row is given the same problems a step
+        )
+        team = simulated_team(self.replicas, constants, config, is_solver_only=setting.is_solver_only)
+        self.stages = Stages(config, team, problem_stream(), seed=seed)
+        self._is_beside = setting.overlap > 0
+        self.num_gpus = max(1, round(setting.engines * constants.gpus_per_engine))
+        self.version = 0
+
+    def step(self) -> Step:
+        """Until the new weights are with the engines."""
+        start = self.clock.now_s
+        batch = self._next_batch()
+        played_s = self.clock.now_s
+        lengths = [
+            (len(sample.prompt_ids) + len(sample.token_ids)) * TOKEN_GRAIN for g in batch.groups for sample in g.samples
+        ]
+        train_s = self.cost.train_s(lengths, self.num_gpus)
+        if self._is_beside:
+            self._play_until(played_s + train_s)
+            self.stages.rest()
+        self.clock.now_s = played_s + train_s
+        version, trained_s = self.version, self.clock.now_s
+        self.clock.now_s += self.cost.sync_s
+        self.version += 1
+        return Step(batch.groups, version, played_s - start, train_s, trained_s, int(batch.metrics["rollout/stages"]))
+
+    def _next_batch(self) -> StepBatch:
+        self.stages.resume({"main": self.version})
+        self.stages.want()
+        while (batch := self.stages.take()) is None:
+            self.stages.advance(math.inf)
+        return batch
+
+    def _play_until(self, end_s: float) -> None:
+        """The engines go on while the trainer works."""
+        while self.clock.now_s < end_s:
+            self.stages.player.submit()
+            if not self.stages.player.is_decoding:
+                break  # as far ahead as rollout.overlap allows
+            self.stages.absorb(self.stages.player.collect(end_s - self.clock.now_s))
+
+
+def play(setting: Setting, constants: Constants, lengths: Lengths) -> Outcome:
+    """Warm up, then measure `setting.steps` steps."""
+    simulation = Simulation(setting, constants, lengths)
+    replicas = simulation.replicas
+    for _ in range(setting.warmup_steps):
+        for group in simulation.step().groups:
+            for sample in group.samples:
+                del replicas.first_token_s[sample.uid]
+    begin, busy, decoded, preempted = (
+        simulation.clock.now_s,
+        replicas.busy_s,
+        replicas.decoded_tokens,
+        replicas.num_preempted,
+    )
+    steps, latencies = [], []
+    staleness: Counter[int] = Counter()
+    for _ in range(setting.steps):
+        step = simulation.step()
+        for group in step.groups:
+            for sample in group.samples:
+                latencies.append(step.trained_s - replicas.first_token_s.pop(sample.uid))
+                staleness[step.version - sample.oldest_version] += 1
+        steps.append(replace(step, groups=()))
+    elapsed, num_samples = simulation.clock.now_s - begin, len(latencies)
+    if not num_samples:
+        raise ValueError(f"no sample was trained in {setting.steps} steps of {setting}; measure more steps")
+    num_gpus = simulation.num_gpus * (2 if setting.overlap else 1)
+    return Outcome(
+        step_s=elapsed / setting.steps,
+        rollout_s=statistics.fmean(step.rollout_s for step in steps),
+        train_s=statistics.fmean(step.train_s for step in steps),
+        idle_share=1 - (replicas.busy_s - busy) / (setting.engines * elapsed),
+        samples_per_step=num_samples / setting.steps,
+        s_per_sample=elapsed / num_samples,
+        gpu_s_per_sample=elapsed * num_gpus / num_samples,
+        tokens_per_s=(replicas.decoded_tokens - decoded) / elapsed,
+        latency_mean_s=statistics.fmean(latencies),
+        latency_p90_s=statistics.quantiles(latencies, n=10)[-1] if num_samples > 1 else latencies[0],
+        staleness={versions: count / num_samples for versions, count in sorted(staleness.items())},
+        stages_per_step=statistics.fmean(step.stages for step in steps),
+        preempted_per_step=(replicas.num_preempted - preempted) / setting.steps,
+    )

@@ -1,0 +1,157 @@
+"""Engines without a model on a virtual clock, behind the project's own EnginePool.
+
+A token that the player sees stands for TOKEN_GRAIN real ones (its arrays would not fit into memory otherwise); the
+engines count real tokens. Nothing of the player, the pool or the team is replaced: only what an engine is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.pool.replicas import OnLost, Replicas, Timed, ignore_loss
+from marsrl.rollout.types import Finish
+from simulation.cost_model import CostModel
+from simulation.engine_timeline import EngineTimeline, Job
+from simulation.lengths import Lengths
+
+TOKEN_GRAIN = 128
+"""Real tokens that one simulated token stands for: 64k are 512, a length is off by less than 1.6% of 8k."""
+
+_TOGETHER_S = 1.0  # results that end this close together are collected at once
+
+
+@dataclass(slots=True)
+class VirtualClock:
+    now_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    request: DecodeRequest
+    left: int  # simulated tokens until the completion ends
+    version: int
+
+
+class SimulatedReplicas(Replicas):
+    """The engines of one policy. `collect` lasts until something ends.
+
+    lengths: whole lengths of completions, in real tokens. last_token: the final token of a finished one, by uid.
+    first_token_s: by uid, when its first token came; whoever reads it takes it out.
+    """
+
+    def __init__(
+        self, num_engines: int, cost: CostModel, lengths: Lengths, last_token: Callable[[str], int], clock: VirtualClock
+    ) -> None:
+        self.engines = [EngineTimeline(cost) for _ in range(num_engines)]
+        self.clock = clock
+        self.decoded_tokens = 0
+        self.first_token_s: dict[str, float] = {}
+        self._lengths, self._last_token = lengths, last_token
+        self._left: dict[str, int] = {}  # simulated tokens still to come, by uid of an unfinished completion
+        self._cached: dict[str, tuple[int, int]] = {}  # uid or affinity: (replica, version) that holds its prefix
+        self._under_way: list[dict[str, _UnderWay]] = [{} for _ in range(num_engines)]
+        self._aborted: dict[int, list[DecodeResult]] = {}
+        self._next_s = [math.inf] * num_engines  # when each engine's batch changes next
+
+    @property
+    def busy_s(self) -> float:
+        """Engine-seconds of work so far."""
+        return sum(engine.busy_s for engine in self.engines)
+
+    @property
+    def num_preempted(self) -> int:
+        return sum(engine.num_preempted for engine in self.engines)
+
+    def __len__(self) -> int:
+        return len(self.engines)
+
+    def call(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
+    ) -> dict[int, Timed]:
+        raise ValueError(f"simulated engines only decode: they hold no weights, and have no {method}")
+
+    def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
+        engine, now_s = self.engines[replica], self.clock.now_s
+        assert not engine.run(now_s), "what has ended is collected before more is submitted"
+        for request in requests:
+            left = self._left.pop(request.uid, None)
+            prefix = request.affinity if left is None else request.uid
+            if left is None:
+                left = -(-self._lengths.tokens(request.uid) // TOKEN_GRAIN)
+            context = len(request.token_ids) * TOKEN_GRAIN
+            # Other weights have another prefix cache. What runs meanwhile may push a waiting prefix out; that is ignored.
+            cached = context if self._cached.get(prefix) == (replica, version) else 0
+            self._cached[prefix] = (replica, version)
+            self._under_way[replica][request.uid] = _UnderWay(request, left, version)
+            num_new = min(left, request.max_new_tokens) * TOKEN_GRAIN
+            engine.add(Job(request.uid, context, cached, num_new), now_s)
+        self._next_s[replica] = engine.next_event_s()
+
+    def collect(self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True) -> list[tuple[int, Timed]]:
+        if self._aborted:
+            cut, self._aborted = self._aborted, {}
+            return [(replica, Timed(results, self.clock.now_s, self.clock.now_s)) for replica, results in cut.items()]
+        start = self.clock.now_s
+        limit = start + timeout_s
+        self.clock.now_s = min(limit, min(self._next_s) + _TOGETHER_S)
+        answers, last_s = [], start
+        for replica in busy:
+            ended: list[str] = []
+            while self._next_s[replica] <= self.clock.now_s:
+                last_s = max(last_s, self._next_s[replica])
+                ended += self.engines[replica].run(self.clock.now_s)
+                self._next_s[replica] = self.engines[replica].next_event_s()
+            if ended:
+                answers.append((replica, Timed(self._results(replica, ended), start, self.clock.now_s)))
+        if answers and min(self._next_s) == math.inf:
+            self.clock.now_s = last_s  # nothing else can end that soon
+        return answers
+
+    def abort(self, busy: Sequence[int]) -> None:
+        for replica in busy:
+            assert not self.engines[replica].run(self.clock.now_s), (
+                "what has ended is collected before the rest is aborted"
+            )
+            self._next_s[replica] = math.inf
+            results = []
+            for uid, decoded in self.engines[replica].abort():
+                results.append(self._result(replica, uid, decoded // TOKEN_GRAIN, is_cut=True))
+            self._aborted[replica] = results
+
+    def num_decoded(self) -> list[int]:
+        return [self.decoded_tokens] + [0] * (len(self.engines) - 1)
+
+    def close(self) -> None:
+        self._left.clear()
+
+    def _results(self, replica: int, ended: Sequence[str]) -> list[DecodeResult]:
+        results = []
+        for uid in ended:
+            under_way = self._under_way[replica][uid]
+            num_new = min(under_way.left, under_way.request.max_new_tokens)
+            results.append(self._result(replica, uid, num_new, is_cut=False))
+        return results
+
+    def _result(self, replica: int, uid: str, num_new: int, *, is_cut: bool) -> DecodeResult:
+        under_way = self._under_way[replica].pop(uid)
+        first_s = self.engines[replica].first_token_s.pop(uid, None)
+        if first_s is not None:  # it was admitted
+            self.first_token_s.setdefault(uid, first_s)
+        token_ids = np.zeros(num_new, np.int32)
+        is_whole = num_new == under_way.left and not is_cut
+        if is_whole:
+            token_ids[-1] = self._last_token(uid)
+            self._cached.pop(uid, None)
+            finish = Finish.STOP
+        else:
+            self._left[uid] = under_way.left - num_new
+            self._cached[uid] = (replica, under_way.version)
+            finish = Finish.UNFINISHED if is_cut else Finish.LENGTH
+        self.decoded_tokens += num_new * TOKEN_GRAIN
+        return DecodeResult(uid, token_ids, np.zeros(num_new, np.float32), finish, under_way.version)

@@ -1,0 +1,72 @@
+"""The team that a simulation plays: the project's Verifier-Corrector rules on texts that one token stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.config import AgentConfig, RolloutConfig
+from marsrl.rollout.orchestrations.solver import Solver
+from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.rewards.judge import known
+from marsrl.rollout.tasks.protocol import NumberedProblems
+from marsrl.rollout.team import Team, WatchedJudge
+from marsrl.rollout.types import IntArray, Message, Problem, Reward
+from simulation.cost_model import Constants
+from simulation.lengths import Outcomes
+from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas
+
+_TEXTS = ("", "\\boxed{7}", "\\boxed{8}", "Verdict: correct", "Verdict: wrong")  # by last token; 7 is always right
+
+
+def last_token(outcomes: Outcomes, uid: str) -> int:
+    """The token that stands for what the completion says."""
+    if uid[uid.rindex("/") + 1 :].startswith("verifier"):
+        return 3 if outcomes.says_correct(uid) else 4
+    return 1 if outcomes.is_right(uid) else 2
+
+
+@dataclass(frozen=True)
+class StandInRenderer:
+    """Prompts are as long as the constants say; a completion's text is what its last token stands for."""
+
+    constants: Constants
+    stop_ids: tuple[int, ...] = (1, 2, 3, 4)
+
+    def render(self, messages: Sequence[Message]) -> tuple[IntArray, str]:
+        # Solver: 1 turn; Verifier: instructions, solution; Corrector: problem, solution, report
+        num_shown = len(messages) - 1
+        tokens = self.constants.solver_prompt + num_shown * self.constants.shown_tokens
+        return np.zeros(-(-int(tokens) // TOKEN_GRAIN), np.int32), ""
+
+    def decode_all(self, completions: Sequence[IntArray]) -> list[str]:
+        return [_TEXTS[ids[-1]] if len(ids) else "" for ids in completions]
+
+
+def problem_stream(text: Callable[[int], str] = lambda n: "?", answer: str = "7") -> NumberedProblems:
+    """An endless stream of problems that differ in their ids. text: of the n-th, from 1."""
+    return NumberedProblems(lambda n: Problem(f"p{n + 1}", text(n + 1), answer, "math"))
+
+
+def judge(problem: Problem, answer: str) -> Future[Reward]:
+    """Takes no time: judges work while the engines decode."""
+    return known(_RIGHT if answer == problem.answer else _WRONG)
+
+
+_RIGHT, _WRONG = Reward(1.0, 1.0), Reward(0.0, 0.0)
+
+
+def simulated_team(
+    replicas: SimulatedReplicas, constants: Constants, rollout: RolloutConfig, *, is_solver_only: bool = False
+) -> Team:
+    kind = Solver if is_solver_only else VerifierCorrector
+    agents = {spec.name: AgentConfig() for spec in kind.agents}
+    renderer = cast(ChatRenderer, StandInRenderer(constants))
+    pool = EnginePool(replicas, slots=int(constants.max_num_seqs), clock=lambda: replicas.clock.now_s)
+    return Team(agents, kind(agents, "math", rollout=rollout), {"main": renderer}, {"main": pool}, WatchedJudge(judge))

@@ -1,0 +1,134 @@
+"""The simulated runs in their order: the fit and its predictions, the pipelines by segments, one axis at a time around them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+
+from simulation.calibrate import Fit, fit
+from simulation.cost_model import Constants
+from simulation.lengths import Lengths
+from simulation.play import Outcome, Pipeline, Setting, play
+
+PIPELINES: tuple[Pipeline, ...] = ("trajectory", "agentic")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The centre and the axes through it. The reference is trajectory with 1 segment, ours agentic with 4."""
+
+    engines: int = 64
+    problems: int = 512
+    group_size: int = 4  # half of the papers' 8, so that the whole grid takes minutes: 36 samples a problem, not 72
+    segments: tuple[int, ...] = (1, 2, 4)
+    overlap_at: tuple[int, int] = (8, 64)  # (engines, problems): as much work for an engine as in the centre
+    engine_axis: tuple[int, ...] = (8, 64, 512)
+    problem_axis: tuple[int, ...] = (128, 512)
+
+
+FULL = Grid(segments=(1, 2, 4, 8), problem_axis=(128, 512, 4096))
+"""With the settings that take two thirds of the time."""
+
+
+def scaled_grid(grid: Grid, divisor: int) -> Grid:
+    """Everything by `divisor` smaller, with as much work for each engine: less time, and more noise."""
+
+    def less(value: int) -> int:
+        return max(1, value // divisor)
+
+    return replace(
+        grid,
+        engines=less(grid.engines),
+        problems=less(grid.problems),
+        engine_axis=tuple(map(less, grid.engine_axis)),
+        problem_axis=tuple(map(less, grid.problem_axis)),
+        overlap_at=(min(less(grid.engines), grid.overlap_at[0]), min(less(grid.problems), grid.overlap_at[1])),
+    )
+
+
+@dataclass
+class Study:
+    """Everything that was found. rows: outcome by setting; cpu_s: CPU seconds by row name."""
+
+    constants: Constants
+    fitted: Fit
+    rows: dict[Setting, Outcome] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+    def ratio(self, engines: int, problems: int) -> float:
+        """Time per trained sample, trajectory with 1 segment over agentic with 4."""
+        slow, fast = (self.rows[of(engines, problems)] for of in (reference, ours))
+        return slow.s_per_sample / fast.s_per_sample
+
+
+def reference(engines: int, problems: int) -> Setting:
+    return Setting(engines, problems, "trajectory", 1, group_size=Grid.group_size)
+
+
+def ours(engines: int, problems: int) -> Setting:
+    return Setting(engines, problems, "agentic", 4, group_size=Grid.group_size)
+
+
+def central(grid: Grid, pipeline: Pipeline, segments: int) -> Setting:
+    return Setting(grid.engines, grid.problems, pipeline, segments, group_size=Grid.group_size)
+
+
+def settings(grid: Grid) -> list[Setting]:
+    """Every run once, the centre first."""
+    places = [(grid.engines, grid.problems)]
+    places += [(engines, grid.problems) for engines in grid.engine_axis]
+    places += [(grid.engines, problems) for problems in grid.problem_axis]
+    found = [central(grid, pipeline, segments) for pipeline in PIPELINES for segments in grid.segments]
+    found += [setting for place in places for setting in (reference(*place), ours(*place))]
+    return list(dict.fromkeys([*found, *(overlapped(grid, overlap) for overlap in (0, 1))]))
+
+
+def overlapped(grid: Grid, overlap: int) -> Setting:
+    """Agentic with 4 segments, twice the warm-up and more steps: batches of overlapping stages vary more."""
+    setting = ours(*grid.overlap_at)
+    return replace(setting, overlap=overlap, warmup=2 * setting.warmup_steps, steps=8)
+
+
+def begin_study() -> Study:
+    """With sigma fitted."""
+    constants, begin = Constants(), time.process_time()
+    return Study(constants, fit(constants), cpu_s={"fit": time.process_time() - begin})
+
+
+def add_rows(study: Study, grid: Grid, say: Callable[[str], None], workers: int) -> None:
+    """Every setting of the grid, the largest first; `say` gets a line after each."""
+    work = sorted(settings(grid), key=_size, reverse=True)
+    timed = partial(_timed, study.constants, Lengths(study.fitted.sigma))
+    # forked: a child has this checkout's modules already, wherever they were imported from
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+        for setting, (outcome, cpu_s) in zip(work, pool.map(timed, work), strict=True):
+            study.rows[setting] = outcome
+            study.cpu_s[name(setting)] = cpu_s
+            say(f"{name(setting)}: {outcome.s_per_sample:.3f} s a sample ({cpu_s:.1f} s of CPU)")
+    study.rows = {setting: study.rows[setting] for setting in settings(grid)}
+
+
+def _size(setting: Setting) -> int:
+    """About how much work a simulation of it is."""
+    return setting.problems * (setting.warmup_steps + setting.steps) * (5 if setting.pipeline == "trajectory" else 1)
+
+
+def _timed(constants: Constants, lengths: Lengths, setting: Setting) -> tuple[Outcome, float]:
+    """The garbage collector is off: samples hold no cycles, and looking for some among millions takes a third of the time."""
+    begin = time.process_time()
+    gc.disable()
+    try:
+        return play(setting, constants, lengths), time.process_time() - begin
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+def name(setting: Setting) -> str:
+    overlap = f", overlap {setting.overlap}" if setting.overlap else ""
+    return f"{setting.pipeline} x{setting.segments}{overlap}, {setting.engines} engines, {setting.problems} problems"

@@ -1,0 +1,102 @@
+"""pack, kept_rows: what a forward pass over sequences laid end to end reads, and the rows of it that are trained.
+
+token   a0 a1 a2 | b0 b1 b2 b3 |            the prompts a0, b0 b1 were given, the rest was sampled
+target  a1 a2 -  | b1 b2 b3 -  |            a position predicts the token behind it, the last one of a sequence none
+mask     x  x    |     x  x    |            where that token was sampled
+row      0  1          4  5                 kept_rows(mask)
+
+Whole-array operations of PyTorch, on a device too: there the host waits for nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad as pad_end
+
+from marsrl.kernels.checks import INTEGERS, check, check_cu_seqlens, kept_first, sequence_of_tokens
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Inputs and targets of T positions, all [T].
+
+    token_ids int64. position_ids int64: from 0 in every sequence. targets int64: the next token of the sequence, 0 where
+    there is none. mask bool: that token was sampled. logprobs, weights float32: of that token, 0 where the mask is off;
+    None where not given.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    mask: Tensor
+    logprobs: Tensor | None
+    weights: Tensor | None
+
+
+def pack(
+    token_ids: Tensor,
+    is_sampled: Tensor,
+    cu_seqlens: Tensor,
+    num_tokens: int,
+    *,
+    logprobs: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Packed:
+    """Flat arrays of tokens as the positions that predict them; the one place where the target shift is made.
+
+    Args:
+        token_ids: [N] int, the tokens of all sequences end to end.
+        is_sampled: [N] bool, whether the policy chose the token: not of a prompt, not a tool's.
+        cu_seqlens: [S+1] int, from 0 to num_tokens; positions behind the N-th are padding, of the last sequence.
+        num_tokens: T, at least N. The host waits for nothing.
+        logprobs, weights: [N] float32, of the tokens; not read where is_sampled is off.
+
+    Raises:
+        ValueError: names the argument, what was found and what was expected.
+    """
+    check("pack", "token_ids", token_ids, (None,), INTEGERS)
+    num_given, device = token_ids.shape[0], token_ids.device
+    if num_tokens < num_given:
+        raise ValueError(f"pack: num_tokens is {num_tokens}, expected at least the {num_given} of token_ids")
+    check("pack", "is_sampled", is_sampled, (num_given,), (torch.bool,), device)
+    check_cu_seqlens("pack", cu_seqlens, num_tokens, device)
+    for name, values in (("logprobs", logprobs), ("weights", weights)):
+        if values is not None:
+            check("pack", name, values, (num_given,), (torch.float32,), device)
+    sequence_of = sequence_of_tokens(cu_seqlens, num_tokens)
+    is_last = torch.ones(num_tokens, dtype=torch.bool, device=device)
+    is_last[:-1] = sequence_of[1:] != sequence_of[:-1]
+
+    def padded(values: Tensor) -> Tensor:
+        return pad_end(values, (0, num_tokens - values.numel()))
+
+    def of_next(values: Tensor) -> Tensor:
+        return padded(values).roll(-1).masked_fill(is_last, 0)
+
+    def where_masked(values: Tensor | None) -> Tensor | None:
+        return None if values is None else torch.where(mask, of_next(values), 0)
+
+    token_ids, mask = token_ids.long(), of_next(is_sampled)
+    places = torch.arange(num_tokens, device=device) - cu_seqlens.long()[sequence_of]
+    return Packed(padded(token_ids), places, of_next(token_ids), mask, where_masked(logprobs), where_masked(weights))
+
+
+def kept_rows(mask: Tensor, *, num_kept: int | None = None) -> Tensor:
+    """[K] int64: where mask [T] bool is set, ascending.
+
+    num_kept: K, where the host knows it. None: counted, for which the host waits where mask is on a device. On a device
+    it is taken at its word: spare rows are -1.
+
+    Raises:
+        ValueError: names the argument, what was found and what was expected.
+    """
+    check("kept_rows", "mask", mask, (None,), (torch.bool,))
+    if num_kept is None or mask.device.type == "cpu":
+        found = int(mask.sum())
+        if num_kept is not None and num_kept != found:
+            raise ValueError(f"kept_rows: num_kept is {num_kept}, expected {found}, the number of set elements of mask")
+        num_kept = found
+    number, tokens = kept_first(mask)
+    rows = pad_end(tokens[:num_kept], (0, max(0, num_kept - tokens.numel())), value=-1)
+    return torch.where(torch.arange(num_kept, device=mask.device) < number, rows, -1)

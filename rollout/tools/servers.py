@@ -1,0 +1,191 @@
+"""The tools that ask a server: a retrieval server as Search-R1 and Dr. MAS do, or Google and its Scholar by SerpApi's protocol.
+
+    POST url  {"queries": [query], "query": query, "topk": 3, "return_scores": true}
+    200       {"result": [[{"document": {"id": ..., "contents": "\"Title\"\ntext"}, "score": 12.3}, ...]]}
+
+Search-R1's server reads `queries`, Dr. MAS's `query`; both leave out what they do not know.
+
+    GET base_url/search.json?engine=google&q=...&num=10&api_key=...
+    200 {"organic_results": [{"title": ..., "link": ..., "snippet": ...}, ...]}
+
+of scholar (engine=google_scholar) also "publication_info": {"summary": ...} and "inline_links": {"cited_by": {"total": 12}}. A
+search that succeeded may have no organic_results, because Google found nothing or shows other boxes alone, and a result no title.
+The key travels in the address, because the protocol has no other place for it. It is in nothing that is logged or kept: where the
+server's own words repeat it, it is taken out of them.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json, read_key
+from marsrl.rollout.tools.config import HttpSearch, SerpApiScholar, SerpApiSearch, ServerLimits
+from marsrl.rollout.tools.documents import Document, from_contents, said_of, shown
+from marsrl.rollout.tools.protocol import WAITED, ReadPages, ToolError, query_arguments
+
+_NOTHING = "hasn't returned any results"  # what such a server calls an error
+_PAGE = 10  # results of a page of Google's; asked for fewer, such a server now and then says that there are none
+_MARKUP = re.compile(r"</?(?:a|b|br|em|font|i|mark|p|span|strong|sub|sup|u|wbr)(?:\s[^<>]*)?/?>", re.IGNORECASE)
+
+
+class _ServerSearch:
+    """{"query": text} or {"queries": [texts]} -> what is found for each, a request a query, in turn.
+
+    A ToolError where the server has no answer to one of them.
+    """
+
+    argument = "query"
+    is_deterministic = True  # a corpus does not change while a run lasts, and what was asked once is not paid for again
+
+    def __init__(
+        self, name: str, url: str, options: ServerLimits, kind: str, secret: Mapping[str, str] | None = None
+    ) -> None:
+        """Nothing is sent yet. kind: what an agent reads a result is called."""
+        self.name, self._url, self._kind = name, url, kind
+        self._line = HttpLine(
+            url,
+            f"tools.{name}.",
+            concurrency=2 * options.concurrency,  # a call that was given up may still hold its own
+            timeout_s=options.request_timeout_s,
+            retries=options.retries,
+            backoff_s=options.backoff_s,
+            max_response_kib=options.max_response_kib,
+            secret=secret,
+            timeout_key="request_timeout_s",
+        )
+
+    def run(self, arguments: Mapping[str, object]) -> str | list[str]:
+        try:
+            # a lone surrogate stands in no address, and servers differ about it
+            queries = [each.encode("utf-8", "replace").decode("utf-8") for each in query_arguments(arguments)]
+            found = self._found(queries)
+        except Refused as error:
+            raise ToolError(self._line.hide(f"{self._url}: {error}")) from None
+        said = shown(found, self._kind)
+        return said if isinstance(said, str) else [self._line.hide(part) for part in said]
+
+    def close(self) -> None:
+        """Searches under way fail; may be called twice."""
+        self._line.cut()
+
+    def _found(self, queries: Sequence[str]) -> list[Document]:
+        return [document for query in queries for document in self._search(query, random.Random(query))]
+
+    def _search(self, query: str, jitter: random.Random) -> list[Document]:
+        raise NotImplementedError
+
+
+class Retrieval(_ServerSearch):
+    """The top_k documents of each query."""
+
+    def __init__(self, options: HttpSearch) -> None:
+        self._top_k = options.top_k
+        super().__init__("search", options.url, options, "Doc")
+
+    def _search(self, query: str, jitter: random.Random) -> list[Document]:
+        asked = {"queries": [query], "query": query, "topk": self._top_k, "return_scores": True}
+        return self._line.post(json.dumps(asked).encode(), self._documents, jitter)
+
+    def _documents(self, answer: bytes) -> list[Document]:
+        value = read_json(answer)
+        results = value.get("result") if isinstance(value, dict) else None
+        if not isinstance(results, list) or len(results) != 1 or not isinstance(results[0], list):
+            raise Refused(f"expected `result`, a list of one list of documents, found {excerpt(value)}")
+        return [_document(each) for each in results[0][: self._top_k]]
+
+
+def _document(found: object) -> Document:
+    """With return_scores it is {"document": ..., "score": ...}; a server may leave the score out, as where it is not asked."""
+    document = found.get("document", found) if isinstance(found, dict) else None
+    contents = document.get("contents") if isinstance(document, dict) else None
+    if not isinstance(document, dict) or not isinstance(contents, str):
+        raise Refused(f"expected a document with `contents`, found {excerpt(found)}")
+    return from_contents(str(document.get("id", "")), contents.encode("utf-8", "replace").decode("utf-8"))
+
+
+class SerpApi(_ServerSearch):
+    """The top_k results of each query, with the text of their pages where options.read_pages says so."""
+
+    def __init__(self, name: str, options: SerpApiSearch, read_pages: ReadPages) -> None:
+        """Raises ValueError where the variable that options.api_key_env names is not set."""
+        self._top_k, self._is_scholar = options.top_k, isinstance(options, SerpApiScholar)
+        self._read_pages = read_pages if options.read_pages else None
+        self._timeout_s = options.timeout_s
+        secret = {"api_key": read_key(options.api_key_env, f"tools.{name}.api_key_env")}
+        kind = "Paper" if self._is_scholar else "Doc"
+        super().__init__(name, f"{options.base_url}/search.json", options, kind, secret)
+
+    def _found(self, queries: Sequence[str]) -> list[Document]:
+        pages_end = time.monotonic() + WAITED * self._timeout_s
+        found = super()._found(queries)
+        return (
+            found if self._read_pages is None else _with_bodies(found, self._read_pages, pages_end - time.monotonic())
+        )
+
+    def _search(self, query: str, jitter: random.Random) -> list[Document]:
+        engine = "google_scholar" if self._is_scholar else "google"
+        asked = {"engine": engine, "q": query, "num": str(max(_PAGE, self._top_k))}
+        return self._line.get(asked, self._results, jitter)
+
+    def _results(self, answer: bytes) -> list[Document]:
+        value = read_json(answer)
+        if not isinstance(value, dict):
+            raise Refused(f"expected an object with `organic_results`, found {excerpt(value)}")
+        results, error = value.get("organic_results"), value.get("error")
+        has_succeeded = error is None and _below(value.get("search_metadata"), "status") == "Success"
+        if results is None and (has_succeeded or (isinstance(error, str) and _NOTHING in error)):
+            return []
+        if not isinstance(results, list):
+            raise Refused(f"expected `organic_results`, a list, found {excerpt(error or value)}")
+        return [self._document(each) for each in results if _text(each, "title")][: self._top_k]
+
+    def _document(self, result: object) -> Document:
+        title, link, snippet = (_text(result, key) for key in ("title", "link", "snippet"))
+        if not self._is_scholar:
+            return Document(link, title, f"{link}\n{snippet}".strip())
+        fields = {
+            "Published": _text(_below(result, "publication_info"), "summary") or None,
+            "Citations": _below(_below(_below(result, "inline_links"), "cited_by"), "total"),
+            "Abstract": snippet or None,
+        }
+        if not isinstance(fields["Citations"], int | None):
+            raise Refused(f"expected `cited_by` with a number `total`, found {excerpt(result)}")
+        return Document(link, title, said_of(fields))
+
+
+def _with_bodies(found: Sequence[Document], read_pages: ReadPages, wait_s: float) -> list[Document]:
+    """Each result once, with the text of its page behind its snippet, or why there is none. wait_s: for all of them."""
+    links = {document.id: document for document in reversed(found) if document.id}
+    pages = dict(zip(links, read_pages(list(links), max(0.0, wait_s)), strict=True))
+    bodies = {
+        link: f"(Its page cannot be read: {page.text.removeprefix('error: ')})" if page.is_error else page.text
+        for link, page in pages.items()
+    }
+    return [
+        replace(document, text=f"{document.text}\n{bodies[document.id]}") if document.id else document
+        for document in found
+        if links.get(document.id, document) is document
+    ]
+
+
+def _below(value: object, key: str) -> object:
+    """value[key]; None where either is not there."""
+    if value is not None and not isinstance(value, dict):
+        raise Refused(f"expected an object with `{key}`, found {excerpt(value)}")
+    return None if value is None else value.get(key)
+
+
+def _text(value: object, key: str) -> str:
+    """The text of this key without a page's markup; "" where it is not there."""
+    found = _below(value, key)
+    if not isinstance(found, str | None):
+        raise Refused(f"expected a text `{key}`, found {excerpt(value)}")
+    # first the tags: those that are written out are the page's own words
+    plain = html.unescape(_MARKUP.sub("", found or ""))
+    return plain.encode("utf-8", "replace").decode("utf-8")

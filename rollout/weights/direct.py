@@ -1,0 +1,391 @@
+"""sync.backend=nccl and ipc: every rank sends its own part of the weights straight to the engines' tensors, without files.
+
+    rank 0            agree -> plans to the engines -> (engines receive | all ranks send) -> sums of all ranks -> checksums
+    other ranks       agree ................................................ send ........... sums
+    engine shard                                       WeightReceiver.receive: bucket after bucket to its place
+
+Who sends which bucket when: layout.py. No rank gathers anything: it packs what it holds, one bucket at a time. With CUDA
+IPC the rank on an engine's GPU (its relay) also takes the others' buckets for that engine, one at a time, into the buffer
+that both map. What an engine must hold in the end is known without putting it together: each rank adds up its parts'
+share of every checksum.
+
+Where an engine is lost on the way the transfer is over for all: it is replaced, everybody connects anew, and everything is
+sent again. Ranks never take back what they send to each other: relays take the rest of the buckets, and drop them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.weights.checksum import ShardSums
+from marsrl.rollout.weights.connections import (
+    Connection,
+    ConnectionKind,
+    GroupConnection,
+    Rendezvous,
+    SharedBuffer,
+    TransferBroken,
+    TransferStore,
+    relay_ranks,
+    site_of,
+)
+from marsrl.rollout.weights.layout import (
+    Box,
+    EngineShard,
+    Piece,
+    ShardLayout,
+    WeightBucket,
+    as_matrix,
+    plan_buckets,
+    plan_pieces,
+    shard_layout,
+)
+
+# The engine's end.
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivePlan:
+    """The buckets that one shard of an engine receives, in order, and where from.
+
+    It goes to its engine with every version, encoded once (WeightUpdate.receive_plans). number: of the shard among those of
+    all engines. hf_shapes: of the whole model.
+    """
+
+    rendezvous: Rendezvous
+    number: int
+    shard: EngineShard
+    hf_shapes: Mapping[str, tuple[int, ...]]
+    buckets: tuple[WeightBucket, ...]
+
+
+class WeightReceiver:
+    """One engine shard's connection to the trainer, opened by the first plan of a session.
+
+    receiver = WeightReceiver(device)
+    receiver.receive(plan, {"model.layers.0.self_attn.qkv_proj.weight": tensor, ...}.get)     # the same call for every version
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._connection: Connection | None = None
+        self._session = ""
+
+    @torch.no_grad()
+    def receive(self, plan: ReceivePlan, target: Callable[[str], Tensor | None]) -> Mapping[str, tuple[int, ...]]:
+        """Receive every bucket of the plan and write it to the targets: {fused tensor: shape} of what is there then.
+
+        target: the tensor of a fused name, which may hold more rows (padding) than is sent.
+
+        Raises:
+            ValueError: a target is missing or has another shape; nothing was received then.
+            TransferBroken: the transfer was given up; the targets are a mix of two versions.
+        """
+        layout, targets = shard_layout(plan.hf_shapes, plan.shard), {}
+        for name, shape in layout.shapes.items():
+            tensor = target(name)
+            held = None if tensor is None else tuple(tensor.shape)
+            if tensor is None or held is None or held[1:] != shape[1:] or held[0] < shape[0]:
+                raise ValueError(f"weight sync: {name} is to be {shape}, and the engine holds {held}")
+            targets[name] = as_matrix(tensor)
+        try:
+            connection = self._opened(plan)
+            for bucket in plan.buckets:
+                flat, at = connection.receive(bucket.source, bucket.num_elements), 0
+                for piece in bucket.pieces:
+                    rows, cols = piece.box.shape
+                    values = flat[at : at + rows * cols].view(rows, cols)
+                    at += values.numel()
+                    col, places = layout.placed(piece.name, piece.box)
+                    for place in places:
+                        targets[place.fused][place.row : place.row + rows, col : col + cols].copy_(values)
+                connection.release()
+        except BaseException:
+            self.close(is_broken=True)
+            raise
+        return layout.shapes
+
+    def close(self, *, is_broken: bool = False) -> None:
+        """Give the connection up; the next plan opens another."""
+        if self._connection is not None:
+            self._connection.close(is_broken=is_broken)
+        self._connection, self._session = None, ""
+
+    def _opened(self, plan: ReceivePlan) -> Connection:
+        rendezvous = plan.rendezvous
+        if self._connection is None or self._session != rendezvous.session:
+            self.close(is_broken=True)  # another session: somebody of the old one is gone
+            store = TransferStore(rendezvous)
+            if rendezvous.kind == "nccl":
+                self._connection = GroupConnection(store, rendezvous.num_ranks + plan.number, self._device)
+            else:
+                self._connection = SharedBuffer(store, plan.number, self._device, is_relay=False)
+            self._session = rendezvous.session
+        return self._connection
+
+
+# The trainer's end.
+
+
+class HeldWeights(Protocol):
+    """A trainer rank's part of the weights (Learner.held)."""
+
+    @property
+    def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every HF tensor of the model."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def boxes_of_ranks(self) -> Sequence[Mapping[str, Box]]:
+        """For each rank {HF name: the part of that tensor which it holds}."""
+
+    def matrix(self, name: str) -> Tensor:
+        """This rank's box of an HF tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The trainer's ranks, as one of them sees them. broadcast: rank 0's bytes, on every rank; gather: everybody's."""
+
+    rank: int
+    size: int
+    broadcast: Callable[[bytes | None], bytes]
+    gather: Callable[[bytes], list[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreement:
+    """Rank 0's word to the others. shards: of all engines, one engine after the other."""
+
+    rendezvous: Rendezvous
+    shards: tuple[EngineShard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """One rank's share of the checksums' sums, by distinct shard; has_all: nothing is missing of what it sent."""
+
+    totals: list[dict[str, int]]
+    has_all: bool
+
+
+class DirectSender(ABC):
+    """One rank's end of transfers to engines. Made and used on all ranks together.
+
+    sender.agree(held, shards)      whenever the engines are others than before, or a transfer has broken
+    sender.plans                    rank 0 hands them to the engines: the encoded ReceivePlan of each shard
+    expected = sender.send(held)    {fused tensor: checksum} of each shard, when all have theirs
+    """
+
+    kind: ClassVar[ConnectionKind]
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        dtype: torch.dtype,
+        *,
+        bucket_bytes: int = 256 << 20,
+        timeout_s: float = 600.0,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """host: rank 0's address, as engines reach it; of rank 0. timeout_s: a wait that takes longer ends the transfer."""
+        self._ranks, self._dtype = ranks, dtype
+        self._max_elements = max(1, bucket_bytes // dtype.itemsize)  # of a bucket
+        self._timeout_s, self._host = timeout_s, host
+        self.plans: list[bytes] = []
+        self._shards: tuple[EngineShard, ...] = ()
+        self._layouts: dict[EngineShard, ShardLayout] = {}
+        self._store: TransferStore | None = None
+        self._connections: dict[int, Any] = {}
+        self._is_broken = False
+        self._pieces: list[Piece] = []
+        self._buckets: list[WeightBucket] = []
+        self._buffer: Tensor | None = None
+
+    def agree(self, held: HeldWeights, shards: Sequence[EngineShard] = ()) -> None:
+        """Make the same plan on all ranks. Collective. shards: of all engines, on rank 0; none: as before.
+
+        Raises:
+            ValueError: the ranks' parts do not cover what an engine needs, or a bucket is smaller than a row.
+        """
+        told, server = None, None
+        if self._ranks.rank == 0:
+            told = b""
+            if shards:
+                timeout = timedelta(seconds=self._timeout_s)
+                server = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+                rendezvous = Rendezvous(
+                    secrets.token_hex(8), self._host, server.port, self.kind, self._ranks.size, len(shards),
+                    str(self._dtype).removeprefix("torch."), self._max_elements, self._timeout_s,
+                )  # fmt: skip
+                told = encode(_Agreement(rendezvous, tuple(shards)))
+        told = self._ranks.broadcast(told)
+        if not told:
+            return
+        self.close(is_broken=True)
+        agreement = decode(_Agreement, told)
+        rendezvous, self._shards = agreement.rendezvous, agreement.shards
+        self._store, self._is_broken = TransferStore(rendezvous, server), False
+        self._layouts = {shard: shard_layout(held.hf_shapes, shard) for shard in dict.fromkeys(self._shards)}
+        self._pieces = plan_pieces(held.boxes_of_ranks(), [self._layouts[shard].needs for shard in self._shards])
+        self._buckets = plan_buckets(self._pieces, self._ranks.size, self._max_elements)
+        if self._ranks.rank == 0:
+            buckets_to: list[list[WeightBucket]] = [[] for _ in self._shards]
+            for bucket in self._buckets:
+                buckets_to[bucket.target].append(bucket)
+            self.plans = [
+                encode(ReceivePlan(rendezvous, number, shard, held.hf_shapes, tuple(buckets_to[number])))
+                for number, shard in enumerate(self._shards)
+            ]
+
+    def give_up(self, reason: str) -> None:
+        """Any rank, in any thread: nobody waits for the engines any more."""
+        assert self._store is not None, "agree comes first"
+        self._store.give_up(reason)
+
+    @torch.no_grad()
+    def send(self, held: HeldWeights) -> list[dict[str, int]]:
+        """Send this rank's part of every bucket; {fused tensor: checksum} that each engine shard must report; nothing where
+        the transfer has broken. Collective."""
+        assert self._store is not None, "agree comes first"
+        with torch.cuda.device(held.device) if held.device.type == "cuda" else contextlib.nullcontext():
+            try:
+                with self._unless_broken():
+                    self._connect(self._store, held.device)
+                for bucket in self._buckets:
+                    self._pass_on(bucket, held)
+            except BaseException:
+                self.close(is_broken=True)
+                raise
+            return self._expected(held)
+
+    def close(self, *, is_broken: bool = False) -> None:
+        """Leave the connections; may be called twice. is_broken: end what is under way first."""
+        for connection in self._connections.values():
+            connection.close(is_broken=is_broken)
+        self._connections.clear()
+        self._store, self._buffer = None, None
+
+    @abstractmethod
+    def _connect(self, store: TransferStore, device: torch.device) -> None:
+        """Meet the engines, which do the same; does nothing after the first time."""
+
+    @abstractmethod
+    def _pass_on(self, bucket: WeightBucket, held: HeldWeights) -> None:
+        """This rank's part in getting a bucket to its engine shard."""
+
+    @contextlib.contextmanager
+    def _unless_broken(self) -> Iterator[None]:
+        """The body ends where the transfer has broken: engines get nothing more."""
+        try:
+            yield
+        except TransferBroken:  # the engines say why
+            self._is_broken = True
+
+    def _packed(self, bucket: WeightBucket, held: HeldWeights, flat: Tensor | None = None) -> Tensor:
+        """[bucket.num_elements], the bucket's pieces in the engines' dtype; in `flat`, or in this rank's buffer."""
+        if flat is None:
+            if self._buffer is None:
+                longest = max(each.num_elements for each in self._buckets if each.source == self._ranks.rank)
+                self._buffer = torch.empty(longest, dtype=self._dtype, device=held.device)
+            flat = self._buffer[: bucket.num_elements]
+        at = 0
+        for piece in bucket.pieces:
+            values = self._part(piece, held)
+            flat[at : at + values.numel()].view(values.shape).copy_(values)
+            at += values.numel()
+        return flat
+
+    def _part(self, piece: Piece, held: HeldWeights) -> Tensor:
+        """The piece's numbers [rows, columns], in the trainer's memory."""
+        own, box = held.boxes_of_ranks()[self._ranks.rank][piece.name], piece.box
+        return held.matrix(piece.name)[
+            box.row - own.row : box.row_end - own.row, box.col - own.col : box.col_end - own.col
+        ]
+
+    def _expected(self, held: HeldWeights) -> list[dict[str, int]]:
+        """The checksums of all shards. Equal shards hold the same, so what goes to the first of them is added up."""
+        sums = {shard: ShardSums(layout, self._dtype) for shard, layout in self._layouts.items()}
+        for piece in self._pieces:
+            shard = self._shards[piece.target]
+            if piece.source == self._ranks.rank and self._shards.index(shard) == piece.target:
+                sums[shard].add(piece.name, piece.box, self._part(piece, held))
+        mine = _Sent([each.totals for each in sums.values()], not self._is_broken)
+        told = [decode(_Sent, each) for each in self._ranks.gather(encode(mine))]
+        if not all(each.has_all for each in told):
+            return []
+        for number, others in enumerate(told):
+            if number != self._ranks.rank:
+                for each, totals in zip(sums.values(), others.totals, strict=True):
+                    each.merge(totals)
+        checksums = {shard: each.checksums() for shard, each in sums.items()}
+        return [checksums[shard] for shard in self._shards]
+
+
+class GroupSender(DirectSender):
+    """From every rank to every engine shard, over a process group of all of them; without CUDA it is gloo's."""
+
+    kind = "nccl"
+
+    def _connect(self, store: TransferStore, device: torch.device) -> None:
+        if not self._connections:
+            self._connections[0] = GroupConnection(store, self._ranks.rank, device)
+
+    def _pass_on(self, bucket: WeightBucket, held: HeldWeights) -> None:
+        if bucket.source == self._ranks.rank and not self._is_broken:
+            with self._unless_broken():
+                self._connections[0].send(self._packed(bucket, held), bucket.target)
+
+
+class SharedSender(DirectSender):
+    """Through memory that an engine shard shares with the rank on its GPU, its relay; without CUDA it is a file's."""
+
+    kind = "ipc"
+    _relays: Sequence[int] = ()  # the rank of each shard; none: the transfer has broken before it was known
+
+    def close(self, *, is_broken: bool = False) -> None:
+        super().close(is_broken=is_broken)
+        self._relays = ()
+
+    def _connect(self, store: TransferStore, device: torch.device) -> None:
+        if self._relays:
+            return
+        ranks = [told.decode() for told in self._ranks.gather(site_of(device).encode())]
+        told = None
+        if self._ranks.rank == 0:  # one rank asks, so that all know the same
+            told = b""
+            with self._unless_broken():
+                told = "\n".join(store.get(f"site{shard}") for shard in range(len(self._shards))).encode()
+        self._relays = relay_ranks(ranks, self._ranks.broadcast(told).decode().splitlines())
+        for target, relay in enumerate(self._relays):
+            if relay == self._ranks.rank:
+                self._connections[target] = SharedBuffer(store, target, device, is_relay=True)
+
+    def _pass_on(self, bucket: WeightBucket, held: HeldWeights) -> None:
+        if not self._relays:
+            return
+        relay = self._relays[bucket.target]
+        if relay == self._ranks.rank:
+            shared = self._connections[bucket.target]
+            slot = shared.slot(bucket.num_elements)
+            if bucket.source == self._ranks.rank:
+                self._packed(bucket, held, slot)
+            else:
+                dist.recv(slot.view(torch.uint8), bucket.source)
+            if not self._is_broken:
+                with self._unless_broken():
+                    shared.hand_over()
+        elif bucket.source == self._ranks.rank:
+            dist.send(self._packed(bucket, held).view(torch.uint8), relay)

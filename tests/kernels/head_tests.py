@@ -1,0 +1,280 @@
+"""Tests that every implementation of the fused heads must pass, at sizes that it bears."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from fused_head import (
+    Arguments,
+    arguments_for,
+    compare_logprob,
+    compare_policy_loss,
+    forced,
+    head_case,
+    in_double,
+    linear_policy_loss,
+    run_policy_loss,
+    support_of,
+    with_exact_logits,
+)
+from policy_cases import OBJECTIVES
+from torch import Tensor
+
+from marsrl.kernels import PolicyObjective, linear_logprob
+from marsrl.kernels.head import chunked_head
+from marsrl.kernels.head.gemms import HeadGemms
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+PLAIN = PolicyObjective(mpt_probability=None)
+
+
+def use_device_chunks(rows: int, patch: pytest.MonkeyPatch, vocab: int) -> None:
+    """A device makes so many rows of its product at a time; gradients of two chunks wait for the backward GEMMs."""
+    row_bytes = 4 * (-(-vocab // chunked_head.COLUMN_MULTIPLE) * chunked_head.COLUMN_MULTIPLE)
+    patch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
+    patch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * row_bytes)
+    patch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", 2 * rows * row_bytes)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """An implementation by its name in MARSRL_KERNELS. case: tokens, hidden size and vocabulary that every test may take;
+    chunks: makes the head hold so many rows of that vocabulary at a time."""
+
+    implementation: str
+    dtypes: tuple[torch.dtype, ...]
+    case: tuple[int, int, int]
+    shapes: tuple[tuple[int, int, int], ...]
+    chunks: Callable[[int, pytest.MonkeyPatch, int], None]
+    device: str = "cpu"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dtypes[0]
+
+
+class HeadTests:
+    """The tests; a subclass has the fixture `tier`."""
+
+    @pytest.fixture(autouse=True)
+    def _by_name(self, tier: Tier) -> Iterator[None]:
+        with forced(tier.implementation):
+            yield
+
+    @pytest.mark.parametrize("name", OBJECTIVES)
+    def test_every_objective_equals_its_definition(self, name: str, tier: Tier) -> None:
+        case = head_case(*tier.case)
+        for dtype in tier.dtypes:
+            compare_policy_loss(case, arguments_for(case, name), dtype, tier.implementation, tier.device)
+
+    def test_shapes(self, tier: Tier) -> None:
+        for shape in tier.shapes:
+            case = head_case(*shape, device=tier.device)
+            arguments = arguments_for(case, "k3, entropy bonus, tis")
+            arguments["mask"][0] = True
+            for dtype in tier.dtypes:
+                if dtype == FP16 and shape[0] * shape[2] > 10**8:
+                    continue  # its backward GEMMs are float32: seconds at this size
+                compare_policy_loss(case, arguments, dtype, tier.implementation, tier.device)
+                if shape[0] * shape[2] < 10**6:
+                    compare_logprob(case, dtype=dtype, implementation=tier.implementation, device=tier.device)
+
+    @pytest.mark.parametrize("rows", [1, 3, 1000])
+    @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
+    def test_the_chunk_size_is_not_seen_in_the_result(
+        self, rows: int, name: str, tier: Tier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With exact logits: a library rounds products of one row otherwise than those of many, and a sequence's ratio has
+        that rounding whole."""
+        tier.chunks(rows, monkeypatch, tier.case[2])
+        case = with_exact_logits(head_case(*tier.case))
+        for dtype in tier.dtypes:
+            compare_policy_loss(case, arguments_for(case, name), dtype, tier.implementation, tier.device)
+        compare_logprob(case, dtype=tier.dtype, implementation=tier.implementation, device=tier.device)
+
+    @pytest.mark.parametrize("name", ["k3, entropy bonus, tis", "sequence ratio", "strong gate", "icepop on-policy"])
+    def test_columns_that_were_not_drawn_from_are_left_out(self, name: str, tier: Tier) -> None:
+        case = with_exact_logits(head_case(*tier.case[:2], 333))
+        for dtype in tier.dtypes:
+            support = support_of(case[2], 333, most=4)
+            if tier.device != "cpu":
+                support = type(support)(
+                    *(each.to(tier.device) for each in list(vars(support).values())[:3]), support.most
+                )
+            arguments = arguments_for(case, name, support=support)
+            compare_policy_loss(case, arguments, dtype, tier.implementation, tier.device)
+
+    @pytest.mark.parametrize("temperature", [1.5, "per token"])
+    def test_temperature_and_padded_vocabulary(self, temperature: Any, tier: Tier) -> None:
+        hidden, weight, targets = head_case(*tier.case[:2], 128)
+        weight[100:] = 50.0
+        case = hidden, weight, targets % 100
+        if temperature == "per token":
+            temperature = torch.rand(tier.case[0]) + 0.5
+        arguments = arguments_for(case, "entropy bonus", temperature=temperature, real_vocab_size=100)
+        for dtype in tier.dtypes:
+            compare_policy_loss(case, arguments, dtype, tier.implementation, tier.device)
+            found = compare_logprob(case, temperature, 100, dtype, tier.implementation, tier.device)
+            assert (found[3][100:] == 0).all()
+
+    @pytest.mark.parametrize("scale, temperature", [(1.0, 1.3), (30.0, 1.0), (1000.0, 1.3)])  # |z| about 4, 120, 4000
+    def test_large_logits(self, scale: float, temperature: float, tier: Tier) -> None:
+        hidden, weight, targets = head_case(6, 16, 200)
+        case = torch.randn_like(hidden) * scale, weight, targets
+        compare_logprob(case, temperature, None, tier.dtype, tier.implementation, tier.device)
+
+    # one column; less than a block of csrc/cpu; several, and an odd rest
+    @pytest.mark.parametrize("columns", [1, 131, 1283])
+    def test_rows_that_are_hard_for_a_softmax(self, columns: int, tier: Tier) -> None:
+        z, targets = hard_rows(columns)
+        case = torch.eye(len(z)), z.t(), targets
+        found = compare_logprob(case, torch.rand(len(z)) + 0.5, None, tier.dtype, tier.implementation, tier.device)
+        assert found[0][3] == 0 and found[1][3] < 1e-6  # p = 1
+        advantages = torch.tensor([1.5, 0.0, -2.0, 3.0, 0.0, 0.5, 1.0, -1.0, 2.0])
+        for bonus in (0.0, 0.05):
+            arguments = {
+                "objective": PolicyObjective(mpt_probability=None, entropy_coef=bonus),
+                "token_advantages": advantages,
+                "mask": torch.arange(len(z)) != 7,
+                "cu_seqlens": torch.tensor([0, 1, 2, len(z)]),
+                "agent_of": torch.tensor([1, 0, 1]),  # a row of one agent between rows of another
+                "num_agents": 2,
+                "normaliser": 1.0,
+            }
+            compare_policy_loss(case, arguments, tier.dtype, tier.implementation, tier.device)
+
+    def test_a_logit_of_minus_infinity_has_no_probability_and_a_nan_stays_a_nan(self, tier: Tier) -> None:
+        hidden = torch.ones(2, 1, dtype=tier.dtype, device=tier.device)
+        weight = torch.randn(70, 1).to(tier.device, tier.dtype)
+        weight[30:] = -torch.inf
+        hidden[1] = torch.nan
+        out = linear_logprob(hidden, weight.requires_grad_(), torch.tensor([3, 4], device=tier.device))
+        expected = torch.log_softmax(weight[:30, 0].detach().float(), 0)
+        torch.testing.assert_close(out.logprobs[0], expected[3])
+        torch.testing.assert_close(out.entropy[0], -(expected.exp() * expected).sum())
+        assert out.logprobs[1].isnan() and out.entropy[1].isnan()
+
+    @pytest.mark.parametrize("which", ["no tokens", "all masked", "no advantage"])
+    def test_nothing_to_train_is_a_loss_of_zero_with_gradients_of_zero(self, which: str, tier: Tier) -> None:
+        hidden, weight, targets, arguments = simple(tier, 0 if which == "no tokens" else 7)
+        if which == "all masked":
+            arguments["mask"] = torch.zeros(7, dtype=torch.bool, device=tier.device)
+        if which == "no advantage":
+            arguments["token_advantages"].zero_()
+        result = linear_policy_loss(hidden, weight, targets, **arguments)
+        result.loss.backward()
+        assert result.loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
+        assert all(values.shape == (1,) and values.isfinite().all() for values in result.agent_sums.values())
+
+    def test_rows_without_a_coefficient_never_enter_the_backward_gemms(
+        self, tier: Tier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if tier.device == "cpu" and tier.dtype == BF16 and tier.implementation != "triton":
+            pytest.skip("tiles.py forms both gradients at once")
+        tier.chunks(4, monkeypatch, tier.case[2])
+        hidden, weight, targets, arguments = simple(tier, 13, mask=torch.arange(13, device=tier.device) != 2)
+        arguments["token_advantages"][5:11] = 0
+        seen: list[int] = []
+        gradient = HeadGemms.hidden_gradient
+
+        def watched(self: HeadGemms, dz: Tensor) -> Tensor:
+            seen.append(dz.shape[0])
+            return gradient(self, dz)
+
+        monkeypatch.setattr(HeadGemms, "hidden_gradient", watched)
+        linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
+        assert sum(seen) == 6 and not hidden.grad[5:11].any() and hidden.grad[3:5].any()
+
+    @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+    def test_frozen_inputs_get_no_gradient_and_the_other_the_same(self, frozen: str, tier: Tier) -> None:
+        hidden, weight, targets, arguments = simple(tier)
+        linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
+        expected = hidden.grad.clone(), weight.grad.clone()
+        hidden.grad = weight.grad = None
+        hidden.requires_grad_(frozen == "weight")
+        weight.requires_grad_(frozen == "hidden")
+        loss = linear_policy_loss(hidden, weight, targets, **arguments).loss
+        assert loss.requires_grad == (frozen != "both")
+        if frozen != "both":
+            loss.backward()
+        assert hidden.grad is None if frozen != "weight" else torch.equal(hidden.grad, expected[0])
+        assert weight.grad is None if frozen != "hidden" else torch.equal(weight.grad, expected[1])
+
+    @pytest.mark.parametrize("name", ["pseudo on-policy", "sequence ratio"])
+    def test_main_grad_is_written_once_a_backward_and_never_by_a_forward(self, name: str, tier: Tier) -> None:
+        case = with_exact_logits(head_case(*tier.case))
+        hidden, weight, targets = (
+            each.to(tier.device, tier.dtype if each.is_floating_point() else each.dtype) for each in case
+        )
+        arguments = arguments_for(case, name)
+        arguments = {k: v.to(tier.device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+        exact = weight_gradient(hidden, weight, targets, arguments)
+        hidden.requires_grad_(), weight.requires_grad_()
+        main_grad = torch.ones(weight.shape, device=tier.device)
+        first = linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
+        linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)  # thrown away
+        with torch.no_grad():
+            linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
+        assert (main_grad == 1).all()
+        (2.5 * first.loss).backward()
+        error = 1e-5 if tier.dtype == FP32 else 1e-2
+        size = 2.5 * exact.abs().max().item()
+        torch.testing.assert_close(main_grad.double() - 1, 2.5 * exact, rtol=0, atol=error * size + 1e-6)
+        assert weight.grad is None and not first.logprobs.requires_grad and not first.coefficient.requires_grad
+        with pytest.raises(RuntimeError, match="second backward through one forward"):
+            (2.5 * first.loss).backward()
+
+    def test_two_runs_give_the_same_bits_and_a_row_does_not_depend_on_those_beside_it(
+        self, tier: Tier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        case = with_exact_logits(head_case(*tier.case))  # no library promises an order for others
+        hidden, weight, targets = (each.to(tier.device) for each in case)
+        arguments = arguments_for(case, "k3, entropy bonus, tis")
+        arguments = {k: v.to(tier.device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+        found = [run_policy_loss((hidden, weight, targets), arguments, tier.dtype) for _ in range(2)]
+        (first, *gradients), (again, *same) = found
+        assert torch.equal(first.loss, again.loss) and all(map(torch.equal, gradients, same))
+        assert all(torch.equal(first.agent_sums[name], again.agent_sums[name]) for name in first.agent_sums)
+        tier.chunks(3, monkeypatch, tier.case[2])
+        other, *_ = run_policy_loss((hidden, weight, targets), arguments, tier.dtype)
+        assert torch.equal(first.logprobs, other.logprobs) and torch.equal(first.entropy, other.entropy)
+
+
+def hard_rows(columns: int) -> tuple[Tensor, Tensor]:
+    """Logits [9, columns] and targets: usual, large, peaked at the first and at the last column, flat, one column of no
+    probability, a maximum that rises in every block, falls, and comes at once."""
+    z = torch.randn(9, columns)
+    z[1] *= 100
+    z[2, 0] += 60
+    z[3, -1] += 200
+    z[4] = 88.0
+    if columns > 1:
+        z[5, columns // 2] = -1e30
+    z[6] += torch.arange(columns) * 0.02  # by 10 a block
+    z[7] = z[6].flip(0)
+    z[8, columns // 3] = 300.0  # everything before shrinks to nothing
+    return z, torch.tensor([0, columns - 1, 0, columns - 1, 0, 0, columns - 1, 0, columns // 3])
+
+
+def simple(tier: Tier, num_tokens: int = 20, **changes: Any) -> tuple[Tensor, Tensor, Tensor, Arguments]:
+    """A batch without a mask: weights of supervised training, one sequence."""
+    hidden, weight, targets = (each.to(tier.device) for each in head_case(num_tokens, *tier.case[1:]))
+    arguments = {
+        "objective": PLAIN,
+        "token_advantages": torch.randn(num_tokens).to(tier.device),
+        "cu_seqlens": torch.tensor([0, num_tokens], device=tier.device),
+        "normaliser": 5.0,
+        **changes,
+    }
+    return hidden.to(tier.dtype).requires_grad_(), weight.to(tier.dtype).requires_grad_(), targets, arguments
+
+
+def weight_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, arguments: Arguments) -> Tensor:
+    """dW of the loss in float64."""
+    leaf = weight.detach().double().requires_grad_()
+    with forced("reference"):
+        linear_policy_loss(hidden.detach().double(), leaf, targets, **in_double(arguments)).loss.backward()
+    assert leaf.grad is not None
+    return leaf.grad

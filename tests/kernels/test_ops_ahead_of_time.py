@@ -1,0 +1,103 @@
+"""The kernels of the ops beside the head compile for A100 and H100: on tensor cores, without spills, 128 bits at once."""
+
+import pytest
+import torch
+from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
+
+from marsrl.kernels.attention_decode.triton_impl import attention_decode_triton
+from marsrl.kernels.attention_varlen.triton_impl import TritonAttention
+from marsrl.kernels.grouped_linear.triton_impl import TritonGroupedLinear
+from marsrl.kernels.rms_norm.triton_impl import TritonRmsNorm
+from marsrl.kernels.sequence_sums.triton_impl import sequence_sums_triton
+from marsrl.kernels.swiglu.triton_impl import TritonSwiglu
+
+T, S, BF16 = 70_000, 33, torch.bfloat16
+
+
+def of(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape):
+    return of(*shape, dtype=torch.int64)
+
+
+def compiled(target, names, launch):
+    """The reports of what launch() launches, which are these kernels."""
+    with compiled_launches(target) as reports:
+        launch()
+    assert [report.kernel for report in reports] == names
+    return reports
+
+
+def both_ways(kernels, args, needs):
+    """Forward and backward of an op whose leading arguments are the tensors."""
+    found = kernels.forward(*args)
+    kernels.backward(args, found, found[:1], needs)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_segments_are_summed(target):
+    def launch():
+        for dtype in (torch.float32, BF16, torch.float64):
+            sequence_sums_triton(of(T, dtype=dtype), of(T, dtype=torch.bool), ints(S + 1).int())
+        sequence_sums_triton(of(T, dtype=torch.float32), None, ints(S + 1))
+
+    for report in compiled(target, ["_sequence_sums"] * 4, launch):
+        assert_compiled_well(report, dots=False)
+
+
+# an expert's; a dense layer has no weights
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("width", [768, 12288])
+def test_swiglu(width, target):
+    args = of(T, 2 * width), of(T, dtype=torch.float32) if width == 768 else None
+    names = ["forward_rows", "gradient_rows"]
+    for report in compiled(target, names, lambda: both_ways(TritonSwiglu(), args, (True, True))):
+        assert_compiled_well(report, dots=False)
+        assert report.num_wide_loads and report.num_wide_stores, report
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("width", [128, 2048, 5120])
+def test_rms_norm(width, target):
+    args = of(T, 3 * width)[:, :width], of(width), 1e-6, 0.0  # keys of a fused projection
+
+    def launch():
+        out, scales = TritonRmsNorm().forward(*args)
+        TritonRmsNorm().backward(args, (scales,), (out,), (True, True))
+
+    for report in compiled(target, ["forward_rows", "gradient_rows"], launch):
+        assert_compiled_well(report, dots=False)
+        assert report.num_wide_loads and report.num_wide_stores, report
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_grouped_linear(target):
+    args = of(T, 2048), of(128, 768, 2048), ints(128)
+    names = ["rows_times_matrices", "rows_times_matrices", "matrix_gradients"]
+    for report in compiled(target, names, lambda: both_ways(TritonGroupedLinear(), args, (True, True, False))):
+        assert_compiled_well(report, dots=True)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_packed_attention(target):
+    keys, bounds = of(T, 8, 128), ints(S).int()
+    args = of(T, 16, 128), keys, keys, bounds, bounds, 0.1, True, None, False
+    names = ["attention_forward", "attention_query_gradient", "attention_key_gradients"]
+    for report in compiled(target, names, lambda: both_ways(TritonAttention(), args, (True,) * 3 + (False,) * 2)):
+        # A few addresses wait in local memory while the sums fill 255 registers; smaller tiles would read more.
+        assert_compiled_well(report, dots=True, spill_allowance_bytes=96)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_decoding(target):
+    cache = of(64, 8, 8192, 128).transpose(1, 2)
+    split, total = compiled(
+        target,
+        ["decode_split", "decode_sum"],
+        lambda: attention_decode_triton(of(64, 16, 128), cache, cache, ints(64), 0.1),
+    )
+    # Two query heads a key head fill a tile of 16 rows: too few for a warpgroup.
+    assert_compiled_well(split, dots=True, warpgroup_dots=False)
+    assert_compiled_well(total, dots=False)

@@ -1,0 +1,126 @@
+"""rms_norm and swiglu: csrc/cpu, the reference and Triton on a GPU against autograd in float64."""
+
+import pytest
+import torch
+from row_op_cases import EPS, compare_norm, compare_swiglu, eager_norm, eager_swiglu
+
+from marsrl.kernels import rms_norm, swiglu
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+TIERS = [
+    (tier, dtype) for tier in ("cpu", "reference") for dtype in (FP32, BF16, FP16) if (tier, dtype) != ("cpu", FP16)
+]
+
+
+@pytest.mark.parametrize("implementation, dtype", TIERS)
+@pytest.mark.parametrize("shape, width", [((5,), 7), ((1,), 1), ((70,), 96), ((3, 1), 1030), ((33, 1, 2), 32)])
+def test_they_are_as_exact_as_plain_pytorch(shape, width, implementation, dtype, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", implementation)
+    compare_norm(shape, width, dtype)
+    compare_norm(shape, width, dtype, step=3, is_zero_centred=True, scale=30.0)
+    for has_weights in (True, False):
+        compare_swiglu(shape, width, dtype, has_weights=has_weights)
+        compare_swiglu(shape, width, dtype, has_weights=has_weights, scale=60.0)  # gates beyond e^88
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("shape, width", [((4099,), 768), ((300, 1, 7), 128), ((7,), 33), ((1300,), 5120)])
+def test_on_a_gpu(shape, width, dtype, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", "triton")
+    compare_norm(shape, width, dtype, device="cuda")
+    compare_norm(shape, width, dtype, step=3, is_zero_centred=True, device="cuda")
+    compare_swiglu(shape, width, dtype, device="cuda")
+    compare_swiglu(shape, width, dtype, has_weights=False, device="cuda")
+
+
+def test_the_gradient_of_a_norms_weight_is_as_exact_over_many_rows():
+    compare_norm((5000,), 16, FP32)
+    compare_norm((5000,), 16, BF16)
+
+
+def kept_by_norm(x):
+    """Tensors that rms_norm keeps for its backward."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        rms_norm(x.detach().requires_grad_(), torch.ones(x.shape[-1]), eps=EPS)
+    return kept
+
+
+def test_a_norm_keeps_its_input_where_it_lies_and_a_number_a_row():
+    for x in (torch.randn(6, 8, dtype=BF16), torch.randn(2, 4, 3, 8)[:, :, 1]):  # the keys of a fused projection
+        kept, rows = kept_by_norm(x), x[..., 0].numel()
+        assert sorted((tuple(each.shape), each.dtype) for each in kept if each.ndim < 2) == sorted(
+            [((rows,), FP32), ((8,), FP32)]
+        )
+        assert [each.data_ptr() for each in kept if each.ndim == 2] == [x.data_ptr()]
+
+
+def test_rows_of_zeros_and_of_large_numbers_are_finite():
+    x = torch.tensor([[0.0, 0.0], [1e18, -1e18], [1e-20, 1e-20]], requires_grad=True)
+    out = rms_norm(x, torch.ones(2), eps=EPS)
+    torch.testing.assert_close(out, eager_norm(x.double(), torch.ones(2).double()).float())
+    out.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_gates_far_out_are_shut_or_open():
+    gate = torch.tensor([-1e30, -200.0, -88.0, 0.0, 200.0, 1e30])
+    products = torch.cat((gate, torch.ones(6))).requires_grad_()
+    out = swiglu(products[None])[0]
+    torch.testing.assert_close(out, torch.tensor([0.0, 0.0, 0.0, 0.0, 200.0, 1e30]), atol=1e-8, rtol=1e-6)
+    out.sum().backward()
+    torch.testing.assert_close(products.grad[:6], torch.tensor([0.0, 0.0, 0.0, 0.5, 1.0, 1.0]), atol=1e-8, rtol=1e-6)
+
+
+def test_a_nan_stays_in_its_row_and_reaches_the_weight_of_a_norm():
+    x, weight = torch.randn(4, 10), torch.ones(10, requires_grad=True)
+    x[2, 3] = torch.nan
+    assert swiglu(x).isnan().any(1).tolist() == [False, False, True, False]
+    out = rms_norm(x.requires_grad_(), weight, eps=EPS)
+    out.sum().backward()
+    assert out.isnan().any(1).tolist() == x.grad.isnan().any(1).tolist() == [False, False, True, False]
+    assert weight.grad.isnan().all()
+
+
+@pytest.mark.parametrize("ours, eager", [(lambda x, w: rms_norm(x, w, eps=EPS), eager_norm), (swiglu, eager_swiglu)])
+def test_a_weight_of_another_dtype_has_a_gradient_of_it_and_float64_is_served(ours, eager):
+    x, weight = torch.randn(8, 8, dtype=BF16), torch.rand(8, requires_grad=True)
+    out = ours(x, weight)
+    out.sum().backward()  # an expanded gradient
+    assert (out.dtype, weight.grad.dtype) == (BF16, FP32) and x.grad is None
+    exactly = ours(x.double(), weight.detach().double())
+    torch.testing.assert_close(exactly, eager(x.double(), weight.detach().double()))
+
+
+def test_threads_change_nothing():
+    threads = torch.get_num_threads()
+    x, grad, weight = torch.randn(100, 130), torch.randn(100, 130), torch.rand(130)
+    try:
+        found = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            leaf = weight.clone().requires_grad_()
+            out = rms_norm(x, leaf, eps=EPS)
+            out.backward(grad)
+            found.append(torch.cat((out.detach().flatten(), leaf.grad, swiglu(x, x[:, 0]).flatten())))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "ours, x, weight, message",
+    [
+        (rms_norm, torch.ones(3, 4, dtype=torch.int64), torch.ones(4), "x has dtype int64"),
+        (rms_norm, torch.ones(3, 4), torch.ones(3), r"weight has shape \[3\], expected \[4\]"),
+        (rms_norm, torch.ones(3, 4), torch.ones(4, dtype=torch.int64), "weight has dtype int64"),
+        (swiglu, torch.ones(3, 5), None, "products has 5 columns, expected a gate and as many behind it"),
+        (swiglu, torch.ones(3, 4, dtype=torch.int64), None, "products has dtype int64"),
+        (swiglu, torch.ones(3, 4), torch.ones(2), r"weights has shape \[2\], expected \[3\]"),
+        (swiglu, torch.ones(3, 4), torch.ones(3, dtype=torch.int64), "weights has dtype int64"),
+    ],
+)
+def test_wrong_arguments_are_named_with_what_was_expected(ours, x, weight, message):
+    with pytest.raises(ValueError, match=f"{ours.__name__}: {message}"):
+        ours(x, weight, **({"eps": EPS} if ours is rms_norm else {}))

@@ -1,0 +1,201 @@
+"""A run in one file: what is in it, and what a real Chromium, which `make test` finds or installs, makes of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_run import ATTACK
+from made_up_run import AGENTS, make_evaluation, make_group, make_run, make_sample, make_summary
+from playwright.sync_api import Browser
+from watched import Watched
+
+from marsrl.trainer.look.chart_plans import PLANS
+from marsrl.trainer.look.export import write_report
+from marsrl.trainer.look.palette import series_colors
+from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.metrics import MetricsLog
+from marsrl.trainer.report.samples_log import sample_files, write_samples
+from marsrl.trainer.report.summary import AgentEstimate, estimate, save_summary
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.lock import RunLock
+
+
+def answers_in(page: Path) -> dict[str, Any]:
+    """Answers in the file, by question."""
+    found = re.search(r"window\.EXPORTED = (.*);\n", page.read_text("utf-8"))
+    assert found
+    content: dict[str, Any] = json.loads(found[1])
+    return {key.replace("\n", "?", 1).replace("\n", "&"): value for key, value in content["answers"].items()}
+
+
+def told(run: RunDirectory) -> dict[str, Any]:
+    return answers_in(write_report(run.path))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The answers of a finished run's report."""
+    return told(make_run(tmp_path_factory.mktemp("whole")))
+
+
+def test_what_models_wrote_is_data_of_a_script_that_loads_nothing(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path, text=ATTACK).path).read_text("utf-8")
+    assert text.count("<script>") == text.count("</script>") == 5  # four libraries, and the pages with their data
+    assert "<img" not in text and "1337" not in text
+    assert not set(text) & set("\x00\x1b\u2028\u202e") and "\\u27e8U+202E\\u27e9" in text
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy and policy[1].startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:;")
+    assert policy[1].count("'sha256-") == 5 and "http" not in policy[1]
+
+
+def test_a_report_has_every_part_of_the_run(whole: dict[str, Any]) -> None:
+    seen = whole["overview?run=0"]
+    rows = {row["name"]: row for row in seen["rows"]}
+    assert rows["solver"]["after"]["mean"] == pytest.approx(0.88)
+    assert not rows["corrector1 breaks a right one"]["is_bar"]
+    facts = dict(seen["facts"])
+    assert facts["Engine"].startswith("vLLM 0.0-test on cpu") and facts["Commit"] == "0123abc"
+    assert facts["Tokens per engine"] == "412,345" and seen["num_non_finite"] == 1 and "made-up" in seen["config"]
+    assert [each["title"] for each in seen["confusions"]] == ["verifier1 on fixed solutions", "verifier1 in the loop"]
+    spans = whole["spans?run=0"]["spans"]
+    assert {"engine/0", "rank/0", "sync/main", "reward/0"} <= {span[0] for span in spans}
+    assert sum(span[0] == "mark/step" for span in spans) == sum(span[0] == "mark/stage" for span in spans) == 6
+    charts = whole["charts?run=0"]
+    assert {"Reward", "Entropy", "Time per step"} <= {chart["title"] for chart in charts}
+    for chart in charts:  # the very questions that the page asks
+        names = "&".join(f"name={each['key']}" for each in chart["series"])
+        assert len(whole[f"curves?run=0&{names}"]) == len(chart["series"])
+    for row in whole["samples?run=0"]["rows"]:
+        assert whole[f"sample?run=0&step={row['step']}&line={row['line']}"]["row"] == row
+    own = [row for row in whole["samples?run=0"]["rows"] if row["rollout"] == "p1.0#0"]  # whole, over several steps
+    assert [(row["agent"], row["step"]) for row in own[::-4]] == [*zip(AGENTS, range(1, 6), strict=True)]
+
+
+def test_gradient_norms_of_agents_and_policies_are_on_one_chart() -> None:
+    (norms,) = [plan for plan in PLANS if plan.title == "Gradient norm"]
+    names = ("actor/grad_norm", "actor/solver/grad_norm", "small/actor/grad_norm", "small/actor/solver/grad_norm")
+    assert [norms.label(name) for name in names] == ["grad_norm", "solver", "small", "small/solver"]
+    assert [norms.label(name) for name in ("actor/loss", "actor/grad_spikes", "small/other/grad_norm")] == [None] * 3
+    (rewards,) = [plan for plan in PLANS if plan.title == "Reward"]
+    assert rewards.label("reward/solver/mean") == "solver" and rewards.label("small/reward/solver/mean") is None
+
+
+def test_an_agent_and_an_activity_have_one_colour_in_every_chart(whole: dict[str, Any]) -> None:
+    series = [(each["label"], each["color"]) for chart in whole["charts?run=0"] for each in chart["series"]]
+    assert {(name, color) for name, color in series if name in AGENTS} == {
+        (name, f"c{place}") for place, name in enumerate(AGENTS)
+    }
+    seconds = {name: color for name, color in series if name in ("rollout", "step", "credit", "publish")}
+    assert len(set(seconds.values())) == 4 and whole["spans?run=0"]["colors"].items() >= seconds.items()
+    colors = series_colors(["main/solver", "all", "mean", "small/judge"], ["judge", "solver"])
+    assert colors == {"main/solver": "c1", "all": "c7", "mean": "c2", "small/judge": "c0"}
+
+
+def test_charts_that_stay_at_zero_and_intervals_are_told(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    values = {"eval/system": 0.5, "eval/system/low": 0.4, "eval/system/high": 0.6, "eval/tokens": 900.0}
+    with MetricsLog(run, tensorboard=False) as log:
+        for step in range(1, 4):
+            log.log(step, {"actor/grad_spikes": 0.0, "actor/entropy": 1e-4 * step, **values})
+    found = told(run)
+    charts = {chart["title"]: chart for chart in found["charts?run=0"]}
+    assert {title for title, chart in charts.items() if chart["is_zero"]} == {"Gradient spikes"}
+    (system,) = charts["Evaluation"]["series"]
+    assert system["label"] == "system" and system["has_band"]
+    curves = found["curves?run=0&name=eval/system&name=eval/system/low&name=eval/system/high"]
+    assert [curve["values"] for curve in curves] == [[0.5] * 3, [0.4] * 3, [0.6] * 3]
+
+
+def test_numbers_of_other_inputs_are_told_from_those_of_the_same(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    before, after = make_evaluation(0.55), make_evaluation(0.88)
+    fewer = AgentEstimate(**dict(estimate(9, 36)))
+    other = after.model_copy(update={"agents": {**after.agents, "corrector1": fewer}})
+    for evaluated, names in ((after, []), (other, ["corrector1"])):
+        save_summary(run.summary, make_summary(before=before, after=evaluated))
+        rows = told(run)["overview?run=0"]["rows"]
+        assert [row["name"] for row in rows if row["is_of_other_inputs"]] == names
+        RunConsole(0, shown := io.StringIO()).results(make_summary(before=before, after=evaluated))
+        starred = [line for line in shown.getvalue().splitlines() if "*" in line]
+        assert len(starred) == 2 * len(names) and ("* on other inputs than before" in shown.getvalue()) == bool(names)
+        assert all("corrector1" in line for line in starred[:-1])
+
+
+def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> None:
+    empty = told(RunDirectory.create(tmp_path, "empty", "p"))
+    assert empty["overview?run=0"]["summary"] is None and empty["samples?run=0"]["rows"] == []
+    unfinished = told(make_run(tmp_path, finished=False, num_steps=1))
+    assert unfinished["overview?run=0"]["last_step"] == 0 and unfinished["samples?run=0"]["num"] == 12
+    run = RunDirectory.create(tmp_path, "blind", "p")
+    save_summary(run.summary, make_summary(before=None, after=None))
+    assert told(run)["overview?run=0"]["rows"] == [] and told(run)["overview?run=0"]["summary"]
+    run.summary.write_text("{}")
+    assert "is not a run summary" in told(run)["overview?run=0"]["why_not"]
+
+
+def test_a_run_that_writes_its_own_report_is_over_and_another_process_s_is_not(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=1)
+    lock = RunLock(run)
+    assert not told(run)["runs"][0]["is_going_on"]
+    lock.release()
+    script = f"""
+import sys, pathlib
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.lock import RunLock
+lock = RunLock(RunDirectory(pathlib.Path({str(run.path)!r})))
+print("held", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() == b"held\n"
+        assert told(run)["runs"][0]["is_going_on"]
+        other.communicate()
+    assert not told(run)["runs"][0]["is_going_on"]
+
+
+def test_a_damaged_samples_file_is_named_and_the_rest_is_shown(tmp_path: Path, whole: dict[str, Any]) -> None:
+    run = make_run(tmp_path)
+    path = sample_files(run)[1]
+    path.write_bytes(path.read_bytes()[:-9])
+    found = told(run)
+    assert [each["step"] for each in found["warnings?run=0"] if f"{path} is no file of samples" in each["text"]] == [1]
+    assert 0 < found["samples?run=0"]["num"] < whole["samples?run=0"]["num"]
+
+
+def test_a_parent_that_is_not_there_hides_no_sample(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    write_samples(run, 0, [make_group(make_sample("child", "verifier1", parent_uid="gone", text="x" * 7000))])
+    assert [row["uid"] for row in told(run)["samples?run=0"]["rows"]] == ["child"]
+    assert "1,000 characters left out" in told(run)["sample?run=0&step=0&line=1"]["record"]["text"]
+
+
+def test_a_browser_shows_a_hostile_run_from_one_file_and_complains_of_nothing(browser: Browser, tmp_path: Path) -> None:
+    """Every page, its charts, a sample, a diff and a zoom, with no server and no network."""
+    file = write_report(make_run(tmp_path, text=ATTACK).path)
+    seen = Watched(browser.new_context(viewport={"width": 1280, "height": 900}))
+    page = seen.page
+    page.goto(file.as_uri())
+    page.wait_for_selector("svg.bars rect")
+    page.get_by_role("link", name="samples").click()
+    page.wait_for_selector(".item.here")
+    assert "<script>document.title" in page.locator(".side").inner_text()
+    page.get_by_role("tab", name="what it changed").click()
+    page.wait_for_selector("pre.diff")
+    page.get_by_text("its life in the pipeline").click()
+    page.wait_for_selector("svg.timeline rect.hot")
+    page.get_by_role("button", name="zoom to it").click()
+    page.wait_for_url("**low_s=**")
+    page.get_by_role("link", name="curves").click()
+    page.wait_for_selector(".chart canvas")
+    page.get_by_role("link", name="warnings").click()
+    page.wait_for_selector("text=metrics that were not finite")
+    assert "PWNED" not in page.title() and not seen.complaints and seen.asked == [file.as_uri()]
+    page.evaluate("fetch('http://example.invalid/').catch(() => 0)")  # the check itself: this is seen
+    assert "Content Security Policy" in " ".join(seen.complaints)

@@ -1,0 +1,86 @@
+"""Weights straight from the trainer's shards to the engines': two gloo ranks and two engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import direct_worker
+import pytest
+import torch
+from direct_worker import BUCKET, LOSSES
+from megatron_models import save_model
+from rank_pair import RankPair
+from safetensors.torch import load_file
+
+from marsrl.rollout.weights.layout import EngineShard, fuse
+
+CASES: dict[str, tuple[str, dict[str, int], str, str]] = {
+    "tp2_ep2_halves": ("qwen3_moe", {"tensor": 2, "expert": 2}, "float32", "float32"),
+    "ep2_bfloat16": ("qwen3_moe", {"expert": 2}, "float32", "bfloat16"),
+    "pp2_tied": ("qwen3", {"pipeline": 2}, "float32", "float32"),
+    "tp2_with_biases": ("qwen2", {"tensor": 2}, "bfloat16", "bfloat16"),
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> tuple[Path, dict[str, Any]]:
+    """Everything that direct_worker did: the folder of what halves held, and what it found in each case."""
+    folder = tmp_path_factory.mktemp("direct")
+    # 160: a rank's half of such a matrix is more than a bucket in bfloat16 too
+    changes = {"qwen2": {"intermediate_size": 160}}
+    kinds = {case[0] for case in CASES.values()}
+    models = {kind: str(save_model(kind, folder / kind, **changes.get(kind, {}))) for kind in kinds}
+    cases = {name: (models[kind], *rest) for name, (kind, *rest) in CASES.items()}
+    found = two_ranks.run(Path(direct_worker.__file__), {"folder": str(folder), "cases": cases})
+    return folder, found
+
+
+@pytest.fixture(params=CASES)
+def found(request: pytest.FixtureRequest, done: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
+    """{shm, nccl, ipc: what both engines held}."""
+    report: dict[str, Any] = done[1][request.param]
+    return report
+
+
+@pytest.mark.parametrize("kind", ["nccl", "ipc"])
+def test_a_direct_sync_brings_what_files_bring_bit_for_bit(found: dict[str, Any], kind: str) -> None:
+    assert found[kind]["held"] == found["shm"]["held"]
+    assert found[kind]["held"][0] == found[kind]["held"][1]
+    assert found[kind]["bytes"] == found["shm"]["bytes"] > 9 * BUCKET
+    assert found[kind]["probe"] == found["shm"]["probe"]
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, "quiet"])
+@pytest.mark.parametrize("kind", ["nccl", "ipc"])
+def test_an_engine_that_is_lost_in_a_publish_is_replaced_and_all_hold_the_version(
+    done: tuple[Path, dict[str, Any]], kind: str, loss: str
+) -> None:
+    of_case = done[1]["tp2_ep2_halves"]
+    after = of_case[kind]["losses"][loss]
+    assert after["held"] == of_case["shm"]["held"] and after["versions"] == [0, 0]
+    assert after["restarts"] == sorted(engine for engine, *_ in LOSSES.get(loss, []))  # nobody else, and once
+    assert after["compared"] == 16 * 40
+
+
+@pytest.mark.parametrize("kind", ["nccl", "ipc"])
+def test_one_bit_that_changes_on_the_way_is_seen_and_named(found: dict[str, Any], kind: str) -> None:
+    name, error = found[kind]["spoiled"]
+    assert "version 9: engine 1 does not hold what was sent: 1 of" in error and f"first {name} (checksum" in error
+
+
+@pytest.mark.parametrize("experts", ["cut", "spread"])
+@pytest.mark.parametrize("kind", ["nccl", "ipc"])
+def test_tensor_parallel_engine_shards_get_their_halves(
+    done: tuple[Path, dict[str, Any]], kind: str, experts: str
+) -> None:
+    folder, found = done
+    halves = torch.load(folder / f"{kind}_{experts}.pt", weights_only=True)
+    tensors = load_file(folder / "qwen3_moe" / "model.safetensors")
+    for part, half in enumerate(halves):
+        shard = EngineShard.of(part, 2, 2, spreads_experts=experts == "spread")
+        expected = dict(fuse(tensors, shard=shard))
+        assert half.keys() == expected.keys() and all(torch.equal(half[name], expected[name]) for name in half)
+    said = found["tp2_ep2_halves"]["halves"][f"{kind}_{experts}"]
+    assert "version 2: engine 1 does not hold what was sent: 1 of" in said
+    assert "first shard 1 of 2: lm_head.weight (checksum" in said

@@ -1,0 +1,148 @@
+"""The viewer's API: what the pages ask, as /api/<question> of the server and as the content of an exported page.
+
+Every text in an answer has gone through `visible`: nothing in it can hide or turn the direction of what stands around it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, validate_call
+
+from marsrl.trainer.look.catalog import FLAGS, Catalog, Filter, Row
+from marsrl.trainer.look.comparison import names_of, read_compared, side_by_side
+from marsrl.trainer.look.diff import differences
+from marsrl.trainer.look.measured import charts, curves, life, spans, speed, warnings
+from marsrl.trainer.look.overview import overview
+from marsrl.trainer.look.tokens import tokens_of_sample
+from marsrl.trainer.look.visible import Key, shown
+from marsrl.trainer.report.samples_log import read_lines, sample_files
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.lock import why_held
+
+LISTS = ("flag", "name")
+"""Parameters that a question can have several times."""
+
+
+class Api:
+    """Answers about some runs, named by their place. Values are JSON. Wrong questions raise ValueError.
+
+    questions: by the name that the pages use; arguments may be strings of a URL.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.catalogs = [Catalog(path) for path in paths]
+        self.names = names_of(paths)
+        of_a_run = (overview, samples, sample, tokens, charts, curves, spans, life, speed, warnings)
+        self.questions: dict[str, Callable[..., Any]] = {
+            "runs": _question(self.runs),
+            "compare": _question(self.compare),
+            **{function.__name__: partial(self._of, _question(function)) for function in of_a_run},
+        }
+
+    def _of(self, function: Callable[..., Any], /, run: int | str = "not given", **asked: Any) -> Any:
+        if str(run) not in map(str, range(len(self.catalogs))):
+            raise ValueError(f"run is {run}; there are {len(self.catalogs)}, from 0")
+        return function(self.catalogs[int(run)], **asked)
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Brings the catalogs up to date first."""
+        for catalog in self.catalogs:
+            catalog.refresh()
+        return [
+            {
+                "name": name,
+                "is_going_on": _is_going_on(catalog.run),
+                "is_over": catalog.run.summary.exists(),
+                "num_files": len(sample_files(catalog.run)),
+                "flags": list(FLAGS),
+                "agents": [{"key": Key(agent), "shown": agent} for agent in catalog.agents],
+                **catalog.counts,
+            }
+            for name, catalog in zip(self.names, self.catalogs, strict=True)
+        ]
+
+    def compare(self) -> dict[str, Any]:
+        """All runs side by side, as `marsrl compare` does; why_not: one was not evaluated, or cannot be read."""
+        try:
+            return side_by_side([read_compared(catalog.run.path) for catalog in self.catalogs], self.names)
+        except ValueError as error:
+            return {"why_not": str(error)}
+
+
+def _question(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with its arguments checked and all text of its result made visible."""
+    checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
+    return lambda *given, **asked: shown(checked(*given, **asked))
+
+
+def samples(catalog: Catalog, before: str = "", through: str = "", **wanted: Any) -> dict[str, Any]:
+    """The newest samples that pass a filter, a page; below `before`, or from `through` on (each step.line)."""
+    top = _place(before) if before else None
+    if through and not before:
+        step, line = _place(through)
+        top = (step, line + 1) if catalog.at(step, line) else None
+    page = catalog.find(Filter(**wanted), top)
+    following = None if page.next is None else f"{page.next[0]}.{page.next[1]}"
+    return {"rows": [_row(row) for row in page.rows], "num": page.num, "next": following}
+
+
+def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
+    """A sample with its texts, the tree that it stands in, and how it differs from what it repairs."""
+    found = _found(catalog, step, line)
+    family = catalog.tree(found.rollout)
+    files = sample_files(catalog.run)
+    if step not in files:
+        raise ValueError(f"the samples file of step {step} is gone")
+    record = read_lines(files[step], [line])[line]
+    repaired, diff = _repaired(found, family, catalog.judges), None
+    if repaired is not None and repaired.step in files:
+        before = read_lines(files[repaired.step], [repaired.line])[repaired.line]
+        diff = {"of": _row(repaired), "parts": differences(before.text, record.text)}
+    fields = dataclasses.asdict(record) | {"finish": record.finish.value}
+    return {"row": _row(found), "record": fields, "tree": [_row(each) for each in family], "diff": diff}
+
+
+def tokens(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
+    return tokens_of_sample(catalog.run, step, _found(catalog, step, line).uid)
+
+
+def _is_going_on(run: RunDirectory) -> bool:
+    """True while another process writes the run; a run that writes its own report is over."""
+    held = why_held(run)
+    return bool(held) and f" process {os.getpid()} on " not in held
+
+
+def _place(text: str) -> tuple[int, int]:
+    step, dot, line = text.partition(".")
+    if not (dot and step.isdecimal() and line.isdecimal() and len(text) < 20):
+        raise ValueError(f"{text[:40]!r} is no sample; expected step.line")
+    return int(step), int(line)
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return dataclasses.asdict(row) | {"problem_key": Key(row.problem), "rollout_key": Key(row.rollout)}
+
+
+def _found(catalog: Catalog, step: int, line: int) -> Row:
+    found = catalog.at(step, line)
+    if found is None:
+        raise ValueError(f"step {step} has no sample on line {line}, or it has not been read yet")
+    return found
+
+
+def _repaired(sample: Row, family: Sequence[Row], judges: set[str]) -> Row | None:
+    """Nearest ancestor that is not a verdict; None for a verdict, and for an answer to the problem itself."""
+    if sample.agent in judges:
+        return None
+    by_uid, seen = {each.uid: each for each in family}, {sample.uid}
+    above = by_uid.get(sample.parent or "")
+    while above is not None and above.agent in judges and above.uid not in seen:
+        seen.add(above.uid)  # a damaged log may have a ring of parents
+        above = by_uid.get(above.parent or "")
+    return above if above is not None and above.uid not in seen else None

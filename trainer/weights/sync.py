@@ -1,0 +1,423 @@
+"""From the trainer's weights to every engine's, and the proof that they arrived: one WeightSync a policy, on every rank.
+
+    Run.publish -> WeightSync.publish(learner, version)       every rank, after an update; rank 0 has the engines
+        trainer_scores                  the trainer's log-probs of fixed tokens, where a comparison is due  (comparison.py)
+        _prepare                        files are written while the engines still decode
+        _deliver                        the engines are at rest and take the weights
+        CheckedEngines.check            checksums of every tensor agree                                     (comparison.py)
+        CheckedEngines.compare          log-probs agree
+
+The path of one tensor, in rollout/weights but for both ends:
+
+    sync.backend=shm    Converter.export, whole on rank 0 -> FileSender: its checksum, a file -> EnginePool.update_weights
+                        -> the engine: WeightFiles -> its place in a fused tensor -> checksum                  (files.py)
+    nccl, ipc           Converter.matrix, a part on each rank -> DirectSender: its part of a checksum, a bucket
+                        -> GroupConnection or SharedBuffer                                               (connections.py)
+                        -> the engine: WeightReceiver -> its place in a fused tensor -> checksum              (direct.py)
+
+Version v+1 exists for the rest of the program only after publish() has returned. Silent corruption on the way is the
+failure that costs people weeks, so nothing here is sampled or optional but the comparison's interval.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal, TypeVar
+
+import torch
+
+from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import Lost, Timed
+from marsrl.rollout.weights.direct import GroupSender, HeldWeights, Ranks, SharedSender
+from marsrl.rollout.weights.files import SHARD_BYTES, FileSender, WrittenWeights
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank, world_size
+from marsrl.trainer.runs.stop import Stopped
+from marsrl.trainer.weights.comparison import CheckedEngines, ComparisonReport, trainer_scores
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+StandingBy = Callable[[Callable[[], "SyncReport"]], "SyncReport | None"]
+"""Does rank 0's work, and on the other ranks what rank 0 asks of them meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """A publish that was verified.
+
+    is_direct: without files (nccl, ipc).
+    comparison: None where it was not due (sync.verify_every).
+    seconds_of: `seconds` by part. Files: export (the trainer's tensors gathered), checksum (of what was sent), write, load
+        (every engine), engine_checksum (the slowest engine's), probe (the comparison). nccl, ipc: load (sending, receiving
+        and the checksums of what was sent, side by side; again where an engine was lost), engine_checksum, probe.
+    """
+
+    version: int
+    seconds: float
+    num_bytes: int
+    num_tensors: int
+    comparison: ComparisonReport | None
+    seconds_of: Mapping[str, float]
+    is_direct: bool
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """sync/* of metrics.jsonl."""
+        found: dict[str, float] = {"sync/bytes": self.num_bytes, "sync/seconds": self.seconds}
+        found["sync/direct"] = self.is_direct
+        if self.comparison is not None:
+            found |= {
+                "sync/probe_diff_max": self.comparison.largest,
+                "sync/probe_diff_median": self.comparison.median,
+                "sync/probe_diff_share": self.comparison.share,
+                "sync/probe_noise": self.comparison.noise,
+                "sync/probe_tokens": self.comparison.num_tokens,
+            }
+        return found
+
+
+_Delivered = tuple[Sequence[Mapping[str, int]], Mapping[int, WeightReceipt], int]
+"""({fused tensor: checksum} of each shard of an engine, the receipt of each engine by its number, bytes of the model)."""
+
+
+class WeightSync(ABC):
+    """Publishes one policy's weights to its engines and verifies every publish. Made and used on all ranks together.
+
+    sync = FileSync(CheckedEngines(pool, vocab_size=64) if rank() == 0 else None, torch.bfloat16)
+    report = sync.publish(learner, version=1)
+    """
+
+    is_direct: ClassVar[bool]
+
+    def __init__(
+        self,
+        engines: CheckedEngines | None,
+        dtype: torch.dtype,
+        *,
+        verify_every: int = 1,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        """engines: None on ranks other than 0. dtype: what they compute in. verify_every: versions between comparisons.
+        cache_dtype: of their keys and values, where it is another one.
+        """
+        self._engines, self._dtype, self._verify_every = engines, dtype, verify_every
+        self._cache_dtype = cache_dtype
+
+    def publish(
+        self,
+        learner: Learner,
+        version: int,
+        engines_at_rest: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
+        standing_by: StandingBy | None = None,
+    ) -> SyncReport | None:
+        """Give every engine the learner's weights as `version` and verify what arrived. Collective; None but on rank 0.
+
+        engines_at_rest: rank 0's; in its body, which begins when the engines can take the weights, they decode nothing; it
+            ends when the new weights are proven.
+        standing_by: how rank 0 works while the others send weights to whom it names (Standby.during): to engines that take
+            the place of lost ones. None: they do not.
+
+        Raises:
+            RuntimeError: the weights did not arrive, an engine holds other numbers than were sent (the tensors are
+                named), or trainer and engine disagree on the log-probs (comparison.py).
+            ValueError: tensors of the model are missing.
+        """
+        scores = trainer_scores(learner, self._dtype, self._cache_dtype) if version % self._verify_every == 0 else None
+        start, seconds_of = time.perf_counter(), dict[str, float]()
+        self._prepare(learner, version, seconds_of)
+        with engines_at_rest:
+            barrier()  # they are, which may have taken rank 0 a while
+            with _timed(seconds_of, "load"):
+                delivered = self._deliver(learner, version)
+
+            def proven() -> SyncReport:
+                """Rank 0: every engine that serves, replaced ones too, holds what was sent and computes what it should."""
+                assert self._engines is not None and delivered is not None, "of rank 0"
+                expected, receipts, num_bytes = delivered
+                slowest_s = max((receipt.checksum_seconds for receipt in receipts.values()), default=0.0)
+                seconds_of["engine_checksum"] = min(slowest_s, seconds_of["load"])
+                seconds_of["load"] -= seconds_of["engine_checksum"]
+                self._engines.check(expected, receipts, version)
+                found: ComparisonReport | None = None
+                if scores is not None:
+                    with _timed(seconds_of, "probe"):
+                        found = self._engines.compare(scores, version)
+                seconds = time.perf_counter() - start
+                return SyncReport(version, seconds, num_bytes, len(expected[0]), found, seconds_of, self.is_direct)
+
+            if standing_by is not None:
+                report = standing_by(proven)
+            else:
+                report = proven() if rank() == 0 else None
+        self._settle()
+        return report
+
+    def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
+        """Send one engine the present weights once more. Collective; where a file has them nobody asks.
+
+        engine: rank 0's, as what it answers; None elsewhere.
+        """
+        raise NotImplementedError
+
+    def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:  # noqa: B027
+        """Every rank, while the engines still decode."""
+
+    @abstractmethod
+    def _deliver(self, learner: Learner, version: int) -> _Delivered | None:
+        """Every rank, while the engines are at rest; what they hold then, on rank 0."""
+
+    def _settle(self) -> None:  # noqa: B027
+        """Every rank, once the version is proven."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove files, leave connections; may be called twice."""
+
+
+class FileSync(WeightSync):
+    """Safetensors shards in a folder that the engines' hosts see: /dev/shm, or a file system they share (files.py)."""
+
+    is_direct = False
+
+    def __init__(
+        self,
+        engines: CheckedEngines | None,
+        dtype: torch.dtype,
+        *,
+        verify_every: int = 1,
+        cache_dtype: torch.dtype | None = None,
+        directory: str | Path | None = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        """directory, shard_bytes: of rank 0's FileSender."""
+        super().__init__(engines, dtype, verify_every=verify_every, cache_dtype=cache_dtype)
+        self._sender = FileSender(directory, dtype, shard_bytes=shard_bytes) if engines is not None else None
+        self._written: WrittenWeights | None = None
+
+    def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
+        """Rank 0 writes the tensors, which all ranks gather."""
+        with _timed(seconds_of, "export"):
+            held = learner.held()
+        if self._sender is None or self._engines is None:
+            for _ in held.export():
+                raise AssertionError("only rank 0 exports")
+            return
+        self._written = self._sender.write(held.hf_shapes, held.export(), version, self._engines.shards_of_each)
+        for part, seconds in self._written.seconds_of.items():
+            seconds_of[part] = seconds_of.get(part, 0.0) + seconds
+
+    def _deliver(self, learner: Learner, version: int) -> _Delivered | None:
+        if self._engines is None or self._written is None:
+            return None
+        receipts = self._engines.pool.update_weights(WeightUpdate(str(self._written.folder), version))
+        by_engine = dict(zip(self._engines.pool.engines, receipts, strict=True))
+        return self._written.expected, by_engine, self._written.num_bytes
+
+    def _settle(self) -> None:
+        """The version before stayed until this one was proven."""
+        if self._written is not None:
+            FileSender.forget_others(self._written.folder)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+
+
+class DirectSync(WeightSync):
+    """From every rank to the engines' tensors (direct.py), by a process group (nccl) or shared memory (ipc)."""
+
+    is_direct = True
+
+    def __init__(
+        self,
+        engines: CheckedEngines | None,
+        dtype: torch.dtype,
+        kind: Literal["nccl", "ipc"],
+        *,
+        verify_every: int = 1,
+        cache_dtype: torch.dtype | None = None,
+        bucket_bytes: int = 256 << 20,
+        timeout_s: float = 600.0,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """bucket_bytes, timeout_s, host: of the DirectSender."""
+        super().__init__(engines, dtype, verify_every=verify_every, cache_dtype=cache_dtype)
+        self.kind = kind
+        self._sender = (GroupSender if kind == "nccl" else SharedSender)(
+            Ranks(rank(), world_size(), broadcast_bytes, gather_bytes),
+            dtype,
+            bucket_bytes=bucket_bytes,
+            timeout_s=timeout_s,
+            host=host,
+        )
+        self._generation: int | None = None  # of the engines that the sender has agreed with; rank 0's
+
+    def _deliver(self, learner: Learner, version: int) -> _Delivered | None:
+        """The engines receive while the ranks send: to all again, over new connections, where one was lost on the way.
+
+        Raises:
+            RuntimeError: a rank failed, or the way to engines that live is broken.
+            ValueError: the ranks' shards do not cover what an engine needs, or a bucket is smaller than a row.
+        """
+        held = learner.held()
+        if self._engines is None:
+            is_again = True
+            while is_again:
+                self._send(held)
+                is_again = bool(broadcast_bytes(None))
+            return None
+        pool = self._engines.pool
+        is_repeated = False  # after a transfer that has broken without a lost engine
+        while True:
+            pool.stand_by()
+            is_other, self._generation = pool.generation != self._generation, pool.generation
+            answers, expected = self._transfer(held, version, pool.engines, meets_anew=is_other)
+            receipts = {engine: answer.value for engine, answer in answers.items() if isinstance(answer, Timed)}
+            lost = {engine: answer.reason for engine, answer in answers.items() if isinstance(answer, Lost)}
+            broken = [receipt.broken for receipt in receipts.values() if receipt.broken]
+            if expected and not lost and not broken:
+                break
+            self._generation = None
+            reason = next(iter([*lost.values(), *broken]), "a rank gave up")
+            if not lost and is_repeated:
+                raise RuntimeError(
+                    f"weight sync: version {version} does not arrive, and no engine of policy {pool.name} is lost: {reason}; "
+                    "look at the network between the trainer and its engines, or raise sync.timeout_s"
+                )
+            is_repeated |= not lost
+            _log.warning("policy %s: version %d did not arrive (%s) and is sent again", pool.name, version, reason)
+            pool.replace(lost)
+            broadcast_bytes(b"again")
+        broadcast_bytes(b"")
+        pool.note_weights(version, expected)
+        num_elements = sum(torch.Size(shape).numel() for shape in held.hf_shapes.values())
+        return expected, receipts, num_elements * self._dtype.itemsize
+
+    def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
+        """The same over new connections; the next publish makes others."""
+        held, self._generation = learner.held(), None
+        if engine is None:
+            self._send(held)
+            return None
+        answer = self._transfer(held, version, [engine], meets_anew=True)[0][engine]
+        if isinstance(answer, Timed) and answer.value.broken:
+            return Lost(f"its weights did not arrive: {answer.value.broken}")
+        return answer
+
+    def _send(self, held: HeldWeights) -> None:
+        """The part of a rank other than 0 in a transfer."""
+        self._sender.agree(held)
+        self._sender.send(held)
+
+    def _transfer(
+        self, held: HeldWeights, version: int, engines: Sequence[int], *, meets_anew: bool
+    ) -> tuple[Mapping[int, Timed | Lost], list[dict[str, int]]]:
+        """Rank 0's part: (answer of each engine, checksums of each shard of an engine; none where the transfer has broken).
+
+        meets_anew: over new connections, to other engines than the last one or after it has broken.
+        """
+        assert self._engines is not None, "of rank 0"
+        pool, shards, sender = self._engines.pool, self._engines.shards_of_each, self._sender
+        sender.agree(held, [*shards] * len(engines) if meets_anew else ())
+        plans, each = sender.plans, len(shards)
+        updates = {
+            engine: WeightUpdate("", version, tuple(plans[each * i : each * (i + 1)]))
+            for i, engine in enumerate(engines)
+        }
+        answers: Future[Mapping[int, Timed | Lost]] = Future()
+
+        def receive() -> None:
+            try:
+                answers.set_result(pool.receive_weights(updates, lambda engine, reason: sender.give_up(reason)))
+            except BaseException as error:  # raised by the caller's thread, which waits for no engine any more
+                answers.set_exception(error)
+                sender.give_up("an engine has failed")
+
+        threading.Thread(target=receive, name="marsrl-sync", daemon=True).start()
+        expected = sender.send(held)
+        return answers.result(), expected[:each]
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+class Standby:
+    """While rank 0 has the engines decode, or prove new weights, the other ranks stand by: an engine that is lost gets its
+    weights from all of them. Only sync.backend=nccl and ipc need it; files are there for whoever comes.
+
+        rank 0         work ... engine 3 is lost, a new one is made -> "main" -> send its part ... work -> ""
+        other ranks    wait .............................................. "main" -> send their part ... wait ... "" -> go on
+
+    Every rank has one, for all trained policies. pools: rank 0's; None elsewhere. versions: those of now, whenever looked at.
+    """
+
+    _STOPPED = "\0"  # in a policy's place
+
+    def __init__(
+        self,
+        syncs: Mapping[str, WeightSync],
+        learners: Mapping[str, Learner],
+        versions: Mapping[str, int],
+        pools: Mapping[str, EnginePool] | None,
+    ) -> None:
+        self._syncs, self._learners, self._versions = syncs, learners, versions
+        self._pools = None if pools is None else {policy: pools[policy] for policy in learners}
+        self._thread: int | None = None  # rank 0's, while the others stand by
+        for policy, pool in (self._pools or {}).items():
+            pool.set_feed(functools.partial(self._feed, policy))
+
+    def during(self, work: Callable[[], _T]) -> _T | None:
+        """The result of rank 0's work; None elsewhere. Collective; the learners hold what the engines are to hold.
+
+        Raises:
+            Stopped: rank 0's work did, on all ranks.
+        """
+        if self._pools is None:
+            while policy := broadcast_bytes(None).decode():
+                if policy == self._STOPPED:
+                    raise Stopped
+                self._send(policy, None)
+            return None
+        self._thread = threading.get_ident()
+        try:
+            done = work()
+        except Stopped:
+            broadcast_bytes(self._STOPPED.encode())
+            raise
+        finally:
+            self._thread = None
+        broadcast_bytes(b"")
+        return done
+
+    def give_weights(self) -> None:
+        """Rank 0, in its work: weights for engines that another thread has found lost."""
+        for pool in (self._pools or {}).values():
+            pool.give_weights()
+
+    def _feed(self, policy: str, engine: int) -> Timed | Lost | None:
+        """None where the others do not stand by: in the middle of a step, or where it is not rank 0's thread that asks."""
+        if self._thread != threading.get_ident():
+            return None
+        broadcast_bytes(policy.encode())
+        return self._send(policy, engine)
+
+    def _send(self, policy: str, engine: int | None) -> Timed | Lost | None:
+        return self._syncs[policy].send_again(self._learners[policy], self._versions[policy], engine)
+
+
+@contextmanager
+def _timed(seconds_of: dict[str, float], part: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds_of[part] = time.perf_counter() - start
