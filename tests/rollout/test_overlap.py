@@ -337,16 +337,6 @@ def test_a_stage_begins_beside_the_longest_sample_of_the_one_before_where_engine
     assert beside.stages.state.num_batches == 0 and whole.stages.state.num_batches == 1
 
 
-def test_stages_that_are_over_at_once_share_the_groups() -> None:
-    play = Play(letter_config(overlap=3), script=_one_is_long, tokens_per_step=48)
-    play.stages.want()
-    while play.stages.state.num_batches < 4:
-        play.stages.advance(0.0)
-    batches = play.stages.state.ready
-    ids = [group.group_id for batch in batches for group in batch.groups]
-    assert len(batches) == 4 and all(batch.groups for batch in batches) and len(set(ids)) == len(ids)
-
-
 @pytest.mark.parametrize(("num_short", "ends"), [(2, False), (3, True)])
 def test_a_finish_share_is_of_the_samples_that_the_stage_began_with(num_short: int, ends: bool) -> None:
     def script(request: Any) -> list[int]:
