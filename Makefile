@@ -15,6 +15,9 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export VLLM_NO_USAGE_STATS ?= 1
 # Triton kernels on the CPU: Triton reads the variable at its import, so they have a process of their own.
 INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q
+# Tests of torch.compile, which our shim of Megatron turns off in every process that imports the learner's tests.
+COMPILED := python -m pytest tests/kernels/test_traced_ops.py -q
+OTHERS := --ignore tests/kernels/interpreter --ignore tests/kernels/test_traced_ops.py
 # Four processes on two cores: a test waits now and then, for processes that start, that were killed or that are silent.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python -m pytest -q
 
@@ -55,7 +58,8 @@ test: install $(OTHER_TRITON)  ## all tests that need no GPU (as root on Debian 
 	tests/apt.sh bwrap bubblewrap "so no sandboxes are tested"
 	tests/apt.sh ip iproute2 "so no cluster in a box"
 	$(INTERPRETED)
-	$(PYTEST) -n 4 --dist loadscope --no-loadscope-reorder -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter --durations=20
+	$(COMPILED)
+	$(PYTEST) -n 4 --dist loadscope --no-loadscope-reorder -m "not gpu and not multi_gpu" $(OTHERS) --durations=20
 
 $(OTHER_TRITON):
 	python -m pip install -q --no-deps --target $@ triton==$(TRITON)
@@ -83,7 +87,8 @@ check: install  ## ruff, types, and the fast tests
 	ruff check .
 	mypy
 	$(INTERPRETED)
-	python -m pytest -m "not slow and not gpu and not multi_gpu" --ignore tests/kernels/interpreter -q
+	$(COMPILED)
+	python -m pytest -m "not slow and not gpu and not multi_gpu" $(OTHERS) -q
 
 bench: install  ## benchmarks on this machine, and the default run on three seeds
 	python benchmarks/train_step.py

@@ -327,6 +327,16 @@ def test_a_stage_waits_for_a_segment_of_every_sample_that_it_began_with() -> Non
     assert known == [12, 24, 36]
 
 
+def test_a_stage_begins_beside_the_longest_sample_of_the_one_before_where_engines_have_room() -> None:
+    beside = Play(letter_config(segments=4, overlap=1), script=_one_is_long, tokens_per_step=3)
+    whole = Play(letter_config(segments=4, overlap=1, pipeline="trajectory"), script=_one_is_long, tokens_per_step=3)
+    for play in (beside, whole):
+        play.stages.want()
+        while play.stages.state.num_stages < 2:
+            play.stages.advance(0.0)
+    assert beside.stages.state.num_batches == 0 and whole.stages.state.num_batches == 1
+
+
 @pytest.mark.parametrize(("num_short", "ends"), [(2, False), (3, True)])
 def test_a_finish_share_is_of_the_samples_that_the_stage_began_with(num_short: int, ends: bool) -> None:
     def script(request: Any) -> list[int]:
