@@ -161,8 +161,11 @@ class VllmEngine:
                 records=records,
             )
         )
-        self._llm.collective_rpc("marsrl_started")
-        if options.tensor_parallel > 1 and device == "cpu":
+        rendezvous = self._llm.collective_rpc("marsrl_started")[0]
+        self._rendezvous = Path(rendezvous) if rendezvous else None
+        if options.tensor_parallel == 1:
+            self._forget_rendezvous()  # workers on several GPUs may still make groups through it
+        elif device == "cpu":
             wait_asleep()
         self._core: Any = self._llm.llm_engine.engine_core
         self._shares = TimeShares(options.max_num_seqs)
@@ -288,6 +291,11 @@ class VllmEngine:
     def close(self) -> None:
         """Shut vLLM's core and its workers down; the engine is not used afterwards."""
         self._core.shutdown()
+        self._forget_rendezvous()
+
+    def _forget_rendezvous(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.unlink(missing_ok=True)
 
     def _check_workers(self, cause: BaseException | None = None) -> None:
         if getattr(self._llm.llm_engine.model_executor, "is_failed", False):  # one with a process for each GPU says so

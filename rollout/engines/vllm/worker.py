@@ -37,13 +37,15 @@ class WorkerExtension:
     vllm_config: Any
     rank: int  # among the engine's workers
 
-    def marsrl_started(self) -> None:
-        """Repair what vLLM's CPU build leaves out."""
+    def marsrl_started(self) -> str:
+        """Repair what vLLM's CPU build leaves out; the file through which the workers have found each other, or ""."""
         model = self.model_runner.get_model()
         _heed_expert_maps(model)
         if next(model.parameters()).device.type == "cpu":
             wait_asleep()
             _reduce_asleep()
+        method = self.distributed_init_method
+        return method.removeprefix("file://") if method.startswith("file://") else ""
 
     def marsrl_shard(self) -> EngineShard:
         """This worker's part of the model."""
