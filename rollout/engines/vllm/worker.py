@@ -36,6 +36,7 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     rank: int  # among the engine's workers
+    distributed_init_method: str
 
     def marsrl_started(self) -> str:
         """Repair what vLLM's CPU build leaves out; the file through which the workers have found each other, or ""."""
