@@ -344,7 +344,7 @@ class Stages:
         if self.player.is_resting or state.num_stages >= self._num_wanted + self.config.overlap:
             return
         is_early = state.num_stages > state.num_batches
-        if is_early and not (self.rule.may_begin_early(self.player) and self._num_new(self._num_carried())):
+        if is_early and not (self.rule.may_begin_early(self.player) and self._num_new()):
             return
         state.num_stages += 1
         self._begin(draws=True)
@@ -356,7 +356,7 @@ class Stages:
         if self.on_stage is not None:
             self.on_stage()
         if draws:
-            self._draw(self._num_new(self._num_carried()))
+            self._draw(self._num_new())
         pending, self.state.pending = self.state.pending, []
         for ask in pending:
             self.player.ask(self._episode(ask), [ask])
@@ -369,14 +369,10 @@ class Stages:
         self.player.due(each for each in unfinished if each.state is State.DUE)
         self.rule.begin(unfinished)
 
-    def _num_carried(self) -> int:
-        """Samples that were begun before and go on in the stage that begins."""
-        unfinished = self._unfinished()
-        return len(unfinished) if self.rule.in_step else sum(bool(each.segments) for each in unfinished)
-
-    def _num_new(self, num_carried: int) -> int:
+    def _num_new(self) -> int:
         """New problems of the stage that begins; with rollout.stage_size=total, samples that go on take places of theirs."""
-        config = self.config
+        config, unfinished = self.config, self._unfinished()
+        num_carried = len(unfinished) if self.rule.in_step else sum(bool(each.segments) for each in unfinished)
         if num_carried > config.max_unfinished:
             return 0
         taken = round(num_carried / config.group_size) if config.stage_size == "total" else 0

@@ -1,7 +1,7 @@
 """Fetches pages from addresses that a model or a stranger chose.
 
     address -> scheme, no credentials -> host looked up once -> every IP address public -> connection to that very IP address
-       ^-------------------------------- redirect, max_redirects at most <---------------------------------------|-> bytes
+       ^-------------------------------- redirect, five at most <------------------------------------------------|-> bytes
 
 The check stands where the connection is made (httpcore's network backend), so that there is nothing between the two that could
 look the host up again (DNS rebinding), and no redirect goes around it. Cookies are not kept, and proxies of the environment are

@@ -430,7 +430,7 @@ class VllmEngine:
         ]
 
     def _stopped(self) -> list[DecodeResult]:
-        """Those whose last token completed a text of Sampling.stop; vLLM has no tokenizer here and goes on."""
+        """Results of requests whose last token completed a text of Sampling.stop; vLLM has no tokenizer here and goes on."""
         watched = [self._under_way[key] for key in self._watched]
         return self._end_here(
             [
