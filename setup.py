@@ -149,10 +149,13 @@ setup(
     packages=packages,
     package_dir=package_dir,
     package_data={package: ["*.yaml", "*.j2"] for package in packages}
-    | {f"{NAME}.trainer.look": ["pages/*", "pages/vendor/*"], f"{NAME}.rollout.agents": ["prompt_sets/*.yaml"]},
+    | {
+        f"{NAME}.trainer.commands.look": ["pages/*", "pages/vendor/*"],
+        f"{NAME}.rollout.agents": ["prompt_sets/*.yaml"],
+    },
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["marsrl = marsrl.trainer.cli:main"]},
+    entry_points={"console_scripts": ["marsrl = marsrl.trainer.commands.cli:main"]},
     ext_modules=[Extension(f"{NAME}.kernels._lib.{LIBRARY}", sources=[])],  # CMake knows the sources
     cmdclass={"build_ext": BuildWithCMake, "bdist_wheel": PlatformWheel},
     zip_safe=False,

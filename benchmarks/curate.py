@@ -32,8 +32,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from marsrl.trainer.commands.curate.near_duplicates import as_compared, jaccard, shingled
 from marsrl.trainer.config.curate import NearDuplicatesConfig
-from marsrl.trainer.curate.near_duplicates import as_compared, jaccard, shingled
 
 SECONDS, BYTES, ROWS = 600.0, 4e9, 1_000_000
 EDITED = 0.2  # share of the prompts
@@ -106,7 +106,7 @@ def _similarity(one: str, other: str) -> float:
 
 def measure(num_rows: int, seed: int, folder: Path) -> Measured:
     planted = write_prompts(folder / "prompts.jsonl", num_rows, seed)
-    words = [sys.executable, "-m", "marsrl.trainer.cli", "curate", "prompts.jsonl", "--out", "out"]
+    words = [sys.executable, "-m", "marsrl.trainer.commands.cli", "curate", "prompts.jsonl", "--out", "out"]
     load, before, start = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     subprocess.run(words, cwd=folder, check=True, stdout=sys.stderr)
     seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -195,7 +195,7 @@ class Runner:
             if job.arm.startswith("untrained"):
                 critics = self._make([*Job("marsrl", "whole", job.seed).settings, *self.more])
             else:
-                self._call(["-m", "marsrl.trainer.cli", "export", str(run), str(critics)])
+                self._call(["-m", "marsrl.trainer.commands.cli", "export", str(run), str(critics)])
             words = [
                 "--config",
                 str(run / "config.yaml"),
@@ -206,7 +206,7 @@ class Runner:
                 solver = self._make([*job.settings, *self.more])
                 words += [f"policies.foreign.model={solver}", "policies.foreign.frozen=true"]
                 words += ["policies.foreign.dtype=float32", "agents.solver.policy=foreign"]
-            self._call(["-m", "marsrl.trainer.cli", "evaluate", *words, "--json", str(out)])
+            self._call(["-m", "marsrl.trainer.commands.cli", "evaluate", *words, "--json", str(out)])
             evaluation = Evaluation.model_validate_json(out.read_bytes())
         assert evaluation.alone is not None and evaluation.alone.mean is not None and evaluation.system.mean is not None
         found = {name: row.mean for name, row in evaluation.rows.items() if row.mean is not None}

@@ -28,8 +28,8 @@ from pathlib import Path
 from fastapi.testclient import TestClient
 
 from marsrl.rollout.types import Finish, Segment
-from marsrl.trainer.look.catalog import Catalog
-from marsrl.trainer.look.server import make_app
+from marsrl.trainer.commands.look.catalog import Catalog
+from marsrl.trainer.commands.look.server import make_app
 from marsrl.trainer.report.metrics import MetricsLog
 from marsrl.trainer.report.samples_log import SampleRecord, write_records
 from marsrl.trainer.runs.directory import RunDirectory

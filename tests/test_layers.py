@@ -49,21 +49,18 @@ ROOMS = {
     "rollout/tools": set(),
     "rollout/weights": set(),
     "trainer/checks": {"trainer/learner", "trainer/plan", "trainer/schools"},
-    "trainer/cli": {
+    "trainer/commands": {
         "trainer/checks",
-        "trainer/curate",
         "trainer/evaluate",
-        "trainer/look",
         "trainer/models",
         "trainer/plan",
+        "trainer/report",
         "trainer/runs",
     },
     SETTINGS: set(),
-    "trainer/curate": {"trainer/checks", "trainer/evaluate", "trainer/look", "trainer/report", "trainer/runs"},
     "trainer/data": {"trainer/runs"},
     "trainer/evaluate": {"trainer/checks", "trainer/data", "trainer/models", "trainer/report", "trainer/runs"},
     "trainer/learner": {"trainer/data", "trainer/runs"},
-    "trainer/look": {"trainer/evaluate", "trainer/report", "trainer/runs"},
     "trainer/models": {"trainer/learner", "trainer/runs"},
     "trainer/plan": {"trainer/learner", "trainer/models", "trainer/schools"},
     "trainer/report": {"trainer/data", "trainer/learner", "trainer/runs"},
@@ -153,7 +150,9 @@ def test_reading_a_config_imports_no_torch_and_no_engine() -> None:
 
 def test_looking_at_runs_imports_no_torch() -> None:
     """Which takes four times as long as all that the viewer needs."""
-    loaded = modules_after("import marsrl.trainer.look.server, marsrl.trainer.look.text, marsrl.trainer.look.compare")
+    loaded = modules_after(
+        "import marsrl.trainer.commands.look.server, marsrl.trainer.commands.look.text, marsrl.trainer.commands.look.compare"
+    )
     assert not loaded & {"torch", "vllm", "ray", "megatron", "transformers"}
 
 

@@ -21,7 +21,7 @@ COMMANDS = """
 import sys
 from pathlib import Path
 
-import marsrl.trainer.cli as cli
+import marsrl.trainer.commands.cli as cli
 import marsrl.trainer.main as main
 
 assert cli.main(["doctor"]) == 0

@@ -16,7 +16,7 @@ from marsrl.rollout.agents.prompts import parse_prompts, prompt_set, set_names
 from marsrl.rollout.agents.roles import PLACEHOLDERS, READS, Role
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.orchestrations.registry import build_orchestration
-from marsrl.trainer.cli import main
+from marsrl.trainer.commands.cli import main
 
 SOLVER = 'answer: boxed\nturns:\n  solver:\n    - user: "{problem}"\n'
 VERIFIER = '  verifier:\n    - user: "{problem} {solution}"\n'

@@ -15,10 +15,10 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Problem
+from marsrl.trainer.commands.curate.judged import judged
+from marsrl.trainer.commands.curate.pipeline import Pipeline, StageRecord
+from marsrl.trainer.commands.curate.rows import Decisions, Row, Stage
 from marsrl.trainer.config.curate import CriterionConfig
-from marsrl.trainer.curate.judged import judged
-from marsrl.trainer.curate.pipeline import Pipeline, StageRecord
-from marsrl.trainer.curate.rows import Decisions, Row, Stage
 from marsrl.trainer.report.console import RunConsole
 
 

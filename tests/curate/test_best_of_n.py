@@ -24,11 +24,11 @@ from marsrl.rollout.tasks.arithmetic import ArithmeticTask, parse_chain
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.team import WatchedJudge
 from marsrl.rollout.types import Problem, Reward
+from marsrl.trainer.commands.curate.best_of_n import best_of_n
+from marsrl.trainer.commands.curate.missing import CurationStopped
+from marsrl.trainer.commands.curate.rows import Row, Stage
+from marsrl.trainer.commands.curate.rules import readable
 from marsrl.trainer.config.curate import BestOfNConfig
-from marsrl.trainer.curate.best_of_n import best_of_n
-from marsrl.trainer.curate.missing import CurationStopped
-from marsrl.trainer.curate.rows import Row, Stage
-from marsrl.trainer.curate.rules import readable
 from marsrl.trainer.evaluate.evaluator import Evaluator
 
 EVALUATE = EvaluateConfig(accept_after=1, max_iterations=2, temperature=1.0, top_p=1.0)

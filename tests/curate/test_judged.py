@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from curation import Killed, cut_short, rows_of, run
 
-from marsrl.trainer.curate.criteria import CRITERIA, messages, read_verdict
-from marsrl.trainer.curate.missing import CurationStopped
-from marsrl.trainer.curate.rows import Stage
-from marsrl.trainer.curate.rules import readable
+from marsrl.trainer.commands.curate.criteria import CRITERIA, messages, read_verdict
+from marsrl.trainer.commands.curate.missing import CurationStopped
+from marsrl.trainer.commands.curate.rows import Stage
+from marsrl.trainer.commands.curate.rules import readable
 
 YES, NO = "It is. <verdict>yes</verdict>", "It is not. <verdict>no</verdict>"
 

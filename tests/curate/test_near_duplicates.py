@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from marsrl.trainer.commands.curate.near_duplicates import as_compared, jaccard, near_duplicates, shingled
+from marsrl.trainer.commands.curate.rows import Decision, Row
 from marsrl.trainer.config.curate import NearDuplicatesConfig
-from marsrl.trainer.curate.near_duplicates import as_compared, jaccard, near_duplicates, shingled
-from marsrl.trainer.curate.rows import Decision, Row
 
 
 def decisions(asked: list[Row], **more: float) -> list[Decision]:

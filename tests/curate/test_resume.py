@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from curation import Killed, cut_short, rows_of, run
 
+from marsrl.trainer.commands.curate.near_duplicates import near_duplicates
+from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage
+from marsrl.trainer.commands.curate.rules import level, readable
 from marsrl.trainer.config.curate import LevelConfig, NearDuplicatesConfig
-from marsrl.trainer.curate.near_duplicates import near_duplicates
-from marsrl.trainer.curate.rows import Decision, Decisions, Row, Stage
-from marsrl.trainer.curate.rules import level, readable
 
 
 def thirds(seen: list[int]) -> Stage:

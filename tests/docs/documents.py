@@ -12,7 +12,8 @@ from unittest import mock
 
 from typer.main import get_command
 
-from marsrl.trainer import cli, main
+from marsrl.trainer import main
+from marsrl.trainer.commands import cli
 from marsrl.trainer.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,7 +24,7 @@ from documents import ROOT, config_blocks, python_blocks
 from pyarrow import Table
 from pyarrow.parquet import write_table
 
-from marsrl.trainer import cli
+from marsrl.trainer.commands import cli
 from marsrl.trainer.config.explain import as_yaml
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.main import main

@@ -12,7 +12,7 @@ from commands import run_by
 from completions_server import Handler, completions_server
 from desk import Desk, boxing_model
 
-from marsrl.trainer import cli
+from marsrl.trainer.commands import cli
 
 pytestmark = pytest.mark.slow
 CRITICS = ("verifier1", "corrector1", "verifier2", "corrector2")

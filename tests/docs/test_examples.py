@@ -12,7 +12,7 @@ from desk import Desk, boxing_model
 from small_run import SEED
 
 from marsrl.rollout.types import Sample
-from marsrl.trainer import cli
+from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.rehearsal import Rehearsal, rehearse
 from marsrl.trainer.main import main

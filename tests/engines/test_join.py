@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
-from marsrl.trainer.cli import main
+from marsrl.trainer.commands.cli import main
 
 HEAD = """
 import logging, sys
@@ -117,7 +117,7 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("f" * 64)
     with programs(tmp_path) as start:
-        joins = ("-m", "marsrl.trainer.cli", "join", f"127.0.0.1:{port}", "--wait", "600")
+        joins = ("-m", "marsrl.trainer.commands.cli", "join", f"127.0.0.1:{port}", "--wait", "600")
         first = start(*joins)  # before the head
         first.wait_for("waiting for the trainer's cluster at 127.0.0.1")
         head = start("-W", "ignore", "-c", HEAD, str(checkpoint("qwen3_moe")), str(port))

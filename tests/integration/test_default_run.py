@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from small_run import SEED
 
 from marsrl.rollout.types import Finish
-from marsrl.trainer import cli
+from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.report.metrics import read_metrics

@@ -20,8 +20,8 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.trainer import build
 from marsrl.trainer.checks.preflight import preflight
+from marsrl.trainer.commands.look.tokens import tokens_of_sample
 from marsrl.trainer.config.read import ConfigError, read_config
-from marsrl.trainer.look.tokens import tokens_of_sample
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.summary import load_summary

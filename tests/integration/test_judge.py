@@ -16,8 +16,9 @@ from scripted_pool import pools_of, samples_of, sevens, train_here
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.trainer import build, cli
+from marsrl.trainer import build
 from marsrl.trainer.checks.preflight import preflight
+from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.evaluate.command import evaluate_alone
 from marsrl.trainer.models.init_model import init_model

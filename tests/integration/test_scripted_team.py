@@ -25,7 +25,8 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.player.stages import StepBatch
 from marsrl.rollout.types import FloatArray, IntArray
-from marsrl.trainer import build, cli, loop
+from marsrl.trainer import build, loop
+from marsrl.trainer.commands import cli
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files

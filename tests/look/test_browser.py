@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser
 from watched import Watched
 
-from marsrl.trainer.look.palette import activity_color
+from marsrl.trainer.commands.look.palette import activity_color
 
 PAGES = (
     "page=overview",

@@ -14,9 +14,9 @@ import pytest
 from made_up_run import make_group, make_run, make_sample
 
 from marsrl.rollout.types import Finish, Reward
+from marsrl.trainer.commands.look import measured
+from marsrl.trainer.commands.look.catalog import Catalog, Filter, Row
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.look import measured
-from marsrl.trainer.look.catalog import Catalog, Filter, Row
 from marsrl.trainer.plan.command import as_json
 from marsrl.trainer.plan.plan import make_plan
 from marsrl.trainer.report.console import RunConsole
@@ -118,7 +118,7 @@ def test_a_large_run_is_read_and_searched_newest_first_and_a_part_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog, seconds = Catalog(make_run(tmp_path, num_steps=4).path), itertools.count()
-    monkeypatch.setattr("marsrl.trainer.look.catalog.time.monotonic", lambda: 0.4 * next(seconds))
+    monkeypatch.setattr("marsrl.trainer.commands.look.catalog.time.monotonic", lambda: 0.4 * next(seconds))
     for steps in ({3, 2}, {3, 2, 1, 0}):
         catalog.refresh(budget_s=1.0)
         assert {row.step for row in all_found(catalog, Filter())[0]} == steps

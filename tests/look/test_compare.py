@@ -14,12 +14,12 @@ from test_exported_pages import ATTACK, answers_in
 
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig
-from marsrl.trainer import cli
+from marsrl.trainer.commands import cli
+from marsrl.trainer.commands.look.compare import compare
+from marsrl.trainer.commands.look.comparison import Difference, difference, read_compared, settings_that_differ
 from marsrl.trainer.config import PolicyConfig, PriceConfig
 from marsrl.trainer.evaluate.draws import EVALUATION, Call, Draw, Kept, Said
 from marsrl.trainer.evaluate.score import Scorer
-from marsrl.trainer.look.compare import compare
-from marsrl.trainer.look.comparison import Difference, difference, read_compared, settings_that_differ
 from marsrl.trainer.runs.directory import RunDirectory, write_json
 
 

@@ -16,9 +16,9 @@ from made_up_run import AGENTS, make_evaluation, make_group, make_run, make_samp
 from playwright.sync_api import Browser
 from watched import Watched
 
-from marsrl.trainer.look.chart_plans import PLANS
-from marsrl.trainer.look.export import write_report
-from marsrl.trainer.look.palette import series_colors
+from marsrl.trainer.commands.look.chart_plans import PLANS
+from marsrl.trainer.commands.look.export import write_report
+from marsrl.trainer.commands.look.palette import series_colors
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.metrics import MetricsLog
 from marsrl.trainer.report.samples_log import sample_files, write_samples

@@ -15,8 +15,8 @@ import pytest
 from commands import run_by
 from fastapi.testclient import TestClient
 
-from marsrl.trainer.look.diff import MOST_CHARS, differences
-from marsrl.trainer.look.server import PAGES, make_app
+from marsrl.trainer.commands.look.diff import MOST_CHARS, differences
+from marsrl.trainer.commands.look.server import PAGES, make_app
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.trainer.cli import main
+from marsrl.trainer.commands.cli import main
 
 
 def test_a_hostile_run_steers_no_terminal(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hostile_run import write_made_up_tokens
 from made_up_run import make_sample
 
-from marsrl.trainer.look.tokens import tokens_of_sample
+from marsrl.trainer.commands.look.tokens import tokens_of_sample
 from marsrl.trainer.report.token_log import read_tokens, token_file, token_files
 from marsrl.trainer.runs.directory import RunDirectory
 

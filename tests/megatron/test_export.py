@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.model_shape import read_shape
-from marsrl.trainer import cli
+from marsrl.trainer.commands import cli
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.data.packing import pack
 from marsrl.trainer.evaluate import command

@@ -78,7 +78,7 @@ def commands(preset: Path) -> dict[str, list[str]]:
 
 def planned(words: list[str], folder: Path) -> dict[str, Any]:
     """Output of the plan command, run as it is written."""
-    from marsrl.trainer import cli
+    from marsrl.trainer.commands import cli
 
     with contextlib.redirect_stdout(io.StringIO()) as tables:
         assert cli.main([*words[1:], "--json", str(folder / "plan.json")]) == 0

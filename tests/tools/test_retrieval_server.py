@@ -18,7 +18,7 @@ from marsrl.rollout.tools.config import HttpSearch
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.tools.search import build_index
 from marsrl.rollout.tools.servers import Retrieval
-from marsrl.trainer.cli import main
+from marsrl.trainer.commands.cli import main
 
 pytest.importorskip("fastapi")
 CORPUS = [Document("lima", "Lima", "The capital of Peru."), Document("peru", "Peru", "A country.\nIn the Andes.")]
@@ -82,7 +82,16 @@ def test_a_body_without_a_length_is_bounded_and_other_paths_are_not_there(client
 def test_the_command_serves_the_client_until_it_is_stopped(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"id": d.id, "title": d.title, "text": d.text}) + "\n" for d in CORPUS))
-    command = [sys.executable, "-m", "marsrl.trainer.cli", "serve-retrieval", "--corpus", str(corpus), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "marsrl.trainer.commands.cli",
+        "serve-retrieval",
+        "--corpus",
+        str(corpus),
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         try:

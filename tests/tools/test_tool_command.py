@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from completions_server import Handler, completions_server
 
-from marsrl.trainer.cli import main
+from marsrl.trainer.commands.cli import main
 
 
 def tool(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -11,7 +11,7 @@ import pytest
 
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.tasks.data import read_problems
-from marsrl.trainer.cli import main
+from marsrl.trainer.commands.cli import main
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,7 +23,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_who_reads_enough_of_the_output_gets_no_error() -> None:
-    command = f"{sys.executable} -m marsrl.trainer.cli config --markdown | head -n 1"
+    command = f"{sys.executable} -m marsrl.trainer.commands.cli config --markdown | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "# Settings\n", "")
 

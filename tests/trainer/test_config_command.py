@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from marsrl.trainer.cli import main
+from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.explain import explained, help_line, page_of
 from marsrl.trainer.config.keys import all_keys
@@ -156,7 +156,7 @@ def test_help_lists_every_command_and_each_has_help_with_an_example(capsys) -> N
 
 
 def test_the_help_imports_no_library_that_is_slow() -> None:
-    code = "import sys; from marsrl.trainer.cli import main; main(['--help']); print(*sys.modules)"
+    code = "import sys; from marsrl.trainer.commands.cli import main; main(['--help']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "ray", "transformers", "omegaconf", "duckdb"} & set(done.stdout.splitlines()[-1].split())
 
@@ -172,7 +172,7 @@ def test_a_shell_is_told_the_commands(shell: str, tmp_path: Path, capsys) -> Non
     assert "_MARSRL_COMPLETE" in script
     if shell == "bash" and shutil.which("bash"):
         (tmp_path / "script").write_text(script)
-        (tmp_path / "marsrl").write_text(f"#!/bin/sh\nexec {sys.executable} -m marsrl.trainer.cli\n")
+        (tmp_path / "marsrl").write_text(f"#!/bin/sh\nexec {sys.executable} -m marsrl.trainer.commands.cli\n")
         (tmp_path / "marsrl").chmod(0o755)
         ask = 'source "$0"; COMP_WORDS=(marsrl pl); COMP_CWORD=1; _marsrl_completion marsrl; echo "${COMPREPLY[@]}"'
         env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}

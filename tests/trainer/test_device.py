@@ -11,7 +11,7 @@ import torch
 
 from marsrl.trainer.checks import device
 from marsrl.trainer.checks.device import Device, why_not_device
-from marsrl.trainer.cli import main
+from marsrl.trainer.commands.cli import main
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is not None, reason="this is about machines on which PyTorch sees no GPU"

@@ -19,7 +19,7 @@ from marsrl.trainer.checks.doctor import (
     room_for_weights,
     sandbox_findings,
 )
-from marsrl.trainer.cli import main
+from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config import RunConfig
 
 

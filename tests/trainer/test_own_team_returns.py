@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from marsrl.rollout.types import Finish, Sample
-from marsrl.trainer.cli import main
+from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.rehearsal import rehearse
 

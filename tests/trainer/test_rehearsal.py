@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from marsrl.trainer.cli import main
+from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.rehearsal import first_update_line
 

@@ -20,19 +20,19 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.tasks.data import data_files
 from marsrl.rollout.types import Problem
+from marsrl.trainer.commands.curate.best_of_n import NAME, best_of_n
+from marsrl.trainer.commands.curate.judged import judged
+from marsrl.trainer.commands.curate.near_duplicates import near_duplicates
+from marsrl.trainer.commands.curate.pipeline import Pipeline, StageRecord
+from marsrl.trainer.commands.curate.rows import Stage, read_inputs
+from marsrl.trainer.commands.curate.rules import level, readable
+from marsrl.trainer.commands.look.export import PAGES
+from marsrl.trainer.commands.look.visible import shorten, visible
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.config.read import ConfigError, models_given, read_config
-from marsrl.trainer.curate.best_of_n import NAME, best_of_n
-from marsrl.trainer.curate.judged import judged
-from marsrl.trainer.curate.near_duplicates import near_duplicates
-from marsrl.trainer.curate.pipeline import Pipeline, StageRecord
-from marsrl.trainer.curate.rows import Stage, read_inputs
-from marsrl.trainer.curate.rules import level, readable
 from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.evaluate.identity import policy_identity, team_identity
-from marsrl.trainer.look.export import PAGES
-from marsrl.trainer.look.visible import shorten, visible
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 from marsrl.trainer.runs.lock import RunLock

@@ -6,10 +6,10 @@ import importlib
 import os
 from collections.abc import Sequence
 
-from marsrl.trainer.cli.command import app
+from marsrl.trainer.commands.cli.command import app
 
 for _group in ("run", "look", "data", "machine"):  # their commands, in the order of --help
-    importlib.import_module(f"marsrl.trainer.cli.{_group}")
+    importlib.import_module(f"marsrl.trainer.commands.cli.{_group}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

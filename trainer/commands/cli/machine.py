@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from marsrl.trainer.cli.command import Settings, command
+from marsrl.trainer.commands.cli.command import Settings, command
 
 
 @command("models", "marsrl init --shape tiny --tokenizer bytes /tmp/tiny")

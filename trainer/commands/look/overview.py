@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from marsrl.trainer.look.catalog import Catalog
-from marsrl.trainer.look.comparison import numbers_of
-from marsrl.trainer.look.palette import engine_name
+from marsrl.trainer.commands.look.catalog import Catalog
+from marsrl.trainer.commands.look.comparison import numbers_of
+from marsrl.trainer.commands.look.palette import engine_name
 from marsrl.trainer.report.summary import AgentEstimate, Estimate, Summary, compared, load_summary, of_other_inputs
 
 

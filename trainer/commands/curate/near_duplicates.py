@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage
 from marsrl.trainer.config.curate import NearDuplicatesConfig
-from marsrl.trainer.curate.rows import Decision, Decisions, Row, Stage
 
 _BATCH = 1024  # rows whose hashes are computed by one call
 _COMPARED = 64  # candidates whose shingles are compared: a template can have thousands

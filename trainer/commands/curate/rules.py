@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from marsrl.rollout.tasks.data import lookup
+from marsrl.trainer.commands.curate.rows import Decision, Row, Stage
 from marsrl.trainer.config.curate import LevelConfig
-from marsrl.trainer.curate.rows import Decision, Row, Stage
 
 
 def readable(max_question_chars: int, origin: Mapping[str, Any]) -> Stage:

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from marsrl.trainer.look.catalog import Catalog, Row
-from marsrl.trainer.look.chart_plans import PLANS
-from marsrl.trainer.look.visible import shorten, visible
+from marsrl.trainer.commands.look.catalog import Catalog, Row
+from marsrl.trainer.commands.look.chart_plans import PLANS
+from marsrl.trainer.commands.look.visible import shorten, visible
 from marsrl.trainer.report.samples_log import SampleRecord, read_lines, sample_files
 from marsrl.trainer.runs.lock import why_held
 

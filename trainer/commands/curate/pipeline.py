@@ -26,7 +26,7 @@ from pydantic import Field
 
 from marsrl.rollout.config import Settings
 from marsrl.rollout.jsonl import BadLine
-from marsrl.trainer.curate.rows import Decision, Row, Stage, encoded, from_line, to_line
+from marsrl.trainer.commands.curate.rows import Decision, Row, Stage, encoded, from_line, to_line
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.answers import key_of
 from marsrl.trainer.runs.directory import names_file, write_json

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import yaml
 
+from marsrl.trainer.commands.look.palette import COLORS
 from marsrl.trainer.evaluate.draws import EVALUATION, Draw, read_draws
 from marsrl.trainer.evaluate.intervals import bootstrap, ratio
-from marsrl.trainer.look.palette import COLORS
 from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.summary import Estimate, Evaluation, of_other_inputs

@@ -16,10 +16,10 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.data import right_answers
 from marsrl.rollout.types import Finish, Problem
+from marsrl.trainer.commands.curate.criteria import CRITERIA, messages, read_verdict
+from marsrl.trainer.commands.curate.missing import MissingShare
+from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage
 from marsrl.trainer.config.curate import CriterionConfig
-from marsrl.trainer.curate.criteria import CRITERIA, messages, read_verdict
-from marsrl.trainer.curate.missing import MissingShare
-from marsrl.trainer.curate.rows import Decision, Decisions, Row, Stage
 from marsrl.trainer.runs.answers import Answers, key_of
 
 _AHEAD = 1024  # rows that are read ahead, so that every engine has enough to do

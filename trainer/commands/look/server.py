@@ -27,7 +27,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from marsrl.rollout.http_server import listen, serve
-from marsrl.trainer.look.api import LISTS, Api
+from marsrl.trainer.commands.look.api import LISTS, Api
 
 PAGES = Path(__file__).parent / "pages"
 HEADERS = {

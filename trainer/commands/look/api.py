@@ -14,13 +14,13 @@ from typing import Any
 
 from pydantic import ConfigDict, validate_call
 
-from marsrl.trainer.look.catalog import FLAGS, Catalog, Filter, Row
-from marsrl.trainer.look.comparison import names_of, read_compared, side_by_side
-from marsrl.trainer.look.diff import differences
-from marsrl.trainer.look.measured import charts, curves, life, spans, speed, warnings
-from marsrl.trainer.look.overview import overview
-from marsrl.trainer.look.tokens import tokens_of_sample
-from marsrl.trainer.look.visible import Key, shown
+from marsrl.trainer.commands.look.catalog import FLAGS, Catalog, Filter, Row
+from marsrl.trainer.commands.look.comparison import names_of, read_compared, side_by_side
+from marsrl.trainer.commands.look.diff import differences
+from marsrl.trainer.commands.look.measured import charts, curves, life, spans, speed, warnings
+from marsrl.trainer.commands.look.overview import overview
+from marsrl.trainer.commands.look.tokens import tokens_of_sample
+from marsrl.trainer.commands.look.visible import Key, shown
 from marsrl.trainer.report.samples_log import read_lines, sample_files
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held

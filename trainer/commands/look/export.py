@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from marsrl.trainer.look.api import Api
-from marsrl.trainer.look.visible import shorten
+from marsrl.trainer.commands.look.api import Api
+from marsrl.trainer.commands.look.visible import shorten
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 
 PAGES = Path(__file__).parent / "pages"

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from marsrl.trainer.cli.command import Config, Settings, check_server, command, console, run_directory
+from marsrl.trainer.commands.cli.command import Config, Settings, check_server, command, console, run_directory
 
 
 @command("look", "marsrl view runs/cpu_default-20260101-120000")
@@ -22,13 +22,13 @@ def view(
     """Look at runs in the browser, also while they go on: samples, curves, the pipeline, warnings. Until Ctrl-C."""
     directories = [run_directory(each) for each in runs]
     if text:
-        from marsrl.trainer.look.text import print_run
+        from marsrl.trainer.commands.look.text import print_run
 
         for each in directories:
             print_run(each, console(160))
         return
     check_server("view")
-    from marsrl.trainer.look import server
+    from marsrl.trainer.commands.look import server
 
     server.view(directories, port, lambda address: print(f"open {address}", flush=True))
 
@@ -36,7 +36,7 @@ def view(
 @command("look", "marsrl report runs/cpu_default-20260101-120000")
 def report(run: Annotated[str, Argument(help="a run's directory")]) -> None:
     """Write report.html of a run again (also of one that is still going)."""
-    from marsrl.trainer.look.export import write_report
+    from marsrl.trainer.commands.look.export import write_report
 
     print(write_report(run_directory(run)))
 
@@ -83,6 +83,6 @@ def compare(
     ] = None,
 ) -> None:
     """Set runs, or evaluations that were kept, side by side: curves, the last numbers, and paired differences with intervals."""
-    from marsrl.trainer.look import compare
+    from marsrl.trainer.commands.look import compare
 
     compare.compare(runs, html, console(200))

@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from marsrl.trainer.look.comparison import Compared, names_of, numbers_of, read_compared, side_by_side
-from marsrl.trainer.look.export import write_page
-from marsrl.trainer.look.visible import shown
+from marsrl.trainer.commands.look.comparison import Compared, names_of, numbers_of, read_compared, side_by_side
+from marsrl.trainer.commands.look.export import write_page
+from marsrl.trainer.commands.look.visible import shown
 from marsrl.trainer.report.console import table_of
 from marsrl.trainer.runs.directory import refuse_file_of_a_run
 

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from marsrl.trainer.look.catalog import Catalog
-from marsrl.trainer.look.chart_plans import PLANS
-from marsrl.trainer.look.palette import COLORS, activity_color, agents_of, series_colors
-from marsrl.trainer.look.visible import Key
+from marsrl.trainer.commands.look.catalog import Catalog
+from marsrl.trainer.commands.look.chart_plans import PLANS
+from marsrl.trainer.commands.look.palette import COLORS, activity_color, agents_of, series_colors
+from marsrl.trainer.commands.look.visible import Key
 from marsrl.trainer.runs.directory import RunDirectory
 
 _MOST_POINTS = 1000  # of a curve; a screen is not wider

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from marsrl.trainer.cli.command import Config, Settings, check_server, command
+from marsrl.trainer.commands.cli.command import Config, Settings, check_server, command
 
 
 @command("data", "marsrl curate raw.jsonl --out curated")
@@ -20,8 +20,8 @@ def curate(
     config: Config = None,
 ) -> int:
     """Choose the problems that are worth training on: rules, near-duplicates, judges, and how often a team is right."""
-    from marsrl.trainer.curate import command
-    from marsrl.trainer.curate.missing import CurationStopped
+    from marsrl.trainer.commands.curate import command
+    from marsrl.trainer.commands.curate.missing import CurationStopped
 
     try:
         print(command.curate(words, out, config))

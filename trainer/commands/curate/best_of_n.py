@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from marsrl.rollout.types import Problem
+from marsrl.trainer.commands.curate.missing import MissingShare
+from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage
 from marsrl.trainer.config.curate import BestOfNConfig
-from marsrl.trainer.curate.missing import MissingShare
-from marsrl.trainer.curate.rows import Decision, Decisions, Row, Stage
 from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.runs.answers import Answers, key_of
 

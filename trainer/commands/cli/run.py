@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from marsrl.trainer.cli.command import Config, Settings, command, console
+from marsrl.trainer.commands.cli.command import Config, Settings, command, console
 
 
 @command("run", "marsrl try orchestration=debate rollout.group_size=2", name="try")

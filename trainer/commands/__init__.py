@@ -1,0 +1,1 @@
+"""The `marsrl` command: its command line, the viewer, curation of problems."""
