@@ -14,6 +14,10 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_token import show_token
 from marsrl.rollout.pool.replicas import LocalReplicas
 
+_AHEAD = 0.5
+"""Share of an actor's slots that it is sent beside them: they take the places of requests that end while their results are on
+the way here, and the next ones on the way there."""
+
 
 def make_pool(
     policy: str,
@@ -82,7 +86,7 @@ def make_pool(
             cluster, specs, takes=takes, deadline_s=config.deadline_s, silence_s=silence_s, join_s=config.join_s
         ),
         policy,
-        slots=config.slots,
+        slots=round(config.slots * (1 + _AHEAD)),
         deadline_s=config.deadline_s,
         attempts=config.max_request_attempts,
         most_restarts=config.max_engine_restarts,

@@ -121,12 +121,12 @@ class EnginePool(AbstractContextManager["EnginePool"]):
 
     @property
     def num_slots(self) -> int | None:
-        """Requests that all replicas decode at a time; None: any number."""
+        """Requests that all replicas have at a time; None: any number."""
         return None if self._slots is None else self._slots * self.num_engines
 
     @property
     def has_room(self) -> bool:
-        """True if a request more would be decoded at once; False where nobody knows, without slots."""
+        """True if a request more would be sent at once; False where nobody knows, without slots."""
         return self._slots is not None and self.num_under_way < self._slots * self.num_engines
 
     @property
