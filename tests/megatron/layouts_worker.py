@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_models import num_trained, sequences
+from megatron_models import learner, num_trained, save, sequences, step, weights
 
-from marsrl.kernels import PolicyObjective
-from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
+from marsrl.trainer.config import MptConfig, OptimizerConfig
 from marsrl.trainer.data.packing import PackedBatch, pack
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
@@ -37,14 +36,13 @@ def reads_of_this_process() -> list[int]:
 
 
 def new_learner(model: str, layout: dict[str, int]) -> Learner:
-    policy = PolicyConfig(
-        dtype="float32",
-        layout=layout,  # type: ignore[arg-type]
+    return learner(
+        model,
+        mpt=MptConfig(scope="sample", entropy=3.98, probability=0.02),
+        layout=layout,
         router_aux_loss=0.05 if "moe" in model else 0.0,
         optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, grad_clip=0.5),
     )
-    mpt = MptConfig(scope="sample", entropy=3.98, probability=0.02)
-    return Learner(policy, model, objective=PolicyObjective(), mpt=mpt, num_agents=2, total_steps=4, seed=0)
 
 
 def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
@@ -56,50 +54,49 @@ def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
     return batches if ranks_of_data == 1 else batches[dist.get_rank() :: ranks_of_data]
 
 
-def third_step(learner: Learner, layout: dict[str, int]) -> list[float]:
+def third_step(policy: Learner, layout: dict[str, int]) -> list[float]:
     """Loss and gradient norm of one more step, and of the step after it: what the optimizer's state makes of it."""
     found = []
     for _ in range(2):
-        stats = learner.step(batches_of_this_rank(layout), normaliser=num_trained(sequences(SAMPLES, multiple=4)))
+        stats = step(policy, batches_of_this_rank(layout), normaliser=num_trained(sequences(SAMPLES, multiple=4)))
         found += [stats.loss, stats.grad_norm]
     return found
 
 
 def resume(model: str, layout: dict[str, int], checkpoint: Path) -> list[float]:
     """third_step of a learner that was saved after its second one, under this layout or another."""
-    learner = new_learner(model, layout)
-    learner.load(checkpoint)
-    return third_step(learner, layout)
+    policy = new_learner(model, layout)
+    policy.load(checkpoint)
+    return third_step(policy, layout)
 
 
 def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> dict[str, Any]:
     """Two steps on the ranks of this world: statistics, scores, their noise, weights before and after; a checkpoint."""
     read = reads_of_this_process()
-    learner = new_learner(model, layout)
-    loaded = [sum(read), sum(p.numel() for p in learner._model.parameters())]
+    policy = new_learner(model, layout)
+    loaded = [sum(read), sum(p.numel() for p in policy.model.parameters())]
     samples, mine = sequences(SAMPLES, multiple=4), batches_of_this_rank(layout)
-    untouched = {name: tensor.clone() for name, tensor in learner.export()}
+    untouched = weights(policy)
     stats = []
     for _ in range(2):
-        s = learner.step(mine, normaliser=num_trained(samples), by_agent=True)
+        s = step(policy, mine, normaliser=num_trained(samples), by_agent=True)
         stats.append(
             [s.loss, s.grad_norm, float(s.gated_samples), *[x for v in s.agent_sums.values() for x in v], s.k3]
             + [norm or 0.0 for norm in s.agent_grad_norms]
         )
-    found = zip(learner.score(mine), learner.score(mine, rounded_as=torch.bfloat16), strict=True)
+    found = zip(policy.score(mine), policy.score(mine, rounded_as=torch.bfloat16), strict=True)
     sums = [(logprobs.sum(), (rounded - logprobs).abs().sum()) for logprobs, rounded in found]
     total = torch.stack([torch.stack(each) for each in sums]).sum(0)
     is_split = len(mine) < 2  # over the data-parallel ranks
     total /= 1 if is_split else dist.get_world_size()
     dist.all_reduce(total)
     if checkpoint is not None:
-        learner.save(checkpoint)
-    weights = {name: tensor.clone() for name, tensor in learner.export()}
+        save(policy, checkpoint)
     return {
         "stats": stats,
-        "third": third_step(learner, layout),
         "scores": total.tolist(),
-        "weights": weights,
+        "weights": weights(policy),
+        "third": third_step(policy, layout),
         "untouched": untouched,
         "loaded": loaded,
     }

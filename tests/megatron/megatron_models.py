@@ -1,19 +1,29 @@
-"""Tiny Hugging Face models and batches for the tests of the Megatron side; no megatron imports."""
+"""Tiny Hugging Face models, batches and learners for the tests of the Megatron side; no megatron imports."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from marsrl.kernels import PolicyObjective
 from marsrl.rollout.types import Finish, Group, Sample
+from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.data.credit import Credited
 from marsrl.trainer.data.mini_batches import Average, mini_batches
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
-from marsrl.trainer.data.scatter import MiniBatch
+from marsrl.trainer.data.scatter import MiniBatch, Update
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.step_stats import StepStats
 
 VOCAB = 61  # odd: tensor parallelism pads it
+OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=0.5)
+OF_LEARNER = ("old_policy", "router_replay", "reference_dir")
 
 
 def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> Path:
@@ -100,3 +110,55 @@ def averaged(samples: list[TrainSequence], average: Average) -> MiniBatch:
 
 def num_trained(samples: list[TrainSequence]) -> float:
     return float(sum(s.num_sampled for s in samples))
+
+
+def learner(
+    folder: str | Path,
+    *,
+    objective: PolicyObjective | Sequence[PolicyObjective] | None = None,
+    mpt: MptConfig | None = None,
+    **settings: Any,
+) -> Learner:
+    """A learner of two agents. settings: old_policy, router_replay, reference_dir; the rest is of its PolicyConfig."""
+    own = {name: settings.pop(name) for name in OF_LEARNER if name in settings}
+    policy = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OPTIMIZER, **settings})
+    objectives = [objective or PolicyObjective()] * 2 if not isinstance(objective, Sequence) else objective
+    return Learner(
+        policy, folder, objectives=objectives, mpt=mpt or MptConfig(scope="off"), total_steps=10, seed=0, **own
+    )
+
+
+def step(policy: Learner, batches: Sequence[PackedBatch], normaliser: float | None = None, **options: Any) -> StepStats:
+    """A step of one update. normaliser: the trained tokens, unless it is said."""
+    tokens = float(sum(len(batch.trained_rows) for batch in batches)) if normaliser is None else normaliser
+    return policy.train_step([Update(tuple(batches), tokens)], **options)
+
+
+def save(policy: Learner, folder: Path) -> None:
+    pending = policy.begin_save(folder, copy=False)
+    pending.write()
+    pending.finish(f"{folder} was not saved")
+    dist.barrier()
+
+
+def weights(policy: Learner) -> dict[str, Tensor]:
+    """On rank 0 all weights by their Hugging Face names, as copies."""
+    return dict(policy.held().export())
+
+
+def gradients(policy: Learner) -> dict[str, Tensor]:
+    return {name: parameter.main_grad.clone() for name, parameter in policy.model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
+
+
+def hf_logprobs(model: Any, sample: TrainSequence) -> tuple[Tensor, Tensor]:
+    """(log-probs [N], entropy [N]) of the sampled tokens, by transformers on the one sequence."""
+    ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.token_ids.tolist()])
+    logits = model(ids[None]).logits[0].float() / sample.temperature
+    rows = torch.arange(len(sample.prompt_ids) - 1, len(ids) - 1)[torch.from_numpy(sample.is_sampled)]
+    logp = logits[rows].log_softmax(-1)
+    return logp.gather(1, ids[rows + 1, None])[:, 0], -(logp.exp() * logp).sum(-1)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron_models import sequences
-from test_export import export, learner, save_model
+from megatron_models import learner, save, save_model, sequences, step
 
 from marsrl.rollout.engines.vllm.engine import vllm_environment
 from marsrl.trainer.data.packing import pack
+from marsrl.trainer.models.export import export
 
 # not importorskip: vLLM changes torch.cuda where it is imported, which the shim of the other tests must not see
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")]
@@ -31,10 +31,10 @@ def test_vllm_loads_a_trained_and_exported_model_with_the_trainers_log_probs(tmp
         (sample,) = sequences(1, mean=40, vocab=128)
         every = pack([replace(sample, is_sampled=np.ones(len(sample.token_ids), bool))])
         before = policy.score([every])[0]
-        policy.step([every], normaliser=10.0)
+        step(policy, [every], normaliser=10.0)
         scores = policy.score([every])[0][every.mask]
         assert float((scores - before[every.mask]).abs().max()) > 0.1  # the step shows
-        policy.save(tmp_path / f"{kind}_saved")
+        save(policy, tmp_path / f"{kind}_saved")
         export(tmp_path / f"{kind}_saved", tmp_path / f"{kind}_out")
         asked[kind] = (str(tmp_path / f"{kind}_out"), every.token_ids.tolist())
         expected[kind] = scores.numpy()

@@ -7,18 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from megatron_models import averaged, sequences
+from megatron_models import averaged, learner, sequences
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.state import decode, encode
-from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
+from marsrl.trainer.config import OptimizerConfig
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.data.scatter import Update
-from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
-from marsrl.trainer.learner.updates import train_step
 from marsrl.trainer.runs.collective import gather_bytes
 
 
@@ -36,25 +34,17 @@ Tokens = dict[str, tuple[int, list[float], list[float], list[int]]]
 
 def run(model: str, reference: str, layout: dict[str, int], router_replay: str) -> tuple[list[list[float]], Tokens]:
     """Statistics of two steps on the ranks of this world; the tokens of three samples in the first, from all ranks."""
-    policy = PolicyConfig(
-        dtype="float32",
+    policy = learner(
+        model,
+        objective=PolicyObjective(kl="k3", kl_coef=0.2, clip_low=0.02, clip_high=0.02),
+        reference_dir=reference,
+        router_replay=router_replay,
         layout=layout,
         optimizer=OptimizerConfig(lr=1e-3, grad_clip=0.5),
         recompute="full",
     )
-    learner = Learner(
-        policy,
-        model,
-        objective=PolicyObjective(kl="k3", kl_coef=0.2, clip_low=0.02, clip_high=0.02),
-        mpt=MptConfig(scope="off"),
-        num_agents=2,
-        total_steps=4,
-        seed=0,
-        router_replay=router_replay,
-        reference_dir=reference,
-    )
     samples = forced(sequences(8))
-    places = learner.data_size
+    places = policy.shard(64).data_size
     updates = []
     for part in (samples[:4], samples[4:]):
         update = averaged(part, Average("sequence", "agent"))
@@ -64,7 +54,7 @@ def run(model: str, reference: str, layout: dict[str, int], router_replay: str) 
     found = []
     tokens: Tokens = {}
     for step in range(2):
-        stats = train_step(learner, updates, keep={"s1", "s2", "s6"} if step == 0 else ())
+        stats = policy.train_step(updates, keep={"s1", "s2", "s6"} if step == 0 else ())
         for told in gather_bytes(encode(stats.tokens)):
             for each in decode(tuple[TrainedTokens, ...], told):
                 assert each.uid not in tokens, f"two ranks speak for {each.uid}"
