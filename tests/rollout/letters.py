@@ -144,9 +144,8 @@ def bare(uid: str, agent: str = "solver", text: str = "t", **changes: Any) -> Sa
 
 def sampled(uid: str, reward: float, *, agent: str = "solver", tokens: int = 3, **changes: Any) -> Sample:
     """A completion of so many tokens on a prompt of two, of the instance and the group that its uid names (0/solver:1)."""
-    made = bare(
-        uid, agent, rollout_id=uid.split("/")[0], group_id=uid.rpartition(":")[0], reward=Reward(reward, reward)
-    )
+    group = uid.rpartition(":")[0]
+    made = bare(uid, agent, rollout_id=group.split("/")[0], group_id=group, reward=Reward(reward, reward))
     of_tokens = {
         "prompt_ids": np.array([1, 2], np.int32),
         "token_ids": np.arange(tokens, dtype=np.int32),
