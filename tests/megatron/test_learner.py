@@ -19,6 +19,7 @@ from megatron_models import (
     learner,
     micro_batches,
     num_trained,
+    plain_step,
     save,
     save_model,
     sequences,
@@ -31,7 +32,7 @@ from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig
 from marsrl.trainer.data.bad_batches import BadBatch
 from marsrl.trainer.data.mini_batches import Average
-from marsrl.trainer.data.packing import TrainSequence, pack
+from marsrl.trainer.data.packing import pack
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.learner.trained_tokens import GATED, MASKED
@@ -53,49 +54,6 @@ def test_log_probs_equal_transformers(kind: str, changes: dict[str, Any], tmp_pa
     assert bool((found[~batch.mask] == 0).all())
 
 
-def plain_step(
-    folder: Path, samples: list[TrainSequence], mpt: MptConfig, average: Average
-) -> tuple[dict[str, Tensor], float, float, int]:
-    """(weights after one step, loss, gradient norm, masked tokens): GRPO with DMMPT, one sequence at a time."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.eval()
-    masked = 0
-    terms: dict[int, list[Tensor]] = {}  # of each sample's tokens, by agent
-    for sample in samples:
-        logp, entropy = own, _ = hf_logprobs(model, sample)
-        if mpt.temperature == 1:
-            own, entropy = hf_logprobs(model, dataclasses.replace(sample, temperature=1.0))
-        keep = torch.ones_like(logp)
-        if mpt.scope == "sample" and sample.is_positive and float(entropy.mean()) < mpt.entropy:
-            keep = (own.detach().exp() < mpt.probability).float()
-        masked += int((keep == 0).sum())
-        ratio = (logp - logp.detach()).exp()
-        agent = sample.agent if average.denominator == "agent" else 0
-        terms.setdefault(agent, []).append(-keep * ratio * sample.advantage)
-    mean = {
-        "token": lambda each: torch.cat(each).mean(),
-        "sequence": lambda each: torch.stack([tokens.mean() for tokens in each]).mean(),
-        "sequence_sum_constant": lambda each: (
-            torch.stack([tokens.sum() for tokens in each]).mean() / average.max_tokens
-        ),
-    }[average.aggregation]
-    loss = torch.stack([mean(each) for each in terms.values()]).sum()
-    loss.backward()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.grad_clip)
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps).step()
-    model.save_pretrained(folder.parent / "after")
-    after = {}
-    from safetensors.torch import load_file
-
-    after.update(load_file(folder.parent / "after" / "model.safetensors"))
-    return after, float(loss), float(norm), masked
-
-
 @pytest.mark.parametrize(
     ("kind", "mpt", "average"),
     [
@@ -112,9 +70,10 @@ def test_one_step_equals_plain_pytorch(kind: str, mpt: MptConfig, average: Avera
     policy = learner(folder, mpt=mpt)
     update = averaged(samples, average)
     stats = step(policy, micro_batches(list(update.sequences), 2), normaliser=update.normaliser)
-    after, loss, norm, masked = plain_step(folder, samples, mpt, average)
-    assert stats.loss == pytest.approx(loss, abs=5e-7)
-    assert stats.grad_norm == pytest.approx(norm, rel=1e-5)
+    plain = plain_step(folder, [samples], mpt=mpt, average=average)
+    after, masked = plain.weights, plain.masked
+    assert stats.loss == pytest.approx(plain.losses[0], abs=5e-7)
+    assert stats.grad_norm == pytest.approx(plain.norms[0], rel=1e-5)
     assert sum(stats.agent_sums["masked_tokens"]) == masked and sum(stats.agent_sums["tokens"]) == num_trained(samples)
     if mpt.scope == "sample":
         assert 0 < masked < num_trained(samples) and 0 < stats.gated_samples <= sum(s.is_positive for s in samples)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 from megatron_models import (
     OPTIMIZER,
-    hf_logprobs,
     largest_difference,
     micro_batches,
     num_trained,
+    plain_step,
     save_model,
     sequences,
     step,
     weights,
 )
 from megatron_models import learner as new_learner
-from safetensors.torch import load_file
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
@@ -36,61 +32,15 @@ from marsrl.trainer.learner.megatron import shim
 from marsrl.trainer.learner.step_stats import empty_update, summed
 from marsrl.trainer.report.step_metrics import step_metrics
 
-CLIP = 0.05
+ALIKE = PolicyObjective(clip_low=0.05, clip_high=0.05)
 
 
 def learner(folder: Path, *, kl: Any = "none", kl_coef: float = 0.0, **changes: Any) -> Learner:
-    return new_learner(
-        folder, objective=PolicyObjective(clip_low=CLIP, clip_high=CLIP, kl=kl, kl_coef=kl_coef), **changes
-    )
+    return new_learner(folder, objective=replace(ALIKE, kl=kl, kl_coef=kl_coef), **changes)
 
 
 def update(samples: list[TrainSequence], cuts: int = 1) -> Update:
     return Update(tuple(micro_batches(samples, cuts)), num_trained(samples))
-
-
-def plain_updates(
-    folder: Path,
-    parts: list[list[TrainSequence]],
-    objectives: Sequence[PolicyObjective] = (PolicyObjective(clip_low=CLIP, clip_high=CLIP),) * 2,
-    *,
-    kl: str = "none",
-    kl_coef: float = 0.0,
-    reference: Path | None = None,
-) -> tuple[dict[str, Tensor], list[float], list[float], int, float]:
-    """(weights after, losses, gradient norms, clipped tokens, sum of the KL estimate), one sequence at a time."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        frozen = transformers.AutoModelForCausalLM.from_pretrained(reference or folder, dtype=torch.float32).eval()
-        old = {s.uid: hf_logprobs(model, s)[0] for part in parts for s in part}
-        of_reference = {s.uid: hf_logprobs(frozen, s)[0] for part in parts for s in part}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
-    losses, norms, clipped, estimate = [], [], 0, 0.0
-    for part in parts:
-        total = torch.zeros(())
-        for sample in part:
-            logp = hf_logprobs(model, sample)[0]
-            ratio = (logp - old[sample.uid]).exp()
-            low, high = objectives[sample.agent].clip_low, objectives[sample.agent].clip_high
-            surrogate = torch.minimum(ratio * sample.advantage, ratio.clamp(1 - low, 1 + high) * sample.advantage)
-            clipped += int((surrogate < ratio * sample.advantage).sum())
-            x = logp - of_reference[sample.uid]
-            term = {"none": 0 * x, "k1": x, "k2": x**2 / 2, "k3": (-x).exp() + x - 1}[kl]
-            estimate += float(term.sum())
-            total = total - surrogate.sum() + kl_coef * term.sum()
-        loss = total / num_trained(part)
-        adam.zero_grad()
-        loss.backward()
-        losses.append(float(loss.detach()))
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.grad_clip)))
-        adam.step()
-    model.save_pretrained(folder.parent / "after")
-    return load_file(folder.parent / "after" / "model.safetensors"), losses, norms, clipped, estimate
 
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor], steps: int) -> None:
@@ -103,8 +53,8 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor], steps: int) -> 
 
 def test_each_agent_has_its_own_clip_range(tmp_path: Path) -> None:
     folder = save_model("qwen3", tmp_path / "m")
-    samples, alike = sequences(9), PolicyObjective(clip_low=CLIP, clip_high=CLIP)
-    objectives = [replace(alike, clip_low=0.3), replace(alike, clip_high=0.4)]  # of agent 0 and agent 1
+    samples = sequences(9)
+    objectives = [replace(ALIKE, clip_low=0.3), replace(ALIKE, clip_high=0.4)]  # of agent 0 and agent 1
     parts = [samples[i::3] for i in range(3)]
     policy = new_learner(folder, objective=objectives)
     shard = policy.shard(64)
@@ -112,12 +62,12 @@ def test_each_agent_has_its_own_clip_range(tmp_path: Path) -> None:
     agents = [[set(batch.agent_of.tolist()) for batch in each.micro_batches] for each in updates]
     assert all({0} in each and {1} in each and {0, 1} not in each for each in agents)
     stats = policy.train_step(updates)
-    after, losses, norms, clipped, _ = plain_updates(folder, parts, objectives)
-    *_, clipped_alike, _ = plain_updates(folder, parts, [alike] * 2)
-    assert stats.loss == pytest.approx(math.fsum(losses) / 3, abs=2e-5)
-    assert stats.grad_norm == pytest.approx(math.fsum(norms) / 3, rel=1e-3)
-    assert abs(sum(stats.agent_sums["clipped_tokens"]) - clipped) <= 2 < abs(clipped - clipped_alike)
-    close(weights(policy), after, 3)
+    plain = plain_step(folder, parts, objectives=objectives)
+    clipped_alike = plain_step(folder, parts, objectives=[ALIKE] * 2).clipped
+    assert stats.loss == pytest.approx(math.fsum(plain.losses) / 3, abs=2e-5)
+    assert stats.grad_norm == pytest.approx(math.fsum(plain.norms) / 3, rel=1e-3)
+    assert abs(sum(stats.agent_sums["clipped_tokens"]) - plain.clipped) <= 2 < abs(plain.clipped - clipped_alike)
+    close(weights(policy), plain.weights, 3)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
@@ -127,14 +77,14 @@ def test_three_updates_clip_against_the_policy_before_the_first(kind: str, tmp_p
     parts = [samples[i::3] for i in range(3)]
     policy = learner(folder)
     stats = policy.train_step([update(part, 2) for part in parts])
-    after, losses, norms, clipped, _ = plain_updates(folder, parts)
-    assert stats.loss == pytest.approx(math.fsum(losses) / 3, abs=2e-5)
-    assert stats.grad_norm == pytest.approx(math.fsum(norms) / 3, rel=1e-3)
-    assert clipped > 20 and abs(sum(stats.agent_sums["clipped_tokens"]) - clipped) <= 2
+    plain = plain_step(folder, parts, objectives=[ALIKE] * 2)
+    assert stats.loss == pytest.approx(math.fsum(plain.losses) / 3, abs=2e-5)
+    assert stats.grad_norm == pytest.approx(math.fsum(plain.norms) / 3, rel=1e-3)
+    assert plain.clipped > 20 and abs(sum(stats.agent_sums["clipped_tokens"]) - plain.clipped) <= 2
     assert sum(stats.agent_sums["tokens"]) == num_trained(samples)
     assert stats.num_updates == 3 and len(stats.logprobs) == 6
     assert policy.num_steps == 1 and stats.lr == OPTIMIZER.lr  # the schedule counts steps, not updates
-    close(weights(policy), after, 3)
+    close(weights(policy), plain.weights, 3)
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_counts(tmp_path: Path) -> None:
@@ -155,11 +105,12 @@ def test_a_kl_step_equals_plain_pytorch(kl: str, tmp_path: Path) -> None:
     samples = sequences(6)
     policy = learner(folder, kl=kl, kl_coef=0.3, reference_dir=reference)
     stats = policy.train_step([update(samples, 2)])
-    after, losses, norms, _, estimate = plain_updates(folder, [samples], kl=kl, kl_coef=0.3, reference=reference)
-    assert stats.loss == pytest.approx(losses[0], rel=3e-6)
-    assert stats.grad_norm == pytest.approx(norms[0], rel=1e-5)
-    assert sum(stats.agent_sums["kl"]) == pytest.approx(estimate, rel=1e-5)
-    close(weights(policy), after, 1)
+    objectives = [replace(ALIKE, kl=kl, kl_coef=0.3)] * 2  # type: ignore[arg-type]
+    plain = plain_step(folder, [samples], objectives=objectives, reference=reference)
+    assert stats.loss == pytest.approx(plain.losses[0], rel=3e-6)
+    assert stats.grad_norm == pytest.approx(plain.norms[0], rel=1e-5)
+    assert sum(stats.agent_sums["kl"]) == pytest.approx(plain.kl, rel=1e-5)
+    close(weights(policy), plain.weights, 1)
 
 
 def test_kl_to_the_start_is_zero_at_first_and_then_pulls_back(tmp_path: Path) -> None:

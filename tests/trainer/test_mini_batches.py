@@ -138,12 +138,3 @@ def test_replay_of_the_rollouts_experts_is_refused_where_an_engine_does_not_tell
     (sentence,) = refusals_of(replaying(engine="vllm", vllm={"sampler": "marsrl"}), on_gpus)
     assert "set rollout.vllm.sampler=engine" in sentence
     assert replaying(engine="vllm").records_of("main") == Records(experts=True)
-
-
-def test_a_quantised_engine_is_refused_of_a_policy_that_is_trained() -> None:
-    host = TrainerHost(8, 4, False)
-    config = RunConfig.model_validate({"rollout": {"vllm": {"quantization": "fp8"}}})
-    assert "rollout.vllm.quantization is fp8" in refusals_of(config, host)[0]
-    assert refusals_of(config, TrainerHost(8, 0, False)) == ()  # marsrl evaluate
-    judge = {"frozen": True, "model": "/judge", "vllm": {"quantization": "fp8"}}
-    assert refusals_of(RunConfig.model_validate({"policies": {"main": {}, "judge": judge}}), host) == ()

@@ -108,13 +108,10 @@ class PackedBatch:
 
 def rows_of(
     mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor, num_rows: tuple[int | None, int | None] = (None, None)
-) -> tuple[Tensor, Tensor]:
-    """(trained_rows, positive_rows) of a batch; num_rows: how many these are, else the host waits for the device."""
+) -> list[Tensor]:
+    """[trained_rows, positive_rows] of a batch; num_rows: how many these are, else the host waits for the device."""
     of_positive = is_positive.repeat_interleave(cu_seqlens.diff(), output_size=mask.numel())
-    return (
-        kernels.kept_rows(mask, num_kept=num_rows[0]),
-        kernels.kept_rows(mask & of_positive, num_kept=num_rows[1]),
-    )
+    return [kernels.kept_rows(kept, num_kept=num) for kept, num in zip((mask, mask & of_positive), num_rows)]
 
 
 def plan_micro_batches(
@@ -208,7 +205,6 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     trained_rows, positive_rows = rows_of(packed.mask, is_positive, cu_seqlens, num_sampled)
     own_weights = [s.weight for s in sequences]
     temperatures = [s.temperature for s in sequences]
-    same_temperature = len(set(temperatures)) == 1
     return PackedBatch(
         uids=tuple(s.uid for s in sequences),
         token_ids=packed.token_ids,
@@ -218,7 +214,9 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
         advantages=_on_device([s.advantage for s in sequences], np.float32),
         token_advantages=packed.weights,
         rollout_logprobs=packed.logprobs,
-        temperature=temperatures[0] if same_temperature else _of_sequences(temperatures, cu_seqlens, total),
+        temperature=temperatures[0]
+        if len(set(temperatures)) == 1
+        else _on_device(temperatures, np.float32).repeat_interleave(cu_seqlens.diff(), output_size=total),
         cu_seqlens=cu_seqlens,
         max_seqlen=int(np.diff(bounds).max()),
         agent_of=_on_device([s.agent for s in sequences], np.int64),
@@ -243,11 +241,6 @@ def _of_tokens(sequences: Sequence[TrainSequence], of_completions: Sequence[npt.
     return _on_device(
         np.concatenate([part for s, own in pairs for part in (np.zeros(len(s.prompt_ids), own.dtype), own)])
     )
-
-
-def _of_sequences(values: Sequence[float], cu_seqlens: Tensor, total: int) -> Tensor:
-    """[T] float32: of each token the value of its sequence."""
-    return _on_device(values, np.float32).repeat_interleave(cu_seqlens.diff(), output_size=total)
 
 
 def _routed_experts(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], total: int) -> Tensor | None:
