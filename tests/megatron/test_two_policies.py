@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from letters import group_of
 from megatron_models import VOCAB, largest_difference, learner, save_model, weights
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.player.stages import StepBatch
-from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import mini_batches
@@ -40,32 +41,13 @@ def config(*policies: str) -> RunConfig:
 
 def stage(seed: int) -> StepBatch:
     """Four groups of each agent."""
-    rng = np.random.default_rng(seed)
-    groups = []
+    rng, groups = np.random.default_rng(seed), []
     for agent in AGENT_OF.values():
         for g in range(4):
-            name = f"{seed}{g}/{agent}"
-            samples = []
-            for i in range(3):
-                n = int(rng.integers(4, 12))
-                samples.append(
-                    Sample(
-                        uid=f"{name}:{i}",
-                        rollout_id=f"{seed}{g}",
-                        problem_id="p",
-                        agent=agent,
-                        group_id=name,
-                        parent_uid=None,
-                        prompt_ids=rng.integers(0, VOCAB, 4).astype(np.int32),
-                        token_ids=rng.integers(0, VOCAB, n).astype(np.int32),
-                        is_sampled=np.ones(n, bool),
-                        rollout_logprobs=np.full(n, -4.0, np.float32),
-                        segments=(Segment(0, n, 0),),
-                        finish=Finish.STOP,
-                        reward=Reward(float(i == g % 3), float(i == g % 3)),
-                    )
-                )
-            groups.append(Group(name, f"{seed}{g}", agent, tuple(samples)))
+            group = group_of(f"{seed}{g}/{agent}", [float(i == g % 3) for i in range(3)], agent, tokens=8)
+            ids = rng.integers(0, VOCAB, (3, 8)).astype(np.int32)
+            samples = tuple(replace(s, token_ids=own) for s, own in zip(group.samples, ids, strict=True))
+            groups.append(replace(group, samples=samples))
     return StepBatch(tuple(groups), {})
 
 

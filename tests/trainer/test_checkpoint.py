@@ -273,19 +273,6 @@ def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run
         load(run, "previous")
 
 
-def test_another_rank_writes_its_part_of_the_policies_and_nothing_else(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (run.checkpoints / "step_5.part").mkdir(parents=True)
-    monkeypatch.setattr(checkpoint, "rank", lambda: 1)
-    writer(run).save(5, {"main": 5}, {"main": WordLearner("a")}, None)  # type: ignore[dict-item]
-    files = [str(path.relative_to(run.checkpoints)) for path in run.checkpoints.rglob("*") if path.is_file()]
-    assert files == ["step_5.part/policies/main/word"]
-    with pytest.raises(RuntimeError, match="no room"):
-        save(writer(run), 5, word="unwritable")
-    assert (run.checkpoints / "step_5.part").exists()  # rank 0 clears it
-
-
 def test_all_ranks_go_on_from_where_rank_0_says_and_share_the_reading(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
