@@ -1,22 +1,30 @@
-"""A job of two gloo ranks: the same two steps under every layout, a checkpoint, a third step.
+"""A job of two gloo ranks: the same two steps under every layout, a checkpoint, a third step; two steps of two updates each.
 
 Then every checkpoint is resumed under the layouts named for it. See test_layouts.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from megatron_models import learner, num_trained, save, sequences, step, weights
+from megatron_models import averaged, learner, num_trained, save, sequences, step, weights
 
+from marsrl.kernels import PolicyObjective
+from marsrl.rollout.state import decode, encode
 from marsrl.trainer.config import MptConfig, OptimizerConfig
-from marsrl.trainer.data.packing import PackedBatch, pack
+from marsrl.trainer.data.mini_batches import Average
+from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
+from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import HfReader
+from marsrl.trainer.learner.trained_tokens import TrainedTokens
+from marsrl.trainer.runs.collective import gather_bytes
 
 SAMPLES = 8
 _READ = HfReader._read
@@ -102,22 +110,75 @@ def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> d
     }
 
 
+def forced(samples: list[TrainSequence]) -> list[TrainSequence]:
+    """Two random ones of four experts for every token but the last."""
+    rng = np.random.default_rng(3)
+    return [
+        replace(s, routed_experts=rng.random((s.num_tokens - 1, 2, 4)).argsort(-1)[..., :2].astype(np.uint8))
+        for s in samples
+    ]
+
+
+Tokens = dict[str, tuple[int, list[float], list[float], list[int]]]
+
+
+def updates(model: str, reference: str, layout: dict[str, int], router_replay: str) -> tuple[list[list[float]], Tokens]:
+    """Statistics of two steps on the ranks of this world; the tokens of three samples in the first, from all ranks."""
+    policy = learner(
+        model,
+        objective=PolicyObjective(kl="k3", kl_coef=0.2, clip_low=0.02, clip_high=0.02),
+        reference_dir=reference,
+        router_replay=router_replay,
+        layout=layout,
+        optimizer=OptimizerConfig(lr=1e-3, grad_clip=0.5),
+        recompute="full",
+    )
+    samples = forced(sequences(8))
+    places = policy.shard(64).data_size
+    mine_of_each = []
+    for part in (samples[:4], samples[4:]):
+        update = averaged(part, Average("sequence", "agent"))
+        batches = [pack(update.sequences[i::2], align=2) for i in range(2)]
+        mine = batches if places == 1 else batches[dist.get_rank() :: places]
+        mine_of_each.append(Update(tuple(mine), update.normaliser))
+    found = []
+    tokens: Tokens = {}
+    for number in range(2):
+        stats = policy.train_step(mine_of_each, keep={"s1", "s2", "s6"} if number == 0 else ())
+        for told in gather_bytes(encode(stats.tokens)):
+            for each in decode(tuple[TrainedTokens, ...], told):
+                assert each.uid not in tokens, f"two ranks speak for {each.uid}"
+                tokens[each.uid] = each.update, each.logprobs.tolist(), each.entropy.tolist(), each.marks.tolist()
+        replay: Any = stats.replay
+        counts = [replay.tokens, replay.tokens_differ, replay.choices, replay.choices_differ]
+        sums = [sum(stats.agent_sums[name]) for name in ("tokens", "kl")]
+        found.append([stats.loss, stats.grad_norm, *sums, *map(float, counts)])
+    return found, tokens
+
+
 def job(
     out: str,
     models: dict[str, str],
     layouts: dict[str, dict[str, dict[str, int]]],
     resumed: dict[str, list[tuple[str, str]]],
+    updated: dict[str, list[str]],
 ) -> None:
-    """Into the file `out`, by rank 0. resumed: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}."""
+    """Into the file `out`, by rank 0.
+
+    resumed: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}. updated: {layout: router_replay of
+    updates()}, of the models "qwen3_moe" and, as its reference, "reference".
+    """
     checkpoints = Path(out).parent / "checkpoints"
     report: dict[str, Any] = {}
-    for kind, model in models.items():
+    for kind in layouts:
         for name, layout in layouts[kind].items():
-            found = run(model, layout, checkpoints / kind / name)
+            report[f"{kind}/{name}"] = run(models[kind], layout, checkpoints / kind / name)
+            for router_replay in updated.get(name, []) if kind == "qwen3_moe" else []:
+                report[f"{name}, {router_replay}"] = updates(models[kind], models["reference"], layout, router_replay)
             parallel.stop(keep_world=True)
-            report[f"{kind}/{name}"] = found
         for before, after in resumed[kind]:
-            report[f"{kind}/{before} -> {after}"] = resume(model, layouts[kind][after], checkpoints / kind / before)
+            place = checkpoints / kind / before
+            report[f"{kind}/{before} -> {after}"] = resume(models[kind], layouts[kind][after], place)
             parallel.stop(keep_world=True)
     if dist.get_rank() == 0:
         torch.save(report, out)
