@@ -168,7 +168,7 @@ def train(model_dir: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
     """On the ranks of this world: losses, gradients and weights after two steps of each optimizer (rank 0's)."""
     from marsrl.kernels import PolicyObjective
     from marsrl.trainer.config import MptConfig, PolicyConfig
-    from marsrl.trainer.data.scatter import BatchShard, micro_batches
+    from marsrl.trainer.data.scatter import Update, micro_batches
     from marsrl.trainer.learner.learner import Learner
     from marsrl.trainer.learner.megatron import parallel
 
@@ -180,33 +180,30 @@ def train(model_dir: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
         learner = Learner(
             policy,
             model_dir,
-            objective=PolicyObjective(),
+            objectives=[PolicyObjective()] * 2,
             mpt=MptConfig(scope="sample", entropy=MPT_ENTROPY, probability=MPT_PROBABILITY),
-            num_agents=2,
             total_steps=8,
             seed=0,
             old_policy="sais",
         )
     except ValueError as refusal:
         return {"refused": str(refusal)}
-    place = BatchShard(learner.data_rank, learner.data_size, 160, learner.align)
-    batches = micro_batches(sequences, place)
-    normaliser = float(sum(s.num_sampled for s in sequences))
-    before = dict(learner.export())
+    num_tokens = float(sum(s.num_sampled for s in sequences))
+    updates = [Update(tuple(micro_batches(sequences, learner.shard(160))), num_tokens)]
+    before = dict(learner.held().export())
     found: dict[str, Any] = {}
     for _ in range(2):
-        stats = learner.step(batches, normaliser=normaliser)
-    found["adam"] = dict(learner.export())
+        stats = learner.train_step(updates)
+    found["adam"] = dict(learner.held().export())
     with_sgd(learner)
     for name, lrs in (("gradient", (PROBE_LR,)), ("sgd", (SGD_LR, SGD_LR))):
-        learner._converter.load(model_dir)
-        learner._optimizer.reload_weights()
+        learner.read_weights(model_dir)
         for lr in lrs:
-            stats = learner.step(batches, normaliser=normaliser, lr=lr)
+            stats = learner.train_step(updates, lr=lr)
             found.setdefault("loss", stats.loss)
             found.setdefault("gated", stats.gated_samples)
             found.setdefault("masked", sum(stats.agent_sums["masked_tokens"]))
-        found[name] = dict(learner.export())
+        found[name] = dict(learner.held().export())
     found["gradient"] = {n: (before[n].double() - w.double()) / PROBE_LR for n, w in found["gradient"].items()}
     parallel.stop(keep_world=True)
     return found
@@ -214,7 +211,7 @@ def train(model_dir: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
 
 def with_sgd(learner: Any) -> None:
     """Plain SGD in AdamW's place, over the same shards (views of megatron's buffer, which a constructor refuses)."""
-    for part in learner._optimizer._parts():
+    for part in learner.optimizer.parts():
         sgd = torch.optim.SGD([torch.zeros(1)], lr=0.0)
         sgd.param_groups = [{**sgd.defaults, **group, "fused": False} for group in part.optimizer.param_groups]
         part.optimizer = sgd
@@ -237,7 +234,7 @@ def import_learner() -> None:
     from marsrl.trainer.learner.megatron import shim
 
     shim.install()  # before anything imports megatron
-    for name in ("convert", "head", "model", "optimizer"):
+    for name in ("model", "optimizer", "passes"):
         importlib.import_module(f"marsrl.trainer.learner.megatron.{name}")
     importlib.import_module("marsrl.trainer.learner.learner")
 

@@ -37,6 +37,7 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.weights.checksum import fused_checksums
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.weights.comparison import (
     EngineComparison,
     TrainerScores,
@@ -75,9 +76,7 @@ class Pair:
         self.settings = read_shape(self._model).settings()
         self._write(self.weights(0.05, 0))
         mpt, policy = MptConfig(scope="off"), PolicyConfig(dtype=dtype)
-        self.learner = Learner(
-            policy, self._model, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0
-        )
+        self.learner = Learner(policy, self._model, objectives=[PolicyObjective()], mpt=mpt, total_steps=1, seed=0)
         self.process = EngineProcess(str(self._model), dtype, SpoiledVllm, "spawn")
         self.pool = EnginePool(self.process)  # type: ignore[arg-type]
         self.version = 0
@@ -94,8 +93,7 @@ class Pair:
     def train(self, weights: Weights) -> TrainerScores:
         """The learner has these weights; its score."""
         self._write(weights)
-        self.learner._converter.load(self._model)
-        self.learner._optimizer.reload_weights()
+        self.learner.read_weights(self._model)
         return trainer_scores(self.learner, getattr(torch, self.dtype))
 
     def send(self, weights: Weights) -> None:
@@ -116,7 +114,7 @@ class Pair:
 
     def close(self) -> None:
         self.pool.close()
-        self.learner.close()
+        parallel.stop()
 
     def _write(self, weights: Weights) -> None:
         cast = {name: tensor.to(getattr(torch, self.dtype)) for name, tensor in weights.items()}

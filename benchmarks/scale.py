@@ -225,8 +225,8 @@ def trained(
         )
     for each in batches:
         with parts.of("micro-batches planned"):
-            lengths, clips = [s.num_tokens for s in each.sequences], [s.clip for s in each.sequences]
-            plan = plan_micro_batches(lengths, data_size(config), config.trainer.max_tokens_per_micro_batch, clips)
+            lengths = [s.num_tokens for s in each.sequences]
+            plan = plan_micro_batches(lengths, data_size(config), config.trainer.max_tokens_per_micro_batch)
         for data_rank, members in [(data_rank, members) for data_rank, share in enumerate(plan) for members in share]:
             with parts.of("encoding the batch"):
                 data = encode([each.sequences[i] for i in members])

@@ -70,8 +70,9 @@ def _learner(
 ) -> Variant:
     from marsrl.kernels import PolicyObjective
     from marsrl.trainer.config import LayoutConfig, MptConfig, OptimizerConfig, PolicyConfig
-    from marsrl.trainer.data.scatter import BatchShard, micro_batches
+    from marsrl.trainer.data.scatter import Update, micro_batches
     from marsrl.trainer.learner.learner import Learner
+    from marsrl.trainer.learner.megatron import parallel
 
     policy = PolicyConfig(
         dtype=problem.dtype, optimizer=OptimizerConfig(lr=1e-5), layout=LayoutConfig.model_validate(layout)
@@ -79,20 +80,19 @@ def _learner(
     learner = Learner(
         policy,
         model_dir,
-        objective=PolicyObjective(),
+        objectives=[PolicyObjective()],
         mpt=MptConfig(scope="sample" if mpt is not None else "off", entropy=mpt or 0.2),
-        num_agents=1,
         total_steps=100,
         seed=0,
     )
     if not has_fused_head:
         _take_megatrons_head(learner)
-    place = BatchShard(learner.data_rank, learner.data_size, problem.micro_batch_tokens, learner.align)
 
     def step() -> float:
-        return learner.step(micro_batches(trained, place), normaliser=float(num_tokens)).grad_norm
+        batches = micro_batches(trained, learner.shard(problem.micro_batch_tokens))
+        return learner.train_step([Update(tuple(batches), float(num_tokens))]).grad_norm
 
-    return Variant(step, learner.close, trained)
+    return Variant(step, parallel.stop, trained)
 
 
 def _take_megatrons_head(learner: Any) -> None:
@@ -118,4 +118,4 @@ def _take_megatrons_head(learner: Any) -> None:
             total = terms.sum() / loss.normaliser
             return HeadResult(PolicyLoss(total, logprobs, logprobs, logprobs, sums), None, loss)
 
-    learner._model.__class__ = PlainHead
+    learner.model.__class__ = PlainHead

@@ -143,8 +143,10 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_reading_a_config_imports_no_torch_and_no_engine() -> None:
-    loaded = modules_after("import marsrl.trainer.config.read, marsrl.rollout.config")
+def test_neither_reading_a_config_nor_the_rules_of_layouts_import_torch_or_an_engine() -> None:
+    loaded = modules_after(
+        "import marsrl.trainer.config.read, marsrl.rollout.config, marsrl.trainer.learner.megatron.layout"
+    )
     assert not loaded & {"torch", "vllm", "ray", "megatron", "transformers"}
 
 

@@ -142,13 +142,13 @@ def _reference(reference: str, model_dir: str) -> str | None:
 def _learner(config: RunConfig, name: str, model_dir: str, reference_dir: str | None) -> Learner:
     loss = config.loss
     own = {each.name for each in dataclasses.fields(PolicyObjective)}
-    objective = PolicyObjective(**loss.model_dump(include=own) | {"correction_high": loss.upper_bound})
+    common = loss.model_dump(include=own) | {"correction_high": loss.upper_bound}
+    clips = [each.model_dump(include={"clip_low", "clip_high"}, exclude_none=True) for each in config.agents.values()]
     return Learner(
         config.policies[name],
         model_dir,
-        objective=objective,
+        objectives=[PolicyObjective(**common | clip) for clip in clips],
         mpt=config.mpt,
-        num_agents=len(config.agents),
         total_steps=config.run.steps,
         seed=config.run.seed,
         old_policy=loss.old_policy,

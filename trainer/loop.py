@@ -9,7 +9,6 @@ from __future__ import annotations
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import mini_batches
 from marsrl.trainer.data.scatter import scatter
-from marsrl.trainer.learner.updates import train_step
 from marsrl.trainer.run import Run
 
 
@@ -42,9 +41,9 @@ def train(run: Run) -> None:
                     batches = mini_batches(
                         mine, config.trainer.updates_per_step, run.average, seed=config.run.seed, step=step
                     )
-                updates = scatter(batches, run.shard_of_this_rank)
+                updates = scatter(batches, learner.shard(config.trainer.max_tokens_per_micro_batch))
             with run.engines_asleep(policy), run.timed("step"):
-                stats = train_step(learner, updates, by_agent=run.measures_agents, keep=kept)
+                stats = learner.train_step(updates, by_agent=run.measures_agents, keep=kept)
                 run.note_step(policy, stats, batches)
             if stats.is_updated or run.engines_drop_weights:
                 with run.timed("publish"):

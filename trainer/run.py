@@ -18,7 +18,7 @@ from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batc
 from marsrl.trainer.data.credit import Credited
 from marsrl.trainer.data.empty_steps import too_many_errors, why_nothing_trains
 from marsrl.trainer.data.mini_batches import Average
-from marsrl.trainer.data.scatter import BatchShard, MiniBatch
+from marsrl.trainer.data.scatter import MiniBatch
 from marsrl.trainer.driver import Driver
 from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.learner.learner import Learner
@@ -93,17 +93,6 @@ class Run:
         """Rank 0's side, for what rank 0 alone does."""
         assert self.driver is not None
         return self.driver
-
-    @property
-    def shard_of_this_rank(self) -> BatchShard:
-        learner = next(iter(self.learners.values()))
-        return BatchShard(
-            learner.data_rank,
-            learner.data_size,
-            self.config.trainer.max_tokens_per_micro_batch,
-            learner.align,
-            learner.routes,
-        )
 
     @property
     def keeps_zero(self) -> bool:

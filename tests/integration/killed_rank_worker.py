@@ -38,15 +38,14 @@ def script(request: DecodeRequest) -> str:
 
 def kill_at(step: int) -> None:
     """Rank 1 dies between its backward pass and the reduction that rank 0 waits in."""
-    forward_backward = Learner._forward_backward
+    train_step = Learner.train_step
 
-    def die(self: Learner, *words: Any) -> Any:
-        results = forward_backward(self, *words)
-        if self.num_steps == step and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return results
+    def die(self: Learner, *words: Any, **options: Any) -> Any:
+        if self.num_steps == step - 1 and os.environ["RANK"] == "1":
+            self.optimizer.grad_norm = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment, return-value]
+        return train_step(self, *words, **options)
 
-    Learner._forward_backward = die  # type: ignore[method-assign]
+    Learner.train_step = die  # type: ignore[method-assign]
 
 
 def come_late() -> None:

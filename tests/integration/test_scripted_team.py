@@ -25,8 +25,9 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.player.stages import StepBatch
 from marsrl.rollout.types import FloatArray, IntArray
-from marsrl.trainer import build, loop
+from marsrl.trainer import build
 from marsrl.trainer.commands import cli
+from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
@@ -414,14 +415,14 @@ def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_onc
 
 
 def test_colocated_engines_sleep_while_the_trainer_trains(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = loop.train_step
+    step = Learner.train_step
 
     def noted_step(*arguments: Any, **options: Any) -> Any:
         CALLS.append("train")
         stats = step(*arguments, **options)
         return replace(stats, is_updated=CALLS.count("train") != 2)  # as where the second step is skipped
 
-    monkeypatch.setattr(loop, "train_step", noted_step)
+    monkeypatch.setattr(Learner, "train_step", noted_step)
     together = play("run.steps=3", "run.evaluate=false", "rollout.placement=colocated")
     sync = ["wake weights", "update_weights", "wake kv_cache", "score"]
     assert CALLS[:3] == ["score", "update_weights", "score"]  # the sync's first probe; the weights of the start: awake

@@ -30,6 +30,7 @@ from marsrl.rollout.weights.files import write_shards
 from marsrl.rollout.weights.layout import EngineShard
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.weights.comparison import CheckedEngines, comparison_sequences, trainer_scores
 from marsrl.trainer.weights.sync import FileSync
 
@@ -97,7 +98,7 @@ def _parts(case: str, folder: Path) -> Parts:
     model_dir = write_model(kind, folder, vocab_size=VOCAB_SIZE)
     mpt = MptConfig(scope="off")
     policy = PolicyConfig(dtype="float32")
-    learner = Learner(policy, model_dir, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0)
+    learner = Learner(policy, model_dir, objectives=[PolicyObjective()], mpt=mpt, total_steps=1, seed=0)
     # in an actor: a process of its own, as vLLM cannot load a MoE model after a dense one
     vllm = VllmOptions(max_num_seqs=8, kv_cache_mib=32, **CASES[case])  # type: ignore[arg-type]
     config = RolloutConfig(threads=1, object_store_mib=80, max_engine_restarts=0, vllm=vllm)
@@ -111,7 +112,7 @@ def _parts(case: str, folder: Path) -> Parts:
 def _close(parts: Parts) -> None:
     parts.sync.close()
     parts.pool.close()
-    parts.learner.close()
+    parallel.stop()
 
 
 IN_HALVES = [case for case, options in CASES.items() if options]
@@ -147,7 +148,7 @@ def test_log_probs_agree_before_and_after_every_sync(case: str, started: Callabl
 
 def _change(learner: Learner, group: str) -> None:
     """Noise for the parameters of this kind."""
-    changed = [parameter for name, parameter in learner._model.named_parameters() if group in name]
+    changed = [parameter for name, parameter in learner.model.named_parameters() if group in name]
     assert changed, f"the model has no parameter called {group}"
     with torch.no_grad():
         for parameter in changed:

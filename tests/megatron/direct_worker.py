@@ -19,12 +19,11 @@ import psutil
 import torch
 import torch.distributed as dist
 from direct_engine import serve
+from megatron_models import learner
 
-from marsrl.kernels import PolicyObjective
 from marsrl.rollout.engines.protocol import EngineLost
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Lost, OnLost, Timed, ignore_loss
-from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.weights.comparison import CheckedEngines
@@ -120,12 +119,6 @@ class Processes:
         answer = self.call_one(engine, method, args)
         assert isinstance(answer, Timed), answer
         return answer.value
-
-
-def new_learner(model: str, layout: dict[str, int], dtype: str) -> Learner:
-    policy = PolicyConfig(dtype=dtype, layout=layout)  # type: ignore[arg-type]
-    mpt = MptConfig(scope="off")
-    return Learner(policy, model, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0)
 
 
 def syncs_of(engines: CheckedEngines | None, dtype: str) -> dict[str, WeightSync]:
@@ -238,12 +231,12 @@ def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> 
     found: dict[str, Any] = {}
     engines: Processes | None = None
     for name, (model, layout, dtype, engine_dtype) in cases.items():
-        learner = new_learner(model, layout, dtype)
+        policy = learner(model, layout=layout, dtype=dtype)
         if engines is None and dist.get_rank() == 0:
             engines = Processes(2)
-        found[name] = publishes(learner, model, engine_dtype, engines, with_losses=not found)
+        found[name] = publishes(policy, model, engine_dtype, engines, with_losses=not found)
         if name.endswith("halves"):
-            found[name]["halves"] = publish_to_halves(learner, engines, Path(folder))
+            found[name]["halves"] = publish_to_halves(policy, engines, Path(folder))
         parallel.stop(keep_world=True)
     if engines:
         engines.end()

@@ -1,23 +1,30 @@
-"""A job of two gloo ranks: the same two steps under every layout, a checkpoint, a third step.
+"""A job of two gloo ranks: the same two steps under every layout, a checkpoint, a third step; two steps of two updates each.
 
 Then every checkpoint is resumed under the layouts named for it. See test_layouts.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from megatron_models import num_trained, sequences
+from megatron_models import averaged, learner, num_trained, save, sequences, step, weights
 
 from marsrl.kernels import PolicyObjective
-from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
-from marsrl.trainer.data.packing import PackedBatch, pack
+from marsrl.rollout.state import decode, encode
+from marsrl.trainer.config import MptConfig, OptimizerConfig
+from marsrl.trainer.data.mini_batches import Average
+from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
+from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import HfReader
+from marsrl.trainer.learner.trained_tokens import TrainedTokens
+from marsrl.trainer.runs.collective import gather_bytes
 
 SAMPLES = 8
 _READ = HfReader._read
@@ -37,14 +44,13 @@ def reads_of_this_process() -> list[int]:
 
 
 def new_learner(model: str, layout: dict[str, int]) -> Learner:
-    policy = PolicyConfig(
-        dtype="float32",
-        layout=layout,  # type: ignore[arg-type]
+    return learner(
+        model,
+        mpt=MptConfig(scope="sample", entropy=3.98, probability=0.02),
+        layout=layout,
         router_aux_loss=0.05 if "moe" in model else 0.0,
         optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, grad_clip=0.5),
     )
-    mpt = MptConfig(scope="sample", entropy=3.98, probability=0.02)
-    return Learner(policy, model, objective=PolicyObjective(), mpt=mpt, num_agents=2, total_steps=4, seed=0)
 
 
 def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
@@ -56,53 +62,98 @@ def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
     return batches if ranks_of_data == 1 else batches[dist.get_rank() :: ranks_of_data]
 
 
-def third_step(learner: Learner, layout: dict[str, int]) -> list[float]:
+def third_step(policy: Learner, layout: dict[str, int]) -> list[float]:
     """Loss and gradient norm of one more step, and of the step after it: what the optimizer's state makes of it."""
     found = []
     for _ in range(2):
-        stats = learner.step(batches_of_this_rank(layout), normaliser=num_trained(sequences(SAMPLES, multiple=4)))
+        stats = step(policy, batches_of_this_rank(layout), normaliser=num_trained(sequences(SAMPLES, multiple=4)))
         found += [stats.loss, stats.grad_norm]
     return found
 
 
 def resume(model: str, layout: dict[str, int], checkpoint: Path) -> list[float]:
     """third_step of a learner that was saved after its second one, under this layout or another."""
-    learner = new_learner(model, layout)
-    learner.load(checkpoint)
-    return third_step(learner, layout)
+    policy = new_learner(model, layout)
+    policy.load(checkpoint)
+    return third_step(policy, layout)
 
 
 def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> dict[str, Any]:
     """Two steps on the ranks of this world: statistics, scores, their noise, weights before and after; a checkpoint."""
     read = reads_of_this_process()
-    learner = new_learner(model, layout)
-    loaded = [sum(read), sum(p.numel() for p in learner._model.parameters())]
+    policy = new_learner(model, layout)
+    loaded = [sum(read), sum(p.numel() for p in policy.model.parameters())]
     samples, mine = sequences(SAMPLES, multiple=4), batches_of_this_rank(layout)
-    untouched = {name: tensor.clone() for name, tensor in learner.export()}
+    untouched = weights(policy)
     stats = []
     for _ in range(2):
-        s = learner.step(mine, normaliser=num_trained(samples), by_agent=True)
+        s = step(policy, mine, normaliser=num_trained(samples), by_agent=True)
         stats.append(
             [s.loss, s.grad_norm, float(s.gated_samples), *[x for v in s.agent_sums.values() for x in v], s.k3]
             + [norm or 0.0 for norm in s.agent_grad_norms]
         )
-    found = zip(learner.score(mine), learner.score(mine, rounded_as=torch.bfloat16), strict=True)
+    found = zip(policy.score(mine), policy.score(mine, rounded_as=torch.bfloat16), strict=True)
     sums = [(logprobs.sum(), (rounded - logprobs).abs().sum()) for logprobs, rounded in found]
     total = torch.stack([torch.stack(each) for each in sums]).sum(0)
     is_split = len(mine) < 2  # over the data-parallel ranks
     total /= 1 if is_split else dist.get_world_size()
     dist.all_reduce(total)
     if checkpoint is not None:
-        learner.save(checkpoint)
-    weights = {name: tensor.clone() for name, tensor in learner.export()}
+        save(policy, checkpoint)
     return {
         "stats": stats,
-        "third": third_step(learner, layout),
         "scores": total.tolist(),
-        "weights": weights,
+        "weights": weights(policy),
+        "third": third_step(policy, layout),
         "untouched": untouched,
         "loaded": loaded,
     }
+
+
+def forced(samples: list[TrainSequence]) -> list[TrainSequence]:
+    """Two random ones of four experts for every token but the last."""
+    rng = np.random.default_rng(3)
+    return [
+        replace(s, routed_experts=rng.random((s.num_tokens - 1, 2, 4)).argsort(-1)[..., :2].astype(np.uint8))
+        for s in samples
+    ]
+
+
+Tokens = dict[str, tuple[int, list[float], list[float], list[int]]]
+
+
+def updates(model: str, reference: str, layout: dict[str, int], router_replay: str) -> tuple[list[list[float]], Tokens]:
+    """Statistics of two steps on the ranks of this world; the tokens of three samples in the first, from all ranks."""
+    policy = learner(
+        model,
+        objective=PolicyObjective(kl="k3", kl_coef=0.2, clip_low=0.02, clip_high=0.02),
+        reference_dir=reference,
+        router_replay=router_replay,
+        layout=layout,
+        optimizer=OptimizerConfig(lr=1e-3, grad_clip=0.5),
+        recompute="full",
+    )
+    samples = forced(sequences(8))
+    places = policy.shard(64).data_size
+    mine_of_each = []
+    for part in (samples[:4], samples[4:]):
+        update = averaged(part, Average("sequence", "agent"))
+        batches = [pack(update.sequences[i::2], align=2) for i in range(2)]
+        mine = batches if places == 1 else batches[dist.get_rank() :: places]
+        mine_of_each.append(Update(tuple(mine), update.normaliser))
+    found = []
+    tokens: Tokens = {}
+    for number in range(2):
+        stats = policy.train_step(mine_of_each, keep={"s1", "s2", "s6"} if number == 0 else ())
+        for told in gather_bytes(encode(stats.tokens)):
+            for each in decode(tuple[TrainedTokens, ...], told):
+                assert each.uid not in tokens, f"two ranks speak for {each.uid}"
+                tokens[each.uid] = each.update, each.logprobs.tolist(), each.entropy.tolist(), each.marks.tolist()
+        replay: Any = stats.replay
+        counts = [replay.tokens, replay.tokens_differ, replay.choices, replay.choices_differ]
+        sums = [sum(stats.agent_sums[name]) for name in ("tokens", "kl")]
+        found.append([stats.loss, stats.grad_norm, *sums, *map(float, counts)])
+    return found, tokens
 
 
 def job(
@@ -110,17 +161,24 @@ def job(
     models: dict[str, str],
     layouts: dict[str, dict[str, dict[str, int]]],
     resumed: dict[str, list[tuple[str, str]]],
+    updated: dict[str, list[str]],
 ) -> None:
-    """Into the file `out`, by rank 0. resumed: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}."""
+    """Into the file `out`, by rank 0.
+
+    resumed: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}. updated: {layout: router_replay of
+    updates()}, of the models "qwen3_moe" and, as its reference, "reference".
+    """
     checkpoints = Path(out).parent / "checkpoints"
     report: dict[str, Any] = {}
-    for kind, model in models.items():
+    for kind in layouts:
         for name, layout in layouts[kind].items():
-            found = run(model, layout, checkpoints / kind / name)
+            report[f"{kind}/{name}"] = run(models[kind], layout, checkpoints / kind / name)
+            for router_replay in updated.get(name, []) if kind == "qwen3_moe" else []:
+                report[f"{name}, {router_replay}"] = updates(models[kind], models["reference"], layout, router_replay)
             parallel.stop(keep_world=True)
-            report[f"{kind}/{name}"] = found
         for before, after in resumed[kind]:
-            report[f"{kind}/{before} -> {after}"] = resume(model, layouts[kind][after], checkpoints / kind / before)
+            place = checkpoints / kind / before
+            report[f"{kind}/{before} -> {after}"] = resume(models[kind], layouts[kind][after], place)
             parallel.stop(keep_world=True)
     if dist.get_rank() == 0:
         torch.save(report, out)

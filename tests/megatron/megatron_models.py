@@ -1,19 +1,31 @@
-"""Tiny Hugging Face models and batches for the tests of the Megatron side; no megatron imports."""
+"""Tiny Hugging Face models, batches and learners for the tests of the Megatron side; no megatron imports."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
 
+from marsrl.kernels import PolicyObjective
 from marsrl.rollout.types import Finish, Group, Sample
+from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.data.credit import Credited
 from marsrl.trainer.data.mini_batches import Average, mini_batches
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
-from marsrl.trainer.data.scatter import MiniBatch
+from marsrl.trainer.data.scatter import MiniBatch, Update
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.step_stats import StepStats
 
 VOCAB = 61  # odd: tensor parallelism pads it
+OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=0.5)
+OF_LEARNER = ("old_policy", "router_replay", "reference_dir")
 
 
 def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> Path:
@@ -100,3 +112,130 @@ def averaged(samples: list[TrainSequence], average: Average) -> MiniBatch:
 
 def num_trained(samples: list[TrainSequence]) -> float:
     return float(sum(s.num_sampled for s in samples))
+
+
+def learner(
+    folder: str | Path,
+    *,
+    objective: PolicyObjective | Sequence[PolicyObjective] | None = None,
+    mpt: MptConfig | None = None,
+    **settings: Any,
+) -> Learner:
+    """A learner of two agents. settings: old_policy, router_replay, reference_dir; the rest is of its PolicyConfig."""
+    own = {name: settings.pop(name) for name in OF_LEARNER if name in settings}
+    policy = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OPTIMIZER, **settings})
+    objectives = [objective or PolicyObjective()] * 2 if not isinstance(objective, Sequence) else objective
+    return Learner(
+        policy, folder, objectives=objectives, mpt=mpt or MptConfig(scope="off"), total_steps=10, seed=0, **own
+    )
+
+
+def step(policy: Learner, batches: Sequence[PackedBatch], normaliser: float | None = None, **options: Any) -> StepStats:
+    """A step of one update. normaliser: the trained tokens, unless it is said."""
+    tokens = float(sum(len(batch.trained_rows) for batch in batches)) if normaliser is None else normaliser
+    return policy.train_step([Update(tuple(batches), tokens)], **options)
+
+
+def save(policy: Learner, folder: Path) -> None:
+    pending = policy.begin_save(folder, copy=False)
+    pending.write()
+    pending.finish(f"{folder} was not saved")
+    dist.barrier()
+
+
+def weights(policy: Learner) -> dict[str, Tensor]:
+    """On rank 0 all weights by their Hugging Face names, as copies."""
+    return dict(policy.held().export())
+
+
+def gradients(policy: Learner) -> dict[str, Tensor]:
+    return {name: parameter.main_grad.clone() for name, parameter in policy.model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
+
+
+def hf_logprobs(model: Any, sample: TrainSequence) -> tuple[Tensor, Tensor]:
+    """(log-probs [N], entropy [N]) of the sampled tokens, by transformers on the one sequence."""
+    ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.token_ids.tolist()])
+    logits = model(ids[None]).logits[0].float() / sample.temperature
+    rows = torch.arange(len(sample.prompt_ids) - 1, len(ids) - 1)[torch.from_numpy(sample.is_sampled)]
+    logp = logits[rows].log_softmax(-1)
+    return logp.gather(1, ids[rows + 1, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+@dataclass
+class Plain:
+    """What plain PyTorch makes of a step: weights after it; of its updates the losses and gradient norms; sums over tokens."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    clipped: int = 0
+    masked: int = 0
+    kl: float = 0.0
+
+
+def plain_step(
+    folder: Path,
+    updates: list[list[TrainSequence]],
+    *,
+    objectives: Sequence[PolicyObjective] = (PolicyObjective(),) * 2,
+    mpt: MptConfig | None = None,
+    average: Average | None = None,
+    reference: Path | None = None,
+) -> Plain:
+    """The step of transformers' model by the definitions, one sequence at a time. objectives: of each agent."""
+    import transformers
+
+    def model_of(place: Path) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+
+    model, frozen, found = model_of(folder), model_of(reference or folder), Plain()
+    mpt, average = mpt or MptConfig(scope="off"), average or Average()
+    with torch.no_grad():
+        old = {s.uid: hf_logprobs(model, s)[0] for part in updates for s in part}
+        of_reference = {s.uid: hf_logprobs(frozen, s)[0] for part in updates for s in part}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    for part in updates:
+        terms: dict[int, list[Tensor]] = {}  # of each sample's tokens, by agent
+        for sample in part:
+            logp, entropy = own, _ = hf_logprobs(model, sample)
+            if mpt.temperature == 1:
+                own, entropy = hf_logprobs(model, replace(sample, temperature=1.0))
+            keep = torch.ones_like(logp)
+            if mpt.scope == "sample" and sample.is_positive and float(entropy.detach().mean()) < mpt.entropy:
+                keep = (own.detach().exp() < mpt.probability).float()
+            objective, ratio = objectives[sample.agent], (logp - old[sample.uid]).exp()
+            clamped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+            surrogate = torch.minimum(ratio * sample.advantage, clamped * sample.advantage)
+            x = logp - of_reference[sample.uid]
+            kl = {"none": 0 * x, "k1": x, "k2": x**2 / 2, "k3": (-x).exp() + x - 1}[objective.kl]
+            found.masked += int((keep == 0).sum())
+            found.clipped += int((surrogate < ratio * sample.advantage).sum())
+            found.kl += float(kl.detach().sum())
+            agent = sample.agent if average.denominator == "agent" else 0
+            terms.setdefault(agent, []).append(keep * (objective.kl_coef * kl - surrogate))
+        mean = {
+            "token": lambda each: torch.cat(each).mean(),
+            "sequence": lambda each: torch.stack([tokens.mean() for tokens in each]).mean(),
+            "sequence_sum_constant": lambda each: (
+                torch.stack([tokens.sum() for tokens in each]).mean() / average.max_tokens
+            ),
+        }[average.aggregation]
+        loss = torch.stack([mean(each) for each in terms.values()]).sum()
+        adam.zero_grad()
+        loss.backward()
+        found.losses.append(float(loss.detach()))
+        found.norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.grad_clip)))
+        adam.step()
+    model.save_pretrained(folder.parent / "after")
+    found.weights = load_file(folder.parent / "after" / "model.safetensors")
+    return found

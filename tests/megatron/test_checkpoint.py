@@ -1,4 +1,7 @@
-"""A checkpoint is whole or refused by the name of the damaged file; what cannot be written leaves the last one alone."""
+"""Checkpoints with real weights: whole or refused by the name of the damaged file; a full disk leaves the last one alone.
+
+Which one is resumed, kept or removed: tests/trainer/test_checkpoint.py.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,17 @@ import pickle
 import resource
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from megatron_models import micro_batches, save_model, sequences
+from megatron_models import learner, micro_batches, save_model, sequences, step, weights
 from safetensors.torch import load_file
 
-from marsrl.kernels import PolicyObjective
 from marsrl.rollout.player.stages import RolloutState, StagesState
 from marsrl.rollout.tasks.protocol import CursorState
-from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.models.export import export
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, Restored, load_checkpoint
@@ -26,22 +27,20 @@ from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.manifest import damage
 
 
-def new_learner(folder: Path) -> Learner:
-    policy = PolicyConfig(dtype="float32", optimizer=OptimizerConfig(lr=1e-2))
-    objective, mpt = PolicyObjective(), MptConfig(scope="off")
-    return Learner(policy, folder, objective=objective, mpt=mpt, num_agents=2, total_steps=9, seed=0)
-
-
-def step(learner: Learner) -> float:
-    return learner.step(micro_batches(sequences(4), 1), normaliser=30.0).loss
+def stepped(policy: Learner) -> float:
+    return step(policy, micro_batches(sequences(4), 1)).loss
 
 
 def state_after(step: int) -> RolloutState:
     return RolloutState(StagesState(num_instances=step), CursorState(0, step))
 
 
-def writer(run: RunDirectory, *, keep_last: int = 9, keep_every: int = 0, is_async: bool = False) -> CheckpointWriter:
-    return CheckpointWriter(run, keep_last=keep_last, keep_every=keep_every, is_async=is_async)
+def writer(run: RunDirectory, *, keep_last: int = 9, is_async: bool = False) -> CheckpointWriter:
+    return CheckpointWriter(run, keep_last=keep_last, keep_every=0, is_async=is_async)
+
+
+def save(saves: CheckpointWriter, number: int, policy: Learner) -> None:
+    saves.save(number, {"main": number}, {"main": policy}, state_after(number))
 
 
 def new_run(folder: Path) -> RunDirectory:
@@ -50,9 +49,8 @@ def new_run(folder: Path) -> RunDirectory:
     return run
 
 
-def load(run: RunDirectory, learner: Learner, resume: str = "auto", said: list[str] | None = None) -> Restored | None:
-    warnings: list[str] = [] if said is None else said
-    return load_checkpoint(run, {"main": learner}, resume, warnings.append)  # type: ignore[arg-type]
+def load(run: RunDirectory, policy: Learner) -> Restored | None:
+    return load_checkpoint(run, {"main": policy}, "auto", lambda said: None)
 
 
 @pytest.fixture(scope="module")
@@ -63,108 +61,57 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, list[float]]:
     """A run with checkpoints of steps 1 and 2, and the losses of steps 1 to 4."""
-    run, learner = new_run(tmp_path_factory.mktemp("made")), new_learner(model)
+    run, policy = new_run(tmp_path_factory.mktemp("made")), learner(model)
     losses = []
     for number in range(1, 5):
-        losses.append(step(learner))
+        losses.append(stepped(policy))
         if number <= 2:
-            writer(run).save(number, {"main": number}, {"main": learner}, state_after(number))
+            save(writer(run), number, policy)
     return run, losses
-
-
-@pytest.fixture
-def trained(
-    model: Path, made: tuple[RunDirectory, list[float]], tmp_path: Path
-) -> tuple[RunDirectory, Learner, list[float]]:
-    """A copy of that run; a learner that is elsewhere, after step 3; the losses of steps 1 to 4."""
-    (run, losses), learner = made, new_learner(model)
-    for _ in range(3):
-        step(learner)
-    return RunDirectory(shutil.copytree(run.path, tmp_path / run.path.name)), learner, losses
 
 
 Trained = tuple[RunDirectory, Learner, list[float]]
 
 
+@pytest.fixture
+def trained(model: Path, made: tuple[RunDirectory, list[float]], tmp_path: Path) -> Trained:
+    """A copy of that run; a learner that is elsewhere, after step 3; the losses of steps 1 to 4."""
+    (run, losses), policy = made, learner(model)
+    for _ in range(3):
+        stepped(policy)
+    return RunDirectory(shutil.copytree(run.path, tmp_path / run.path.name)), policy, losses
+
+
 def test_a_damaged_file_is_refused_by_name_and_the_previous_checkpoint_is_offered(trained: Trained) -> None:
-    run, learner, losses = trained
+    run, policy, losses = trained
     folder = run.checkpoint(2)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     assert {"__0_0.distcp", "index.json", "common.json", "manifest.json", "rollout.msgpack"} <= {p.name for p in files}
     for path in files:
         content = path.read_bytes()
         middle = len(content) // 2
-        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        for damaged in (flipped, content[:-1], None):
-            if damaged is None:
-                path.unlink()
-            else:
-                path.write_bytes(damaged)
+        for damaged in (content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :], content[:-1]):
+            path.write_bytes(damaged)
             with pytest.raises(RuntimeError, match="run.resume=previous, which plays 1 step") as error:
-                load(run, learner)
+                load(run, policy)
             assert path.name in str(error.value) and "step_1" in str(error.value)
         path.write_bytes(content)
     stranger = folder / "policies" / "main" / "__1_0.distcp"
     stranger.write_bytes(b"x")
-    with pytest.raises(RuntimeError, match="__1_0.distcp is not in manifest.json"):
-        load(run, learner)
-    with pytest.raises(ValueError, match="__1_0.distcp is not in manifest.json"):
-        export(run.path, run.path / "hf")
+    for refused, kind in (
+        (lambda: load(run, policy), RuntimeError),
+        (lambda: export(run.path, run.path / "hf"), ValueError),
+    ):
+        with pytest.raises(kind, match="__1_0.distcp is not in manifest.json"):
+            refused()
     stranger.unlink()
-    restored = load(run, learner)
-    assert restored is not None and (restored.step, restored.versions) == (2, {"main": 2})
-    assert [step(learner), step(learner)] == losses[2:]  # bit for bit
-
-
-def test_going_back_is_asked_for_and_said_aloud(trained: Trained) -> None:
-    run, learner, losses = trained
-    path = run.checkpoint(2) / "meta.json"
-    path.write_bytes(path.read_bytes() + b" ")
-    said: list[str] = []
-    restored = load(run, learner, "previous", said)
-    assert restored is not None and restored.step == 1 and restored.rollout == state_after(1)
-    assert len(said) == 1 and "GOING BACK to step_1" in said[0] and "meta.json has" in said[0]
-    assert (run.checkpoints / "latest").read_text().strip() == "step_1"
-    assert step(learner) == losses[1]
-    writer(run).save(2, {"main": 2}, {"main": learner}, state_after(2))  # in place of the damaged one
-    assert damage(run.checkpoint(2)) == []
-    for number in (1, 2):
-        (run.checkpoint(number) / "meta.json").unlink()
-    with pytest.raises(RuntimeError, match="no earlier checkpoint is whole"):
-        load(run, learner, "previous")
-
-
-@pytest.mark.parametrize("pointer", [None, "step_9"], ids=["missing", "of a folder that is gone"])
-def test_without_a_pointer_the_run_never_begins_anew_but_goes_back_if_asked(
-    trained: Trained, pointer: str | None
-) -> None:
-    run, learner, losses = trained
-    latest = run.checkpoints / "latest"
-    latest.unlink() if pointer is None else latest.write_text(pointer)
-    with pytest.raises(RuntimeError, match="the newest whole one is step_2: .* with run.resume=previous"):
-        load(run, learner)
-    (run.checkpoint(2) / "meta.json").unlink()
-    restored = load(run, learner, "previous")
-    assert restored is not None and restored.step == 1
-    assert latest.read_text().strip() == "step_1"  # from now on: no folder that it names is ever replaced
-    assert step(learner) == losses[1]
-
-
-def test_a_pointer_to_an_older_checkpoint_is_followed_and_said(trained: Trained) -> None:
-    run, learner, _ = trained
-    run.mark_latest(1)
-    said: list[str] = []
-    restored = load(run, learner, said=said)
-    assert restored is not None and restored.step == 1
-    assert len(said) == 1 and "[2], which are not used" in said[0]
-    shutil.move(run.checkpoint(1), run.checkpoint(7))
-    run.mark_latest(7)
-    with pytest.raises(RuntimeError, match="step_7 holds the checkpoint of step 1"):
-        load(run, learner)
+    restored = load(run, policy)
+    assert restored == Restored(2, {"main": 2}, state_after(2))
+    assert [stepped(policy), stepped(policy)] == losses[2:]  # bit for bit
 
 
 def test_nothing_is_unpickled_from_disk(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, learner, _ = trained
+    run, policy, _ = trained
     torch_load = torch.load
 
     def careful(*args: object, **options: object) -> object:
@@ -176,13 +123,13 @@ def test_nothing_is_unpickled_from_disk(trained: Trained, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "load", careful)
     monkeypatch.setattr(pickle, "load", refused)
-    assert load(run, learner) is not None
+    assert load(run, policy) is not None
 
 
 def test_an_asynchronous_save_holds_the_weights_of_its_step(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, learner = new_run(tmp_path), new_learner(model)
+    run, policy = new_run(tmp_path), learner(model)
     from marsrl.trainer.learner.megatron import checkpoint_store  # after the shim, which a learner installs
 
     may_write = threading.Event()
@@ -191,21 +138,21 @@ def test_an_asynchronous_save_holds_the_weights_of_its_step(
         checkpoint_store, "_write_tensors", lambda *words: (may_write.wait(60), write_tensors(*words))[1]
     )
     saves = writer(run, is_async=True)
-    step(learner)
-    saves.save(1, {"main": 1}, {"main": learner}, state_after(1))
-    weights = {name: tensor.clone() for name, tensor in learner.export()}
-    expected = [step(learner), step(learner)]  # while the first is not written
+    stepped(policy)
+    save(saves, 1, policy)
+    then = weights(policy)
+    expected = [stepped(policy), stepped(policy)]  # while the first is not written
     saves.finish_if_written()
     assert run.latest_checkpoint() is None and not run.checkpoint(1).exists()
     may_write.set()
-    saves.save(3, {"main": 3}, {"main": learner}, state_after(3))  # waits for the first
+    save(saves, 3, policy)  # waits for the first
     found = run.latest_checkpoint()
     assert found is not None and found.step == 1 and damage(found.path) == []
     export(found.path, tmp_path / "hf")
     stored = load_file(tmp_path / "hf" / "model.safetensors")
-    assert all(torch.equal(stored[name], tensor) for name, tensor in weights.items())
-    assert load(run, learner) is not None
-    assert [step(learner), step(learner)] == expected
+    assert all(torch.equal(stored[name], tensor) for name, tensor in then.items())
+    assert load(run, policy) is not None
+    assert [stepped(policy), stepped(policy)] == expected
     saves.finish()
     assert run.steps_on_disk() == [1, 3] and damage(run.checkpoint(3)) == []
 
@@ -223,10 +170,10 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_what_cannot_be_written_is_said_and_the_last_checkpoint_stays(trained: Trained, is_async: bool) -> None:
-    run, learner, _ = trained
+    run, policy, _ = trained
     saves = writer(run, keep_last=1, is_async=is_async)
 
-    def fails(attempt: Callable[[], None]) -> str:
+    def fails() -> str:
         with pytest.raises(RuntimeError, match="the checkpoint of step 3 was not written") as error:
             attempt()
         found = run.latest_checkpoint()
@@ -234,28 +181,19 @@ def test_what_cannot_be_written_is_said_and_the_last_checkpoint_stays(trained: T
         assert run.steps_on_disk() == [1, 2] and not list(run.checkpoints.glob("*.part"))
         return str(error.value)
 
-    def save() -> None:
-        saves.save(3, {"main": 3}, {"main": learner}, state_after(3))
+    def attempt() -> None:
+        save(saves, 3, policy)
         saves.finish()  # where an asynchronous save fails
 
     for limit in (10, 2000, 100_000):  # rank 0's own files; the policy's small ones; in the middle of the tensors
         with files_up_to(limit):
-            text = fails(save)
+            text = fails()
         assert "rank 0: OSError: [Errno 27]" in text and "MiB are free there; mend" in text
     run.checkpoints.rename(run.path / "elsewhere")
     run.checkpoints.write_text("in the way")
     with pytest.raises(RuntimeError, match="rank 0: NotADirectoryError"):
-        save()
+        attempt()
     run.checkpoints.unlink()
     (run.path / "elsewhere").rename(run.checkpoints)
-    save()
+    attempt()
     assert run.steps_on_disk() == [3]
-
-
-def test_the_last_ones_and_every_nth_stay(model: Path, tmp_path: Path) -> None:
-    run, learner = new_run(tmp_path), new_learner(model)
-    (run.checkpoints / "step_1.part").mkdir(parents=True)  # a run died while saving
-    saves = writer(run, keep_last=2, keep_every=4)
-    for number in range(2, 11, 2):
-        saves.save(number, {"main": number}, {"main": learner}, state_after(number))
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_10", "step_4", "step_8"]

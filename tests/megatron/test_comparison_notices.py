@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_models import save_model
+from megatron_models import learner, save_model
 from torch import Tensor
 
-from marsrl.kernels import PolicyObjective
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.trainer.config import MptConfig, PolicyConfig
-from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.weights.comparison import EngineComparison, TrainerScores, comparison_sequences, trainer_scores
 
 
@@ -62,9 +59,7 @@ def test_what_another_program_computes_is_noticed_and_what_it_rounds_is_not(
     kind: str, dtype: str, tmp_path: Path
 ) -> None:
     folder = save_model(kind, tmp_path / "model", initializer_range=0.03)
-    mpt, policy = MptConfig(scope="off"), PolicyConfig(dtype=dtype)  # type: ignore[arg-type]
-    learner = Learner(policy, folder, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0)
-    trainer = trainer_scores(learner, getattr(torch, dtype))
+    trainer = trainer_scores(learner(folder, dtype=dtype), getattr(torch, dtype))
     engine = LocalEngine(folder, dtype=dtype, max_model_len=128)
     model = engine._model
     assert not notices(trainer, engine)
@@ -86,8 +81,6 @@ def test_what_another_program_computes_is_noticed_and_what_it_rounds_is_not(
 
 def test_an_engine_in_a_coarser_dtype_than_the_trainer_differs_by_that_dtypes_rounding(tmp_path: Path) -> None:
     folder = save_model("qwen3_moe", tmp_path / "model")
-    mpt, policy = MptConfig(scope="off"), PolicyConfig(dtype="float32")
-    learner = Learner(policy, folder, objective=PolicyObjective(), mpt=mpt, num_agents=1, total_steps=1, seed=0)
-    engine = LocalEngine(folder, dtype="bfloat16", max_model_len=128)
-    assert not notices(trainer_scores(learner, torch.bfloat16), engine)
-    assert notices(trainer_scores(learner, torch.float32), engine)
+    policy, engine = learner(folder), LocalEngine(folder, dtype="bfloat16", max_model_len=128)
+    assert not notices(trainer_scores(policy, torch.bfloat16), engine)
+    assert notices(trainer_scores(policy, torch.float32), engine)

@@ -7,29 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from megatron_models import save_model, sequences
+from megatron_models import learner, save, save_model, sequences, step, weights
 from safetensors.torch import load_file
 
-from marsrl.kernels import PolicyObjective
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.commands import cli
-from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.data.packing import pack
 from marsrl.trainer.evaluate import command
-from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron.hf_files import HfReader, write_hf
 from marsrl.trainer.learner.megatron.mapping import units
 from marsrl.trainer.models.export import export, hf_tensors
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.manifest import write_manifest
-
-
-def learner(folder: Path, **policy: object) -> Learner:
-    config = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OptimizerConfig(lr=1e-2), **policy})
-    return Learner(
-        config, folder, objective=PolicyObjective(), mpt=MptConfig(scope="off"), num_agents=2, total_steps=4, seed=0
-    )
 
 
 def whole_run(folder: Path, *policies: Path) -> RunDirectory:
@@ -54,41 +43,34 @@ def whole_run(folder: Path, *policies: Path) -> RunDirectory:
         ("qwen2", "bfloat16", {}),
     ],
 )
-def test_hf_to_checkpoint_to_hf_is_bit_exact(kind: str, dtype: str, changes: dict[str, object], tmp_path: Path) -> None:
+def test_a_directory_comes_back_bit_for_bit_and_so_do_trained_weights(
+    kind: str, dtype: str, changes: dict[str, object], tmp_path: Path
+) -> None:
+    """From the learner, and by way of its checkpoint."""
     source = save_model(kind, tmp_path / "in", **changes)
-    learner(source, dtype=dtype).save(tmp_path / "main")
-    run = whole_run(tmp_path, tmp_path / "main")
-    done = export(run.path, tmp_path / "out")
-    expected, found = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[n], expected[n].to(getattr(torch, dtype))) for n in expected)
-    assert done.num_bytes == sum(t.nbytes for t in found.values())
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in source.iterdir())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3"])
-def test_transformers_loads_trained_weights_with_the_trainers_log_probs(kind: str, tmp_path: Path) -> None:
-    policy = learner(save_model(kind, tmp_path / "in"))
-    batch = pack(sequences(3)[:1])
-    policy.step([batch], normaliser=1.0)
-    policy.save(tmp_path / "main")
-    (scores,) = policy.score([batch])
-    export(tmp_path / "main", tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert model.dtype == torch.float32
-    with torch.no_grad():
-        logp = model(batch.token_ids[None]).logits[0].log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
-    assert float((logp - scores)[batch.mask].abs().max()) < 1e-5
-    trained = dict(policy.export())
-    assert all(
-        torch.equal(tensor, trained[name]) for name, tensor in load_file(tmp_path / "out/model.safetensors").items()
-    )
+    policy, given = learner(source, dtype=dtype), load_file(source / "model.safetensors")
+    untouched = weights(policy)
+    assert untouched.keys() == given.keys()
+    assert all(torch.equal(untouched[n], given[n].to(getattr(torch, dtype))) for n in given)
+    step(policy, [pack(sequences(3))])
+    trained = weights(policy)
+    assert not torch.equal(trained["model.norm.weight"], untouched["model.norm.weight"])
+    save(policy, tmp_path / "main")
+    done = export(whole_run(tmp_path, tmp_path / "main").path, tmp_path / "out")
+    policy.held().save_hf(tmp_path / "direct", source)
+    for folder in (tmp_path / "out", tmp_path / "direct"):
+        found = load_file(folder / "model.safetensors")
+        assert found.keys() == trained.keys() and all(torch.equal(found[n], trained[n]) for n in trained)
+        assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in source.iterdir())
+        assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
+    assert done.num_bytes == sum(t.nbytes for t in trained.values())
+    with pytest.raises(ValueError, match="exists"):
+        policy.held().save_hf(tmp_path / "direct", source)
 
 
 def test_a_large_model_is_cut_into_files_and_read_layer_by_layer(tmp_path: Path) -> None:
     source = save_model("qwen3_moe", tmp_path / "in", num_hidden_layers=6, num_experts=8)
-    learner(source).save(tmp_path / "main")
+    save(learner(source), tmp_path / "main")
     limit = 60_000
     total = write_hf(tmp_path / "out", hf_tensors(tmp_path / "main", read_shape(source)), source, shard_bytes=limit)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
@@ -126,7 +108,7 @@ def test_a_run_is_evaluated_with_the_weights_of_its_latest_checkpoint_exported_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = save_model("qwen3", tmp_path / "in")
-    learner(source).save(tmp_path / "main")
+    save(learner(source), tmp_path / "main")
     run = whole_run(tmp_path, tmp_path / "main")
     called: list[tuple[object, ...]] = []
     monkeypatch.setattr(command, "evaluate_alone", lambda *words: called.append(words))
@@ -158,7 +140,7 @@ def test_a_run_is_evaluated_with_the_weights_of_its_latest_checkpoint_exported_o
 
 
 def test_a_checkpoint_that_lacks_a_part_is_called_torn_and_nothing_is_left(tmp_path: Path) -> None:
-    learner(save_model("qwen3", tmp_path / "in")).save(tmp_path / "main")
+    save(learner(save_model("qwen3", tmp_path / "in")), tmp_path / "main")
     config = json.loads((tmp_path / "main/hf/config.json").read_text())
     (tmp_path / "main/hf/config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     with pytest.raises(ValueError, match="has no tensor output_layer.weight, which its config.json asks for"):

@@ -8,7 +8,7 @@ from typing import Any
 import layouts_worker
 import pytest
 import torch
-from layouts_worker import resume, run
+from layouts_worker import resume, run, updates
 from megatron_models import save_model
 from rank_pair import RankPair
 from safetensors.torch import load_file
@@ -42,19 +42,32 @@ RESUMED = {
 }
 
 
+UPDATED = {  # by trainer.router_replay
+    "dp2": ["rollout"],
+    "tp2_ep2": ["rollout", "recompute"],
+    "pp2": ["rollout", "recompute"],
+    "cp2": ["rollout"],
+}
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> dict[str, Any]:
     """{kind/layout: losses, norms, metrics, scores and weights}: one rank in this process, two in their own."""
     folder = tmp_path_factory.mktemp("layouts")
     models = {kind: str(save_model(kind, folder / kind)) for kind in TWO}
+    models["reference"] = str(save_model("qwen3_moe", folder / "reference", seed=1))
     two_ranks.run(
         Path(layouts_worker.__file__),
-        {"out": str(folder / "two.pt"), "models": models, "layouts": TWO, "resumed": RESUMED},
+        {"out": str(folder / "two.pt"), "models": models, "layouts": TWO, "resumed": RESUMED, "updated": UPDATED},
     )
     # Written by this very test a moment ago; tensors and numbers only.
     found: dict[str, Any] = torch.load(folder / "two.pt", weights_only=True)
     found["checkpoints"] = folder / "checkpoints"
-    for kind, model in models.items():
+    for router_replay in ("rollout", "recompute"):
+        found[f"one, {router_replay}"] = updates(models["qwen3_moe"], models["reference"], {}, router_replay)
+    parallel.stop(keep_world=True)
+    for kind in TWO:
+        model = models[kind]
         found[f"{kind}/one"] = run(model, {})
         parallel.stop(keep_world=True)
         for name in TWO[kind]:
@@ -119,3 +132,27 @@ def test_a_run_goes_on_under_another_layout_as_under_its_own(
     else:
         assert resumed == pytest.approx(unbroken, rel=1e-5, abs=2e-6)
     assert unbroken[0] != reports[f"{kind}/{before}"]["stats"][1][0]  # the steps do move the loss
+
+
+@pytest.mark.parametrize(("name", "router_replay"), [(name, each) for name, own in UPDATED.items() for each in own])
+def test_two_ranks_do_the_updates_of_one(reports: dict[str, Any], name: str, router_replay: str) -> None:
+    """Several updates, the KL reference, replayed experts, means over samples and agents; the tokens that are kept."""
+    (steps, kept), (expected_steps, expected_kept) = (reports[f"{of}, {router_replay}"] for of in (name, "one"))
+    for found, expected in zip(steps, expected_steps, strict=True):
+        assert found[:4] == pytest.approx(expected[:4], rel=2e-4)  # after three AdamW updates by rounding
+        tokens, differ, choices, choices_differ = found[4:]
+        assert (tokens, choices) == (expected[4], expected[6])
+        assert abs(differ - expected[5]) <= 1 and abs(choices_differ - expected[7]) <= 1
+    assert kept.keys() == {"s1", "s2", "s6"}
+    for uid, (number, *expected) in expected_kept.items():
+        assert kept[uid][0] == number == (2 if uid == "s6" else 1)
+        for column, values in zip(kept[uid][1:3], expected[:2], strict=True):
+            assert column == pytest.approx(values, abs=1e-3 if number == 2 else 1e-5), uid
+        assert number == 2 or kept[uid][3] == expected[2] == [0] * len(expected[2])  # ratios of 1
+
+
+def test_an_update_clips_and_changes_choices(reports: dict[str, Any]) -> None:
+    """So that the test before compares something."""
+    (of_rollout, _), (of_recompute, tokens) = (reports[f"one, {each}"] for each in ("rollout", "recompute"))
+    assert any(1 in marks for _, _, _, marks in tokens.values())
+    assert 0 < of_recompute[1][5] < of_rollout[0][5]

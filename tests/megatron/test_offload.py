@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_models import micro_batches, num_trained, save_model, sequences
+from megatron_models import gradients, learner, micro_batches, save, save_model, sequences, step, weights
 from torch.overrides import TorchFunctionMode
 
-from marsrl.kernels import PolicyObjective
-from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
+from marsrl.trainer.config import OptimizerConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import shim
 
-OPTIMIZER = OptimizerConfig(lr=1e-2, grad_clip=0.01, weight_decay=0.1)
+SETTINGS = {"dtype": "bfloat16", "optimizer": OptimizerConfig(lr=1e-2, grad_clip=0.01, weight_decay=0.1)}
 
 
 class TwoMemories(TorchFunctionMode):
@@ -34,21 +33,15 @@ class TwoMemories(TorchFunctionMode):
         return out
 
 
-def learner(folder: Path) -> Learner:
-    policy = PolicyConfig(dtype="bfloat16", optimizer=OPTIMIZER)
-    objective, mpt = PolicyObjective(), MptConfig(scope="off")
-    return Learner(policy, folder, objective=objective, mpt=mpt, num_agents=2, total_steps=9, seed=0)
-
-
 def stepped(learner: Learner, num_steps: int) -> list[float]:
     samples = sequences(6)
-    stats = [learner.step(micro_batches(samples, 2), normaliser=num_trained(samples)) for _ in range(num_steps)]
+    stats = [step(learner, micro_batches(samples, 2)) for _ in range(num_steps)]
     return [each.grad_norm for each in stats]
 
 
 def moments(learner: Learner) -> float:
     """The norm of all first moments, which clipping scales (AdamW's step hides it)."""
-    states = [state["exp_avg"] for part in learner._optimizer._parts() for state in part.optimizer.state.values()]
+    states = [state["exp_avg"] for part in learner.optimizer.parts() for state in part.optimizer.state.values()]
     return float(torch.cat([each.flatten() for each in states]).norm())
 
 
@@ -61,37 +54,37 @@ def test_an_offloaded_optimizer_steps_and_resumes_as_one_on_the_gpu(
     from marsrl.trainer.learner.megatron import optimizer
 
     folder = save_model("qwen3_moe", tmp_path / "m", num_hidden_layers=1)
-    here = learner(folder)
+    here = learner(folder, **SETTINGS)
     norms = stepped(here, 3)
-    assert min(norms) > 3 * OPTIMIZER.grad_clip  # so that every step is clipped
+    assert min(norms) > 3 * 0.01  # so that every step is clipped
 
     ours = optimizer.optimizer_options
     offloaded = {"offload": True}
     monkeypatch.setattr(optimizer, "optimizer_options", lambda c, dtype: ours(c.model_copy(update=offloaded), dtype))
     with TwoMemories():
-        away = learner(folder)
-        hybrids = [part.optimizer for part in away._optimizer._parts()]
+        away = learner(folder, **SETTINGS)
+        hybrids = [part.optimizer for part in away.optimizer.parts()]
         assert hybrids and all(isinstance(each, HybridDeviceOptimizer) for each in hybrids)
         of_cpu = [group for each in hybrids for group in each.cpu_param_groups]
         assert not any(each.gpu_optimizer for each in hybrids)  # nothing of the state is left on the GPU
         assert all(p.dtype == torch.float32 and p.in_host_memory for group in of_cpu for p in group["params"])
-        away.save(tmp_path / "before")
+        save(away, tmp_path / "before")
         assert stepped(away, 2) == pytest.approx(norms[:2], rel=1e-3)
-        away.save(tmp_path / "after")
+        save(away, tmp_path / "after")
         stepped(away, 1)
         assert moments(away) == pytest.approx(moments(here), rel=1e-2)
-        expected = dict(here.export())
-        for name, weight in away.export():
+        expected = weights(here)
+        for name, weight in weights(away).items():
             torch.testing.assert_close(weight, expected[name], atol=1e-3, rtol=1e-2, msg=name)
 
-        back = learner(folder)
+        back = learner(folder, **SETTINGS)
         back.load(tmp_path / "after")
         stepped(back, 1)
-        unbroken = dict(away.export())
-        assert all(torch.equal(weight, unbroken[name]) for name, weight in back.export())
+        unbroken = weights(away)
+        assert all(torch.equal(weight, unbroken[name]) for name, weight in weights(back).items())
         back.load(tmp_path / "before")
-        start = dict(learner(folder).export())
-        assert all(torch.equal(weight, start[name]) for name, weight in back.export())
+        start = weights(learner(folder, **SETTINGS))
+        assert all(torch.equal(weight, start[name]) for name, weight in weights(back).items())
 
 
 def test_what_megatron_would_refuse_of_offloading_is_refused_by_name() -> None:
@@ -106,22 +99,18 @@ def test_layers_that_start_again_from_inputs_on_the_host_have_the_same_gradients
     from marsrl.trainer.learner.megatron import model
 
     folder = save_model("qwen3_moe", tmp_path / "m", num_hidden_layers=3)
-    samples, kept = sequences(6), list[torch.Tensor]()
-    batches = micro_batches(samples, 2)
+    batches, kept = micro_batches(sequences(6), 2), list[torch.Tensor]()
 
-    def gradients() -> dict[str, torch.Tensor]:
-        own = Learner(
-            PolicyConfig(recompute="full"), folder, objective=PolicyObjective(), mpt=MptConfig(scope="off"), num_agents=2,
-            total_steps=9, seed=0,
-        )  # fmt: skip
-        own.step(batches, normaliser=num_trained(samples))
-        return {name: parameter.main_grad.clone() for name, parameter in own._model.named_parameters()}
+    def stepped() -> dict[str, torch.Tensor]:
+        own = learner(folder, recompute="full")
+        step(own, batches)
+        return gradients(own)
 
-    here, build, to_host = gradients(), model.build_model, model.to_host
+    here, build, to_host = stepped(), model.build_model, model.to_host
     offloading = {"recompute": "full_offload"}
     monkeypatch.setattr(model, "build_model", lambda s, layout, p: build(s, layout, p.model_copy(update=offloading)))
     monkeypatch.setattr(model, "to_host", lambda tensor: kept.append(to_host(tensor)) or kept[-1])
-    away = gradients()
+    away = stepped()
     assert here and all(torch.equal(gradient, away[name]) for name, gradient in here.items())
     assert [each.shape[0] for each in kept] == [batch.num_tokens for batch in batches for _ in range(3)]
     assert {each.shape[1:] for each in kept} == {kept[0].shape[1:]} and kept[0].dim() == 3  # hidden states, no angles
@@ -129,7 +118,4 @@ def test_layers_that_start_again_from_inputs_on_the_host_have_the_same_gradients
 
 def test_a_cpu_refuses_to_move_layers_inputs_to_itself(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"recompute is full_offload: .* no CUDA device here, .*; set full$"):
-        Learner(
-            PolicyConfig(recompute="full_offload"), save_model("qwen3", tmp_path / "m"), objective=PolicyObjective(),
-            mpt=MptConfig(scope="off"), num_agents=2, total_steps=9, seed=0,
-        )  # fmt: skip
+        learner(save_model("qwen3", tmp_path / "m"), recompute="full_offload")

@@ -11,34 +11,29 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from megatron_models import VOCAB, micro_batches, num_trained, save_model, sequences
-from test_learner import OPTIMIZER, gradients, hf_logprobs, largest_difference, weights
+from megatron_models import (
+    OPTIMIZER,
+    VOCAB,
+    gradients,
+    hf_logprobs,
+    largest_difference,
+    learner,
+    micro_batches,
+    num_trained,
+    save_model,
+    sequences,
+    step,
+    weights,
+)
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from marsrl.kernels import PolicyObjective
 from marsrl.rollout.routed_experts import expert_dtype, not_recorded
-from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.learner.updates import train_step
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
-
-
-def learner(folder: Path, router_replay: str, **changes: Any) -> Learner:
-    policy = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OPTIMIZER, **changes})
-    return Learner(
-        policy,
-        folder,
-        objective=PolicyObjective(),
-        mpt=MptConfig(scope="off"),
-        num_agents=2,
-        total_steps=10,
-        seed=0,
-        router_replay=router_replay,  # type: ignore[arg-type]
-    )
 
 
 def with_random_experts(samples: list[TrainSequence]) -> list[TrainSequence]:
@@ -114,8 +109,8 @@ def test_forced_experts_give_the_gradient_of_a_hand_written_mixture(normalises: 
     folder = save_model("qwen3_moe", tmp_path / "m", norm_topk_prob=normalises)
     samples = with_random_experts(sequences(5))
     unclipped = OPTIMIZER.model_copy(update={"grad_clip": 1e9})
-    policy = learner(folder, "rollout", optimizer=unclipped)
-    stats = policy.step(micro_batches(samples, 2), normaliser=num_trained(samples))
+    policy = learner(folder, router_replay="rollout", optimizer=unclipped)
+    stats = step(policy, micro_batches(samples, 2))
     by_hand = HandWritten(folder)
     loss, gradient = by_hand.gradient(samples)
     assert stats.loss == pytest.approx(loss, abs=5e-7)
@@ -131,8 +126,8 @@ def test_forced_experts_give_the_gradient_of_a_hand_written_mixture(normalises: 
         differ, choices = differ + int(is_other.any(-1).sum()), choices + int(is_other.sum())
     assert (stats.replay.tokens_differ, stats.replay.choices_differ) == (differ, choices)
     assert stats.replay.tokens == sum(s.num_tokens - 1 for s in samples) > differ > 0
-    without = learner(folder, "none", optimizer=unclipped)
-    without.step(micro_batches(samples, 2), normaliser=num_trained(samples))
+    without = learner(folder, router_replay="none", optimizer=unclipped)
+    step(without, micro_batches(samples, 2))
     assert compared(without, gradient) > 1e-3  # the test would see experts that are not forced
 
 
@@ -142,8 +137,8 @@ def test_ones_own_choices_change_no_bit(recompute: str, tmp_path: Path) -> None:
     samples = sequences(6)
     found = []
     for router_replay in ("none", "recompute"):
-        policy = learner(folder, router_replay, recompute=recompute)
-        stats = [policy.step(micro_batches(samples, 2), normaliser=num_trained(samples)) for _ in range(2)]
+        policy = learner(folder, router_replay=router_replay, recompute=recompute)
+        stats = [step(policy, micro_batches(samples, 2)) for _ in range(2)]
         found.append((stats, weights(policy)))
     (plain, expected), (replayed, same) = found
     assert largest_difference(expected, same) == 0.0
@@ -170,8 +165,8 @@ def test_later_updates_keep_the_experts_of_the_weights_before_the_first(recomput
     forced = [replace(s, routed_experts=e) for s, e in zip(samples, recorded, strict=True)]
     stats, after = [], []
     for router_replay, batches in (("recompute", parts), ("rollout", [forced[:4], forced[4:]]), ("none", parts)):
-        policy = learner(folder, router_replay, recompute=recompute)
-        stats.append(train_step(policy, [Update(tuple(micro_batches(p, 2)), num_trained(p)) for p in batches]))
+        policy = learner(folder, router_replay=router_replay, recompute=recompute)
+        stats.append(policy.train_step([Update(tuple(micro_batches(p, 2)), num_trained(p)) for p in batches]))
         after.append(weights(policy))
     assert stats[0].replay is not None and stats[1].replay is not None
     assert stats[0].replay.tokens_differ == stats[1].replay.tokens_differ > 0  # the first update moved some choices
@@ -183,16 +178,16 @@ def test_later_updates_keep_the_experts_of_the_weights_before_the_first(recomput
 def test_a_sample_without_a_record_is_refused_and_padding_is_not(tmp_path: Path) -> None:
     folder = save_model("qwen3_moe", tmp_path / "m")
     samples = sequences(3)
-    policy = learner(folder, "rollout")
+    policy = learner(folder, router_replay="rollout")
     with pytest.raises(ValueError, match="needs the experts chosen in decoding"):
-        policy.step(micro_batches(samples, 1), normaliser=9.0)
-    stats = policy.step([pack(with_random_experts(samples)), pack([])], normaliser=9.0)
+        step(policy, micro_batches(samples, 1), normaliser=9.0)
+    stats = step(policy, [pack(with_random_experts(samples)), pack([])], normaliser=9.0)
     assert stats.replay is not None and stats.replay.tokens == sum(s.num_tokens - 1 for s in samples)
     other = [replace(s, routed_experts=s.routed_experts[:, :1]) for s in with_random_experts(samples)]  # type: ignore[index]
     with pytest.raises(ValueError, match="1 layers x 2 experts a token, the policy has 2 x 2"):
-        policy.step([pack(other)], normaliser=9.0)
+        step(policy, [pack(other)], normaliser=9.0)
     with pytest.raises(ValueError, match="router_replay is recompute, but Qwen3ForCausalLM has no experts"):
-        learner(save_model("qwen3", tmp_path / "d"), "recompute")
+        learner(save_model("qwen3", tmp_path / "d"), router_replay="recompute")
 
 
 def test_a_record_is_one_byte_an_expert_until_there_are_255() -> None:

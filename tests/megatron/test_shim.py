@@ -21,12 +21,10 @@ from marsrl.trainer.learner.megatron import shim
 
 shim.install()
 import vllm.v1.worker.cpu.shm
-from megatron_models import micro_batches, num_trained, save_model, sequences
-from test_learner import learner
+from megatron_models import learner, micro_batches, save_model, sequences, step
 
-samples = sequences(4)
 policy = learner(save_model("qwen3_moe", Path(sys.argv[2])))
-stats = policy.step(micro_batches(samples, 2), normaliser=num_trained(samples))
+stats = step(policy, micro_batches(sequences(4), 2))
 print("gradient norm", stats.grad_norm)
 """
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
-from megatron_models import VOCAB, save_model
-from test_learner import largest_difference, weights
+from letters import group_of
+from megatron_models import VOCAB, largest_difference, learner, save_model, weights
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.player.stages import StepBatch
-from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
-from marsrl.trainer.config import MptConfig, RunConfig
+from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import mini_batches
 from marsrl.trainer.data.scatter import scatter
-from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
-from marsrl.trainer.learner.updates import train_step
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory
@@ -44,32 +41,13 @@ def config(*policies: str) -> RunConfig:
 
 def stage(seed: int) -> StepBatch:
     """Four groups of each agent."""
-    rng = np.random.default_rng(seed)
-    groups = []
+    rng, groups = np.random.default_rng(seed), []
     for agent in AGENT_OF.values():
         for g in range(4):
-            name = f"{seed}{g}/{agent}"
-            samples = []
-            for i in range(3):
-                n = int(rng.integers(4, 12))
-                samples.append(
-                    Sample(
-                        uid=f"{name}:{i}",
-                        rollout_id=f"{seed}{g}",
-                        problem_id="p",
-                        agent=agent,
-                        group_id=name,
-                        parent_uid=None,
-                        prompt_ids=rng.integers(0, VOCAB, 4).astype(np.int32),
-                        token_ids=rng.integers(0, VOCAB, n).astype(np.int32),
-                        is_sampled=np.ones(n, bool),
-                        rollout_logprobs=np.full(n, -4.0, np.float32),
-                        segments=(Segment(0, n, 0),),
-                        finish=Finish.STOP,
-                        reward=Reward(float(i == g % 3), float(i == g % 3)),
-                    )
-                )
-            groups.append(Group(name, f"{seed}{g}", agent, tuple(samples)))
+            group = group_of(f"{seed}{g}/{agent}", [float(i == g % 3) for i in range(3)], agent, tokens=8)
+            ids = rng.integers(0, VOCAB, (3, 8)).astype(np.int32)
+            samples = tuple(replace(s, token_ids=own) for s, own in zip(group.samples, ids, strict=True))
+            groups.append(replace(group, samples=samples))
     return StepBatch(tuple(groups), {})
 
 
@@ -77,57 +55,30 @@ def trained(settings: RunConfig, models: dict[str, Path], folder: Path) -> dict[
     """The weights of every policy of `settings` after three steps of the loop's own calls."""
     learners = {}
     for name, policy in settings.policies.items():
-        learners[name] = Learner(
-            policy,
+        learners[name] = learner(
             models[name],
             objective=PolicyObjective(kl=settings.loss.kl, kl_coef=settings.loss.kl_coef),
-            mpt=MptConfig(scope="off"),
-            num_agents=len(settings.agents),
-            total_steps=3,
-            seed=0,
-            router_replay=settings.trainer.router_replay,
             reference_dir=models[name],
+            router_replay=settings.trainer.router_replay,
+            **policy.model_dump(),
         )
     run = Run(settings, RunDirectory(folder), RunConsole(1), learners, {}, None, {})
     for step in range(1, 4):
         credited = credit(stage(step).groups, settings.credit, run.agents, keep_zero=run.keeps_zero)
-        for name, learner in run.learners.items():
+        for name, own in learners.items():
             mine = credited.of(run.agents_of(name) if len(learners) > 1 else [AGENT_OF[name]])
             batches = mini_batches(mine, settings.trainer.updates_per_step, run.average, seed=0, step=step)
-            stats = train_step(learner, scatter(batches, run.shard_of_this_rank))
+            stats = own.train_step(scatter(batches, own.shard(settings.trainer.max_tokens_per_micro_batch)))
             assert stats.num_updates == 2 and sum(stats.agent_sums["tokens"]) > 0
-    return {name: weights(learner) for name, learner in learners.items()}
+    return {name: weights(own) for name, own in learners.items()}
 
 
-def test_two_policies_train_as_two_runs_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_policies_train_as_two_runs_bit_for_bit(tmp_path: Path) -> None:
     models = {"a": save_model("qwen3_moe", tmp_path / "a"), "b": save_model("qwen3_moe", tmp_path / "b", seed=1)}
-    from marsrl.trainer.learner.megatron import shim
-
-    shim.install()
-    from megatron.core import parallel_state
-
-    made: list[object] = []
-    original = parallel_state.initialize_model_parallel
-
-    def counted(*args: object, **kwargs: object) -> None:
-        made.append(args)
-        original(*args, **kwargs)
-
-    monkeypatch.setattr(parallel_state, "initialize_model_parallel", counted)
     (tmp_path / "run").mkdir()
     both = trained(config("a", "b"), models, tmp_path / "run")
-    assert len(made) == 1  # the process groups are shared
     for name in ("a", "b"):
         parallel.stop(keep_world=True)
         alone = trained(config(name), models, tmp_path / "run")
         assert largest_difference(alone[name], both[name]) == 0.0
-    start = Learner(
-        config("a").policies["a"],
-        models["a"],
-        objective=PolicyObjective(),
-        mpt=MptConfig(scope="off"),
-        num_agents=1,
-        total_steps=1,
-        seed=0,
-    )
-    assert largest_difference(weights(start), both["a"]) > 1e-3
+    assert largest_difference(weights(learner(models["a"])), both["a"]) > 1e-3

@@ -8,86 +8,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from megatron_models import micro_batches, num_trained, save_model, sequences
-from safetensors.torch import load_file
-from test_learner import OPTIMIZER, hf_logprobs, largest_difference, weights
+from megatron_models import (
+    OPTIMIZER,
+    largest_difference,
+    micro_batches,
+    num_trained,
+    plain_step,
+    save_model,
+    sequences,
+    step,
+    weights,
+)
+from megatron_models import learner as new_learner
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
-from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.config import OptimizerConfig
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.data.scatter import BatchShard, Update
+from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.data.scatter import micro_batches as split
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.learner.step_stats import empty_step
-from marsrl.trainer.learner.updates import summed, train_step
+from marsrl.trainer.learner.megatron import shim
+from marsrl.trainer.learner.step_stats import empty_update, summed
 from marsrl.trainer.report.step_metrics import step_metrics
 
-CLIP = 0.05
+ALIKE = PolicyObjective(clip_low=0.05, clip_high=0.05)
 
 
-def learner(folder: Path, *, kl: str = "none", kl_coef: float = 0.0, **changes: Any) -> Learner:
-    reference = changes.pop("reference_dir", None)
-    policy = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OPTIMIZER, **changes})
-    return Learner(
-        policy,
-        folder,
-        objective=PolicyObjective(clip_low=CLIP, clip_high=CLIP, kl=kl, kl_coef=kl_coef),  # type: ignore[arg-type]
-        mpt=MptConfig(scope="off"),
-        num_agents=2,
-        total_steps=10,
-        seed=0,
-        reference_dir=reference,
-    )
+def learner(folder: Path, *, kl: Any = "none", kl_coef: float = 0.0, **changes: Any) -> Learner:
+    return new_learner(folder, objective=replace(ALIKE, kl=kl, kl_coef=kl_coef), **changes)
 
 
 def update(samples: list[TrainSequence], cuts: int = 1) -> Update:
     return Update(tuple(micro_batches(samples, cuts)), num_trained(samples))
-
-
-def plain_updates(
-    folder: Path,
-    parts: list[list[TrainSequence]],
-    *,
-    kl: str = "none",
-    kl_coef: float = 0.0,
-    reference: Path | None = None,
-) -> tuple[dict[str, Tensor], list[float], list[float], int, float]:
-    """(weights after, losses, gradient norms, clipped tokens, sum of the KL estimate), one sequence at a time."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        frozen = transformers.AutoModelForCausalLM.from_pretrained(reference or folder, dtype=torch.float32).eval()
-        old = {s.uid: hf_logprobs(model, s)[0] for part in parts for s in part}
-        of_reference = {s.uid: hf_logprobs(frozen, s)[0] for part in parts for s in part}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
-    losses, norms, clipped, estimate = [], [], 0, 0.0
-    for part in parts:
-        total = torch.zeros(())
-        for sample in part:
-            logp = hf_logprobs(model, sample)[0]
-            ratio = (logp - old[sample.uid]).exp()
-            low, high = (CLIP if own is None else own for own in sample.clip)
-            surrogate = torch.minimum(ratio * sample.advantage, ratio.clamp(1 - low, 1 + high) * sample.advantage)
-            clipped += int((surrogate < ratio * sample.advantage).sum())
-            x = logp - of_reference[sample.uid]
-            term = {"none": 0 * x, "k1": x, "k2": x**2 / 2, "k3": (-x).exp() + x - 1}[kl]
-            estimate += float(term.sum())
-            total = total - surrogate.sum() + kl_coef * term.sum()
-        loss = total / num_trained(part)
-        adam.zero_grad()
-        loss.backward()
-        losses.append(float(loss.detach()))
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.grad_clip)))
-        adam.step()
-    model.save_pretrained(folder.parent / "after")
-    return load_file(folder.parent / "after" / "model.safetensors"), losses, norms, clipped, estimate
 
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor], steps: int) -> None:
@@ -100,21 +53,21 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor], steps: int) -> 
 
 def test_each_agent_has_its_own_clip_range(tmp_path: Path) -> None:
     folder = save_model("qwen3", tmp_path / "m")
-    clips = [(0.3, None), (None, 0.4)]  # of agent 0 and agent 1
-    samples = [replace(s, clip=clips[s.agent]) for s in sequences(9)]
+    samples = sequences(9)
+    objectives = [replace(ALIKE, clip_low=0.3), replace(ALIKE, clip_high=0.4)]  # of agent 0 and agent 1
     parts = [samples[i::3] for i in range(3)]
-    shard = BatchShard(0, 1, max_tokens=64, align=1)
+    policy = new_learner(folder, objective=objectives)
+    shard = policy.shard(64)
     updates = [Update(tuple(split(part, shard)), num_trained(part)) for part in parts]
     agents = [[set(batch.agent_of.tolist()) for batch in each.micro_batches] for each in updates]
     assert all({0} in each and {1} in each and {0, 1} not in each for each in agents)
-    policy = learner(folder)
-    stats = train_step(policy, updates)
-    after, losses, norms, clipped, _ = plain_updates(folder, parts)
-    *_, clipped_alike, _ = plain_updates(folder, [[replace(s, clip=(None, None)) for s in part] for part in parts])
-    assert stats.loss == pytest.approx(math.fsum(losses) / 3, abs=2e-5)
-    assert stats.grad_norm == pytest.approx(math.fsum(norms) / 3, rel=1e-3)
-    assert abs(sum(stats.agent_sums["clipped_tokens"]) - clipped) <= 2 < abs(clipped - clipped_alike)
-    close(weights(policy), after, 3)
+    stats = policy.train_step(updates)
+    plain = plain_step(folder, parts, objectives=objectives)
+    clipped_alike = plain_step(folder, parts, objectives=[ALIKE] * 2).clipped
+    assert stats.loss == pytest.approx(math.fsum(plain.losses) / 3, abs=2e-5)
+    assert stats.grad_norm == pytest.approx(math.fsum(plain.norms) / 3, rel=1e-3)
+    assert abs(sum(stats.agent_sums["clipped_tokens"]) - plain.clipped) <= 2 < abs(plain.clipped - clipped_alike)
+    close(weights(policy), plain.weights, 3)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
@@ -123,15 +76,15 @@ def test_three_updates_clip_against_the_policy_before_the_first(kind: str, tmp_p
     samples = sequences(9)
     parts = [samples[i::3] for i in range(3)]
     policy = learner(folder)
-    stats = train_step(policy, [update(part, 2) for part in parts])
-    after, losses, norms, clipped, _ = plain_updates(folder, parts)
-    assert stats.loss == pytest.approx(math.fsum(losses) / 3, abs=2e-5)
-    assert stats.grad_norm == pytest.approx(math.fsum(norms) / 3, rel=1e-3)
-    assert clipped > 20 and abs(sum(stats.agent_sums["clipped_tokens"]) - clipped) <= 2
+    stats = policy.train_step([update(part, 2) for part in parts])
+    plain = plain_step(folder, parts, objectives=[ALIKE] * 2)
+    assert stats.loss == pytest.approx(math.fsum(plain.losses) / 3, abs=2e-5)
+    assert stats.grad_norm == pytest.approx(math.fsum(plain.norms) / 3, rel=1e-3)
+    assert plain.clipped > 20 and abs(sum(stats.agent_sums["clipped_tokens"]) - plain.clipped) <= 2
     assert sum(stats.agent_sums["tokens"]) == num_trained(samples)
     assert stats.num_updates == 3 and len(stats.logprobs) == 6
     assert policy.num_steps == 1 and stats.lr == OPTIMIZER.lr  # the schedule counts steps, not updates
-    close(weights(policy), after, 3)
+    close(weights(policy), plain.weights, 3)
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_counts(tmp_path: Path) -> None:
@@ -139,9 +92,9 @@ def test_an_update_that_is_not_finite_is_skipped_and_counts(tmp_path: Path) -> N
     samples = sequences(6)
     bad = [replace(s, advantage=math.nan) for s in samples[3:]]
     policy, other = learner(folder), learner(folder)
-    stats = train_step(policy, [update(samples[:3]), update(bad)])
+    stats = policy.train_step([update(samples[:3]), update(bad)])
     assert stats.is_skipped and stats.is_updated and stats.num_updates == 1
-    other.step(micro_batches(samples[:3], 1), normaliser=num_trained(samples[:3]))
+    step(other, micro_batches(samples[:3], 1), normaliser=num_trained(samples[:3]))
     assert largest_difference(weights(policy), weights(other)) == 0.0
 
 
@@ -151,39 +104,54 @@ def test_a_kl_step_equals_plain_pytorch(kl: str, tmp_path: Path) -> None:
     folder, reference = save_model(kind, tmp_path / "m"), save_model(kind, tmp_path / "r", seed=1)
     samples = sequences(6)
     policy = learner(folder, kl=kl, kl_coef=0.3, reference_dir=reference)
-    before = {name: p.clone() for name, p in policy._reference.named_parameters()}
-    stats = train_step(policy, [update(samples, 2)])
-    after, losses, norms, _, estimate = plain_updates(folder, [samples], kl=kl, kl_coef=0.3, reference=reference)
-    assert stats.loss == pytest.approx(losses[0], rel=3e-6)
-    assert stats.grad_norm == pytest.approx(norms[0], rel=1e-5)
-    assert sum(stats.agent_sums["kl"]) == pytest.approx(estimate, rel=1e-5)
-    close(weights(policy), after, 1)
-    assert all(torch.equal(p, before[name]) for name, p in policy._reference.named_parameters())  # frozen
+    stats = policy.train_step([update(samples, 2)])
+    objectives = [replace(ALIKE, kl=kl, kl_coef=0.3)] * 2  # type: ignore[arg-type]
+    plain = plain_step(folder, [samples], objectives=objectives, reference=reference)
+    assert stats.loss == pytest.approx(plain.losses[0], rel=3e-6)
+    assert stats.grad_norm == pytest.approx(plain.norms[0], rel=1e-5)
+    assert sum(stats.agent_sums["kl"]) == pytest.approx(plain.kl, rel=1e-5)
+    close(weights(policy), plain.weights, 1)
 
 
 def test_kl_to_the_start_is_zero_at_first_and_then_pulls_back(tmp_path: Path) -> None:
     folder = save_model("qwen3_moe", tmp_path / "m")
     samples = sequences(6)
     one = learner(folder, kl="k3", kl_coef=0.3, reference_dir=folder, dtype="bfloat16")
-    first = train_step(one, [update(samples)])
-    second = train_step(one, [update(samples)])
+    first = one.train_step([update(samples)])
+    second = one.train_step([update(samples)])
     assert sum(first.agent_sums["kl"]) == 0.0 < sum(second.agent_sums["kl"])
 
 
-def test_without_a_kl_term_no_reference_is_held(tmp_path: Path) -> None:
+def test_a_reference_is_read_only_for_a_kl_term(tmp_path: Path) -> None:
     folder = save_model("qwen3", tmp_path / "m")
-    assert learner(folder, reference_dir=tmp_path / "is not read")._reference is None
+    learner(folder, reference_dir=tmp_path / "is not there")
     with pytest.raises(ValueError, match="objective.kl is k3 and reference_dir is None"):
         learner(folder, kl="k3")
 
 
 def test_the_share_of_an_agent_is_the_mean_over_the_updates_and_0_where_it_has_no_token() -> None:
     shares = [(1.0, None, None), (3.0, 4.0, None)]
-    steps = [replace(empty_step(3, 0.1), is_empty=False, agent_grad_norms=each) for each in shares]
-    found = summed([*steps, empty_step(3, 0.1)])  # an update that computed nothing is none
+    steps = [replace(empty_update(3, 0.1), is_empty=False, agent_grad_norms=each) for each in shares]
+    found = summed([*steps, empty_update(3, 0.1)])  # an update that computed nothing is none
     assert found.agent_grad_norms == (2.0, 2.0, None)
     metrics = step_metrics(found, ["a", "b", "c"])
     assert (metrics["actor/a/grad_norm"], metrics["actor/b/grad_norm"]) == (2.0, 2.0)
     assert "actor/c/grad_norm" not in metrics
     unmeasured = summed([replace(each, agent_grad_norms=()) for each in steps])
     assert unmeasured.agent_grad_norms == () and "actor/a/grad_norm" not in step_metrics(unmeasured, ["a", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1]),
+        ("cosine", [0.5, 1.0, 1.0, 0.775, 0.325, 0.1, 0.1]),
+    ],
+)
+def test_warm_up_then_decay_to_the_final_ratio(decay: str, expected: list[float]) -> None:
+    shim.install()
+    from marsrl.trainer.learner.megatron.optimizer import lr_at
+
+    config = OptimizerConfig(lr=1.0, warmup_steps=2, decay=decay, final_lr_ratio=0.1)  # type: ignore[arg-type]
+    assert [lr_at(step, 6, config) for step in range(7)] == pytest.approx(expected)

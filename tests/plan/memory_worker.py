@@ -25,6 +25,7 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import not_recorded
 from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence, pack
+from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel, shim
 from marsrl.trainer.learner.megatron.layout import resolve
@@ -144,9 +145,8 @@ def compare(
         learner = Learner(
             config,
             folder,
-            objective=PolicyObjective(kl="k3", kl_coef=0.1) if reference else PolicyObjective(),
+            objectives=[PolicyObjective(kl="k3", kl_coef=0.1) if reference else PolicyObjective()],
             mpt=MptConfig(scope="off"),
-            num_agents=1,
             total_steps=4,
             seed=0,
             reference_dir=reference,
@@ -160,7 +160,7 @@ def compare(
             places = (given[0].num_tokens - 1, shape.num_layers, shape.experts_per_token)
             given = [replace(each, routed_experts=np.full(places, not_recorded(np.uint8), np.uint8)) for each in given]
         batches = [pack(given, align=learner.align) for _ in range(2)]
-        learner.step(batches, normaliser=100.0)
+        learner.train_step([Update(tuple(batches), 100.0)])
         peak = memory.peak
     setup = Training(
         shape=shape,

@@ -5,6 +5,6 @@ import importlib
 from marsrl.trainer.learner.megatron import shim
 
 shim.install()  # before anything imports megatron
-for name in ("checkpoint_store", "convert", "head", "model", "optimizer", "reference", "router_replay"):
+for name in ("checkpoint_store", "convert", "head", "model", "optimizer", "passes", "router_replay"):
     importlib.import_module(f"marsrl.trainer.learner.megatron.{name}")
 importlib.import_module("marsrl.trainer.learner.learner")

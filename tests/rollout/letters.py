@@ -140,3 +140,22 @@ def bare(uid: str, agent: str = "solver", text: str = "t", **changes: Any) -> Sa
         Finish.STOP, full_text=text,
     )  # fmt: skip
     return replace(made, **changes)
+
+
+def sampled(uid: str, reward: float, *, agent: str = "solver", tokens: int = 3, **changes: Any) -> Sample:
+    """A completion of so many tokens on a prompt of two, of the instance and the group that its uid names (0/solver:1)."""
+    group = uid.rpartition(":")[0]
+    made = bare(uid, agent, rollout_id=group.split("/")[0], group_id=group, reward=Reward(reward, reward))
+    of_tokens = {
+        "prompt_ids": np.array([1, 2], np.int32),
+        "token_ids": np.arange(tokens, dtype=np.int32),
+        "is_sampled": np.ones(tokens, bool),
+        "rollout_logprobs": np.zeros(tokens, np.float32),
+        "segments": (Segment(0, tokens, 0),),
+    }
+    return replace(made, **{**of_tokens, **changes})
+
+
+def group_of(name: str, rewards: Sequence[float], agent: str = "solver", **changes: Any) -> Group:
+    samples = (sampled(f"{name}:{i}", reward, agent=agent, **changes) for i, reward in enumerate(rewards))
+    return Group(name, name.split("/")[0], agent, tuple(samples))

@@ -30,7 +30,7 @@ from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Sample
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.data.scatter import BatchShard, micro_batches
+from marsrl.trainer.data.scatter import Update, micro_batches
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.step_stats import StepStats
@@ -116,15 +116,14 @@ def step(
     learner = Learner(
         PolicyConfig(dtype="float32", optimizer=OptimizerConfig(lr=0.0)),
         model,
-        objective=objective or PolicyObjective(clip_low=0.01, clip_high=0.01),
+        objectives=[objective or PolicyObjective(clip_low=0.01, clip_high=0.01)],
         mpt=mpt or MptConfig(scope="off"),
-        num_agents=1,
         total_steps=2,
         seed=0,
         old_policy=old_policy,  # type: ignore[arg-type]
         reference_dir=reference,
     )
-    stats = learner.step(micro_batches(sequences, BatchShard(0, 1, 4000, 1)), normaliser=100.0)
+    stats = learner.train_step([Update(tuple(micro_batches(sequences, learner.shard(4000))), 100.0)])
     parallel.stop()
     return stats
 

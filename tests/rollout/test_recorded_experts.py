@@ -29,7 +29,8 @@ from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, IntArray, Sample
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
-from marsrl.trainer.data.scatter import BatchShard, micro_batches
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.scatter import BatchShard, Update, micro_batches
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.models.init_model import InitShape, init_model
@@ -144,9 +145,8 @@ def learner_of(model: Path, router_replay: str = "rollout", old_policy: str = "p
     return Learner(
         PolicyConfig(dtype="float32", optimizer=OptimizerConfig(lr=0.0)),
         model,
-        objective=PolicyObjective(),
+        objectives=[PolicyObjective()],
         mpt=MptConfig(scope="off"),
-        num_agents=1,
         total_steps=2,
         seed=0,
         old_policy=old_policy,  # type: ignore[arg-type]
@@ -154,12 +154,15 @@ def learner_of(model: Path, router_replay: str = "rollout", old_policy: str = "p
     )
 
 
+def update(sequences: list[TrainSequence]) -> Update:
+    return Update(tuple(micro_batches(sequences, BatchShard(0, 1, 4000, 1))), 100.0)
+
+
 def test_under_the_same_weights_no_expert_differs_and_log_probs_agree(model: Path) -> None:
     samples = played(engine_of(model), 1, None)
     assert len(samples) == 6 and all(s.routed_experts is not None for s in samples)
     learner = learner_of(model)
-    batches = micro_batches(train_sequences(samples, 1.0), BatchShard(0, 1, 4000, 1))
-    stats = learner.step(batches, normaliser=100.0)
+    stats = learner.train_step([update(train_sequences(samples, 1.0))])
     assert stats.replay is not None and stats.replay.choices_differ == 0
     assert stats.replay.tokens == sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
     assert stats.prob_diff_max < 1e-5 and abs(stats.k3) < 1e-8
@@ -184,9 +187,7 @@ def test_a_segment_that_is_carried_over_keeps_the_experts_of_the_weights_that_de
         np.testing.assert_array_equal(np.sort(sample.routed_experts[cut:]), np.sort(new[cut:]))
         differ += int((np.sort(old) != np.sort(new)).any((1, 2)).sum())
     assert differ > 20  # the two versions choose differently, so the record could have been of either
-    stats = learner_of(model).step(
-        micro_batches(train_sequences(samples, 1.0), BatchShard(0, 1, 4000, 1)), normaliser=100.0
-    )
+    stats = learner_of(model).train_step([update(train_sequences(samples, 1.0))])
     assert stats.replay is not None and stats.replay.tokens_differ > 0
 
 
@@ -196,14 +197,12 @@ def test_old_log_probs_are_of_the_forced_experts_too(model: Path, other_weights:
     losses, clipped = [], []
     for old_policy in ("pois", "recompute"):
         learner = learner_of(model, old_policy=old_policy)
-        (batch,) = micro_batches(sequences, BatchShard(0, 1, 4000, 1))
-        (old,) = learner.old_policy([batch], is_first=True)
-        stats = learner.step([batch], normaliser=100.0, old=[old])
+        whole = update(sequences)
+        (batch,) = whole.micro_batches
+        stats = learner.train_step([whole])
         losses.append(stats.loss)
         clipped.append(sum(stats.agent_sums["clipped_tokens"]))
         if old_policy == "recompute":
-            assert old.logprobs is not None
-            assert float((old.logprobs - stats.logprobs[0])[batch.mask].abs().max()) < 1e-6
             (own,) = learner.score([batch])
             assert float((own - stats.logprobs[0])[batch.mask].abs().max()) > 1e-4  # forcing changes something
         parallel.stop()

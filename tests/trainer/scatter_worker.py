@@ -36,7 +36,7 @@ def sequence(i: int, num_tokens: int) -> TrainSequence:
     return TrainSequence(
         f"s{i}", ids[:-n], ids[-n:], rng.random(n) < 0.8, -rng.random(n).astype(np.float32),
         advantage=float(rng.normal()), agent=i % 2, temperature=0.85, is_positive=i % 3 == 0, weight=1.0 + i,
-        clip=(None, 0.3), routed_experts=rng.integers(0, 128, (num_tokens - 1, LAYERS, TOP_K)).astype(np.uint8),
+        routed_experts=rng.integers(0, 128, (num_tokens - 1, LAYERS, TOP_K)).astype(np.uint8),
         kept_tokens=KeptTokens(ids[-n:].copy(), np.ones(n, np.int32)),
     )  # fmt: skip
 

@@ -124,8 +124,8 @@ def test_an_asynchronous_save_ends_once_it_is_written(run: RunDirectory) -> None
     saves.finish_if_written()
     assert run.latest_checkpoint() is None and run.steps_on_disk() == []
     learner.may_write.set()
-    saves._pending.writer.join(10)  # type: ignore[union-attr]
-    saves.finish_if_written()
+    while run.latest_checkpoint() is None:
+        saves.finish_if_written()
     assert load(run) == (1, "a", [])
     thread = learner.saves[0].thread
     assert thread is not threading.current_thread() and thread.daemon and thread.name == "checkpoint 1"
@@ -138,13 +138,9 @@ def test_an_asynchronous_save_ends_once_it_is_written(run: RunDirectory) -> None
     assert load(run)[0] == 3
 
 
-def refuse(*words: object) -> None:
-    raise OSError("read-only")
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 def test_what_cannot_be_written_leaves_nothing_and_the_next_save_is_a_new_one(
-    is_async: bool, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    is_async: bool, run: RunDirectory
 ) -> None:
     save(writer(run), 1)
     saves, part = writer(run, is_async=is_async), run.checkpoints / "step_2.part"
@@ -154,12 +150,6 @@ def test_what_cannot_be_written_leaves_nothing_and_the_next_save_is_a_new_one(
     words = f"the checkpoint of step 2 was not written ({part}); rank 0: OSError: no room; "
     assert str(caught.value).startswith(words) and " MiB are free there; mend what" in str(caught.value)
     saves.finish()  # nothing is left to be ended
-    for name in ("write_atomically", "write_json", "write_manifest"):  # at the beginning, and at the end
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, name, refuse)
-            with pytest.raises(RuntimeError, match=r"step 2 was not written .*rank 0: OSError: read-only"):
-                save(saves, 2)
-                saves.finish()
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_1"]
     save(writer(run), 2)
     assert load(run) == (2, "w2", [])
@@ -281,19 +271,6 @@ def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run
         RuntimeError, match="no earlier checkpoint is whole: restore the files, or start a run of another name"
     ):
         load(run, "previous")
-
-
-def test_another_rank_writes_its_part_of_the_policies_and_nothing_else(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (run.checkpoints / "step_5.part").mkdir(parents=True)
-    monkeypatch.setattr(checkpoint, "rank", lambda: 1)
-    writer(run).save(5, {"main": 5}, {"main": WordLearner("a")}, None)  # type: ignore[dict-item]
-    files = [str(path.relative_to(run.checkpoints)) for path in run.checkpoints.rglob("*") if path.is_file()]
-    assert files == ["step_5.part/policies/main/word"]
-    with pytest.raises(RuntimeError, match="no room"):
-        save(writer(run), 5, word="unwritable")
-    assert (run.checkpoints / "step_5.part").exists()  # rank 0 clears it
 
 
 def test_all_ranks_go_on_from_where_rank_0_says_and_share_the_reading(

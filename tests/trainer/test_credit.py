@@ -6,41 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from letters import group_of as group
+from letters import sampled as sample
 
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.kept_tokens import KeptTokens
-from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
+from marsrl.rollout.types import Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.credit import balanced, credit, drmas_metrics, outcome_rewards
 
 AGENTS = {"solver": AgentConfig(), "verifier1": AgentConfig(loss_weight=0.5)}
-
-
-def sample(
-    uid: str, reward: float, *, agent: str = "solver", parent: str | None = None, tokens: int = 3, **kwargs: object
-) -> Sample:
-    group = uid.rpartition(":")[0]
-    defaults: dict[str, object] = {
-        "uid": uid,
-        "rollout_id": uid.split("/")[0],
-        "problem_id": "p",
-        "agent": agent,
-        "group_id": group,
-        "parent_uid": parent,
-        "prompt_ids": np.array([1, 2], np.int32),
-        "token_ids": np.arange(tokens, dtype=np.int32),
-        "is_sampled": np.ones(tokens, bool),
-        "rollout_logprobs": np.zeros(tokens, np.float32),
-        "segments": (Segment(0, tokens, 0),),
-        "finish": Finish.STOP,
-        "reward": Reward(reward, reward),
-    }
-    return Sample(**{**defaults, **kwargs})  # type: ignore[arg-type]
-
-
-def group(name: str, rewards: list[float], agent: str = "solver", **kwargs: object) -> Group:
-    samples = tuple(sample(f"{name}:{i}", r, agent=agent, **kwargs) for i, r in enumerate(rewards))
-    return Group(name, name.split("/")[0], agent, samples)
 
 
 def ended(groups: list[Group], *outcomes: float) -> list[Group]:
@@ -75,10 +50,6 @@ def test_a_missing_reward_is_in_no_statistic_and_no_denominator() -> None:
     assert [s.advantage for s in credited.sequences] == pytest.approx([1, -1], rel=1e-5)
     assert credited.num_tokens == 6
     assert "0/solver:1" not in credited.advantages
-
-
-def test_a_group_left_with_one_reward_is_a_singleton() -> None:
-    assert credit([group("0/solver", [1, math.nan, math.nan])], CreditConfig(), AGENTS).sequences == ()
 
 
 def test_a_mean_over_agents_is_a_baseline_over_agents() -> None:
@@ -171,9 +142,9 @@ def test_an_outcome_is_shared_by_agents_of_another_policy_and_those_without_trai
             "v",
             "0",
             "verifier1",
-            (sample("v:0", 1, agent="verifier1", parent="0/solver:0", verdict=False, rollout_id="0"),),
+            (sample("v:0", 1, agent="verifier1", parent_uid="0/solver:0", verdict=False, rollout_id="0"),),
         ),
-        Group("c", "0", "corrector1", (sample("c:0", 1, agent="corrector1", parent="v:0", rollout_id="0"),)),
+        Group("c", "0", "corrector1", (sample("c:0", 1, agent="corrector1", parent_uid="v:0", rollout_id="0"),)),
     ]
     agents = {"solver": AgentConfig(), "verifier1": AgentConfig(policy="b"), "corrector1": AgentConfig(policy="c")}
     rules = CreditConfig(reward_scheme="outcome", train_agents=("solver", "verifier1"), normalise="global")
@@ -185,13 +156,6 @@ def test_an_outcome_is_shared_by_agents_of_another_policy_and_those_without_trai
     assert {uid: s.reward.value for g in credited.of(["corrector1"]).groups for s in g.samples for uid in [s.uid]} == {
         "c:0": 1
     }
-
-
-def test_an_agent_s_clip_range_goes_with_its_sequences() -> None:
-    agents = {"solver": AgentConfig(clip_high=0.3), "verifier1": AgentConfig()}
-    groups = [group("0/solver", [1, 0]), group("0/solver:0/verifier1", [1, 0], "verifier1")]
-    found = {sequence.agent: sequence.clip for sequence in credit(groups, CreditConfig(), agents).sequences}
-    assert found == {0: (None, 0.3), 1: (None, None)}
 
 
 def test_loss_weight_scales_an_agents_advantages() -> None:
@@ -232,10 +196,13 @@ def test_positive_is_a_success_before_penalties_that_is_better_than_its_baseline
 def test_a_right_verdict_whose_outcome_is_a_failure_is_not_positive() -> None:
     judged = [sample("0/solver:0", 0), sample("0/solver:1", 1)]
     reports = (
-        sample("v:0", 1, agent="verifier1", parent="0/solver:0", verdict=False),  # finds the error, which stays
-        sample("v:1", 0, agent="verifier1", parent="0/solver:1", verdict=False),  # a false alarm, repaired
+        sample("v:0", 1, agent="verifier1", parent_uid="0/solver:0", verdict=False),  # finds the error, which stays
+        sample("v:1", 0, agent="verifier1", parent_uid="0/solver:1", verdict=False),  # a false alarm, repaired
     )
-    fixes = [sample("c:0", 0, agent="corrector1", parent="v:0"), sample("c:1", 1, agent="corrector1", parent="v:1")]
+    fixes = [
+        sample("c:0", 0, agent="corrector1", parent_uid="v:0"),
+        sample("c:1", 1, agent="corrector1", parent_uid="v:1"),
+    ]
     groups = [
         Group("0/solver", "0", "solver", tuple(judged)),
         Group("v", "0", "verifier1", reports),
@@ -260,8 +227,8 @@ def test_an_outcome_keeps_the_penalty_for_its_form_alone_and_what_is_not_known_i
 def test_the_reward_scheme_decides_whose_rewards_are_credited() -> None:
     groups = [
         group("0/solver", [0, 1]),
-        Group("v", "0", "verifier1", (sample("v:0", 1, agent="verifier1", parent="0/solver:0", verdict=False),)),
-        Group("c", "0", "corrector1", (sample("c:0", 1, agent="corrector1", parent="v:0"),)),
+        Group("v", "0", "verifier1", (sample("v:0", 1, agent="verifier1", parent_uid="0/solver:0", verdict=False),)),
+        Group("c", "0", "corrector1", (sample("c:0", 1, agent="corrector1", parent_uid="v:0"),)),
     ]
     agents = {**AGENTS, "corrector1": AgentConfig()}
     assert len(credit(groups, CreditConfig(), agents).sequences) == 2
@@ -389,21 +356,7 @@ def test_a_balanced_step_trains_and_counts_copies() -> None:
     assert verifier.copies == credited.copies and verifier.num_tokens == 9
 
 
-def test_a_balanced_step_takes_one_sample_of_each_agent_by_default() -> None:
-    groups = [group(f"{i}/solver", [1, 0, 1, 0]) for i in range(9)]
-    taken = [s.uid for s in credit(groups, CreditConfig(balance="uniform"), AGENTS).sequences]
-    assert [uid.split("/")[0] for uid in taken] == [str(i) for i in range(9)]
-    copies = balanced([s for g in groups for s in g.samples], 1, seed=0)
-    assert taken == [uid for uid, number in copies.items() if number]
-
-
 def test_nothing_to_credit_is_an_empty_batch() -> None:
     credited = credit([], CreditConfig(), AGENTS)
     assert credited.sequences == ()
     assert credited.num_tokens == 0
-
-
-def test_one_sample_of_the_last_agent_is_a_batch_too() -> None:
-    agents = {name: AgentConfig() for name in ("solver", "verifier1", "corrector1")}
-    credited = credit([group("c", [1], "corrector1")], CreditConfig(singleton="raw"), agents)
-    assert [(s.agent, s.advantage) for s in credited.sequences] == [(2, pytest.approx(1, rel=1e-4))]

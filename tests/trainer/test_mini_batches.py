@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
+from letters import group_of as group
 
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.engines.refusals import TrainerHost
-from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
+from marsrl.rollout.types import Group
 from marsrl.trainer.config import CreditConfig, RunConfig
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import Average, mini_batches
@@ -21,28 +21,6 @@ AGENTS = {"solver": AgentConfig()}
 
 
 TOKENS = Average()
-
-
-def group(name: str, rewards: list[float], tokens: int = 3, agent: str = "solver") -> Group:
-    samples = [
-        Sample(
-            uid=f"{name}:{i}",
-            rollout_id=name,
-            problem_id="p",
-            agent=agent,
-            group_id=name,
-            parent_uid=None,
-            prompt_ids=np.array([1, 2], np.int32),
-            token_ids=np.arange(tokens, dtype=np.int32),
-            is_sampled=np.ones(tokens, bool),
-            rollout_logprobs=np.zeros(tokens, np.float32),
-            segments=(Segment(0, tokens, 0),),
-            finish=Finish.STOP,
-            reward=Reward(reward, reward),
-        )
-        for i, reward in enumerate(rewards)
-    ]
-    return Group(name, name, agent, tuple(samples))
 
 
 GROUPS = [group(f"{i}/solver", [1, 0, 0, 1], tokens=3 + i) for i in range(6)] + [group("9/solver", [1, 1, 1, 1])]
@@ -160,12 +138,3 @@ def test_replay_of_the_rollouts_experts_is_refused_where_an_engine_does_not_tell
     (sentence,) = refusals_of(replaying(engine="vllm", vllm={"sampler": "marsrl"}), on_gpus)
     assert "set rollout.vllm.sampler=engine" in sentence
     assert replaying(engine="vllm").records_of("main") == Records(experts=True)
-
-
-def test_a_quantised_engine_is_refused_of_a_policy_that_is_trained() -> None:
-    host = TrainerHost(8, 4, False)
-    config = RunConfig.model_validate({"rollout": {"vllm": {"quantization": "fp8"}}})
-    assert "rollout.vllm.quantization is fp8" in refusals_of(config, host)[0]
-    assert refusals_of(config, TrainerHost(8, 0, False)) == ()  # marsrl evaluate
-    judge = {"frozen": True, "model": "/judge", "vllm": {"quantization": "fp8"}}
-    assert refusals_of(RunConfig.model_validate({"policies": {"main": {}, "judge": judge}}), host) == ()

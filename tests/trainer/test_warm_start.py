@@ -19,8 +19,7 @@ from marsrl.rollout.tasks.facts_tutor import FACTS_TOKENIZER
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import PolicyConfig, RunConfig, WarmStartConfig
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.data.packing import PackedBatch
-from marsrl.trainer.data.scatter import BatchShard
+from marsrl.trainer.data.scatter import BatchShard, Update
 from marsrl.trainer.models.init_model import SHAPES
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.schools.schools import SCHOOLS, ArithmeticSchool, SearchSchool, school_of
@@ -41,13 +40,12 @@ class StubLearner:
     lrs: list[float] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
 
-    def step(self, batches: list[PackedBatch], *, normaliser: float, lr: float) -> Any:
-        tokens = [0] * len(WRITERS)
-        for batch in batches:
-            of_rows = batch.agent_of.repeat_interleave(batch.cu_seqlens.diff())
-            for agent in of_rows[batch.mask].tolist():
+    def train_step(self, updates: list[Update], *, lr: float) -> Any:
+        (update,), tokens = updates, [0] * len(WRITERS)
+        for batch in update.micro_batches:
+            for agent in batch.of_tokens(batch.agent_of)[batch.mask].tolist():
                 tokens[agent] += 1
-        assert normaliser == sum(tokens) - tokens[DRILL]
+        assert update.normaliser == sum(tokens) - tokens[DRILL]
         means = [self.loss(len(self.lrs), role) for role in range(DRILL)] + [100.0]
         self.lrs.append(lr)
         self.tokens.append(tokens)

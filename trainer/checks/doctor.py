@@ -21,8 +21,7 @@ from marsrl.rollout.weights.files import left_behind, parent_of
 from marsrl.trainer.checks.device import KERNEL_MODULE, driver_version, why_not_device
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.learner.megatron.fusions import choose_fusions
-from marsrl.trainer.learner.megatron.layer_choice import choose_layers
+from marsrl.trainer.learner.megatron.layer_choice import choose_fusions, choose_layers
 from marsrl.trainer.machine import LIBRARIES, library_versions
 from marsrl.trainer.plan.models import find_shape
 from marsrl.trainer.plan.parameters import elements
@@ -164,7 +163,7 @@ def _megatron(installed: dict[str, str]) -> Iterator[Finding]:
     yield Finding("training", "layer spec: TransformerEngine", has_te, why)
     rest = "" if has_te else ", RMSNorm; megatron's linear layers"
     yield Finding("training", "layer spec: ours", True, f"packed attention and experts on marsrl.kernels{rest}")
-    yield Finding("training", "megatron's fused operations", fusions.are_any_on, fusions.words)
+    yield Finding("training", "megatron's fused operations", not fusions.words.startswith("none"), fusions.words)
 
 
 def sandbox_findings(settings: RunConfig) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ in t.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,6 @@ from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray, not_recorded
 from marsrl.rollout.types import BoolArray, FloatArray, IntArray
 from marsrl.trainer.machine import training_device
-
-Clip = tuple[float | None, float | None]
-"""Clip range of the ratio below and above 1 (agents.<name>.clip_low, clip_high); None: the loss's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,6 @@ class TrainSequence:
     temperature: float
     is_positive: bool = False  # a success with an advantage above 0 (DMMPT; credit.py)
     weight: float = 1.0  # factor on every term of its tokens: the part of the loss's denominator that is its own
-    clip: Clip = (None, None)
     token_weights: FloatArray | None = None
     routed_experts: ExpertArray | None = None
     kept_tokens: KeptTokens | None = None
@@ -93,40 +89,41 @@ class PackedBatch:
     cu_seqlens: Tensor  # [S+1] int32
     max_seqlen: int
     agent_of: Tensor  # [S] int64
+    agents: tuple[int, ...]  # [S] the same, where the host need not wait for the device
     is_positive: Tensor  # [S] bool
     weights: Tensor | None  # [S] float32, factor on every term of a sequence's tokens; None: 1 for all
     trained_rows: Tensor  # [R] int64, where mask is True: the host knew how many these are, no device was asked
     positive_rows: Tensor  # [P] int64, of these, the tokens of positive samples
     routed_experts: Tensor | None = None  # [T, layers, top_k] uint8 or int16; not_recorded() where there is no record
-    clip: Clip = (None, None)  # of every sequence
     support: Support | None = None  # of each token what its target was drawn from; None: the whole vocabulary for all
 
     @property
     def num_tokens(self) -> int:
         return self.token_ids.numel()
 
+    def of_tokens(self, of_sequences: Tensor) -> Tensor:
+        """[T] the value of each token's sequence, from [S]; the host does not wait."""
+        return of_sequences.repeat_interleave(self.cu_seqlens.diff().long(), output_size=self.num_tokens)
+
 
 def rows_of(
     mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor, num_rows: tuple[int | None, int | None] = (None, None)
-) -> tuple[Tensor, Tensor]:
-    """(trained_rows, positive_rows) of a batch; num_rows: how many these are, else the host waits for the device."""
+) -> list[Tensor]:
+    """[trained_rows, positive_rows] of a batch; num_rows: how many these are, else the host waits for the device."""
     of_positive = is_positive.repeat_interleave(cu_seqlens.diff(), output_size=mask.numel())
-    return (
-        kernels.kept_rows(mask, num_kept=num_rows[0]),
-        kernels.kept_rows(mask & of_positive, num_kept=num_rows[1]),
-    )
+    return [kernels.kept_rows(kept, num_kept=num) for kept, num in zip((mask, mask & of_positive), num_rows)]
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], num_ranks: int, max_tokens: int, clips: Sequence[Clip] | None = None
+    lengths: Sequence[int], num_ranks: int, max_tokens: int, kinds: Sequence[Hashable] | None = None
 ) -> list[list[list[int]]]:
     """Assignment of sequences to micro-batches: plan[rank][micro_batch] = indices.
 
     First-fit-decreasing by tokens into bins of max_tokens; the number of bins is a multiple of num_ranks (every rank
     runs the same number of forward passes, as its collectives need), and bins are dealt out so that the ranks' costs
     are even. Cost of a sequence: its tokens plus a quadratic term for attention, the heaviest bin first to the
-    lightest rank. A micro-batch may be empty only where there are fewer sequences than ranks. It holds sequences of one clip
-    range (clips: of each; None: all have the same).
+    lightest rank. A micro-batch may be empty only where there are fewer sequences than ranks. It holds sequences of one kind
+    (kinds: of each; None: all are of one).
 
     Raises:
         ValueError: a sequence is longer than max_tokens.
@@ -137,11 +134,13 @@ def plan_micro_batches(
             f"packing: a sequence has {longest} tokens but trainer.max_tokens_per_micro_batch is {max_tokens}; raise it, or "
             "lower rollout.max_response_tokens or the agents' max_input_tokens"
         )
-    clip_of = [(None, None)] * len(lengths) if clips is None else clips
+    members: dict[Hashable, list[int]] = {}
+    for i in range(len(lengths)):
+        members.setdefault(kinds[i] if kinds is not None else None, []).append(i)
     bins = [
-        b
-        for clip in dict.fromkeys(clip_of)
-        for b in _first_fit([i for i in range(len(lengths)) if clip_of[i] == clip], lengths, max_tokens)
+        [own[place] for place in each]
+        for own in members.values()
+        for each in first_fit_decreasing([lengths[i] for i in own], max_tokens)
     ]
     num_bins = max(1, -(-len(bins) // num_ranks)) * num_ranks
     while len(bins) < num_bins:
@@ -161,11 +160,6 @@ def _cost(length: int) -> float:
     return length * (1.0 + length / 16384.0)
 
 
-def _first_fit(members: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    bins = first_fit_decreasing([lengths[i] for i in members], max_tokens)
-    return [[members[place] for place in each] for each in bins]
-
-
 def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
     """One bin more: the fullest bin that holds several sequences is halved; an empty bin where none does."""
     several = [b for b, members in enumerate(bins) if len(members) > 1]
@@ -179,7 +173,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     """Sequences end to end, on the learner's device; T is padded up to a multiple of `align` (tensor parallelism cuts T).
 
     The host strings their arrays together; kernels.pack makes of these what the positions read and predict. An empty
-    list packs to one masked token, so that a rank without work still takes part in every collective. All have one clip range.
+    list packs to one masked token, so that a rank without work still takes part in every collective.
 
     Raises:
         ValueError: a token is not among those that its sampler is said to have kept.
@@ -189,7 +183,6 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
         sequences = [
             TrainSequence("padding", empty, empty[:0], np.zeros(0, bool), np.zeros(0, np.float32), 0.0, 0, 1.0)
         ]
-    (clip,) = {s.clip for s in sequences}
     starts = np.cumsum([0, *(s.num_tokens for s in sequences)])
     total = int(-(-starts[-1] // align) * align)
     bounds = np.array([*starts[:-1], total], np.int32)
@@ -212,7 +205,6 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     trained_rows, positive_rows = rows_of(packed.mask, is_positive, cu_seqlens, num_sampled)
     own_weights = [s.weight for s in sequences]
     temperatures = [s.temperature for s in sequences]
-    same_temperature = len(set(temperatures)) == 1
     return PackedBatch(
         uids=tuple(s.uid for s in sequences),
         token_ids=packed.token_ids,
@@ -222,16 +214,18 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
         advantages=_on_device([s.advantage for s in sequences], np.float32),
         token_advantages=packed.weights,
         rollout_logprobs=packed.logprobs,
-        temperature=temperatures[0] if same_temperature else _of_sequences(temperatures, cu_seqlens, total),
+        temperature=temperatures[0]
+        if len(set(temperatures)) == 1
+        else _on_device(temperatures, np.float32).repeat_interleave(cu_seqlens.diff(), output_size=total),
         cu_seqlens=cu_seqlens,
         max_seqlen=int(np.diff(bounds).max()),
         agent_of=_on_device([s.agent for s in sequences], np.int64),
+        agents=tuple(s.agent for s in sequences),
         is_positive=is_positive,
         weights=_on_device(own_weights, np.float32) if any(weight != 1.0 for weight in own_weights) else None,
         trained_rows=trained_rows,
         positive_rows=positive_rows,
         routed_experts=_routed_experts(sequences, starts, total),
-        clip=clip,
         support=_support(sequences, starts, total),
     )
 
@@ -247,11 +241,6 @@ def _of_tokens(sequences: Sequence[TrainSequence], of_completions: Sequence[npt.
     return _on_device(
         np.concatenate([part for s, own in pairs for part in (np.zeros(len(s.prompt_ids), own.dtype), own)])
     )
-
-
-def _of_sequences(values: Sequence[float], cu_seqlens: Tensor, total: int) -> Tensor:
-    """[T] float32: of each token the value of its sequence."""
-    return _on_device(values, np.float32).repeat_interleave(cu_seqlens.diff(), output_size=total)
 
 
 def _routed_experts(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], total: int) -> Tensor | None:

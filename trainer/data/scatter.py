@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from marsrl.kernels import PolicyObjective
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack, plan_micro_batches
 from marsrl.trainer.runs.collective import (
@@ -47,6 +48,7 @@ class BatchShard:
 
     align: T of every micro-batch is a multiple of it.
     routes: how it gets here from rank 0; None where every rank holds the sequences, or there is one rank.
+    objectives: of each agent, in order: a micro-batch has one. (): all agents have the same.
     """
 
     data_rank: int
@@ -54,6 +56,7 @@ class BatchShard:
     max_tokens: int
     align: int
     routes: Routes | None = None
+    objectives: tuple[PolicyObjective, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,6 @@ def micro_batches(sequences: Sequence[TrainSequence], shard: BatchShard) -> list
 
 def _plan(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[list[list[TrainSequence]]]:
     """Sequences of each data rank's micro-batches."""
-    lengths, clips = [s.num_tokens for s in sequences], [s.clip for s in sequences]
-    plan = plan_micro_batches(lengths, shard.data_size, shard.max_tokens, clips)
+    kinds = [shard.objectives[s.agent] for s in sequences] if shard.objectives else None
+    plan = plan_micro_batches([s.num_tokens for s in sequences], shard.data_size, shard.max_tokens, kinds)
     return [[[sequences[i] for i in members] for members in share] for share in plan]

@@ -7,7 +7,7 @@ say it, but one program can measure it by itself (Monte Carlo arithmetic: D. S. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ def other_roundings(
     """
     hooks = [
         module.register_forward_hook(
-            _Rounding(cache_dtype if cache_dtype and name.endswith(_KEYS) else dtype, seed * 1_000_003 + place)
+            _rounding(cache_dtype if cache_dtype and name.endswith(_KEYS) else dtype, seed * 1_000_003 + place)
         )
         for place, (name, module) in enumerate(model.named_modules())
         if any(True for _ in module.parameters())
@@ -41,25 +41,23 @@ def other_roundings(
             hook.remove()
 
 
-class _Rounding:
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        self._dtype, self._seed = dtype, seed
-        self._generator: torch.Generator | None = None
+def _rounding(dtype: torch.dtype, seed: int) -> Callable[[nn.Module, Any, Any], Any]:
+    """A forward hook that rounds a module's output, or the first of several, otherwise."""
+    generators: dict[torch.device, torch.Generator] = {}
 
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self._rounded(output[0]), *output[1:])
-        return self._rounded(output)
-
-    def _rounded(self, x: Any) -> Any:
+    def rounded(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        if self._generator is None:
-            self._generator = torch.Generator(x.device).manual_seed(self._seed)
-        off = torch.rand(x.shape, generator=self._generator, device=x.device) - 0.5
+        generator = generators.setdefault(x.device, torch.Generator(x.device).manual_seed(seed))
+        off = torch.rand(x.shape, generator=generator, device=x.device) - 0.5
         roundoff = torch.finfo(x.dtype).eps / 2
         if x.dim() > 1:  # log-probs of tokens are float32 in any program
-            off += torch.rand((*x.shape[:-1], 1), generator=self._generator, device=x.device) - 0.5
-            roundoff = max(roundoff, torch.finfo(self._dtype).eps / 2)
+            off += torch.rand((*x.shape[:-1], 1), generator=generator, device=x.device) - 0.5
+            roundoff = max(roundoff, torch.finfo(dtype).eps / 2)
         wide = x.float()
         return torch.addcmul(wide, wide, off, value=roundoff).to(x.dtype)
+
+    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return (rounded(output[0]), *output[1:]) if isinstance(output, tuple) else rounded(output)
+
+    return hook

@@ -1,7 +1,8 @@
-"""Statistics of an optimizer step, from sums over micro-batches and ranks."""
+"""Statistics of a step: of each optimizer update, over micro-batches and ranks; then of its updates as one."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,21 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from marsrl.kernels import raise_bad_values, token_marks
 from marsrl.kernels.head.objective import METRICS
 from marsrl.trainer.data.packing import PackedBatch
-from marsrl.trainer.learner.trained_tokens import TrainedTokens
+from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
+from marsrl.trainer.machine import training_device
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
+    from marsrl.trainer.learner.megatron.context import ContextCut
     from marsrl.trainer.learner.megatron.head import HeadResult
+    from marsrl.trainer.learner.megatron.passes import Work
     from marsrl.trainer.learner.megatron.router_replay import ReplayCounts
 
-_OUR_SUMS = ("nll", "weighted_nll")
-_NUM_FIRST = 5  # loss, gated samples, compared tokens, sum of |dp|, sum of k3; then the metrics of every agent
+_SUMS = (*METRICS, "nll", "weighted_nll")  # of every agent
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """One optimizer step, summed over all ranks and micro-batches; the same on every rank.
+    """One optimizer update, or all of a step, summed over all ranks and micro-batches; the same on every rank.
 
     loss: the minimised number (already divided by the normaliser). grad_norm: before clipping.
     is_updated: the weights changed. is_skipped: loss or gradient was not finite on some rank, nobody updated.
@@ -60,89 +64,69 @@ class StepStats:
     tokens: tuple[TrainedTokens, ...] = ()
 
 
-class StepSums:
-    """Sums over this rank's micro-batches, on the device: nothing waits for it until they are reduced."""
-
-    def __init__(self, num_agents: int, device: torch.device) -> None:
-        self._num_agents = num_agents
-        self._total = torch.zeros(_size(num_agents), dtype=torch.float64, device=device)
-        self._largest = torch.zeros((), dtype=torch.float64, device=device)
-
-    def add(self, batch: PackedBatch, result: HeadResult, *, counts_samples: bool) -> None:
-        """One micro-batch. counts_samples: False on all but one of the ranks that a sample is cut over."""
-        head, biggest = _mismatch(batch, result, counts_samples=counts_samples)
-        agents = [result.policy.agent_sums[name].double() for name in METRICS]
-        self._total += torch.cat([head, *agents, *self._nll(batch, result.policy.logprobs)])
-        self._largest = torch.maximum(self._largest, biggest)
-
-    def reduced(self) -> ReducedSums:
-        """Over all ranks, on the host. Collective; a rank that has added nothing brings zeros."""
-        dist.all_reduce(self._total)
-        dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)
-        return ReducedSums(self._num_agents, tuple(self._total.tolist()), float(self._largest))
-
-    def _nll(self, batch: PackedBatch, logprobs: Tensor) -> list[Tensor]:
-        agent_of = torch.repeat_interleave(batch.agent_of, batch.cu_seqlens.diff().long(), output_size=batch.num_tokens)
-        weights = batch.token_advantages
-        weighted = -logprobs if weights is None else -logprobs * weights
-        empty = torch.zeros(self._num_agents, dtype=torch.float64, device=logprobs.device)
-        return [empty.index_add(0, agent_of, values.double()) for values in (-logprobs, weighted)]
+def empty_update(num_agents: int, lr: float) -> StepStats:
+    """The statistics of an update without a trained token on any rank."""
+    nothing = dict.fromkeys(_SUMS, (0.0,) * num_agents)
+    return StepStats(0.0, 0.0, lr, False, False, True, nothing, 0, math.nan, math.nan, math.nan, ())
 
 
-@dataclass(frozen=True)
-class ReducedSums:
-    """StepSums of all ranks. values: the loss first. largest: |p_trainer - p_rollout| of a token."""
+def update_stats(
+    work: Work,
+    results: Sequence[HeadResult],
+    *,
+    grad_norm: float,
+    lr: float,
+    replay: ReplayCounts | None,
+    agent_grad_norms: tuple[float | None, ...],
+    keep: frozenset[str],
+) -> StepStats:
+    """The statistics of an update whose gradient is there. Collective: here the host waits for the device.
 
-    num_agents: int
-    values: tuple[float, ...]
-    largest: float
+    results: of this rank's micro-batches; empty before the last stage. keep: uids of samples whose tokens are wanted.
+    """
+    from megatron.core import parallel_state
 
-    @property
-    def loss(self) -> float:
-        return self.values[0]
-
-    def stats(
-        self,
-        grad_norm: float,
-        lr: float,
-        logprobs: Sequence[Tensor],
-        *,
-        is_skipped: bool = False,
-        is_empty: bool = False,
-        replay: ReplayCounts | None = None,
-        agent_grad_norms: tuple[float | None, ...] = (),
-        tokens: tuple[TrainedTokens, ...] = (),
-    ) -> StepStats:
-        loss, gated, compared, difference, k3 = self.values[:_NUM_FIRST]
-        rest, width = self.values[_NUM_FIRST:], self.num_agents
-        is_updated = not (is_skipped or is_empty)
-        return StepStats(
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            is_updated=is_updated,
-            is_skipped=is_skipped,
-            is_empty=is_empty,
-            agent_sums={name: rest[i * width : (i + 1) * width] for i, name in enumerate(METRICS + _OUR_SUMS)},
-            gated_samples=round(gated) if math.isfinite(gated) else 0,
-            prob_diff_mean=difference / compared if compared else math.nan,
-            prob_diff_max=self.largest if compared else math.nan,
-            k3=k3 / compared if compared else math.nan,
-            logprobs=tuple(logprobs),
-            num_updates=int(is_updated),
-            replay=replay,
-            agent_grad_norms=agent_grad_norms,
-            tokens=tokens,
-        )
-
-
-def empty_step(num_agents: int, lr: float) -> StepStats:
-    """The statistics of a step without a trained token on any rank."""
-    return ReducedSums(num_agents, (0.0,) * _size(num_agents), 0.0).stats(0.0, lr, (), is_empty=True)
-
-
-def _size(num_agents: int) -> int:
-    return _NUM_FIRST + (len(METRICS) + len(_OUR_SUMS)) * num_agents
+    device, width = training_device(), work.num_agents
+    totals = torch.zeros(5 + len(_SUMS) * width, dtype=torch.float64, device=device)
+    largest = torch.zeros((), dtype=torch.float64, device=device)
+    # Every tensor-parallel rank sees the same micro-batches: one of them counts. A sample is cut over context-parallel ranks.
+    counts = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    counts_samples = counts and parallel_state.get_context_parallel_rank() == 0
+    pairs = list(zip(work.micro_batches, results, strict=bool(results)))
+    for each, result in pairs if counts else ():
+        first, biggest = _mismatch(each.cut.batch, result, counts_samples=counts_samples)
+        of_agents = [result.policy.agent_sums[name].double() for name in METRICS]
+        totals += torch.cat([first, *of_agents, *_nll(each.cut.batch, result.policy.logprobs, width)])
+        largest = torch.maximum(largest, biggest)
+    dist.all_reduce(totals)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    loss, gated, compared, difference, k3, *sums = totals.tolist()
+    raise_bad_values()  # the host has waited for them
+    is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
+    logprobs = tuple(each.cut.whole(result.policy.logprobs) for each, result in pairs)
+    tokens: list[TrainedTokens] = []
+    for (each, result), whole in zip(pairs, logprobs):
+        if not keep.isdisjoint(each.cut.given.uids):
+            found = _tokens(each.cut, result, whole, keep)
+            tokens += found if counts_samples else []
+    return StepStats(
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=lr,
+        is_updated=is_finite,
+        is_skipped=not is_finite,
+        is_empty=False,
+        agent_sums={name: tuple(sums[i * width : (i + 1) * width]) for i, name in enumerate(_SUMS)},
+        gated_samples=round(gated) if math.isfinite(gated) else 0,
+        prob_diff_mean=difference / compared if compared else math.nan,
+        prob_diff_max=float(largest) if compared else math.nan,
+        k3=k3 / compared if compared else math.nan,
+        logprobs=logprobs,
+        num_updates=int(is_finite),
+        replay=replay,
+        agent_grad_norms=agent_grad_norms,
+        tokens=tuple(tokens),
+    )
 
 
 def _mismatch(batch: PackedBatch, result: HeadResult, *, counts_samples: bool) -> tuple[Tensor, Tensor]:
@@ -162,3 +146,65 @@ def _mismatch(batch: PackedBatch, result: HeadResult, *, counts_samples: bool) -
     k3 = (log_ratio.exp() - 1 - log_ratio).sum()
     biggest = difference.max() if difference.numel() else zero
     return torch.stack([loss, gated, batch.mask.sum().double(), difference.sum(), k3]), biggest
+
+
+def _nll(batch: PackedBatch, logprobs: Tensor, num_agents: int) -> list[Tensor]:
+    """[A] float64 each: the sum of -log p, and of that times the token weights."""
+    weighted = -logprobs if batch.token_advantages is None else -logprobs * batch.token_advantages
+    empty = torch.zeros(num_agents, dtype=torch.float64, device=logprobs.device)
+    agent_of = batch.of_tokens(batch.agent_of)
+    return [empty.index_add(0, agent_of, values.double()) for values in (-logprobs, weighted)]
+
+
+def _tokens(cut: ContextCut, result: HeadResult, logprobs: Tensor, uids: frozenset[str]) -> list[TrainedTokens]:
+    """Tokens of the samples with these uids. Collective over the context group. logprobs: [T] CPU, of the whole batch."""
+    found = token_marks(result.policy.logprobs, result.policy.entropy, result.inputs)
+    bits = ((CLIPPED, found.clipped), (GATED, found.gated), (MASKED, found.masked))
+    own = torch.stack([is_set.to(torch.uint8) * bit for bit, is_set in bits]).sum(0, dtype=torch.uint8)
+    entropy, marks = cut.whole(result.policy.entropy), cut.whole(own)
+    bounds, mask = cut.given.cu_seqlens.tolist(), cut.given.mask.cpu()
+    tokens = []
+    for uid, start, end in zip(cut.given.uids, bounds[:-1], bounds[1:], strict=True):
+        if uid in uids:
+            rows = start + mask[start:end].nonzero()[:, 0]
+            tokens.append(TrainedTokens(uid, logprobs[rows].numpy(), entropy[rows].numpy(), marks[rows].numpy()))
+    return tokens
+
+
+def summed(stats: Sequence[StepStats]) -> StepStats:
+    """The statistics of a step's updates as one.
+
+    loss, grad_norm, agent_grad_norms: means over the updates that computed something; the share of an agent that an update
+    has no token of is 0 there. Counts and sums: added. is_updated, is_skipped: any update changed the weights, was not
+    finite. tokens: each with the number of its update. The comparison with the rollout is of the first update alone: the
+    weights of later ones have moved on.
+    """
+    computed = [each for each in stats if not each.is_empty]
+    if not computed:
+        return stats[0]
+    first = computed[0]
+    replays = [each.replay for each in computed if each.replay is not None]
+    return dataclasses.replace(
+        first,
+        loss=math.fsum(each.loss for each in computed) / len(computed),
+        grad_norm=math.fsum(each.grad_norm for each in computed) / len(computed),
+        is_updated=any(each.is_updated for each in computed),
+        is_skipped=any(each.is_skipped for each in computed),
+        agent_sums={
+            name: tuple(map(math.fsum, zip(*(each.agent_sums[name] for each in computed), strict=True)))
+            for name in first.agent_sums
+        },
+        gated_samples=sum(each.gated_samples for each in computed),
+        logprobs=tuple(logprobs for each in computed for logprobs in each.logprobs),
+        num_updates=sum(each.num_updates for each in computed),
+        replay=type(replays[0])(*map(sum, zip(*replays, strict=True))) if replays else None,
+        agent_grad_norms=tuple(
+            None if set(norms) == {None} else math.fsum(norm or 0.0 for norm in norms) / len(norms)
+            for norms in zip(*(each.agent_grad_norms for each in computed), strict=True)
+        ),
+        tokens=tuple(
+            dataclasses.replace(tokens, update=number)
+            for number, each in enumerate(stats, start=1)
+            for tokens in each.tokens
+        ),
+    )

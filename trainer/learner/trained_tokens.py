@@ -1,24 +1,13 @@
-"""Per-token values of an update's own forward pass, for the token log. Nothing is computed twice for it.
-
-Without torch where nobody trains: `marsrl view` reads the log.
-"""
+"""Per-token values of an update's own forward pass, for the token log. Without torch: `marsrl view` reads the log."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from marsrl.rollout.types import FloatArray
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from marsrl.trainer.data.packing import PackedBatch
-    from marsrl.trainer.learner.megatron.head import HeadResult
 
 CLIPPED, GATED, MASKED = 1, 2, 4  # bits of a mark
 
@@ -37,25 +26,3 @@ class TrainedTokens:
     entropy: FloatArray
     marks: npt.NDArray[np.uint8]
     update: int = 1
-
-
-def marks_of(result: HeadResult) -> Tensor:
-    """[T] uint8 of this rank's part of a micro-batch."""
-    import torch
-
-    from marsrl.kernels import token_marks
-
-    marks = token_marks(result.policy.logprobs, result.policy.entropy, result.inputs)
-    bits = ((CLIPPED, marks.clipped), (GATED, marks.gated), (MASKED, marks.masked))
-    return torch.stack([is_set.to(torch.uint8) * bit for bit, is_set in bits]).sum(0, dtype=torch.uint8)
-
-
-def tokens_of(
-    batch: PackedBatch, uids: Collection[str], logprobs: Tensor, entropy: Tensor, marks: Tensor
-) -> Iterator[TrainedTokens]:
-    """Values of the samples with these uids; logprobs, entropy, marks: [T] on the CPU, indexed by the whole batch."""
-    bounds, mask = batch.cu_seqlens.tolist(), batch.mask.cpu()
-    for uid, start, end in zip(batch.uids, bounds[:-1], bounds[1:], strict=True):
-        if uid in uids:
-            rows = start + mask[start:end].nonzero()[:, 0]
-            yield TrainedTokens(uid, logprobs[rows].numpy(), entropy[rows].numpy(), marks[rows].numpy())

@@ -50,7 +50,7 @@ def export(source: str | Path, out: str | Path, policy: str | None = None) -> Ex
     folder = _policy_folder(Path(source), policy)
     frame = folder / "hf"
     if not frame.is_dir():
-        raise ValueError(f"{folder} has no hf/ folder with config.json and tokenizer; expected what Learner.save wrote")
+        raise ValueError(f"{folder} has no hf/ folder with config.json and tokenizer; expected what a Learner saves")
     shape = read_shape(frame, needs_weights=False)
     return Exported(folder, out, write_hf(out, hf_tensors(folder, shape), frame))
 

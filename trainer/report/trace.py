@@ -49,7 +49,7 @@ class TraceLog:
 
         trace = TraceLog(run.trace)
         with trace.span("rank/0", "step", step=3):
-            learner.step(batch)
+            learner.train_step(updates)
         trace.mark("step", 4)
         trace.save()
 

@@ -33,7 +33,7 @@ from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.word_tokenizer import Trace
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig, RunConfig
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.data.scatter import BatchShard, micro_batches
+from marsrl.trainer.data.scatter import BatchShard, Update, micro_batches
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.console import RunConsole
@@ -138,18 +138,14 @@ def _make(config: RunConfig, out: Path, console: RunConsole, shape: str) -> None
                 router_aux_loss=settings.router_aux_loss,
             ),
             str(initial),
-            objective=PolicyObjective(mpt_probability=None),
+            objectives=[PolicyObjective()] * len(WRITERS),
             mpt=MptConfig(scope="off"),
-            num_agents=len(WRITERS),
             total_steps=settings.max_solver_steps + settings.max_team_steps + settings.decay_steps,
             seed=config.run.seed,
         )
         tokens = TraceTokens(ChatRenderer(initial), settings.verdict_weight)
-        place = BatchShard(
-            learner.data_rank, learner.data_size, config.trainer.max_tokens_per_micro_batch, learner.align
-        )
-        teach(learner, school, tokens, place, console)
-        learner.save_hf(out)
+        teach(learner, school, tokens, learner.shard(config.trainer.max_tokens_per_micro_batch), console)
+        learner.held().save_hf(out, initial)
 
 
 def teach(learner: Learner, school: School, tokens: TraceTokens, place: BatchShard, console: RunConsole) -> None:
@@ -206,7 +202,7 @@ def _step(learner: Learner, lesson: list[TrainSequence], place: BatchShard, lr: 
     for sequence in lesson:
         num_tokens[sequence.agent] += sequence.num_sampled
     normaliser = float(sum(num_tokens) - num_tokens[WRITERS.index(None)])
-    stats = learner.step(micro_batches(lesson, place), normaliser=normaliser, lr=lr)
+    stats = learner.train_step([Update(tuple(micro_batches(lesson, place)), normaliser)], lr=lr)
     sums = stats.agent_sums["weighted_nll"]
     return {
         role: loss / count

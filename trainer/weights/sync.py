@@ -31,7 +31,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -195,13 +195,12 @@ class FileSync(WeightSync):
         engines: CheckedEngines | None,
         dtype: torch.dtype,
         *,
-        verify_every: int = 1,
-        cache_dtype: torch.dtype | None = None,
         directory: str | Path | None = None,
         shard_bytes: int = SHARD_BYTES,
+        **common: Any,
     ) -> None:
-        """directory, shard_bytes: of rank 0's FileSender."""
-        super().__init__(engines, dtype, verify_every=verify_every, cache_dtype=cache_dtype)
+        """directory, shard_bytes: of rank 0's FileSender; common: of WeightSync."""
+        super().__init__(engines, dtype, **common)
         self._sender = FileSender(directory, dtype, shard_bytes=shard_bytes) if engines is not None else None
         self._written: WrittenWeights | None = None
 
@@ -245,14 +244,13 @@ class DirectSync(WeightSync):
         dtype: torch.dtype,
         kind: Literal["nccl", "ipc"],
         *,
-        verify_every: int = 1,
-        cache_dtype: torch.dtype | None = None,
         bucket_bytes: int = 256 << 20,
         timeout_s: float = 600.0,
         host: str = "127.0.0.1",
+        **common: Any,
     ) -> None:
-        """bucket_bytes, timeout_s, host: of the DirectSender."""
-        super().__init__(engines, dtype, verify_every=verify_every, cache_dtype=cache_dtype)
+        """bucket_bytes, timeout_s, host: of the DirectSender; common: of WeightSync."""
+        super().__init__(engines, dtype, **common)
         self.kind = kind
         self._sender = (GroupSender if kind == "nccl" else SharedSender)(
             Ranks(rank(), world_size(), broadcast_bytes, gather_bytes),

@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as formats
-from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner
@@ -144,14 +145,34 @@ def _write_tensors(items: Sequence[tuple[WriteItem, Tensor]], folder: Path) -> _
 @torch.no_grad()
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Collective: the state that was saved in `folder`, cut as `state` is; the optimizer's settings are those of `state`."""
-    common = extract_sharded_base(load_preprocess(state)[0])[1]
+    persistent, others, factories = load_preprocess(state)
+    sharded, common = extract_sharded_base(persistent)
+    validate_sharding_integrity(determine_global_metadata(sharded)[1])
     step = json.loads((folder / COMMON).read_bytes())["optimizer_step"]
     for optimizer in _optimizers(common):
         _set_updates(optimizer, step)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about names that megatron's format is made of
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), _LoadTensors(), _LoadCommon(common))
+        for part in (others, _load_tensors(sharded, folder)):
+            merge(common, part)
+    loaded: dict[str, Any] = apply_factory_merges(common, factories)
     return loaded
+
+
+def _load_tensors(state: Any, folder: Path) -> Any:
+    """Megatron's load of the torch_dist format, with index.json in place of .metadata."""
+    wanted = [t for t in formats.nested_values(state) if isinstance(t, formats.ShardedTensor)]
+    keyed, flat, renamed = formats._replace_state_dict_keys_with_sharded_keys(state)
+    found = formats.mcore_to_pyt_state_dict(keyed, True)
+    planner = formats.MCoreLoadPlanner(
+        shapes_validation_sharded_tensors=[t for t in wanted if not t.allow_shape_mismatch],
+        allow_shape_mismatch_sharded_tensors={t.key: t for t in wanted if t.allow_shape_mismatch},
+    )
+    checkpoint.load_state_dict(found, IndexReader(folder), planner=planner)
+    unwrapped = {name: formats._unwrap_pyt_sharded_tensor(value) for name, value in found.items()}
+    restored = formats._replace_sharded_keys_with_state_dict_keys(unwrapped, flat, renamed)
+    formats._restore_dict_types(restored, state)
+    return restored
 
 
 def policy_state(model: Any, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
@@ -163,17 +184,12 @@ def policy_state(model: Any, optimizer: Optimizer, *, is_loading: bool) -> dict[
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    weights = _drop_extra_state(model.sharded_state_dict(metadata=metadata))
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, metadata, is_loading=is_loading)}
-
-
-def _drop_extra_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A module's sharded state without TransformerEngine's FP8 objects: pickles, and empty in float32 and bfloat16."""
-    return {
+    weights = {  # without TransformerEngine's FP8 objects: pickles, and empty in float32 and bfloat16
         name: value
-        for name, value in state.items()
+        for name, value in model.sharded_state_dict(metadata=metadata).items()
         if not (isinstance(value, ShardedObject) and name.endswith("_extra_state"))
     }
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, metadata, is_loading=is_loading)}
 
 
 class _Held:
@@ -222,47 +238,6 @@ class _SummedFile:
 
     def flush(self) -> None:
         """The writer flushes once, at the end."""
-
-
-class _LoadTensors(formats.TorchDistLoadShardedStrategy):
-    """Megatron's load of the torch_dist format, with index.json in place of .metadata."""
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        wanted = [t for t in formats.nested_values(sharded_state_dict) if isinstance(t, formats.ShardedTensor)]
-        keyed, flat, renamed = formats._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-        found = formats.mcore_to_pyt_state_dict(keyed, True)
-        planner = formats.MCoreLoadPlanner(
-            shapes_validation_sharded_tensors=[t for t in wanted if not t.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={t.key: t for t in wanted if t.allow_shape_mismatch},
-        )
-        checkpoint.load_state_dict(found, IndexReader(checkpoint_dir), planner=planner)
-        unwrapped = {name: formats._unwrap_pyt_sharded_tensor(value) for name, value in found.items()}
-        restored = formats._replace_sharded_keys_with_state_dict_keys(unwrapped, flat, renamed)
-        formats._restore_dict_types(restored, sharded_state_dict)
-        return restored
-
-
-class _LoadCommon(LoadCommonStrategy):
-    """Non-tensor values, known already."""
-
-    def __init__(self, common: dict[str, Any]) -> None:
-        super().__init__()
-        self._common = common
-
-    def load_common(self, checkpoint_dir: Any) -> Any:
-        return self._common
-
-    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
-        raise AssertionError(f"{checkpoint_dir}: only tensors are stored")
-
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def check_backend_compatibility(self, loaded_version: Any) -> None:
-        """There is one."""
-
-    def check_version_compatibility(self, loaded_version: Any) -> None:
-        """There is one."""
 
 
 def _optimizers(common: Any) -> Iterator[dict[str, Any]]:

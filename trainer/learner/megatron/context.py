@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
@@ -30,22 +31,22 @@ class ContextCut:
     batch: [T'] tokens, S sequences; its cu_seqlens count this rank's tokens, its position_ids are those in the sequence.
     rows: [C, T'] int64, for every rank the place of each of its tokens in the whole batch; T where it is padding. [0] for C = 1,
         where the part is the whole.
-    num_tokens: T of the whole batch.
+    given: the whole batch, [T] tokens.
     """
 
     batch: PackedBatch
     rows: Tensor
-    num_tokens: int
+    given: PackedBatch
 
-    def whole(self, mine: Tensor, group: Any) -> Tensor:
-        """[T] values in the frame of the whole batch from every rank's [T']. Collective over the context group."""
+    def whole(self, mine: Tensor) -> Tensor:
+        """[T] CPU values in the frame of the whole batch from every rank's [T']. Collective over the context group."""
         if not len(self.rows):
-            return mine
+            return mine.cpu()
         parts = [torch.empty_like(mine) for _ in range(len(self.rows))]
-        dist.all_gather(parts, mine.contiguous(), group=group)
-        out = mine.new_zeros(self.num_tokens + 1)
+        dist.all_gather(parts, mine.contiguous(), group=parallel_state.get_context_parallel_group())
+        out = mine.new_zeros(self.given.num_tokens + 1)
         out[self.rows.flatten()] = torch.cat(parts)
-        return out[:-1]
+        return out[:-1].cpu()
 
 
 def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
@@ -55,7 +56,7 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
     Places are found on the host, which waits for the lengths and, at the end, for the number of this rank's trained rows.
     """
     if size == 1:
-        return ContextCut(batch, torch.zeros(0, dtype=torch.int64), batch.num_tokens)
+        return ContextCut(batch, torch.zeros(0, dtype=torch.int64), batch)
     total, device = batch.num_tokens, batch.token_ids.device
     starts = batch.cu_seqlens.long().cpu()
     lengths = starts.diff()
@@ -96,7 +97,7 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
         trained_rows=trained_rows,
         positive_rows=positive_rows,
     )
-    return ContextCut(mine, places, total)
+    return ContextCut(mine, places, batch)
 
 
 def _padding(name: str, dtype: torch.dtype) -> int:

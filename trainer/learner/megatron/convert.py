@@ -169,15 +169,12 @@ class Converter:
 
     def _source(self, unit: Unit) -> int:
         """The rank that sends the unit to rank 0: the lowest that has the first shard."""
-        for rank, place in enumerate(self._places):
-            if place.stage != unit.stage:
-                continue
-            if unit.expert is None and place.tensor == 0 and place.data == 0:
-                return rank
-            holder = unit.expert is not None and unit.expert // self._num_local_experts == place.expert
-            if holder and place.expert_tensor == 0 and place.expert_data == 0:
-                return rank
-        raise AssertionError(f"no rank owns {unit}")
+        return next(
+            rank
+            for rank, p in enumerate(self._places)
+            if self._owns(unit, p)
+            and not any((p.tensor, p.data) if unit.expert is None else (p.expert_tensor, p.expert_data))
+        )
 
     def _collect(self, unit: Unit) -> Tensor | None:
         """The whole Megatron tensor on rank 0, None elsewhere."""

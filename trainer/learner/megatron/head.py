@@ -136,19 +136,13 @@ class PolicyModel(GPTModel):
             batch.targets,
             inputs,
             temperature=batch.temperature,
-            main_grad=self._main_grad(weight),
+            # DDP's float32 gradient buffer of the head, which the kernel adds to
+            main_grad=weight.main_grad if torch.is_grad_enabled() else None,  # type: ignore[attr-defined]
             tp_group=self.pg_collection.tp,
             real_vocab_size=self.real_vocab_size,
             support=batch.support,
         )
         return HeadResult(policy, gate, inputs)
-
-    def _main_grad(self, weight: Tensor) -> Tensor | None:
-        """DDP's float32 gradient buffer of the head, which the kernel adds to; None where no gradient is formed."""
-        if not torch.is_grad_enabled():
-            return None
-        buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
-        return buffer
 
     def _gate(
         self, batch: PackedBatch, mpt: MptConfig, hidden: Tensor, weight: Tensor
@@ -165,8 +159,10 @@ class PolicyModel(GPTModel):
         """
         if mpt.scope == "off":
             return None, None
-        is_batch = mpt.scope == "batch"
-        rows, group = batch.trained_rows if is_batch else batch.positive_rows, self._gate_group(is_batch)
+        if mpt.scope == "batch":
+            rows, group = batch.trained_rows, parallel_state.get_data_parallel_group(with_context_parallel=True)
+        else:
+            rows, group = batch.positive_rows, self.pg_collection.cp if self.pg_collection.cp.size() > 1 else None
         if not rows.numel() and group is None:
             return None, None
         entropy = torch.zeros(batch.num_tokens, device=hidden.device)
@@ -188,10 +184,4 @@ class PolicyModel(GPTModel):
         )
         if not is_own:
             return gate, None
-        of_tokens = gate.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=batch.num_tokens)
-        return gate, is_mastered & of_tokens
-
-    def _gate_group(self, is_batch: bool) -> Any:
-        if is_batch:
-            return parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return self.pg_collection.cp if self.pg_collection.cp.size() > 1 else None
+        return gate, is_mastered & batch.of_tokens(gate)

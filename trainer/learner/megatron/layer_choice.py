@@ -1,12 +1,27 @@
-"""Choice of norms and linear layers for a policy, and why. Imports neither megatron nor, without a GPU, more than torch."""
+"""Choice of a policy's norms and linear layers, and of Megatron's fused operations, with reasons. Imports no megatron.
+
+    gradient accumulation   a linear layer's weight gradient goes from its GEMM straight into DDP's float32 buffer, as that of
+                            our head always does; experts (kernels.grouped_linear) hand theirs to DDP, which adds it
+    rope                    rotation of queries and keys in one kernel; angles are gathered by position before (head.py), so that
+                            the kernel needs no bounds of sequences
+    permute                 tokens sorted by expert and back, with their weights
+
+The router's fusion stays off: it has no place where router_replay.py could stand. Not run on a GPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Literal
 
+import torch
+
 Layers = Literal["transformer_engine", "ours"]
+APEX = "fused_weight_gradient_mlp_cuda"
+_NO_GPU = "PyTorch sees no CUDA device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +50,60 @@ def choose_layers(wanted: Literal["auto"] | Layers = "auto") -> LayerChoice:
 
 def why_not_transformer_engine() -> str | None:
     """None where it can be used. It is imported only where a CUDA device is there."""
-    import torch
-
     if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device"
+        return _NO_GPU
     if find_spec("transformer_engine") is None:
         return "transformer_engine is not installed"
     try:  # what megatron-core imports of it: without one of these it would go on with stand-ins
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast  # noqa: F401
     except (ImportError, OSError) as error:  # its core without its torch part; a CUDA library that is missing
         return f"transformer_engine is installed and does not import: {error}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Fusions:
+    """Why each is off; None: it is on."""
+
+    gradient_accumulation: str | None
+    rope: str | None
+    permute: str | None
+
+    @property
+    def words(self) -> str:
+        """`gradient accumulation; off: rope (reason)` for people."""
+        reasons = {name.replace("_", " "): getattr(self, name) for name in self.__slots__}
+        parts = [name for name, reason in reasons.items() if reason is None] or ["none"]
+        off: dict[str, list[str]] = {}
+        for name, reason in reasons.items():
+            if reason is not None:
+                off.setdefault(reason, []).append(name)
+        left_out = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in off.items())
+        return ", ".join(parts) + (f"; off: {left_out}" if left_out else "")
+
+
+def choose_fusions(
+    layers: LayerChoice, *, has_experts: bool, why_not: Callable[[str, str], str | None] | None = None
+) -> Fusions:
+    """Fusions usable here with these layers; why_not(module, name): None if it can be imported on a GPU."""
+    why_not = why_not or why_not_on_gpu
+    te = "transformer_engine.pytorch"
+    ours = None if layers.layers == "transformer_engine" else "TransformerEngine's, and the layers are ours"
+    # Megatron's output layer asks for apex's kernel as it is built, whoever makes the other layers.
+    accumulation = why_not(APEX, "wgrad_gemm_accum_fp32")
+    rope = ours or (
+        why_not(f"{te}.attention.rope", "apply_rotary_pos_emb") and why_not(f"{te}.attention", "apply_rotary_pos_emb")
+    )
+    permute = ours or why_not(f"{te}.permutation", "moe_permute_with_probs")
+    return Fusions(accumulation, rope, permute if has_experts else "the model has no experts")
+
+
+def why_not_on_gpu(module: str, name: str) -> str | None:
+    """None where a CUDA device is there and the module has the name; imported only then."""
+    if not torch.cuda.is_available():
+        return _NO_GPU
+    try:
+        getattr(import_module(module), name)
+    except (ImportError, OSError, AttributeError) as error:
+        return f"no {module}.{name}: {error}"
     return None

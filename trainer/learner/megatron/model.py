@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
-from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.config import PolicyConfig
-from marsrl.trainer.learner.megatron.fusions import choose_fusions
+from marsrl.trainer.learner.megatron.convert import Converter
 from marsrl.trainer.learner.megatron.head import PolicyModel
-from marsrl.trainer.learner.megatron.layer_choice import choose_layers
+from marsrl.trainer.learner.megatron.layer_choice import choose_fusions, choose_layers
 from marsrl.trainer.learner.megatron.layer_spec import layer_spec
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.learner.megatron.mapping import padded_rows
@@ -162,10 +163,8 @@ def _forget_routing(layer: MoELayer, inputs: Any, output: Any) -> None:
     dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
 
 
-def build_model(
-    shape: ModelShape, layout: Layout, policy: PolicyConfig
-) -> tuple[PolicyModel, DistributedDataParallel, TransformerConfig]:
-    """The bare model, the same wrapped for training, and megatron's config of both."""
+def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tuple[PolicyModel, DistributedDataParallel]:
+    """The bare model, and the same wrapped for training."""
     config = transformer_config(shape, layout, policy)
     model = bare_model(shape, layout, config)
     if policy.recompute == "full_offload":
@@ -191,4 +190,17 @@ def build_model(
     config.finalize_model_grads_func = lambda chunks, num_tokens=None, **options: finalize_model_grads(
         chunks, None, **options
     )
-    return model, ddp, config
+    return model, ddp
+
+
+def frozen_model(model_dir: str | Path, layout: Layout, policy: PolicyConfig) -> Any:
+    """The frozen copy that a KL term is measured against, on the policy's layout and dtype: no gradients or optimizer.
+
+    It takes the bytes of this rank's weights, nothing more; its ranks are the policy's.
+    """
+    shape = read_shape(model_dir)
+    config = transformer_config(shape, layout, policy.model_copy(update={"recompute": "none", "router_aux_loss": 0.0}))
+    model = bare_model(shape, layout, config)
+    wrapped: torch.nn.Module = Float16Module(config, model) if config.bf16 else model
+    Converter(model, shape).load(model_dir)
+    return wrapped.requires_grad_(False).eval()

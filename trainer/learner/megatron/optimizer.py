@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -64,16 +65,16 @@ class Optimizer:
     Vectors (norms, biases) get no weight decay.
     """
 
-    def __init__(self, model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype) -> None:
+    def __init__(self, model: DistributedDataParallel, config: OptimizerConfig) -> None:
         self._model = model
-        options = optimizer_options(config, dtype)
+        options = optimizer_options(config, model.config.params_dtype)
         # precision-aware: the gradients are not at .grad, and clipping would find none
         self._has_decoupled_grads = bool(options.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
         self._clip, self._weight_decay = config.grad_clip, config.weight_decay
         vectors = ParamKey(predicate=ParamPredicate(name="vector", fn=lambda parameter: parameter.ndim == 1))
         self._whole = get_megatron_optimizer(options, [model], {vectors: ParamGroupOverride(wd_mult=0.0)})
         self._prime()
-        for part in self._parts() if config.distributed else ():
+        for part in self.parts() if config.distributed else ():
             gathered = part.get_parameter_state_dp_zero
             part.get_parameter_state_dp_zero = functools.partial(_where_parameters_are, part.buffers, gathered)
 
@@ -88,7 +89,7 @@ class Optimizer:
 
     def apply(self, grad_norm: float, lr: float) -> None:
         """Clip to the config's norm and update the weights; after grad_norm()."""
-        for part in self._parts():
+        for part in self.parts():
             for group in part.optimizer.param_groups:
                 group["lr"] = lr
                 # megatron leaves it to its scheduler to apply wd_mult; without one, norms and biases would be decayed.
@@ -121,18 +122,19 @@ class Optimizer:
             if "step" in state_of:
                 state_of["step"] = state_of["step"].to(state_of["exp_avg"].device, copy=True)
 
-    def _parts(self) -> list[Any]:
+    def parts(self) -> list[Any]:
+        """megatron's optimizers on this rank: of dense parameters, of the experts'."""
         parts = getattr(self._whole, "chained_optimizers", [self._whole])
         return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
     def _states(self) -> Iterator[dict[str, Any]]:
-        for part in self._parts():
+        for part in self.parts():
             yield from part.optimizer.state.values()
 
     def _prime(self) -> None:
         """Give torch's AdamW its zero state now: megatron's state_dict asserts on an empty one, and its loading into an
         offloaded one begins with a step along random gradients."""
-        for part in self._parts():
+        for part in self.parts():
             # torch's AdamW on the CPU, whatever is installed
             is_hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
             if HAVE_APEX_OR_TE and not is_hybrid:
@@ -170,21 +172,19 @@ def _where_parameters_are(buffers: Sequence[Any], gathered: Callable[..., Any], 
     return state
 
 
-class _step_from_groups:
+@contextlib.contextmanager
+def _step_from_groups() -> Iterator[None]:
     """While loading: AdamW's 0-dim `step` comes with the parameter groups, megatron looks for it among the moments."""
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
 
-    def __enter__(self) -> None:
-        self._original = DistributedOptimizer._set_main_param_and_optimizer_states
-        if HAVE_APEX_OR_TE:
-            return
-        original = self._original
+    def with_step(optimizer: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        group, order = optimizer.model_param_group_index_map[parameter]
+        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+        original(optimizer, parameter, {**tensors, "step": state["step"]} if "step" in state else tensors)
 
-        def with_step(optimizer: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-            group, order = optimizer.model_param_group_index_map[parameter]
-            state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
-            original(optimizer, parameter, {**tensors, "step": state["step"]} if "step" in state else tensors)
-
+    if not HAVE_APEX_OR_TE:
         DistributedOptimizer._set_main_param_and_optimizer_states = with_step
-
-    def __exit__(self, *error: object) -> None:
-        DistributedOptimizer._set_main_param_and_optimizer_states = self._original
+    try:
+        yield
+    finally:
+        DistributedOptimizer._set_main_param_and_optimizer_states = original

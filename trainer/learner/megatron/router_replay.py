@@ -1,9 +1,8 @@
 """Records which experts a forward pass chose, and forces them in a later one (router replay).
 
-    with record_experts(model, num_experts) as recorded:       # R2: under the step's starting weights
-        ...forward passes...
-    choices = recorded.of_batches(2)                           # or, R3: [experts_of_rank(batch.routed_experts, ...), ...]
-    with replay_experts(model, choices, ...) as replayed:
+    with record_experts(model) as choices:                     # R2: under the step's starting weights
+        ...forward passes...                                   # or, R3: [experts_of_rank(model, batch.routed_experts), ...]
+    with replay_experts(model, choices) as replayed:
         ...forward and backward of the same micro-batches, in order...
     counts = replayed.counts()
 
@@ -21,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from marsrl.rollout.routed_experts import expert_dtype
+from marsrl.trainer.learner.megatron.head import PolicyModel
 
 Choices = dict[int, Tensor]
 """{MoE layer, from 0 in the whole model: [T, K]} of one micro-batch on this rank; a value that is no expert: not forced."""
@@ -38,8 +38,7 @@ Choices = dict[int, Tensor]
 _TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayCounts:
+class ReplayCounts(NamedTuple):
     """Over all ranks. A token differs when the trainer's own choice is another set in at least one MoE layer.
 
     tokens: those with forced experts. choices: the same times their MoE layers.
@@ -50,66 +49,48 @@ class ReplayCounts:
     choices: int
     choices_differ: int
 
-    def __add__(self, other: ReplayCounts) -> ReplayCounts:
-        return ReplayCounts(
-            self.tokens + other.tokens,
-            self.tokens_differ + other.tokens_differ,
-            self.choices + other.choices,
-            self.choices_differ + other.choices_differ,
-        )
 
-
-def experts_of_rank(model: torch.nn.Module, routed_experts: Tensor, *, sequence_parallel: bool) -> Choices:
+def experts_of_rank(model: PolicyModel, routed_experts: Tensor) -> Choices:
     """This rank's layers and tokens of a micro-batch's [T, L, K] record.
 
     Raises:
         ValueError: the record is of a model with other layers or another top_k.
     """
-    size = parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel else 1
-    rank = parallel_state.get_tensor_model_parallel_rank() if sequence_parallel else 0
-    mine = routed_experts.chunk(size)[rank]
-    routers = _routers(model)
-    top_k = next(iter(routers.values())).topk
-    num_layers = next(iter(routers.values())).config.num_layers
-    if tuple(mine.shape[1:]) != (num_layers, top_k):
+    mine, config = routed_experts, model.config
+    if config.sequence_parallel:
+        mine = mine.chunk(config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
+    if tuple(mine.shape[1:]) != (config.num_layers, config.moe_router_topk):
         raise ValueError(
             f"router replay: the samples record {mine.shape[1]} layers x {mine.shape[2]} experts a token, the policy has "
-            f"{num_layers} x {top_k}; they were decoded by another model"
+            f"{config.num_layers} x {config.moe_router_topk}; they were decoded by another model"
         )
-    return {layer: mine[:, layer].contiguous() for layer in routers}
+    return {layer: mine[:, layer].contiguous() for layer in _routers(model)}
 
 
 @contextmanager
-def record_experts(model: torch.nn.Module, num_experts: int) -> Iterator[Recorded]:
-    """Record the choices of every forward pass in the body."""
-    dtype = torch.uint8 if expert_dtype(num_experts) == np.uint8 else torch.int16
+def record_experts(model: PolicyModel) -> Iterator[list[Choices]]:
+    """The choices of every forward pass in the body, in order; there once the body is left."""
+    dtype = torch.uint8 if expert_dtype(model.config.num_moe_experts) == np.uint8 else torch.int16
     recorders = {layer: _Recorder(dtype) for layer in _routers(model)}
+    found: list[Choices] = []
     with _installed(model, recorders):
-        yield Recorded(recorders)
+        yield found
+    calls = zip(*(each.calls for each in recorders.values()), strict=True)
+    found += [dict(zip(recorders, of_layers, strict=True)) for of_layers in calls]
 
 
 @contextmanager
-def replay_experts(model: torch.nn.Module, choices: Sequence[Choices | None], num_experts: int) -> Iterator[Replayed]:
+def replay_experts(model: PolicyModel, choices: Sequence[Choices | None]) -> Iterator[Replayed]:
     """Force choices[i] in the i-th micro-batch that runs forward in the body, and in its recomputation.
 
     None leaves a micro-batch to the router.
     """
+    num_experts = model.config.num_moe_experts
     replayers = {
         layer: _Replayer([each[layer] if each else None for each in choices], num_experts) for layer in _routers(model)
     }
     with _installed(model, replayers):
         yield Replayed(replayers)
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """The choices of forward passes; complete when the body of record_experts is left."""
-
-    recorders: dict[int, _Recorder]
-
-    def of_batches(self, number: int) -> list[Choices]:
-        """One for each of `number` micro-batches, in the order in which they ran."""
-        return [{layer: each.calls[i] for layer, each in self.recorders.items()} for i in range(number)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +162,12 @@ class _Replayer:
         return scores.gather(1, experts), experts
 
 
-def _routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
+def _routers(model: PolicyModel) -> dict[int, TopKRouter]:
     return {each.layer_number - 1: each for each in model.modules() if isinstance(each, TopKRouter)}
 
 
 @contextmanager
-def _installed(model: torch.nn.Module, instead: dict[int, Any]) -> Iterator[None]:
+def _installed(model: PolicyModel, instead: dict[int, Any]) -> Iterator[None]:
     routers = _routers(model)
     assert not any(router.config.moe_router_fusion for router in routers.values()), "a fused router has no replay hook"
     try:

@@ -1,23 +1,21 @@
-"""A made step of two systems: what the trainer makes of it, and by hand. A job of two ranks, a half of the vocabulary each."""
+"""Two systems that share an outcome have gradients of their own: MARS's loss, by hand, fused, by the reference."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective, linear_policy_loss
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
-from marsrl.trainer.config import CreditConfig, LayoutConfig
+from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.data.mini_batches import Average, mini_batches
 from marsrl.trainer.data.packing import PackedBatch, pack
-from marsrl.trainer.learner.megatron import parallel
-from marsrl.trainer.learner.megatron.layout import resolve
 
 SIZE, VOCAB, GROUP_SIZE, SEED = 6, 24, 3, 5
 AGENTS = {"system2": AgentConfig(), "system1": AgentConfig()}
@@ -65,18 +63,16 @@ def packed(each: Credited) -> tuple[PackedBatch, float]:
     return pack(list(update.sequences)), update.normaliser
 
 
-def gradients(each: Credited, group: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, of the hidden states [T, H], of the head) as the trainer forms them, of this rank's part of the vocabulary."""
+def gradients(each: Credited) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, of the hidden states [T, H], of the head) as the trainer forms them."""
     batch, normaliser = packed(each)
     rows, head = model()
-    if group is not None:
-        head = head.chunk(dist.get_world_size(group))[dist.get_rank(group)].contiguous()
     hidden, head = rows[batch.token_ids].requires_grad_(), head.requires_grad_()
     inputs = LossInputs(
         PolicyObjective(), batch.cu_seqlens, normaliser, batch.advantages, mask=batch.mask, weights=batch.weights,
         agent_of=batch.agent_of, num_agents=2,
     )  # fmt: skip
-    loss = linear_policy_loss(hidden, head, batch.targets, inputs, tp_group=group)
+    loss = linear_policy_loss(hidden, head, batch.targets, inputs)
     loss.loss.backward()
     assert hidden.grad is not None and head.grad is not None
     return loss.loss.detach(), hidden.grad, head.grad
@@ -114,11 +110,54 @@ def by_hand(copies: dict[str, int]) -> tuple[Tensor, Tensor]:
     return total.detach(), head.grad
 
 
-def job() -> dict[str, list[Any]]:
-    """What two halves of the vocabulary make of the step; on rank 0 the whole head's gradient."""
-    parallel.start(resolve(LayoutConfig(tensor=2)), seed=0)
-    loss, of_hidden, of_head = gradients(credited(), dist.group.WORLD)
-    dist.all_reduce(of_hidden)
-    halves = [torch.zeros_like(of_head) for _ in range(2)]
-    dist.all_gather(halves, of_head)
-    return {"loss": [float(loss)], "hidden": of_hidden.tolist(), "head": torch.cat(halves).tolist()}
+def copies_of(each: Credited) -> dict[str, int]:
+    return {uid: each.copies.get(uid, 1) for uid in each.counted if "/1#" in uid}
+
+
+@pytest.mark.parametrize("kernels", ["", "reference"])
+def test_the_loss_is_a_mean_of_each_system_by_hand(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels:
+        monkeypatch.setenv("MARSRL_KERNELS", f"linear_policy_loss={kernels}")
+    _, expected = by_hand(copies_of(credited()))
+    _, _, found = gradients(credited())
+    assert float((found - expected).abs().max()) < 1e-6 < float(expected.abs().max()) / 100
+
+
+def scaled(each: Credited, system: int, factor: float) -> Credited:
+    """The advantages of one system times a factor."""
+    return replace(
+        each,
+        sequences=tuple(
+            replace(s, advantage=s.advantage * factor) if f"/{system}" in s.uid else s for s in each.sequences
+        ),
+    )
+
+
+@pytest.mark.parametrize("system", [1, 2])
+def test_no_token_gets_the_gradient_of_the_other_system(system: int) -> None:
+    batch, _ = packed(credited())
+    sequence_of = np.repeat(np.arange(len(batch.uids)), np.diff(batch.cu_seqlens.numpy()))
+    is_own = torch.tensor([f"/{system}" in batch.uids[i] for i in sequence_of])
+    _, before, _ = gradients(credited())
+    _, after, _ = gradients(scaled(credited(), system, 7.0))
+    assert torch.equal(after[~is_own], before[~is_own])
+    assert torch.allclose(after[is_own], 7 * before[is_own], atol=1e-6) and bool(before[is_own].abs().sum() > 0)
+    assert bool((before[~batch.mask] == 0).all()) and int((~batch.mask).sum()) > 20  # prompts and distillates
+
+
+def test_a_copy_is_as_good_as_the_sample_twice() -> None:
+    """Three samples of System 1 of two, one of them twice: as three samples of which two are the same."""
+    each = credited()
+    twice = next(uid for uid, number in each.copies.items() if number == 2)
+    (sequence,) = (s for s in each.sequences if s.uid == twice)
+    again = replace(sequence, uid=twice + "'")
+    own = [
+        replace(g, samples=(*g.samples, *(replace(s, uid=again.uid) for s in g.samples if s.uid == twice)))
+        for g in each.groups
+    ]
+    written_out = Credited(
+        tuple(own), (*each.sequences, again), {**each.counted, again.uid: each.counted[twice]}, {}, each.advantages
+    )
+    assert written_out.num_tokens == each.num_tokens
+    for one, other in zip(gradients(each)[::2], gradients(written_out)[::2], strict=True):
+        assert torch.allclose(one, other, atol=1e-6)

@@ -1,0 +1,289 @@
+"""A policy's model run over micro-batches by megatron's schedule: forward for log-probs, and backward for gradients.
+
+work = passes.prepare(update, is_first=True)        # before the first update of a step
+results, replay = passes.forward_backward(work)     # in it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from marsrl.kernels import LossInputs, PolicyObjective
+from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.data.packing import PackedBatch
+from marsrl.trainer.data.scatter import Update
+from marsrl.trainer.learner.megatron.context import ContextCut, cut
+from marsrl.trainer.learner.megatron.head import HeadResult, PolicyModel
+from marsrl.trainer.learner.megatron.layout import Layout
+from marsrl.trainer.learner.megatron.router_replay import (
+    Choices,
+    ReplayCounts,
+    experts_of_rank,
+    record_experts,
+    replay_experts,
+)
+from marsrl.trainer.machine import training_device
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One micro-batch of an update, and outputs of the step's initial weights for this rank's part of it.
+
+    loss: its old_logprobs are None for pseudo on-policy, its reference_logprobs without a KL term; both are [T] float32, nats, 0
+        outside the mask. On pipeline stages before the last nobody reads them.
+    experts: to force, of this rank's layers and its part of the tokens; None: the router chooses.
+    """
+
+    cut: ContextCut
+    loss: LossInputs
+    experts: Choices | None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One optimizer update on this rank; without a micro-batch where no rank has a trained token.
+
+    num_tokens: packed tokens over all ranks. num_agents: of the run.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_tokens: int
+    num_agents: int
+
+
+class Passes:
+    """Every method is collective over all ranks."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        ddp: Any,
+        reference: Any,
+        layout: Layout,
+        policy: PolicyConfig,
+        *,
+        objectives: Sequence[PolicyObjective],
+        mpt: MptConfig,
+        old_policy: Literal["pois", "sais", "recompute"],
+        router_replay: Literal["none", "recompute", "rollout"],
+    ) -> None:
+        """model: the bare one; ddp: the same wrapped for training; reference: frozen, None without a KL term."""
+        self._model, self._ddp, self._reference, self._layout = model, ddp, reference, layout
+        self._objectives, self._mpt, self._aux_loss = objectives, mpt, policy.router_aux_loss
+        self._old_policy, self._router_replay = old_policy, router_replay
+        self._run_schedule = get_forward_backward_func()
+        self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+
+    def score(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """[T] float32 CPU log-probs of each batch, nats, 0 outside its mask; experts are chosen by the router."""
+        self._agree(batches, trains=False)
+        cuts = self._cut(batches)
+        found = self._forward([each.batch for each in cuts])
+        return [each.whole(mine) for each, mine in zip(cuts, found, strict=True)]
+
+    @torch.no_grad()
+    def prepare(self, update: Update, *, is_first: bool) -> Work:
+        """What the update reads of the present weights, which are those before the step.
+
+        is_first: of the step, so that the old policy is the present one anyway (pois).
+
+        Raises:
+            ValueError: on all ranks together, when the micro-batches of any do not fit (number, alignment, scope).
+        """
+        num_trained, num_tokens = self._agree(update.micro_batches)
+        if num_trained == 0:
+            return Work((), num_tokens, len(self._objectives))
+        if not update.normaliser > 0:
+            raise ValueError(
+                f"learner: normaliser is {update.normaliser} with {num_trained} trained tokens; expected above 0"
+            )
+        cuts = self._cut(update.micro_batches)
+        batches = [each.batch for each in cuts]
+        old, experts = self._old(batches, is_first)
+        reference: Sequence[Tensor | None] = [None] * len(batches)
+        if self._reference is not None:
+            reference = self._forward(batches, self._reference)
+        micro_batches = (
+            MicroBatch(each, self._loss(each.batch, update.normaliser, logprobs, of_reference), choices)
+            for each, logprobs, of_reference, choices in zip(cuts, old, reference, experts, strict=True)
+        )
+        return Work(tuple(micro_batches), num_tokens, len(self._objectives))
+
+    def forward_backward(self, work: Work, agent: int | None = None) -> tuple[list[HeadResult], ReplayCounts | None]:
+        """Add the gradient of the update's loss to DDP's buffers.
+
+        agent: add that of this agent's terms alone. Masks, gates and denominators are the update's, so the agents' shares
+            add up to its gradient; the router's balancing loss is no agent's.
+
+        Returns:
+            The results of this rank's micro-batches, empty before the last stage; what replaying experts changed.
+        """
+
+        def forward_step(data: Iterator[tuple[PackedBatch, LossInputs]], model: Any) -> tuple[Any, Any]:
+            batch, loss = next(data)
+            return model(batch, loss, self._mpt), _loss_of
+
+        self._set_aux_scale(work.num_tokens, is_on=agent is None)
+        losses = [each.loss if agent is None else _only_of(agent, each.loss) for each in work.micro_batches]
+        data = [(each.cut.batch, loss) for each, loss in zip(work.micro_batches, losses, strict=True)]
+        with self._replay([each.experts for each in work.micro_batches]) as replayed:
+            results = self._schedule(forward_step, data, data[0][0].num_tokens, has_backward=True)
+        return results, replayed.counts() if replayed is not None else None
+
+    def _agree(self, batches: Sequence[PackedBatch], *, trains: bool = True) -> tuple[int, int]:
+        """(trained tokens, packed tokens) over all ranks; raises on all ranks when the batches of one do not fit."""
+        align, problem = self._layout.tensor, 0
+        if any(batch.num_tokens % align for batch in batches):
+            problem = 1
+        elif self._mpt.scope == "batch" and len(batches) > 1:
+            problem = 2
+        elif trains and self._router_replay == "rollout" and any(_lacks_experts(batch) for batch in batches):
+            problem = 3
+        counts = len(batches)
+        trained = sum(batch.trained_rows.numel() for batch in batches)
+        packed = sum(batch.num_tokens for batch in batches)
+        share = torch.tensor([trained, packed], dtype=torch.int64, device=training_device())
+        extremes = torch.tensor([problem, counts, -counts], dtype=torch.int64, device=training_device())
+        dist.all_reduce(share)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        problem, most, fewest = int(extremes[0]), int(extremes[1]), -int(extremes[2])
+        if problem == 1:
+            raise ValueError(
+                f"learner: a micro-batch's tokens are no multiple of layout.tensor = {align}; "
+                f"use pack(..., align={align}); here: {[batch.num_tokens for batch in batches]}"
+            )
+        if problem == 2:
+            raise ValueError(
+                f"mpt.scope=batch needs the entropy of the whole batch before its loss, so one micro-batch a rank; "
+                f"a rank has {most}: raise trainer.max_tokens_per_micro_batch or set mpt.scope=sample"
+            )
+        if problem == 3:
+            raise ValueError(
+                "trainer.router_replay=rollout needs the experts chosen in decoding, which these samples do not have"
+            )
+        if most != fewest or most == 0:
+            raise ValueError(f"learner: ranks bring {fewest} to {most} micro-batches; expected one number above 0")
+        copies = self._layout.tensor * self._layout.pipeline * self._layout.context
+        return int(share[0]) // copies, int(share[1]) // copies
+
+    def _cut(self, batches: Sequence[PackedBatch]) -> list[ContextCut]:
+        """This rank's part of each batch, which all context-parallel ranks were given."""
+        rank = parallel_state.get_context_parallel_rank()
+        return [cut(batch, rank, self._layout.context, self._layout.tensor) for batch in batches]
+
+    def _old(
+        self, batches: Sequence[PackedBatch], is_first: bool
+    ) -> tuple[Sequence[Tensor | None], Sequence[Choices | None]]:
+        """(log-probs of the old policy, experts to force) of each; R2 records them in the same forward pass."""
+        nothing: Sequence[None] = [None] * len(batches)
+        is_needed = self._old_policy == "recompute" or (self._old_policy == "pois" and not is_first)
+        old: Sequence[Tensor | None] = nothing
+        experts: Sequence[Choices | None] = nothing
+        if self._router_replay == "recompute":
+            with record_experts(self._model) as recorded:
+                found = self._forward(batches)
+            old, experts = found if is_needed else nothing, recorded
+        else:
+            if self._router_replay == "rollout":
+                experts = [
+                    experts_of_rank(self._model, batch.routed_experts) if batch.routed_experts is not None else None
+                    for batch in batches
+                ]
+            if is_needed:
+                with self._replay(experts):  # old and new log-probs of the same experts
+                    old = self._forward(batches)
+        if self._old_policy == "sais":
+            if any(batch.rollout_logprobs is None for batch in batches):
+                raise ValueError("loss.old_policy=sais needs rollout log-probs, which these samples do not have")
+            old = [batch.rollout_logprobs for batch in batches]
+        return old, experts
+
+    def _loss(
+        self, batch: PackedBatch, normaliser: float, old_logprobs: Tensor | None, reference_logprobs: Tensor | None
+    ) -> LossInputs:
+        (objective,) = {self._objectives[agent] for agent in batch.agents}  # scatter.py: a micro-batch has one
+        return LossInputs(
+            objective=objective,
+            cu_seqlens=batch.cu_seqlens,
+            normaliser=normaliser,
+            advantages=batch.advantages if batch.token_advantages is None else None,
+            token_advantages=batch.token_advantages,
+            mask=batch.mask,
+            agent_of=batch.agent_of,
+            num_agents=len(self._objectives),
+            old_logprobs=old_logprobs,
+            rollout_logprobs=batch.rollout_logprobs,
+            reference_logprobs=reference_logprobs,
+            weights=batch.weights,
+        )
+
+    def _set_aux_scale(self, num_tokens: int, *, is_on: bool) -> None:
+        """The router's balancing loss as the token-weighted mean over all micro-batches.
+
+        Without megatron's division by tokens it would be a sum over packed tokens; a tensor- or context-parallel rank
+        counts its share of them only.
+        """
+        config = self._model.config
+        if self._aux_loss > 0 and config.num_moe_experts:
+            sharers = self._layout.tensor * self._layout.context
+            config.moe_aux_loss_coeff = self._aux_loss * sharers / num_tokens if is_on else 0.0
+
+    def _replay(self, experts: Sequence[Choices | None]) -> Any:
+        return nullcontext() if self._router_replay == "none" else replay_experts(self._model, experts)
+
+    def _forward(self, batches: Sequence[PackedBatch], model: Any = None) -> list[Tensor]:
+        """The last stage's [T] log-probs on every stage, nats; model: another than the policy's."""
+
+        def forward_step(data: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
+            return model(next(data)), _as_it_is
+
+        outputs = self._schedule(forward_step, batches, batches[0].num_tokens, model=model)
+        if self._layout.pipeline > 1:
+            if not parallel_state.is_pipeline_last_stage():
+                outputs = [torch.empty(batch.num_tokens, device=training_device()) for batch in batches]
+            source, group = parallel_state.get_pipeline_model_parallel_last_rank(), self._pipeline_group
+            for output in outputs:
+                dist.broadcast(output, source, group=group)
+        return outputs
+
+    def _schedule(
+        self, forward_step: Any, data: Sequence[Any], seq_length: int, *, has_backward: bool = False, model: Any = None
+    ) -> list[Any]:
+        return self._run_schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter(data),
+            model=[self._ddp if model is None else model],
+            num_microbatches=len(data),
+            seq_length=seq_length,
+            micro_batch_size=1,
+            forward_only=not has_backward,
+        )
+
+
+def _only_of(agent: int, loss: LossInputs) -> LossInputs:
+    """The loss with every term of other agents' tokens 0."""
+    assert loss.agent_of is not None
+    weights = torch.ones(len(loss.agent_of), device=loss.agent_of.device) if loss.weights is None else loss.weights
+    return replace(loss, weights=weights * (loss.agent_of == agent))
+
+
+def _lacks_experts(batch: PackedBatch) -> bool:
+    return batch.routed_experts is None and batch.trained_rows.numel() > 0
+
+
+def _loss_of(result: HeadResult) -> tuple[Tensor, Tensor, HeadResult]:
+    """megatron's 3-tuple: the loss, which it may change in place, a token count it does not use, what it hands back."""
+    return result.policy.loss.clone(), torch.zeros((), dtype=torch.int, device=result.policy.loss.device), result
+
+
+def _as_it_is(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return output.sum(), torch.zeros((), dtype=torch.int, device=output.device), output
