@@ -56,6 +56,7 @@ FAULTS_A_RUN = 8
 GO_ON = r"is whole: go on with .*run\.resume=auto"
 NOTHING_YET = r"there is no checkpoint of it yet"
 RAY_IS_GONE = rf"Ray is gone: .*{GO_ON}"
+STOPPING = "stopping, the last finished step is saved first"  # noted, before the rank heard that another one had died
 STOPS = rf"interrupted.*({GO_ON}|{NOTHING_YET})|interrupted before the run began"
 
 
@@ -207,7 +208,7 @@ def remove_latest(run: Trial) -> str:
 
 
 KINDS: dict[str, Callable[[Trial], str]] = {
-    "kill-trainer": ends(r"^$|interrupted|run failed|rank \d stops", lambda run: one_trainer(run).kill()),
+    "kill-trainer": ends(rf"^$|{STOPPING}|interrupted|run failed|rank \d stops", lambda run: one_trainer(run).kill()),
     "kill-torchrun": ends(rf"^$|{STOPS}|rank \d stops: .*{GO_ON}", lambda run: torchrun(run).kill()),
     "kill-engine": kill_engine,
     "kill-raylet": ends(RAY_IS_GONE, lambda run: run.processes("raylet")[0].kill()),

@@ -75,8 +75,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """What a run in this process sets for itself, variables and threads, is not that of the next test, nor of what it starts."""
-    torch, before = sys.modules.get("torch"), dict(os.environ)
+    """What a test or a run in this process sets for itself, variables, working directory and threads, is not that of the next
+    test, nor of what it starts."""
+    torch, before, folder = sys.modules.get("torch"), dict(os.environ), os.getcwd()
     num_threads = torch.get_num_threads() if torch else 0
     yield
     if torch and torch.get_num_threads() != num_threads:
@@ -84,6 +85,7 @@ def environment() -> Iterator[None]:
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
+    os.chdir(folder)
 
 
 AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")

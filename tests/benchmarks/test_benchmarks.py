@@ -29,50 +29,6 @@ print(run.text(table))
     assert "WRONG, so nothing is measured" in done.stdout, done.stderr
 
 
-def test_a_short_call_is_repeated_until_there_is_something_to_measure() -> None:
-    code = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-from case import Variant
-from timing import SHORT_S, Clock
-calls, prepared = [], []
-def busy(seconds):
-    calls.append(seconds)
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
-for seconds, times in ((SHORT_S / 20, 20), (2 * SHORT_S, 1)):
-    found = Clock("cpu").seconds(Variant("x", lambda: busy(seconds), prepare=lambda: prepared.append(1)))
-    assert seconds <= found < 5 * seconds and len(calls) <= times and len(calls) == len(prepared), (found, calls)
-    assert len(calls) > times / 2
-    calls.clear(), prepared.clear()
-print("right")
-"""
-    done = call(str(BENCHMARKS), code=code)
-    assert "right" in done.stdout, done.stderr
-
-
-def test_the_headline_is_measured_first_and_alone_unless_all_are_asked_for() -> None:
-    code = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import run
-from cases import load
-def dtypes(case, device, texts, has_all):
-    found = run.chosen(load(case), load(case).shapes(device, False), texts, has_all)
-    return " ".join(f"{shape.dtype}/{shape.vocab}/{shape.mask_share:g}" for shape in found)
-print(dtypes("linear_policy_loss", "cpu", [], False))
-print(dtypes("linear_policy_loss", "cpu", [], True))
-print(dtypes("linear_policy_loss", "cpu", ["V=32,000", "bfloat16"], False))
-print(len(dtypes("linear_policy_loss", "cuda", [], False).split()), len(dtypes("mpt_gate", "cpu", [], False).split()))
-"""
-    alone, every, asked, counts = call(str(BENCHMARKS), code=code).stdout.splitlines()
-    assert alone == "float32/151936/0.5"
-    assert every.split()[0] == alone and len(set(every.split())) == len(every.split()) == 8
-    assert asked.split() == ["bfloat16/32000/1", "bfloat16/32000/0.5"]
-    assert counts == "8 3"  # what has no headline among its shapes is measured at all of them
-
-
 def git(repository: Path, *words: str) -> str:
     author = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
     command = ["git", "-C", str(repository), *author, *words]
@@ -178,19 +134,23 @@ def test_the_probe_lets_honest_syncs_pass() -> None:
     assert done.stdout.endswith("false alarms: 0 of 2 honest syncs of random models\n"), done.stdout + done.stderr
 
 
-def test_planted_near_duplicates_are_found(tmp_path: Path) -> None:
-    done = call(str(BENCHMARKS / "curate.py"), "--rows", "2000", "--json", str(tmp_path / "out.json"))
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("curate.py", "--rows 2000"),
+        ("view.py", "--samples 2000 --folder {}"),
+        ("weight_sync.py", "--mib 8 --repeats 1 --bucket-mib 1"),
+    ],
+)
+def test_a_benchmark_measures(script: str, words: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = call(str(BENCHMARKS / script), *words.format(tmp_path).split(), "--json", str(out))
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["recall"] > 0.97 and found["precision"] > 0.97 and found["dropped_unplanted"] == 0
-    assert sum(each["above"] + each["below"] for each in found["edits"]) == pytest.approx(400, abs=80)
-    assert f"recall {found['recall']:.4f}" in done.stdout and "ratio: " in done.stdout.splitlines()[-1]
-
-
-def test_weights_are_synced_by_every_backend(tmp_path: Path) -> None:
-    words = ["--mib", "8", "--repeats", "1", "--bucket-mib", "1", "--json", str(tmp_path / "out.json")]
-    done = call(str(BENCHMARKS / "weight_sync.py"), *words)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert [row["backend"] for row in found["rows"]] == ["shm", "ipc", "nccl"]
-    assert len({row["num_bytes"] for row in found["rows"]}) == 1 and "not measured: 61 GB" in done.stdout
+    found = json.loads(out.read_text())
+    if script == "curate.py":  # planted near duplicates are found
+        assert found["recall"] > 0.97 and found["precision"] > 0.97 and found["dropped_unplanted"] == 0
+    elif script == "view.py":
+        assert found["samples"] == 2000 and all(seconds > 0 for seconds in found["filters_s"].values())
+    else:
+        assert [row["backend"] for row in found["rows"]] == ["shm", "ipc", "nccl"]
+        assert len({row["num_bytes"] for row in found["rows"]}) == 1 and "not measured: 61 GB" in done.stdout

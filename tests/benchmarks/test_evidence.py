@@ -5,14 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from made_up_run import make_run
 from scripts import BENCHMARKS
 
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.schools.warm_start import recipe_of
 
 sys.path.insert(0, str(BENCHMARKS))
 import evidence
@@ -38,56 +35,10 @@ def test_own_rewards_and_the_outcome_s_differ_in_nothing_else() -> None:
     assert outcome.model_copy(update={"credit": own.credit}) == own
 
 
-def test_a_foreign_solver_is_of_another_seed_and_the_other_kind_of_another_recipe() -> None:
-    recipes = {}
-    for arm in ("own team", "trained", "trained, another kind"):
-        config, _ = read_config(None, Job("foreign", arm, 4).settings)
-        recipes[arm] = recipe_of(config, config.policies["main"].shape or "cpu_default")
-    own, same, other = recipes.values()
-    assert (own["seed"], same["seed"], other["seed"]) == (4, 0, 0)
-    assert {key for key in own if own[key] != same[key]} == {"seed"}
-    assert {key for key in same if same[key] != other[key]} == {"shape", "settings", "task"}
-
-
 def test_every_arm_of_a_claim_is_run_and_every_arm_that_is_run_is_of_a_claim() -> None:
     claimed = {(claim.study, arm) for claim in evidence_page.CLAIMS for group in claim.groups for arm in group}
     assert claimed == {(job.study, job.arm) for job in evidence.every_job(())}
     assert len({job.name for job in evidence.every_job(())}) == len(evidence.every_job(()))
-
-
-def row(reward: float, entropy: float | None) -> dict[str, Any]:
-    return {"reward/solver/mean": reward, "actor/entropy": entropy}
-
-
-def test_quarters_are_of_the_steps_that_have_a_value() -> None:
-    rows = [row(0.1, None), *(row(reward, reward) for reward in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.9))]
-    found = studies.rewards(rows, ["solver"])
-    assert found["solver_reward_first"] == pytest.approx(0.15) and found["solver_reward_last"] == pytest.approx(0.8)
-    assert found["entropy_first"] == 0.2 and found["entropy_last"] == 0.9
-    assert "solver_inflation" not in found and studies.quarters("x", [None]) == {}
-
-
-def test_a_step_in_which_no_policy_is_trained_is_idle() -> None:
-    rows = [
-        {"solver/actor/updates": 1.0, "verifier/actor/updates": 0.0, "solver/actor/solver/tokens": 30.0},
-        {"solver/actor/updates": 0.0, "verifier/actor/updates": 0.0},
-        {"solver/actor/updates": 1.0, "verifier/actor/updates": 1.0, "verifier/actor/verifier/tokens": 7.0},
-    ]
-    found = studies.trained(rows, ["solver", "verifier"])
-    assert found == {"updates": 3.0, "empty_steps": 1.0, "solver_tokens": 30.0, "verifier_tokens": 7.0}
-
-
-def test_what_a_training_has_shown(tmp_path: Path) -> None:
-    study = studies.STUDIES["marsrl"]
-    small = replace(study, agents=("solver",), evaluated=(*study.evaluated, "never asked"))
-    run = make_run(tmp_path)
-    numbers = studies.shown(small, run.path)
-    assert (numbers["system"], numbers["system_before"]) == (
-        pytest.approx(0.91, abs=0.01),
-        pytest.approx(0.58, abs=0.01),
-    )
-    used = {name for claim in evidence_page.CLAIMS if claim.study == "marsrl" for name in claim.columns}
-    assert used <= set(numbers)
 
 
 def result(arm: str, seed: int, system: float | None, study: str = "marsrl") -> tuple[tuple[str, str, int], Result]:
@@ -130,31 +81,7 @@ def test_a_number_of_a_clean_commit_is_kept_until_its_settings_are_others() -> N
     assert not evidence.is_current(job, None)
 
 
-def test_what_is_there_is_not_trained_again_and_a_dirty_tree_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained: list[Job] = []
-    monkeypatch.setenv("MARSRL_CACHE", str(tmp_path))  # which main() sets, and this puts back
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    monkeypatch.setattr(evidence, "PAGE", tmp_path / "evidence.md")
-    monkeypatch.setattr(evidence.Runner, "all", lambda self, jobs: trained.extend(jobs))
-    monkeypatch.setattr(sys, "argv", ["evidence.py", "--run", "--only", "mars"])
-    head = evidence.git("rev-parse", "HEAD").stdout.strip()
-    there = Job("mars", "one mean", 1)
-    runner = evidence.Runner(head, tmp_path, tmp_path, 1)
-    runner._keep(there, 0.0, {"system": 0.5})
-    monkeypatch.setattr(evidence, "changed_files", lambda: " M kernels/packing.py")
-    with pytest.raises(SystemExit):
-        evidence.main()
-    assert "M kernels/packing.py" in capsys.readouterr().err and not trained
-    monkeypatch.setattr(evidence, "changed_files", lambda: "")
-    assert evidence.main() == 0
-    assert len(trained) == 5 * 5 - 1 and there not in trained
-    assert "| mars | one mean | 5 | 1 |" in capsys.readouterr().out
-    assert f"Results by commit: {head[:7]} (1)." in (tmp_path / "evidence.md").read_text("utf-8")
-
-
-def test_a_training_that_stops_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_stops_is_told(tmp_path: Path) -> None:
     runner = evidence.Runner("1" * 40, tmp_path / "results", tmp_path / "runs", 1, ("run.steps=0",))
     runner.train(Job("mars", "whole", 0))
     (found,) = evidence.read_results(tmp_path / "results").values()

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from curation import Killed, cut_short, run
+from curation import run
 from pydantic import ValidationError
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -25,7 +25,6 @@ from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.team import WatchedJudge
 from marsrl.rollout.types import Problem, Reward
 from marsrl.trainer.commands.curate.best_of_n import best_of_n
-from marsrl.trainer.commands.curate.missing import CurationStopped
 from marsrl.trainer.commands.curate.rows import Row, Stage
 from marsrl.trainer.commands.curate.rules import readable
 from marsrl.trainer.config.curate import BestOfNConfig
@@ -133,17 +132,6 @@ def test_draws_do_not_depend_on_what_is_played_beside_them(players: Callable[...
     assert len({seed for seeds in team.seeds.values() for seed in seeds}) == 4 * N
 
 
-def test_killed_it_plays_nothing_again_that_was_kept(players: Callable[..., Players], tmp_path: Path) -> None:
-    given = rows(10)
-    first, second = players(lambda question: 1), players(lambda question: 1)
-    with pytest.raises(Killed):
-        run(tmp_path, [read(), cut_short(first.stage(tmp_path), 4)], given)
-    run(tmp_path, [read(), second.stage(tmp_path)], given)
-    assert len(first.played) == 6 * N and len(second.played) == 4 * N
-    assert not set(first.played) & set(second.played)
-    assert len((tmp_path / "curated.jsonl").read_text().splitlines()) == 10
-
-
 def test_another_range_asks_nobody_and_another_team_is_asked_anew(
     players: Callable[..., Players], tmp_path: Path
 ) -> None:
@@ -167,15 +155,6 @@ def test_unknown_answers_leave_a_row_undecided_only_where_they_matter(
     team = players(lambda question: right, fail=lambda question, draw: draw >= N - num_failed)
     (_, record), _ = run(tmp_path, [read(), team.stage(tmp_path, max_missing_share=1.0)], rows(1))
     assert {**record.tally.kept, **record.tally.dropped} == {kind: 1}
-
-
-def test_engines_that_fail_stop_it_and_are_asked_again(players: Callable[..., Players], tmp_path: Path) -> None:
-    given = rows(6)
-    with pytest.raises(CurationStopped, match="6 of 6 questions .* curate.best_of_n.max_missing_share = 0.1"):
-        run(tmp_path, [read(), players(lambda question: 1, fail=lambda *_: True).stage(tmp_path)], given)
-    team = players(lambda question: 1)
-    (_, record), _ = run(tmp_path, [read(), team.stage(tmp_path)], given)
-    assert record.tally.num_kept == 6 and len(team.played) == 6 * N
 
 
 def test_no_answer_at_all_is_wrong_and_a_failed_judge_is_not_known(

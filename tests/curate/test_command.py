@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import json
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ WORDS = ("alpha beta gamma delta", "one two three four", "red green blue black",
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def here(tmp_path: Path) -> Path:
+    os.chdir(tmp_path)
     return tmp_path
 
 
@@ -113,15 +113,6 @@ def test_a_field_names_the_level(capsys: Any) -> None:
     assert len(curated()) == 5 and "curate.level: missing is keep, was drop" in capsys.readouterr().err
 
 
-def test_inputs_that_changed_are_read_again(capsys: Any) -> None:
-    write("raw.jsonl", row(WORDS[0]))
-    assert cli.main(["curate", "raw.jsonl", "--out", "out"]) == 0
-    write("raw.jsonl", row(WORDS[1]))
-    assert cli.main(["curate", "raw.jsonl", "--out", "out"]) == 0
-    assert curated() == [row(WORDS[1])]
-    assert "Done again: read, near_duplicates" in capsys.readouterr().err
-
-
 class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -151,7 +142,7 @@ def test_the_page_says_what_was_dropped_for_what_and_hostile_text_stays_text(cap
         assert said in " ".join(text.split()), said
 
 
-def test_what_cannot_be_done_is_said_before_anything_runs(capsys: Any, monkeypatch: Any) -> None:
+def test_what_cannot_be_done_is_said_before_anything_runs(capsys: Any) -> None:
     write("raw.jsonl", row(WORDS[0]))
 
     def refused(*words: str) -> str:
@@ -169,9 +160,6 @@ def test_what_cannot_be_done_is_said_before_anything_runs(capsys: Any, monkeypat
         "raw.jsonl", "curate.best_of_n.n=4", "curate.best_of_n.keep=[1,3]"
     )
     assert "did you mean curate.near_duplicates.threshold?" in refused("raw.jsonl", "curate.near_duplicates.treshold=1")
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "rensa" else find(name, *more))
-    assert "pip install rensa (marsrl[curate]), or set curate.near_duplicates=null" in refused("raw.jsonl")
 
 
 def test_settings_and_inputs_are_told_apart() -> None:
@@ -208,25 +196,6 @@ def test_a_server_judges_and_a_real_team_plays(tmp_path: Path, capsys: Any) -> N
     assert "best_of_n: 4 kept, 2 dropped (2 too hard)" in said
     assert "best_of_n: 2 kept, 4 dropped (4 too easy)" in said and said.count("clarity: done before") == 1
     assert [each["answer"] for each in curated()] == ["9", "9"]
-
-
-@pytest.mark.slow
-def test_a_team_behind_a_server_plays_where_nothing_is_trained(tmp_path: Path, capsys: Any) -> None:
-    model = boxing_model(tmp_path / "model")
-    write("raw.jsonl", row(WORDS[0], "7"), row(WORDS[1], "8"))
-
-    def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
-        handler.complete(f"\\boxed{{{7 if WORDS[0] in body['prompt'] and body['seed'] % 2 else 9}}}")
-
-    with completions_server(reply) as server:
-        words = ["raw.jsonl", "task=math", "orchestration=solver", "agents.solver.policy=served"]
-        words.append(f"policies.served={{frozen: true, engine: openai, model: {model}}}")
-        words.append(f"policies.served.openai={{base_url: '{server.base_url}', model: m}}")
-        assert cli.main(["curate", *words, "--out", "out", "curate.best_of_n.n=16"]) == 0, capsys.readouterr().err
-    assert len(server.bodies) == 2 * 16
-    num_right = sum(WORDS[0] in body["prompt"] and body["seed"] % 2 for body in server.bodies)
-    assert curated() == ([row(WORDS[0], "7")] if 1 <= num_right <= 11 else [])
-    assert "too hard" in capsys.readouterr().err
 
 
 def test_a_judge_that_cannot_be_read_ends_it_with_1(tmp_path: Path, capsys: Any) -> None:

@@ -78,17 +78,6 @@ def test_a_changed_setting_redoes_its_stage_and_those_behind_it_by_name(tmp_path
     assert (tmp_path / "stages/read/kept.jsonl").stat().st_mtime_ns == before
 
 
-def test_rows_of_a_stage_that_was_killed_count_for_nothing_whichever_settings_come_next(tmp_path: Path) -> None:
-    run(tmp_path, stages("3", "4", "5"), rows())
-    whole = everything(tmp_path)
-    changed = stages("4")
-    changed[1] = cut_short(changed[1], 50)
-    with pytest.raises(Killed):
-        run(tmp_path, changed, rows())
-    run(tmp_path, stages("3", "4", "5"), rows())
-    assert everything(tmp_path) == whole
-
-
 def test_a_stage_that_is_left_out_or_put_in_redoes_those_behind_it(tmp_path: Path) -> None:
     _, said = run(tmp_path, stages("4"), rows())
     assert "Done again" not in said

@@ -32,11 +32,11 @@ TESTS = (
     ),
     (
         "torchrun .* preset=cpu_search_team",
-        "integration/test_miniatures.py::test_the_search_team_in_miniature_trains_by_its_outcome",
+        "integration/test_miniatures.py::test_the_search_team_in_miniature_trains",
     ),
     (
         "torchrun .* preset=cpu_dual_system",
-        "integration/test_miniatures.py::test_the_dual_system_in_miniature_trains_by_its_outcome",
+        "integration/test_miniatures.py::test_the_dual_system_in_miniature_trains",
     ),
     (
         "torchrun trainer/main.py( --config own_team.yaml)?",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from commands import TESTS, run_by, runner
-from documents import PAGES, ROOT, Found, blocks, commands, links, other_blocks, prose, spans, typed
+from documents import PAGES, ROOT, Found, commands, links, other_blocks, prose, spans
 
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS
 from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions, QaOptions
@@ -31,23 +31,6 @@ def test_every_command_of_the_documents_is_run_by_a_test() -> None:
         assert run_by(name), f"no document has a command {pattern}"
         text = (ROOT / "tests" / file).read_text("utf-8")
         assert f"def {name}(" in text and f'run_by("{name}")' in text, test
-
-
-def test_a_command_is_found_wherever_a_document_can_hold_one(tmp_path, monkeypatch) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "Say `make it` or `marsrl` or\n`python\n  x.py -v`, or\n\n"
-        "    marsrl one  # why\n    torchrun \\\n      two.py  a#b\n\n    pip three\n\n- list\n    make no\n\n"
-        "```bash\nmake four\n```\n    make no\n\n    task: math\n"
-    )
-    monkeypatch.setattr("documents.ROOT", tmp_path)
-    assert [line for block in blocks(page) for line in typed(block.text)] == [
-        "marsrl one", "torchrun two.py a#b", "pip three", "make four",
-    ]  # fmt: skip
-    assert [block.where for block in blocks(page)] == ["page.md:5", "page.md:15", "page.md:19"]
-    assert [(span.where, span.text) for span in spans(page)] == [
-        ("page.md:1", "make it"), ("page.md:1", "marsrl"), ("page.md:2", "python x.py -v"),
-    ]  # fmt: skip
 
 
 def test_a_block_that_nobody_types_is_a_known_picture() -> None:

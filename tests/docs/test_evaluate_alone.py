@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,8 @@ pytestmark = pytest.mark.slow
 CRITICS = ("verifier1", "corrector1", "verifier2", "corrector2")
 
 
-def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(tmp_path: Path, capsys: Any) -> None:
+    os.chdir(tmp_path)
     model = boxing_model(tmp_path / "model")
     rows = [{"question": f"What is 7, number {i}?", "answer": "7"} for i in range(4)]
     Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -57,8 +56,8 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(
         assert "5 of 8 draws are kept" in shown.err and len(server.bodies) == num_asked + 3
 
 
-def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
+    os.chdir(tmp_path)
     desk, models = Desk(tmp_path), {}
     own = [
         "evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from marsrl.trainer.report.samples_log import read_samples
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    monkeypatch.chdir(tmp_path)
+def desk(tmp_path: Path) -> Desk:
+    os.chdir(tmp_path)
     return Desk(tmp_path)
 
 

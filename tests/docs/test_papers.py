@@ -98,10 +98,6 @@ def test_what_a_preset_sets_is_in_its_table(paper: Any) -> None:
     assert not missing, "give each a row of docs/papers.yaml"
 
 
-def test_the_page_has_the_tables_of_today() -> None:
-    assert papers.PAGE.read_text("utf-8") == papers.page(), "run `python docs/papers.py`"
-
-
 @pytest.mark.parametrize("command", run_by("test_the_command_writes_the_page"))
 def test_the_command_writes_the_page(command: str, tmp_path: Path) -> None:
     docs = tmp_path / "docs"

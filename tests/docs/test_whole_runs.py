@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,9 @@ def test_a_team_is_evaluated(desk: Desk, model: Path) -> None:
     assert result["usage"]["solver"]["calls"] >= num_problems and solver["length"]["cut"] < 1
 
 
-def test_problems_are_curated(desk: Desk, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_are_curated(desk: Desk, model: Path) -> None:
     (words,) = [desk.words(each, lambda _: model) for each in run_by("test_problems_are_curated")]
-    monkeypatch.setenv("JUDGE_KEY", "key")
+    os.environ["JUDGE_KEY"] = "key"
 
     def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
         handler.complete("<verdict>yes</verdict>")

@@ -1,30 +1,26 @@
-"""Started by torchrun: a run with a scripted engine whose rank 1 kills itself in the middle of step KILL_AT. Until then rank 0
-comes later than a collective waits, to every kind of thing that it does alone."""
+"""Started by torchrun: a run with a scripted engine whose rank 0 comes later than a collective waits, to every kind of thing
+that it does alone."""
 
 from __future__ import annotations
 
 import datetime
 import functools
-import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from scripted_pool import pools_of
+from scripted_pool import ScriptedWithWeights, engines_are
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.trainer import build, main
-from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
-from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison
 
 LIMIT_S, LATE_S = 8.0, 10.0  # of a collective; how late rank 0 comes
 
@@ -34,18 +30,6 @@ def script(request: DecodeRequest) -> str:
     if request.uid.rpartition("/")[2].startswith("verifier"):
         return f"Findings: none\nVerdict: {rng.choice(['correct', 'wrong'])}"
     return f"So the answer is \\boxed{{{rng.choice(['7', '8'])}}}."
-
-
-def kill_at(step: int) -> None:
-    """Rank 1 dies between its backward pass and the reduction that rank 0 waits in."""
-    train_step = Learner.train_step
-
-    def die(self: Learner, *words: Any, **options: Any) -> Any:
-        if self.num_steps == step - 1 and os.environ["RANK"] == "1":
-            self.optimizer.grad_norm = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment, return-value]
-        return train_step(self, *words, **options)
-
-    Learner.train_step = die  # type: ignore[method-assign]
 
 
 def come_late() -> None:
@@ -84,13 +68,10 @@ def _late_once(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def run(model: str, settings: list[str]) -> int:
     renderer = ChatRenderer(model)
-    engine = functools.partial(ScriptedEngine, script, encode=lambda text: renderer.encode_trusted(text).tolist())
-    build.make_pool = pools_of(engine)  # type: ignore[assignment]
-    EngineComparison.compare = lambda *_: ComparisonReport(1, 0, 0, 0, 0, 0, 0)  # type: ignore[method-assign]  # no log-probs
-    if "KILL_AT" in os.environ:
+    encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
+    with engines_are(functools.partial(ScriptedWithWeights, Path(model), script, encode=encode)):
         come_late()
-        kill_at(int(os.environ["KILL_AT"]))
-    return main.main(settings)
+        return main.main(settings)
 
 
 if __name__ == "__main__":

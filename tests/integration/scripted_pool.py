@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
@@ -20,6 +22,7 @@ from marsrl.trainer.config.read import read_config
 from marsrl.trainer.loop import train
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files
+from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory
 
 
@@ -31,6 +34,13 @@ def pools_of(engine: Callable[[], Engine]) -> Callable[..., EnginePool]:
         return EnginePool(replicas, policy, deadline_s=config.deadline_s, sleeps=config.placement == "colocated")
 
     return make_pool
+
+
+@contextmanager
+def engines_are(engine: Callable[[], Engine]) -> Iterator[None]:
+    """In the body every engine of a run or an evaluation in this process is one of these."""
+    with mock.patch.object(build, "make_pool", pools_of(engine)):
+        yield
 
 
 class ScriptedWithWeights(ScriptedEngine):
@@ -48,22 +58,29 @@ class ScriptedWithWeights(ScriptedEngine):
         return self._local.update_weights(update)
 
 
-def sevens(folder: Path) -> Path:
-    """A file of 40 problems, whose answer is 7."""
+def sevens(folder: Path, number: int = 40) -> Path:
+    """A file of problems whose answer is 7."""
     path = folder / "train.jsonl"
-    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
+    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(number)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
-def train_here(folder: Path, words: Sequence[str]) -> RunDirectory:
-    """A run called `scripted` in folder/runs, as trainer/main.py starts it, in this process; to its end."""
+@contextmanager
+def opened(folder: Path, words: Sequence[str]) -> Iterator[Run]:
+    """A run called `scripted` in folder/runs, opened as trainer/main.py opens it, in this process."""
     checked = preflight(read_config(None, words)[0], world_size=1)
     directory = RunDirectory.create(folder / "runs", "scripted", "math_default", checked.config.run.resume)
     directory.write_config(checked.config.model_dump(mode="json"))
     with build.open_run(checked, directory) as run:
+        yield run
+
+
+def train_here(folder: Path, words: Sequence[str]) -> RunDirectory:
+    """Such a run to its end."""
+    with opened(folder, words) as run:
         train(run)
-    return directory
+        return run.directory
 
 
 def samples_of(run: RunDirectory) -> list[SampleRecord]:

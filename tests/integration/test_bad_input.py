@@ -21,6 +21,7 @@ from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import RunLock
 
+HAS_WANDB = importlib.util.find_spec("wandb") is not None
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 
 
@@ -91,14 +92,9 @@ def train(files: str, task: str = "math") -> list[str]:
         (train("[]"), "data.train is []; expected a path"),
         (train("[%s/p.jsonl]"), "data.train[0] is '/"),
         (train("[{path: %s/p.jsonl}]"), "data.train[0] wants count or weight, one of them"),
-        (train("[{path: %s/p.jsonl, count: 1, weight: 1}]"), "data.train[0] wants count or weight, one of them"),
         (train("[{path: %s/p.jsonl, count: 1}, {path: b, weight: 1}]"), "data.train[1] has a weight, and data.train[0] a"),
-        (train("[{path: %s/p.jsonl, count: 0}]"), "data.train[0].count: Input should be greater than 0"),
         (train("[{path: %s/p.jsonl, weight: .inf}]"), "data.train[0].weight: Input should be"),
         (train("[{path: %s/p.jsonl, wieght: 1}]"), "wieght: unknown key; did you mean data.train[0].weight?"),
-        (train("[{path: %s/p.jsonl, count: 1}, {path: %s/gone, count: 1}]"), "data.train[1]: "),
-        (train("[{path: %s/p.jsonl, count: 2}]"), "has 1 problems, fewer than count = 2"),
-        (train("[{path: %s/p.jsonl, weight: 1}, {path: %s/p.jsonl, weight: 2}]"), "data.train[1] is the file of data.train[0]"),
     ],
 )  # fmt: skip
 def test_data_and_models_that_cannot_be_used_are_named(
@@ -181,14 +177,6 @@ def test_a_model_that_could_not_be_loaded_is_refused_before_anything_starts(
     assert says in message and "spoiled" in message
 
 
-def test_a_run_directory_that_exists_is_never_overwritten(tmp_path: Path, refusal: Refusal) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.yaml").write_text("kept: true\n")
-    message = refusal(f"run.dir={tmp_path}", "run.name=mine")
-    assert "exists and is not overwritten" in message and "run.resume=auto" in message
-    assert (tmp_path / "mine" / "config.yaml").read_text() == "kept: true\n"
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -199,48 +187,43 @@ def test_a_run_directory_that_exists_is_never_overwritten(tmp_path: Path, refusa
         ),
         (["credit.train_agents=[solver]", "agents.solver.loss_weight=0"], "agents.solver.loss_weight: 0 for every agent"),
         (["agents.solver.max_input_tokens=3"], "agents.solver.max_input_tokens is 3, and of 64 prompts the shortest has "),
-        (["run.wandb=mine"], "run.wandb=mine asks for wandb, which is not installed"),
+        *([] if HAS_WANDB else [(["run.wandb=mine"], "run.wandb=mine asks for wandb, which is not installed")]),
         (["run.name=" + "x" * 300], "File name too long"),
         (["run.name=x", "run.dir=/dev/null/runs"], "run.dir=/dev/null/runs: /dev/null is a file; name a folder"),
         (["run.resume=auto"], "run.name is not set"),
     ],
 )  # fmt: skip
 def test_what_could_only_fail_later_is_refused_before_anything_starts(
-    words: list[str], says: str, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+    words: list[str], says: str, refusal: Refusal
 ) -> None:
-    if "run.wandb=mine" in words:  # as on a machine without it
-        find = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
     for dry_run in ([], ["--dry-run"]):
         assert says in refusal(*dry_run, *words)
 
 
 def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
-    rows = [("2+2", "4"), ("1+1", "2"), ("1 +  1", "2"), ("1+1", "3"), ("1+1", "2"), ("long " * 500, "1")]
+    rows = [("2+2", "4"), ("1+1", "2"), ("1+1", "3"), ("1+1", "2"), ("long " * 500, "1")]
     lines = [json.dumps({"question": question, "answer": answer}) for question, answer in rows]
-    data = tmp_path / "p.jsonl"
+    data, other = tmp_path / "p.jsonl", tmp_path / "q.jsonl"
     data.write_text("\n".join(lines))
-    other = tmp_path / "q.jsonl"
     other.write_text("\n".join([*lines, json.dumps({"question": "3+3", "answer": "6"})]))
     words = ["--dry-run", "task=math", f"policies.main.model={model}", f"data.train={data}", f"data.eval={other}"]
     assert main([*words, "agents.solver.max_input_tokens=1000"]) == 0
     out = capsys.readouterr().out
-    assert "warning: 6 of the 7 problems of data.eval are among data.train too, first q.jsonl:1: their results" in out
-    for key, name in (("data.train", "p"), ("data.eval", "q")):
-        first = f"first {name}.jsonl:2 (answer '2') and {name}.jsonl:4 ('3')"
-        assert f"warning: {key}: 1 question(s) stand there with different answers, {first}: where they mean" in out
-        assert f"warning: {key}: 1 problem(s) repeat an earlier one, question and answer" in out
-    assert (
-        "warning: 1 of 6 prompts are longer than agents.solver.max_input_tokens (1000 tokens) and will not be asked"
-        in out
-    )
+    long = "1 of 5 prompts are longer than agents.solver.max_input_tokens (1000 tokens) and will "
+    for said in (
+        "5 of the 6 problems of data.eval are among data.train too, first q.jsonl:1: their results",
+        "data.train: 1 question(s) stand there with different answers, first p.jsonl:2 (answer '2') and p.jsonl:3 ('3')",
+        "data.eval: 1 problem(s) repeat an earlier one, question and answer",
+        f"{long}not be asked",
+    ):
+        assert f"warning: {said}" in out
     assert main([*words, "agents.solver.max_input_tokens=1000", "agents.solver.long_prompts=cut_middle"]) == 0
-    assert "(1000 tokens) and will be cut (agents.solver.long_prompts)" in capsys.readouterr().out
+    assert f"{long}be cut (agents.solver.long_prompts)" in capsys.readouterr().out
     assert main([*words, "agents.solver.max_input_tokens=10", "agents.solver.long_prompts=cut_left"]) == 2
     assert "is 10, and the chat template leaves no room in it for a message" in capsys.readouterr().err
     assert main([*words, f"data.eval={data}"]) == 2
-    assert "6 of the 6 problems of data.eval are among data.train too" in capsys.readouterr().err
+    assert "5 of the 5 problems of data.eval are among data.train too" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_what_becomes_of_the_run(
@@ -285,12 +268,3 @@ def test_a_dry_run_says_what_becomes_of_the_run(
     assert f"{run.path} is being written by process {os.getpid()} on " in refusal(*words)
     lock.release()
     assert sorted(tmp_path.rglob("*")) == files
-
-
-def test_a_dry_run_prints_the_resolved_config_and_the_arithmetic_and_leaves_nothing(tmp_path: Path) -> None:
-    done = start("--dry-run", "rollout.group_size=4", f"run.dir={tmp_path}/runs", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "group_size: 4" in done.stdout
-    assert "8 problems a step x 4 samples = 32 samples of solver" in done.stdout
-    assert "at most 288 samples a step" in done.stdout
-    assert os.listdir(tmp_path) == []

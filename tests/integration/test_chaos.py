@@ -13,12 +13,14 @@ from documents import ROOT
 from runner import Runner
 
 pytestmark = pytest.mark.slow
+SEED = "9"  # of which the run has two ranks, and is struck while it trains
 
 
 def test_two_faults_cost_nothing(runner: Runner) -> None:
-    """A killed engine, which the run survives, and Ray's head, from which it is resumed; then it comes to its end."""
+    """A silent rank, which ends the run by name, and a killed torchrun, whose ranks end by themselves; the run goes on after
+    each, and then comes to its end."""
     (command,) = run_by("test_two_faults_cost_nothing")
-    short = ["--faults", "2", "--seed", "13", "--kinds", "kill-engine", "kill-gcs", "--engine", "local"]
+    short = ["--faults", "2", "--seed", SEED, "--kinds", "stop-rank", "kill-torchrun", "--engine", "local"]
     done = subprocess.run(
         [sys.executable, *shlex.split(command)[1:], *short],
         cwd=ROOT,
@@ -27,6 +29,6 @@ def test_two_faults_cost_nothing(runner: Runner) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert "kill-engine after step " in done.stdout and "trains on, 1 engine(s) replaced" in done.stdout
-    assert re.search(r"Ray is gone: its gcs_server .* run.resume=auto", done.stdout)
-    assert "2 faults in 1 runs, seed 13: 1 kill-engine, 1 kill-gcs; 0 with a loss" in done.stdout
+    assert re.search(r"stop-rank after step \d+: .* silent for run\.silence_s = 12 s: rank \d", done.stdout)
+    assert re.search(r"kill-torchrun after step \d+: ", done.stdout)
+    assert f"2 faults in 1 runs, seed {SEED}: 1 kill-torchrun, 1 stop-rank; 0 with a loss" in done.stdout

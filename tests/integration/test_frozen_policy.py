@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from completions_server import Handler, completions_server
-from scripted_pool import pools_of, samples_of, sevens, train_here
+from scripted_pool import ScriptedWithWeights, engines_are, samples_of, sevens, train_here
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.pool.pool import EnginePool
-from marsrl.trainer import build
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.commands.look.tokens import tokens_of_sample
 from marsrl.trainer.config.read import ConfigError, read_config
@@ -26,7 +20,6 @@ from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.summary import load_summary
 from marsrl.trainer.report.token_log import read_tokens, token_files
-from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison
 
 TRAINED = "[solver, corrector1, corrector2]"
 VERIFIERS = ("agents.verifier1.policy=judge", "agents.verifier2.policy=judge")
@@ -55,15 +48,12 @@ def verify(handler: Handler, body: dict[str, object], before: int) -> None:
         handler.complete(f"Findings: none\nVerdict: {random.Random(seed).choice(['correct', 'wrong'])}")
 
 
-def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(tmp_path: Path) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
     renderer = ChatRenderer(model)
-    engine = functools.partial(ScriptedEngine, solve, encode=lambda text: renderer.encode_trusted(text).tolist())
-    monkeypatch.setattr(build, "make_pool", pools_of(engine))
-    monkeypatch.setattr(EngineComparison, "compare", lambda *_: ComparisonReport(1, 0, 0, 0, 0, 0, 0))  # no log-probs
-    with completions_server(verify) as server:
+    encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
+    engine = functools.partial(ScriptedWithWeights, model, solve, encode=encode)
+    with completions_server(verify) as server, engines_are(engine):
         settings = [
             "task=math", f"policies.main={{model: {model}, dtype: float32}}", f"data.train={sevens(tmp_path)}",
             "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4",
@@ -108,31 +98,3 @@ def test_settings_that_would_train_a_server_are_refused(tmp_path: Path, settings
     base = ["policies.main={}", f"credit.train_agents={TRAINED}", *judge_settings(tmp_path)]
     with pytest.raises((ConfigError, ValueError), match=message):
         preflight(read_config(None, [*base, *settings])[0], world_size=1)
-
-
-def test_each_policy_gets_the_engines_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = init_model("tiny", "bytes", tmp_path / "model")
-    (tmp_path / "p.jsonl").write_text(
-        json.dumps({"question": "7?", "answer": "7"}) + "\n" + json.dumps({"question": "8?", "answer": "8"})
-    )
-    words = [
-        "task=math", f"data.train={tmp_path / 'p.jsonl'}", "rollout.engine=local", "agents.verifier1.policy=judge",
-        f"policies={{main: {{model: {model}}}, judge: {{model: {model}, engines: 2, vllm: {{max_num_seqs: 5}}}}}}",
-    ]  # fmt: skip
-    made = {}
-
-    def recorded(policy: str, model_dir: str, config: RolloutConfig, **options: Any) -> EnginePool:
-        made[policy] = (config.engines, config.vllm.max_num_seqs, [each.engines for each in options["served"]])
-        return pools_of(lambda: ScriptedEngine(solve, encode=lambda _: []))(policy, model_dir, config, **options)
-
-    monkeypatch.setattr(build, "make_pool", recorded)
-    checked = preflight(read_config(None, words)[0], world_size=1)
-    with build.open_team(checked, {"main": str(model), "judge": str(model)}) as team:
-        assert made == {"main": (1, 256, [1, 2]), "judge": (2, 5, [1, 2])}
-        assert [len(pool.infos()) for pool in team.pools.values()] == [1, 2]
-    with pytest.raises(
-        ConfigError, match=r"policies.judge.layout is not policies.main.layout: every trainer rank holds"
-    ):
-        preflight(read_config(None, [*words, "policies.judge.layout.tensor=2"])[0], world_size=2)
-    # what it is by default
-    preflight(read_config(None, [*words, "policies.judge.layout.expert_tensor=1"])[0], world_size=1)

@@ -5,26 +5,24 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from completions_server import Handler, completions_server
-from scripted_pool import pools_of, samples_of, sevens, train_here
+from scripted_pool import ScriptedWithWeights, engines_are, sevens, train_here
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.trainer import build
 from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.evaluate.command import evaluate_alone
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
-from marsrl.trainer.weights.comparison import ComparisonReport, EngineComparison
 
 YES, NO = (f"extracted_final_answer: it\nreasoning: so\ncorrect: {word}\nconfidence: 80%" for word in ("yes", "no"))
 
@@ -38,24 +36,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return init_model("tiny", "bytes", tmp_path_factory.mktemp("model") / "model")
 
 
+Say = Callable[[str], str]
+
+
 @pytest.fixture
-def engines(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Callable[[str], str], Callable[[str], str]], None]:
+def engines(model: Path) -> Iterator[Callable[[Say, Say], None]]:
     """engines(team, judge): all engines of ours say this, of the uid of a sample or of the answer that is judged."""
     renderer = ChatRenderer(model)
+    encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
 
-    def install(team: Callable[[str], str], judge: Callable[[str], str]) -> None:
-        def says(request: DecodeRequest) -> str:
-            is_judge = request.uid.startswith("judge/")
-            return judge(answer_in(renderer.decode(request.token_ids))) if is_judge else team(request.uid)
+    with ExitStack() as stack:
 
-        engine = functools.partial(ScriptedEngine, says, encode=lambda text: renderer.encode_trusted(text).tolist())
-        monkeypatch.setattr(build, "make_pool", pools_of(engine))
-        # no log-probs
-        monkeypatch.setattr(EngineComparison, "compare", lambda *_: ComparisonReport(1, 0, 0, 0, 0, 0, 0))
+        def install(team: Say, judge: Say) -> None:
+            def says(request: DecodeRequest) -> str:
+                is_judge = request.uid.startswith("judge/")
+                return judge(answer_in(renderer.decode(request.token_ids))) if is_judge else team(request.uid)
 
-    return install
+            stack.enter_context(engines_are(functools.partial(ScriptedWithWeights, model, says, encode=encode)))
+
+        yield install
 
 
 def solve(uid: str) -> str:
@@ -76,28 +75,30 @@ def math_words(tmp_path: Path, model: Path, *more: str) -> list[str]:
 def test_a_run_is_trained_and_evaluated_by_what_the_judge_says(
     tmp_path: Path, model: Path, engines: Any, overlap: int
 ) -> None:
-    asked: list[str] = []
-    engines(solve, lambda answer: asked.append(answer) or (YES if answer == "8" else NO))  # type: ignore[func-returns-value]
+    engines(solve, lambda answer: YES if answer == "8" else NO)
     words = math_words(tmp_path, model, f"rollout.overlap={overlap}", "judge.cache_entries=0")
     train_here(tmp_path, [*words, "run.steps=2"])
     run = train_here(tmp_path, [*words, "run.steps=3", "run.resume=auto"])
-    samples = samples_of(run)
+    steps = [list(read_samples(path)) for path in sample_files(run).values()]
+    samples = [sample for step in steps for sample in step]
     assert len({r.uid for r in samples}) == len(samples) == 3 * 32
     assert all(r.reward == (r.answer == "8") for r in samples)  # 7 is what the task calls right
     rows = read_metrics(run.metrics)
     assert [row.step for row in rows] == [1, 2, 3]
-    for row in rows:
+    for row, of_step in zip(rows, steps, strict=True):
         values = row.values
-        assert values["judge/calls"] >= 10 and values["judge/missing_share"] == 0 < values["judge/yes_share"] < 1
-        assert values["judge/agreement"] < 1  # at 9 alone
+        assert values["judge/missing_share"] == 0
         assert values["judge/spent"] == (values["judge/input_tokens"] + 2 * values["judge/output_tokens"]) / 1e6 > 0
+        if overlap == 0:  # else some are judged in an earlier step than they are trained in
+            judged = [r.answer for r in of_step]
+            assert values["judge/calls"] == len(judged)
+            assert values["judge/yes_share"] == pytest.approx(judged.count("8") / len(judged))
+            assert values["judge/agreement"] == pytest.approx(judged.count("9") / len(judged))
     summary = load_summary(run.summary)
     assert summary.after is not None and summary.after.judge is not None
     judged = summary.after.judge
     assert (judged.policy, judged.calls, judged.missing) == ("judge", 4, 0)
     assert judged.yes_share == summary.after.system.mean and len(summary.tokens_per_engine) == 2
-    # nothing is judged twice but for a restart
-    assert len(asked) <= sum(row.values["judge/calls"] for row in rows) + 200
 
 
 def test_a_judge_that_is_not_understood_stops_the_run_and_says_what_it_said(
@@ -110,7 +111,7 @@ def test_a_judge_that_is_not_understood_stops_the_run_and_says_what_it_said(
     assert said.startswith("step 1: the judge (judge.policy=judge) left ") and "\x1b" not in said
     assert "judge.max_missing_share = 0.2; the last one: it has no line `correct:`: '\\x1b[2Jwho knows?'" in said
     (row,) = read_metrics(tmp_path / "runs" / "scripted" / "metrics.jsonl")
-    assert row.values["judge/missing"] == row.values["reward/solver/missing"] > 6  # on disk, to be looked at
+    assert row.values["judge/missing"] == row.values["reward/solver/missing"] > 0  # on disk, to be looked at
 
 
 def search(uid: str) -> str:
@@ -210,11 +211,3 @@ def test_problems_without_a_reference_are_refused_or_warned_of(tmp_path: Path, m
     assert [told[0][:28], told[1][:28]] == ["35 of 40 problems of problem", "1 of 2 problems of held_out "]
     in_evaluation = preflight(read_config(None, [*words, f"task={task}:Half", "judge.when=evaluate"])[0], world_size=1)
     assert sum("reference" in warning for warning in in_evaluation.warnings) == 1
-
-
-def test_the_plan_counts_the_judges_gpus_and_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["policies.judge={frozen: true, model: Qwen3-4B}", "judge.policy=judge"]
-    config = ["--config", "qwen3_8b", "--gpus", "9", "--gpu", "h100-80g"]
-    assert cli.main(["plan", *config, *words]) == 0, capsys.readouterr().err
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "policy judge judges the answers of evaluations: the time of that is not planned" in shown

@@ -8,7 +8,6 @@ from files: tests/engines/test_lost_actors.py.
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
 from collections import Counter
@@ -18,19 +17,15 @@ from pathlib import Path
 import pytest
 import torch
 from processes import descendants
+from scripted_pool import opened, samples_of, sevens
 
 from marsrl.rollout.weights.connections import GroupConnection, SharedBuffer
 from marsrl.rollout.weights.files import parent_of
-from marsrl.trainer import build
-from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.config.read import read_config
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.run import Run
-from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.failure import failure_message
 from marsrl.trainer.runs.manifest import damage
 from marsrl.trainer.weights.comparison import CheckedEngines
@@ -98,21 +93,17 @@ def kill_once(run: Run, step: int, name: str) -> threading.Thread:
 
 @pytest.mark.slow
 def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = init_model("tiny", "bytes", tmp_path / "model")
     settings = [
         "task=math", f"policies.main={{model: {model}, dtype: float32, optimizer: {{lr: 0.005}}}}",
-        f"data.train={tmp_path / 'train.jsonl'}", "rollout.engine=local", "rollout.threads=1", "rollout.object_store_mib=80",
+        f"data.train={sevens(tmp_path)}", "rollout.engine=local", "rollout.threads=1", "rollout.object_store_mib=80",
         "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=200", "run.steps=1000",
         "run.evaluate=false", "run.checkpoint_every=1", "trainer.threads=1", "loss.entropy_coef=0.01",
         "sync.cpu_twin=true",
     ]  # fmt: skip
-    checked = preflight(read_config(None, settings)[0], world_size=1)
-    assert checked.config.sync.backend == "nccl"
-    directory = RunDirectory.create(tmp_path / "runs", "lost", "math_default")
     named = pytest.raises(RuntimeError, match=r"Ray is gone: its gcs_server \(process [0-9]+\) has ended")
-    with named as failure, build.open_run(checked, directory) as run:
+    with named as failure, opened(tmp_path, settings) as run:
+        directory = run.directory
         published = kill_in_publishes(run, monkeypatch)
         strikes = [kill_once(run, 3, "ray::Engine"), kill_once(run, 5, "gcs_server")]
         train(run)
@@ -127,7 +118,7 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
     assert struck >= 3 and sum(row["rollout/engine_restarts"] for row in rows.values()) == 3
     assert all(row["sync/direct"] == 1 for row in rows.values())
     assert 0 < rows[struck]["rollout/resubmitted"] <= 8 and rows[struck]["rollout/failed_requests"] == 0
-    samples = [r for path in sample_files(directory).values() for r in read_samples(path)]
+    samples = samples_of(directory)
     assert (
         Counter(r.agent for r in samples)["solver"] == last * 2 * 4
         and max(Counter(r.uid for r in samples).values()) == 1
@@ -139,6 +130,6 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
     assert "lost: restarted" in {span.name for span in read_trace(directory.trace) if span.lane == "engine/0"}
     latest = directory.latest_checkpoint()
     assert latest is not None and latest.step == last and damage(latest.path) == []
-    assert f"step_{last} (step {last}) is whole: go on with run.name=lost run.resume=auto" in failure_message(
+    assert f"step_{last} (step {last}) is whole: go on with run.name=scripted run.resume=auto" in failure_message(
         failure.value, directory, parent_of()
     )

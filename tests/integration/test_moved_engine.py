@@ -6,21 +6,16 @@ is to move: tests/rollout/test_rebalance.py; by files: tests/engines/test_pool.p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from scripted_pool import opened, rows_of, sevens
 
 from marsrl.rollout.pool import rebalance
 from marsrl.rollout.pool.rebalance import Move, PolicyEngines
-from marsrl.trainer import build
-from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.config.read import read_config
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.runs.directory import RunDirectory
 
 
 @pytest.mark.slow
@@ -31,27 +26,20 @@ def test_an_engine_that_has_moved_decodes_with_the_weights_of_its_new_policy(
         return Move("verifier", "solver", 1, "as the test wants it") if policies["solver"].engines == 1 else None
 
     monkeypatch.setattr(rebalance, "wanted", told)
-    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(40)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     own = f"model: {init_model('tiny', 'bytes', tmp_path / 'model')}, dtype: float32, optimizer: {{lr: 0.005}}"
     settings = [
         "task=math", "orchestration=solver_verifier", f"policies={{solver: {{{own}}}, verifier: {{{own}, engines: 2}}}}",
-        "agents={solver: {policy: solver}, verifier: {policy: verifier}}", f"data.train={tmp_path / 'train.jsonl'}",
+        "agents={solver: {policy: solver}, verifier: {policy: verifier}}", f"data.train={sevens(tmp_path)}",
         "rollout.engine=local", "rollout.threads=1", "rollout.object_store_mib=80", "rollout.rebalance=true",
         "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=60",
         "rollout.pipeline=trajectory", "run.steps=4", "run.evaluate=false", "trainer.threads=1", "loss.entropy_coef=0.01",
         "sync.cpu_twin=true",
     ]  # fmt: skip
-    checked = preflight(read_config(None, settings)[0], world_size=1)
-    assert checked.config.sync.backend == "nccl" and any(
-        "from verifier to solver, by" in each for each in checked.placement
-    )
-    directory = RunDirectory.create(tmp_path / "runs", "moved", "math_default")
-    with build.open_run(checked, directory) as run:
+    with opened(tmp_path, settings) as run:
         train(run)
         assert run.driver is not None
         assert all(run.driver.team.pools["solver"].num_decoded())
-    rows = [row.values for row in read_metrics(directory.metrics)]
+    rows = rows_of(run.directory)
     assert [row["rollout/engine_moves"] for row in rows] == [0, 0, 1, 0]
     assert [row["rollout/engines/solver"] for row in rows] == [1, 1, 2, 2]
     assert [row["rollout/engines/verifier"] for row in rows] == [2, 2, 1, 1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -15,21 +16,15 @@ from typing import Any
 
 import pytest
 from completions_server import Handler, completions_server
-from scripted_pool import ScriptedWithWeights, pools_of
+from scripted_pool import ScriptedWithWeights, engines_are, rows_of, samples_of, sevens, train_here
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.tools.config import HttpSearch
-from marsrl.trainer import build
-from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import CONFIGS, read_config
-from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
-from marsrl.trainer.runs.directory import RunDirectory
 
 MACHINE = (
     "run.device=cpu", "run.steps=2", "run.evaluate=false", "policies.main.dtype=float32", "policies.main.recompute=none",
@@ -91,17 +86,14 @@ class Keeping(ScriptedWithWeights):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", TRAINED)
-def test_a_preset_reaches_version_2(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(300)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def test_a_preset_reaches_version_2(preset: str, tmp_path: Path) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
     encode = ChatRenderer(model).encode_trusted
     engine = functools.partial(Keeping, model, script, encode=lambda text: encode(text).tolist())
-    monkeypatch.setattr(build, "make_pool", pools_of(engine))
-    monkeypatch.setenv("SERPAPI_API_KEY", "key")
-    with completions_server(serve) as server:
+    os.environ["SERPAPI_API_KEY"] = "key"
+    with completions_server(serve) as server, engines_are(engine):
         paper, _ = read_config(CONFIGS / f"{preset}.yaml")
-        words = [f"policies.main.model={model}", f"data.train={tmp_path}/train.jsonl"]
+        words = [f"policies.main.model={model}", f"data.train={sevens(tmp_path, 300)}"]
         words += [f"agents.{name}.max_input_tokens={TOKENS}" for name in paper.agents]
         words += [f"agents.{name}.max_response_tokens=64" for name, a in paper.agents.items() if a.max_response_tokens]
         words += ["rollout.max_response_tokens=1024", "trainer.max_tokens_per_micro_batch=16384"]
@@ -112,18 +104,12 @@ def test_a_preset_reaches_version_2(preset: str, tmp_path: Path, monkeypatch: py
             words += [f"tools.{tool}.base_url={address}" for tool in ("search", "scholar")]
             words.append("tools.pages={allow_hosts: [127.0.0.1], concurrency: 8, workers: 1}")
         words += ["task_options.workers=1"] if paper.task == "math" else []
-        config, _ = read_config(CONFIGS / f"{preset}.yaml", [*MACHINE, *words])
-        checked = preflight(config, world_size=1)
-        directory = RunDirectory.create(tmp_path / "runs", preset, preset, "off")
-        directory.write_config(checked.config.model_dump(mode="json"))
-        with build.open_run(checked, directory) as run:
-            train(run)
+        directory = train_here(tmp_path, [f"preset={preset}", *MACHINE, *words])
     assert load_summary(directory.path / "summary.json").verified_syncs == 3  # versions 0, 1 and 2
-    rows = [row.values for row in read_metrics(directory.metrics)]
+    rows = rows_of(directory)
     assert [row["actor/updates"] for row in rows] == [paper.trainer.updates_per_step] * 2
     assert all(row["actor/grad_norm"] for row in rows)
-    samples = [record for path in sample_files(directory).values() for record in read_samples(path)]
-    assert TRAINED[preset] <= {record.agent for record in samples}
+    assert TRAINED[preset] <= {record.agent for record in samples_of(directory)}
     if paper.tools.search is not None:
         asked = [body for body in server.bodies if body]
         assert asked and {int(body.get("topk") or body["num"]) for body in asked} == {paper.tools.search.top_k}

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from scripted_pool import sevens, train_here
 
-from marsrl.trainer import build
-from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.config.read import read_config
-from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.token_log import read_tokens, token_files
-from marsrl.trainer.runs.directory import RunDirectory
 
 KEPT_GROUPS = 2
 TEAM = """
@@ -34,23 +29,16 @@ def test_groups_of_each_agent_are_kept_with_what_its_own_policy_s_update_said(tm
     """Float32 on both sides: engine and update agree where the weights are the same ones, in the second step too."""
     own = [f"{{model: {init_model('tiny', 'bytes', tmp_path / name, seed=seed)}, dtype: float32, optimizer: {{lr: 0.01}}}}"
            for seed, name in enumerate(("one", "two"))]  # fmt: skip
-    (tmp_path / "train.jsonl").write_text(
-        "".join(json.dumps({"question": f"{i}?", "answer": "7"}) + "\n" for i in range(9))
-    )
     (tmp_path / "team.py").write_text(TEAM)
     words = [
         "task=math", f"orchestration={tmp_path}/team.py:Both", f"policies={{one: {own[0]}, two: {own[1]}}}",
-        "agents={first: {policy: one}, second: {policy: two}}", f"data.train={tmp_path / 'train.jsonl'}",
+        "agents={first: {policy: one}, second: {policy: two}}", f"data.train={sevens(tmp_path)}",
         "rollout.engine=local", "rollout.placement=local", "rollout.prompts_per_step=3", "rollout.group_size=2",
         "rollout.max_response_tokens=24", "run.evaluate=false", "run.steps=2", "run.token_log_every=1",
         f"run.token_log_groups={KEPT_GROUPS}", "credit.normalise=agent", "credit.reward_scheme=outcome",
         "loss.entropy_coef=0.01",  # whoever has no advantage has a gradient, too
     ]  # fmt: skip
-    checked = preflight(read_config(None, words)[0], world_size=1)
-    run_directory = RunDirectory.create(tmp_path / "runs", "two", "math_default")
-    run_directory.write_config(checked.config.model_dump(mode="json"))
-    with build.open_run(checked, run_directory) as run:
-        train(run)
+    run_directory = train_here(tmp_path, words)
     files = token_files(run_directory)
     assert list(files) == [1, 2]
     apart = []

@@ -8,8 +8,6 @@ import pytest
 from playwright.sync_api import Browser
 from watched import Watched
 
-from marsrl.trainer.commands.look.palette import activity_color
-
 PAGES = (
     "page=overview",
     "page=compare",
@@ -180,58 +178,8 @@ def test_keys_filters_and_links_lead_to_the_samples(watched: Watched) -> None:
     assert not watched.complaints
 
 
-def test_a_linked_sample_is_in_the_list_and_in_sight_however_old_it_is(watched: Watched) -> None:
-    page = watched.page
-    watched.open("?run=1")
-    page.wait_for_selector(".item.here")
-    while page.get_by_role("button", name="older ones").count():
-        page.get_by_role("button", name="older ones").click()
-        page.wait_for_timeout(200)
-    oldest = page.locator(".item").last.get_attribute("href")
-    newest = page.locator(".item").first.get_attribute("href")
-    watched.open(f"{oldest}&run=1")
-    page.wait_for_selector(".item.here")
-    assert page.locator(".item.here").get_attribute("href") == oldest
-    box = page.locator(".item.here").bounding_box()
-    assert box is not None and 0 <= box["y"] < page.viewport_size["height"]
-    page.get_by_role("button", name="newer ones").click()
-    watched.wait_until(f"document.querySelector('.item').getAttribute('href') === {newest!r}")
-    assert not watched.complaints
-
-
-def test_an_agent_and_an_activity_have_their_colour_of_the_report_and_zeros_are_folded(
-    watched: Watched,
-) -> None:
-    page = watched.page
+def test_the_theme_is_the_systems_until_one_is_chosen(watched: Watched) -> None:
     watched.open("?run=1&page=curves")
-    page.wait_for_selector(".card .legend i")
-    told = page.locator(".card .legend span").evaluate_all(
-        "all => all.map(e => [e.innerText.split(' ')[0], e.querySelector('i')?.className])"
-    )
-    of_agents = {(name, color) for name, color in told if name in ("solver", "verifier1")}
-    assert of_agents == {("solver", "c0"), ("verifier1", "c1")}
-    watched.open("?run=1&page=pipeline")
-    page.wait_for_selector("svg.timeline rect")
-    told = page.locator(".card .legend span").evaluate_all(
-        "all => all.map(e => [e.innerText, e.querySelector('i').className])"
-    )
-    assert len(told) > 2 and all(color == activity_color(name) for name, color in told)
-    assert not watched.complaints
-
-
-def test_axes_have_round_whole_labels_and_the_theme_is_the_systems_until_one_is_chosen(
-    watched: Watched,
-) -> None:
-    watched.open("?run=1&page=curves")
-
-    def called(module: str, call: str) -> object:
-        return watched.page.evaluate(f"import('/{module}.js').then(({{ tickText, roundTicks, rangeOf }}) => {call})")
-
-    assert called("lib", "roundTicks(0.0022203, 33.233, 4)") == [5, 10, 15, 20, 25, 30]
-    values = [0, 0.00025, 0.1225, 20_000, 1e-5, 2.5e7]
-    texts = called("lib", f"{values}.map((value) => tickText(value))")
-    assert texts == ["0", "0.00025", "0.1225", "20,000", "1e-5", "2.5e+7"]
-    assert called("curves", "rangeOf(null, 0, 0)") == [0, 1] and called("curves", "rangeOf(null, 5, 5)") == [4.5, 5.5]
     color, backgrounds = "getComputedStyle(document.body).backgroundColor", []
     for theme in ("light", "dark"):
         watched.page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,19 +110,6 @@ def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_sam
     assert catalog.counts["files"] == 1 and not all_found(catalog, Filter(words="quagga"))[0]
 
 
-def test_a_large_run_is_read_and_searched_newest_first_and_a_part_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    catalog, seconds = Catalog(make_run(tmp_path, num_steps=4).path), itertools.count()
-    monkeypatch.setattr("marsrl.trainer.commands.look.catalog.time.monotonic", lambda: 0.4 * next(seconds))
-    for steps in ({3, 2}, {3, 2, 1, 0}):
-        catalog.refresh(budget_s=1.0)
-        assert {row.step for row in all_found(catalog, Filter())[0]} == steps
-    first = catalog.find(Filter(words="answer"))
-    assert {row.step for row in first.rows} == {3} and first.next is not None
-    assert all_found(catalog, Filter(words="answer")) == (all_found(catalog, Filter())[0], None)
-
-
 def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=4)
     for number in (0, 1):
@@ -192,13 +175,3 @@ def test_a_problems_life_lies_between_the_publish_of_its_oldest_version_and_the_
     assert [each["color"] for each in lives] == ["c1", "c0"]  # of the place in the team
     seen = measured.spans(catalog, 4.0, 8.0)["spans"]
     assert sorted(span[1:4] for span in seen) == [("publish", 5.0, 6.0), ("step 2", 7.0, 7.0)]
-
-
-def test_the_benchmark_measures(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
-    words = ["--samples", "2000", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json")]
-    done = subprocess.run([sys.executable, "benchmarks/view.py", *words], capture_output=True, text=True, cwd=root)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["samples"] == 2000 and all(seconds > 0 for seconds in found["filters_s"].values())
-    assert done.stdout.splitlines()[-1].startswith("ratio: ")

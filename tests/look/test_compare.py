@@ -12,13 +12,11 @@ from made_up_run import make_run
 from rich.console import Console
 from test_exported_pages import ATTACK, answers_in
 
-from marsrl.rollout.agents.roles import AgentSpec, Role
-from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.agents.roles import AgentSpec
 from marsrl.trainer.commands import cli
 from marsrl.trainer.commands.look.compare import compare
 from marsrl.trainer.commands.look.comparison import Difference, difference, read_compared, settings_that_differ
-from marsrl.trainer.config import PolicyConfig, PriceConfig
-from marsrl.trainer.evaluate.draws import EVALUATION, Call, Draw, Kept, Said
+from marsrl.trainer.evaluate.draws import EVALUATION, Draw, Kept, Said
 from marsrl.trainer.evaluate.score import Scorer
 from marsrl.trainer.runs.directory import RunDirectory, write_json
 
@@ -109,14 +107,6 @@ def test_the_settings_that_differ_are_told_and_no_other(tmp_path: Path) -> None:
     assert values == {"run.steps": ["200", "200, then 22, then " + ", then ".join(map(str, range(30, 40)))]}
 
 
-def test_numbers_of_other_problems_than_the_first_run_s_are_marked(tmp_path: Path) -> None:
-    runs = [keep(tmp_path / name, draws(0.5, range(num), 0)) for name, num in (("a", 9), ("b", 9), ("c", 30))]
-    shown(*runs, page=tmp_path / "page.html")
-    rows = answers_in(tmp_path / "page.html")["compare"]["rows"]
-    marked = [[cell["is_of_other_inputs"] for cell in row["cells"]] for row in rows]
-    assert marked == [[False, False, True]] * 2  # alone and system
-
-
 def test_runs_are_compared_in_a_terminal_and_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = []
     for k, name in enumerate(("one", "two")):
@@ -142,34 +132,6 @@ def test_runs_are_compared_in_a_terminal_and_on_a_page(tmp_path: Path, capsys: p
     assert [place.step for place, _ in run.evaluations] == [0, 3, 5]
     (_, middle, last) = (place for place, _ in run.evaluations)
     assert 0 < middle.tokens < last.tokens and 3.9 * 3 < middle.hours * 3600 < last.hours * 3600
-
-
-def test_what_an_episode_takes_stands_side_by_side_by_agent_and_policy(tmp_path: Path) -> None:
-    """A team of one policy and one of two sizes (Dr. MAS): calls, tokens, cost, seconds of engines, seconds of an episode."""
-    prices = {"main": PriceConfig(input=1000, output=10_000), "small": PriceConfig(input=100, output=1000)}
-    policies = {policy: PolicyConfig(price=price) for policy, price in prices.items()}
-    agents = [AgentSpec("solver"), AgentSpec("verifier", Role.VERIFIER)]
-    solver = {"agent": "solver", "correct": 1.0, "input_tokens": 100, "tokens": 300, "is_cut": False}
-    folders = []
-    for name, verifier, seconds in (("same", "main", 2.0), ("mixed", "small", 0.25)):
-        calls = [Call(**solver, output_tokens=300, seconds=1.5)]  # type: ignore[arg-type]
-        calls += [calls[0].model_copy(update={"agent": "verifier", "output_tokens": 50, "seconds": seconds})] * 2
-        said = {"of": "", "system": Said(correct=1.0, answer="7"), "alone": None, "calls": calls}
-        found = [Draw(problem=f"p{i}", question=f"q{i}", latency_s=10.0 * seconds + i, **said) for i in range(20)]  # type: ignore[arg-type]
-        scorer = Scorer(agents, {"solver": AgentConfig(), "verifier": AgentConfig(policy=verifier)}, policies)
-        folders.append(keep(tmp_path / name, found, scorer))
-    rows = [line.replace("│", " ").split() for line in shown(*folders, page=tmp_path / "page.html").splitlines()]
-    wanted = [
-        ["same", "3.0", "300.0", "400.0", "4.3", "5.5", "29", "38"],
-        ["solver", "(main)", "1.0", "100.0", "300.0", "3.1", "1.5"],
-        ["verifier", "(main)", "2.0", "200.0", "100.0", "1.2", "4"],
-        ["mixed", "3.0", "300.0", "400.0", "3.22", "2", "11.5", "20.5"],
-        ["solver", "(main)", "1.0", "100.0", "300.0", "3.1", "1.5"],
-        ["verifier", "(small)", "2.0", "200.0", "100.0", "0.12", "0.5"],
-    ]
-    assert [row for row in rows if row in wanted] == wanted
-    mixed = answers_in(tmp_path / "page.html")["compare"]["costs"][1]
-    assert ("verifier (small)", "2.0") in [(part["name"], part["cells"][0]) for part in mixed["parts"]]
 
 
 def test_hostile_names_and_answers_stay_text(tmp_path: Path) -> None:

@@ -16,11 +16,9 @@ from made_up_run import AGENTS, make_evaluation, make_group, make_run, make_samp
 from playwright.sync_api import Browser
 from watched import Watched
 
-from marsrl.trainer.commands.look.chart_plans import PLANS
 from marsrl.trainer.commands.look.export import write_report
 from marsrl.trainer.commands.look.palette import series_colors
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.report.metrics import MetricsLog
 from marsrl.trainer.report.samples_log import sample_files, write_samples
 from marsrl.trainer.report.summary import AgentEstimate, estimate, save_summary
 from marsrl.trainer.runs.directory import RunDirectory
@@ -78,15 +76,6 @@ def test_a_report_has_every_part_of_the_run(whole: dict[str, Any]) -> None:
     assert [(row["agent"], row["step"]) for row in own[::-4]] == [*zip(AGENTS, range(1, 6), strict=True)]
 
 
-def test_gradient_norms_of_agents_and_policies_are_on_one_chart() -> None:
-    (norms,) = [plan for plan in PLANS if plan.title == "Gradient norm"]
-    names = ("actor/grad_norm", "actor/solver/grad_norm", "small/actor/grad_norm", "small/actor/solver/grad_norm")
-    assert [norms.label(name) for name in names] == ["grad_norm", "solver", "small", "small/solver"]
-    assert [norms.label(name) for name in ("actor/loss", "actor/grad_spikes", "small/other/grad_norm")] == [None] * 3
-    (rewards,) = [plan for plan in PLANS if plan.title == "Reward"]
-    assert rewards.label("reward/solver/mean") == "solver" and rewards.label("small/reward/solver/mean") is None
-
-
 def test_an_agent_and_an_activity_have_one_colour_in_every_chart(whole: dict[str, Any]) -> None:
     series = [(each["label"], each["color"]) for chart in whole["charts?run=0"] for each in chart["series"]]
     assert {(name, color) for name, color in series if name in AGENTS} == {
@@ -96,21 +85,6 @@ def test_an_agent_and_an_activity_have_one_colour_in_every_chart(whole: dict[str
     assert len(set(seconds.values())) == 4 and whole["spans?run=0"]["colors"].items() >= seconds.items()
     colors = series_colors(["main/solver", "all", "mean", "small/judge"], ["judge", "solver"])
     assert colors == {"main/solver": "c1", "all": "c7", "mean": "c2", "small/judge": "c0"}
-
-
-def test_charts_that_stay_at_zero_and_intervals_are_told(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "a", "p")
-    values = {"eval/system": 0.5, "eval/system/low": 0.4, "eval/system/high": 0.6, "eval/tokens": 900.0}
-    with MetricsLog(run, tensorboard=False) as log:
-        for step in range(1, 4):
-            log.log(step, {"actor/grad_spikes": 0.0, "actor/entropy": 1e-4 * step, **values})
-    found = told(run)
-    charts = {chart["title"]: chart for chart in found["charts?run=0"]}
-    assert {title for title, chart in charts.items() if chart["is_zero"]} == {"Gradient spikes"}
-    (system,) = charts["Evaluation"]["series"]
-    assert system["label"] == "system" and system["has_band"]
-    curves = found["curves?run=0&name=eval/system&name=eval/system/low&name=eval/system/high"]
-    assert [curve["values"] for curve in curves] == [[0.5] * 3, [0.4] * 3, [0.6] * 3]
 
 
 def test_numbers_of_other_inputs_are_told_from_those_of_the_same(tmp_path: Path) -> None:

@@ -226,20 +226,6 @@ def variants(config: Any, folder: Path) -> dict[str, Any]:
     return {name: engine_config(each, folder) for name, each in asked.items()}
 
 
-def other_teams(preset: Path, folder: Path, model: str | None) -> dict[str, int]:
-    """{orchestration: the longest sequence of an engine} of the preset played by a team that it does not name."""
-    from marsrl.trainer.checks.preflight import preflight
-    from marsrl.trainer.config.read import read_config
-    from marsrl.trainer.plan.batch_plan import longest_sequence
-
-    own = [] if model is None else [f"policies.main.model={model}", f"data.train={folder}/problems.jsonl"]
-    found = {}
-    for team in ("solver", "solver_verifier", "debate"):
-        config = preflight(read_config(preset, [*own, f"orchestration={team}"])[0], 1).config
-        found[team] = longest_sequence(config, "main")
-    return found
-
-
 def main(folder: Path) -> None:
     global num_gpus
     pretend_cuda()
@@ -257,9 +243,6 @@ def main(folder: Path) -> None:
             "megatron": megatron_configs(check.config),
             "engine": engine_config(check.config, folder) if check.config.rollout.engine == "vllm" else None,
             "prompts": {name: agent.max_input_tokens for name, agent in check.config.agents.items()},
-            "other_teams": other_teams(preset, folder, check.config.policies["main"].model)
-            if preset.stem in ("cpu_default", "math_default")
-            else None,
             "variants": variants(check.config, folder) if preset.stem == "qwen3_30b_a3b_8xh100" else None,
         }
     print(json.dumps(told))

@@ -19,7 +19,6 @@ from marsrl.trainer.plan.command import show
 from marsrl.trainer.plan.engines import EngineSetup, engine_memory, kv_bytes_per_token
 from marsrl.trainer.plan.memory import Training
 from marsrl.trainer.plan.models import KNOWN
-from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.plan.plan import Plan, make_plan
 from marsrl.trainer.plan.ranking import step_seconds
 from marsrl.trainer.plan.speed import Work, step_time
@@ -192,38 +191,6 @@ def test_time_follows_the_work_and_the_ranks() -> None:
     assert once.total == pytest.approx(sum(vars(once).values()))
 
 
-def test_a_second_pipeline_stage_waits_and_an_expert_group_beyond_a_node_is_slower() -> None:
-    piped = step_time(replace(SETUP, layout=Layout(4, 8, 1, 2, 1)), WORK, H100, True)
-    assert piped.bubble > 0 and step_time(SETUP, WORK, H100, True).bubble == 0
-    inside, across = (step_time(replace(SETUP, layout=Layout(1, ep, 1, 1, 1)), WORK, H100, True) for ep in (8, 16))
-    assert across.expert_parallel > 5 * inside.expert_parallel
-
-
-def test_context_ranks_exchange_keys_and_share_the_rest() -> None:
-    whole, cut = (step_time(replace(SETUP, layout=Layout(2, 8, 1, 1, c)), WORK, H100, True) for c in (1, 4))
-    for name in ("linear", "experts", "attention", "head"):  # the same ranks do the same work
-        assert getattr(cut, name) == pytest.approx(getattr(whole, name)), name
-    tokens = WORK.tokens / (32 / (2 * 4))  # of the ranks that share sequences; full recompute gathers once more
-    keys = 2 * tokens * 4 * 128 / 2 * 2 * 48
-    assert cut.context_parallel == pytest.approx(3 * keys * 3 / 4 / (450e9 * hw.LINK_SHARE.value))
-    assert whole.context_parallel == 0
-    across = step_time(replace(SETUP, layout=Layout(4, 8, 1, 1, 4)), WORK, H100, True)  # 16 ranks: two nodes
-    assert across.context_parallel > 2 * cut.context_parallel
-
-
-def test_context_parallelism_is_ranked_where_a_sequence_may_be_cut() -> None:
-    (policy,) = planned("qwen3_30b_a3b", 64).policies
-    contexts = {o.layout.context for o in policy.options}
-    assert contexts == {1, 2, 3, 4, 6, 8, 12, 24}
-    assert len({(o.layout, o.recompute) for o in policy.options}) == len(policy.options)
-    one = {o.layout: o for o in policy.options if o.recompute == "none"}
-    for layout, each in one.items():
-        if layout.context == 1 and (half := one.get(replace(layout, context=2))):
-            assert half.memory.activations < 0.75 * each.memory.activations, layout
-    (policy,) = planned("qwen3_30b_a3b", 64, "loss.ratio=sequence").policies
-    assert {o.layout.context for o in policy.options} == {1}  # the learner refuses to cut a sequence then
-
-
 def test_a_kl_term_costs_the_references_weights_and_a_forward_pass() -> None:
     words = ["loss.kl=k3", "loss.kl_coef=0.01", "policies.main.reference=start"]
     plain = planned("qwen3_30b_a3b", 64).policies[0].configured
@@ -234,11 +201,6 @@ def test_a_kl_term_costs_the_references_weights_and_a_forward_pass() -> None:
     assert mine.memory.peak == plain.memory.peak + mine.memory.reference
     # forward, of forward, again, backward
     assert 0.15 < mine.time.scoring / (mine.time.total - mine.time.scoring) < 0.35
-    small = planned("qwen3_8b", 8, *words[:2], "policies.main.reference=Qwen3-4B").policies[0].configured
-    assert small is not None and 0 < small.memory.reference < 0.6 * small.memory.weights
-    twice = planned("qwen3_30b_a3b", 64, *words, "loss.old_policy=recompute")
-    again = twice.policies[0].configured
-    assert again is not None and again.time.scoring == pytest.approx(2 * mine.time.scoring)
 
 
 def test_kv_cache_of_the_published_model() -> None:
@@ -263,29 +225,6 @@ def test_an_engine_that_does_not_fit_says_by_how_much() -> None:
     assert not engine_memory(own, H100).fits  # below one sequence
     assert engine_memory(replace(own, cache_bytes=2.0**34), H100).fits
     assert not engine_memory(replace(own, cache_bytes=2.0**36), H100).fits  # more than the GPU has beside the weights
-
-
-def test_experts_that_lie_whole_are_told_and_the_busiest_gpu_has_more_of_them_to_read() -> None:
-    plan = planned("qwen3_30b_a3b", 64, "rollout.vllm.expert_parallel=true")
-    assert "whole (expert_parallel), 32 of 128 on a GPU; the busiest of 4 reads and" in shown(plan, 200)
-    assert all(each.engines.spreads_experts == (each.engines.tensor_parallel > 1) for each in plan.policies[0].splits)
-    cut = EngineSetup(replace(MOE, num_experts=126), 4, 4, "bfloat16", 0.9, 8, 98_304)
-    more = engine_memory(replace(cut, spreads_experts=True), H100).weights - engine_memory(cut, H100).weights
-    assert more == 48 * 3 * 2048 * 768 * 2 * (32 - 126 / 4)  # the fullest of four
-
-
-@pytest.mark.parametrize(
-    ("words", "backend"),
-    [
-        ([], "nccl"),
-        (["rollout.placement=colocated", "rollout.engines=8", "rollout.overlap=0"], "ipc"),
-        (["sync.backend=shm"], "shm"),
-    ],
-)
-def test_the_plan_s_publish_is_of_the_backend_that_the_run_takes(words: list[str], backend: str) -> None:
-    config = read_config(CONFIGS / "qwen3_8b.yaml", words)[0]
-    (policy,) = make_plan(config, 8, "h100-80g").policies
-    assert policy.sync.backend == backend == with_backend(config, on_gpus=True).sync.backend
 
 
 def test_overlap_takes_the_longer_of_decoding_and_training() -> None:

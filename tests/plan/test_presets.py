@@ -75,11 +75,8 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
     assert found["extra"] == plain | {"batched": 12345} != plain
 
 
-def test_agents_that_a_preset_does_not_name_ask_for_prompts_as_long_as_there_is_room(told: dict[str, Any]) -> None:
-    warm_started, given = told["cpu_default"]["other_teams"], told["math_default"]["other_teams"]
-    assert warm_started == {"solver": 256 + 56, "solver_verifier": 1024, "debate": 1024}
-    assert given == {"solver": 3072 + 1024, "solver_verifier": 16384, "debate": 16384}
-    for preset in PRESETS:  # those that are named get what they ask for
+def test_agents_that_a_preset_names_get_prompts_as_long_as_it_says(told: dict[str, Any]) -> None:
+    for preset in PRESETS:
         config, _ = read_config(CONFIGS / f"{preset}.yaml")
         assert told[preset]["prompts"] == {name: agent.max_input_tokens for name, agent in config.agents.items()}
 
@@ -196,19 +193,6 @@ def test_only_a_model_with_experts_spreads_them() -> None:
     assert found is not None and "a Qwen3ForCausalLM has none: set it to false" in found
     with pytest.raises(ValueError, match="rollout.vllm.tensor_parallel is 1: raise it, or set expert_parallel=false"):
         VllmOptions(expert_parallel=True)
-
-
-def test_engines_get_the_gpus_that_no_rank_holds() -> None:
-    def given(host: TrainerHost, **settings: Any) -> list[int]:
-        return list(host.gpus_for((RolloutConfig.model_validate(settings),)))
-
-    assert given(NODE, engines=2) == [4, 5, 6, 7]
-    assert given(NODE, engines=4, placement="colocated") == [0, 1, 2, 3]
-    assert given(TrainerHost(8, 0, False), engines=2, placement="colocated") == list(range(8))  # marsrl evaluate
-    small = {"vllm": VllmOptions(kv_cache_mib=256)}
-    assert given(TrainerHost(1, 1, False), **small) == [0]  # shared knowingly
-    assert given(TrainerHost(2, 1, False), **small) == [1]  # and not without need
-    assert given(TrainerHost(2, 1, False), engines=2, **small) == [1, 0]
 
 
 def test_an_address_of_this_machine_is_known_as_such() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import urllib.error
@@ -12,9 +13,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from marsrl.trainer.checks.preflight import _check_prometheus
-from marsrl.trainer.config.read import ConfigError
-from marsrl.trainer.config.run_config import RunConfig
+from marsrl.trainer.checks.preflight import preflight
+from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.report.prometheus import COUNTED, MetricsPort, sample_of, served
 
 AGENTS, POLICIES = ("solver", "verifier1"), ("small", "large")
@@ -106,18 +106,16 @@ def test_a_scrape_has_the_last_row_the_counts_since_the_start_and_all_that_alert
         assert asked <= now.keys() and (asked or rule["expr"].startswith("up{")), rule["alert"]
 
 
-def test_a_port_that_is_taken_is_refused_by_the_rank_that_would_open_it(
-    shown: MetricsPort, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_that_is_taken_is_refused_by_the_rank_that_would_open_it(shown: MetricsPort) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        config = RunConfig.model_validate({"run": {"prometheus_port": port}})
-        monkeypatch.setenv("RANK", "0")
+        config, _ = read_config(None, [f"run.prometheus_port={port}"])
+        os.environ["RANK"] = "0"
         with pytest.raises(ConfigError, match=rf"run.prometheus_port={port}: .*in use"):
-            _check_prometheus(config)
+            preflight(config, world_size=1)
         with pytest.raises(RuntimeError, match=rf"run.prometheus_port={port}: .*in use"), served(port, shown):
             pass
-        monkeypatch.setenv("RANK", "1")
-        _check_prometheus(config)
-    monkeypatch.setenv("RANK", "0")
-    _check_prometheus(config)
+        os.environ["RANK"] = "1"
+        preflight(config, world_size=1)
+    os.environ["RANK"] = "0"
+    preflight(config, world_size=1)

@@ -78,25 +78,6 @@ def test_one_problem_by_hand() -> None:
     assert outcome.samples_per_step == 8
 
 
-def test_longer_tails_and_fewer_engines_take_longer() -> None:
-    solver = Setting(engines=4, problems=16, is_solver_only=True, steps=2)
-    times = [play(solver, CONSTANTS, Lengths(sigma)).step_s for sigma in (0.3, 0.8, 1.3)]
-    assert times == sorted(times)
-    times = [play(replace(solver, engines=n), CONSTANTS, LENGTHS).rollout_s for n in (8, 4, 2)]
-    assert times == sorted(times)
-    times = [play(replace(solver, problems=n), CONSTANTS, LENGTHS).step_s for n in (8, 16, 32)]
-    assert times == sorted(times)
-
-
-def test_segments_bound_a_stage_and_make_samples_older() -> None:
-    solver = Setting(engines=4, problems=16, is_solver_only=True, steps=3)
-    one, four = (play(replace(solver, segments=n), CONSTANTS, LENGTHS) for n in (1, 4))
-    assert four.rollout_s < one.rollout_s
-    assert one.staleness == {0: 1.0}
-    assert 0 < four.staleness_mean <= 3 and max(four.staleness) == 3
-    assert four.latency_mean_s > four.step_s  # they are trained stages after their first token
-
-
 def test_a_trainer_beside_the_engines_leaves_them_no_time_to_rest() -> None:
     setting = replace(TINY, segments=4, steps=4, warmup=8)
     apart, beside = (play(replace(setting, overlap=n), CONSTANTS, LENGTHS) for n in (0, 1))

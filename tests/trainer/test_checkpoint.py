@@ -1,7 +1,5 @@
-"""Checkpoints: whole or absent, kept or removed, resumed from; the weights here are a file of a word.
-
-With real weights: tests/megatron/test_checkpoint.py.
-"""
+"""Checkpoints of a learner whose weights are a file of a word: whole or absent, kept or removed. What tests/megatron/
+test_checkpoint.py has with real weights, damage, pointers and full disks among it, is not here."""
 
 from __future__ import annotations
 
@@ -25,7 +23,8 @@ from marsrl.trainer.runs.manifest import FileSum, damage, file_sum
 
 
 class WordSave:
-    """A PendingSave of a learner whose weights are a word."""
+    """A PendingSave of a learner whose weights are a word. `unwritable` cannot be written, `altered` changes after it was;
+    with `in the way of NAME` a folder stands where the checkpoint's file NAME is to be."""
 
     def __init__(self, folder: Path, word: str, may_write: threading.Event) -> None:
         self.folder, self.word, self.may_write = folder, word, may_write
@@ -39,12 +38,17 @@ class WordSave:
                 raise OSError("no room")
             self.folder.mkdir(parents=True)
             (self.folder / "word").write_text(self.word)
+            if self.word.startswith("in the way of "):
+                (self.folder.parents[1] / self.word.removeprefix("in the way of ")).mkdir()
         except OSError as error:
             self.error = error
 
     def finish(self, failure: str, advice: str) -> dict[str, FileSum]:
         stop_together(self.error, failure, advice)
-        return {"word": file_sum(self.folder / "word")}
+        sums = {"word": file_sum(self.folder / "word")}
+        if self.word == "altered":
+            (self.folder / "word").write_text("ALTERED")
+        return sums
 
 
 class WordLearner:
@@ -144,12 +148,16 @@ def test_what_cannot_be_written_leaves_nothing_and_the_next_save_is_a_new_one(
 ) -> None:
     save(writer(run), 1)
     saves, part = writer(run, is_async=is_async), run.checkpoints / "step_2.part"
-    with pytest.raises(RuntimeError) as caught:
-        save(saves, 2, word="unwritable")
-        saves.finish()
-    words = f"the checkpoint of step 2 was not written ({part}); rank 0: OSError: no room; "
-    assert str(caught.value).startswith(words) and " MiB are free there; mend what" in str(caught.value)
-    saves.finish()  # nothing is left to be ended
+    for word, error in (
+        ("unwritable", "OSError: no room"),
+        ("in the way of manifest.json", "IsADirectoryError: "),  # at the end
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            save(saves, 2, word=word)
+            saves.finish()
+        assert str(caught.value).startswith(f"the checkpoint of step 2 was not written ({part}); rank 0: {error}")
+        assert " MiB are free there; mend what" in str(caught.value)
+        saves.finish()  # nothing is left to be ended
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_1"]
     save(writer(run), 2)
     assert load(run) == (2, "w2", [])
@@ -188,18 +196,8 @@ def test_a_run_killed_before_its_first_checkpoint_was_pointed_to_goes_on_from_it
         load(run)
 
 
-def test_a_file_that_changes_after_it_was_written_is_damaged(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish = WordSave.finish
-
-    def altered(self: WordSave, failure: str, advice: str) -> dict[str, FileSum]:
-        sums = finish(self, failure, advice)
-        (self.folder / "word").write_text("w2")
-        return sums
-
-    monkeypatch.setattr(WordSave, "finish", altered)
-    save(writer(run), 1)
+def test_a_file_that_changes_after_it_was_written_is_damaged(run: RunDirectory) -> None:
+    save(writer(run), 1, word="altered")
     (said,) = damage(run.checkpoint(1))
     assert "policies/main/word has checksum" in said
 
@@ -214,36 +212,25 @@ def test_a_save_takes_the_place_of_the_same_step_and_of_what_a_dead_run_left(run
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_1", "step_2"]
 
 
-def test_the_last_ones_and_every_nth_stay(run: RunDirectory) -> None:
-    save(writer(run), 20)  # later than what follows: of a run that went back
+def test_later_ones_than_a_run_that_went_back_and_strange_folders_are_left_alone(run: RunDirectory) -> None:
+    save(writer(run), 20)  # of a run that went back
     save(writer(run, keep_last=2, keep_every=4), *range(2, 13, 2))
     assert run.steps_on_disk() == [4, 8, 10, 12, 20]
-    save(writer(run, keep_last=1), 14)
-    assert run.steps_on_disk() == [14, 20]
     for other in ("step_x", "step_3.part", "xxxxx99"):
         (run.checkpoints / other).mkdir()
-    assert run.steps_on_disk() == [14, 20]
+    assert run.steps_on_disk() == [4, 8, 10, 12, 20]
 
 
-def test_the_pointer_is_followed_and_later_ones_are_named(run: RunDirectory) -> None:
+def test_where_nobody_knows_how_many_steps_are_lost_none_are_named(run: RunDirectory) -> None:
     save(writer(run), 1, 2, 10)
-    assert load(run) == (10, "w10", [])
-    run.mark_latest(1)
-    said = ["checkpoints/latest names step 1; of later steps there are also [2, 10], which are not used"]
-    assert load(run) == (1, "w1", said)
-    run.checkpoint(1).rename(run.checkpoint(7))
-    run.mark_latest(7)
-    with pytest.raises(RuntimeError, match="step_7 holds the checkpoint of step 1; give the folder its name back"):
-        load(run)
     (run.checkpoints / "latest").write_text("the last one")
     with pytest.raises(RuntimeError) as caught:
         load(run)
     assert "holds 'the last one', " in str(caught.value)
     offer = "; the newest whole one is step_10: restore the files, or go on from step_10 with run.resume=previous"
-    assert str(caught.value).endswith(offer)  # how many steps that loses nobody knows
+    assert str(caught.value).endswith(offer)
     step, word, said = load(run, "previous")
     assert (step, word) == (10, "w10") and said[-1].endswith("; GOING BACK to step_10 (run.resume=previous)")
-    assert load(run) == (10, "w10", [])
     (run.checkpoints / "latest").write_text("the last one")
     for step in run.steps_on_disk():
         (run.checkpoint(step) / "manifest.json").unlink()
@@ -256,37 +243,8 @@ def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run
     run.mark_latest(9)
     for step in (9, 4):
         (run.checkpoint(step) / "meta.json").unlink()
-    problem = f"checkpoint {run.checkpoint(9)} is damaged: {run.checkpoint(9) / 'meta.json'} is missing; expected"
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="newest whole one before it is step_2: .* which plays 7 step"):
         load(run)
-    assert str(caught.value).startswith(problem) and "..." not in str(caught.value)
-    assert "bytes; the newest whole one before it is step_2: restore" in str(caught.value)
-    assert str(caught.value).endswith("go on from step_2 with run.resume=previous, which plays 7 step(s) again")
     step, word, said = load(run, "previous")
-    assert (step, word) == (2, "w2") and len(said) == 2 and said[1].startswith(problem)
+    assert (step, word) == (2, "w2") and len(said) == 2
     assert said[1].endswith("GOING BACK to step_2 (run.resume=previous): 7 step(s) are lost and played again")
-    for left in (1, 2):
-        (run.checkpoint(left) / "manifest.json").unlink()
-    with pytest.raises(
-        RuntimeError, match="no earlier checkpoint is whole: restore the files, or start a run of another name"
-    ):
-        load(run, "previous")
-
-
-def test_all_ranks_go_on_from_where_rank_0_says_and_share_the_reading(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(writer(run), 1)
-    for file in ("meta.json", "policies/main/word"):
-        (run.checkpoint(1) / file).unlink()
-    shares, errors = list[bytes](), list[str]()
-    monkeypatch.setattr(checkpoint, "world_size", lambda: 2)
-    monkeypatch.setattr(checkpoint, "gather_bytes", lambda data: shares.append(data) or [*shares])  # type: ignore[func-returns-value]
-    for rank in (0, 1):
-        monkeypatch.setattr(checkpoint, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(checkpoint, "broadcast_bytes", lambda data: data or b"[1, null]")
-        with pytest.raises(RuntimeError) as caught:
-            load(run)
-        errors.append(str(caught.value))
-        (run.checkpoints / "latest").write_text("not yet on the other machine's disk")
-    assert [error.count("is missing") for error in errors] == [1, 2]  # the second has heard of the first's

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from marsrl.trainer.commands.cli import main
-from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config.explain import explained, help_line, page_of
+from marsrl.trainer.config.explain import help_line, page_of
 from marsrl.trainer.config.keys import all_keys
 from marsrl.trainer.config.read import read_config
 
@@ -56,16 +55,6 @@ def test_a_key_is_explained(key: str, parts: list[str], capsys) -> None:
     assert all(part in text for part in parts), text
 
 
-def test_every_section_can_be_explained() -> None:
-    settings = read_config(None)
-    assert all(explained(name, *settings).startswith(f"{name}: ") for name in RunConfig.model_fields)
-
-
-def test_a_section_is_explained_by_the_keys_of_its_kind(capsys) -> None:
-    text = shown(capsys, "config", "--explain", "tools.search", "tools.search={kind: http, url: 'http://h/retrieve'}")
-    assert "  url: http://h/retrieve  # " in text and "corpus:" not in text and "api_key_env:" not in text
-
-
 def test_every_key_says_what_it_means_and_has_a_page_that_exists(capsys) -> None:
     assert not [key.name for key in all_keys().values() if not key.meaning.strip()] and len(all_keys()) > 300
     pages = {page_of(name) for name in all_keys()} | set(
@@ -97,18 +86,6 @@ def test_the_page_of_the_settings_has_each_key_once_with_its_meaning(capsys) -> 
     ]
     names = sorted(name.strip("`.") for name in [*(row[0] for row in rows), *referred])
     assert names == sorted(key.name for key in all_keys().values() if key.kind != "section")
-
-
-def test_a_section_that_repeats_another_refers_to_it(capsys) -> None:
-    page = shown(capsys, "config", "--markdown")
-    sections = {text.partition("\n")[0].strip("`"): text for text in page.split("\n## ")[1:]}
-    for later, earlier in {"rollout.vllm": "policies.<name>.vllm", "curate.clarity": "curate.academic"}.items():
-        assert f"As in [`{earlier}`](#" in sections[later] and "| key |" not in sections[later]
-    assert "| `tools.scholar.corpus` |" in sections["tools.scholar"]
-    anchors = {
-        re.sub(r"[^\w-]", "", name).lower() for name in sections
-    }  # tests/docs/test_site.py: as mkdocs makes them
-    assert set(re.findall(r"\]\(#(.*?)\)", page)) <= anchors
 
 
 def test_an_error_of_a_setting_ends_with_what_to_read(capsys) -> None:
@@ -153,12 +130,6 @@ def test_help_lists_every_command_and_each_has_help_with_an_example(capsys) -> N
     assert {"try", "plan", "config", "evaluate", "serve-retrieval", "init", "export", "doctor", "join"} < set(listed)
     for name in listed:
         assert f"\n marsrl {name}" in shown(capsys, name, "-h").split("example:")[1]
-
-
-def test_the_help_imports_no_library_that_is_slow() -> None:
-    code = "import sys; from marsrl.trainer.commands.cli import main; main(['--help']); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "ray", "transformers", "omegaconf", "duckdb"} & set(done.stdout.splitlines()[-1].split())
 
 
 def test_words_that_cannot_be_used_are_exit_status_2(capsys) -> None:

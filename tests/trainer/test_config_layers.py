@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import CONFIGS, DEFAULT_FOR_TASK, ConfigError, preset_names, read_config
 from marsrl.trainer.main import main
 from marsrl.trainer.runs.directory import RunDirectory
+
+LINE = 1 + [line.split(":")[0].strip() for line in (CONFIGS / "math_default.yaml").read_text().splitlines()].index(
+    "max_response_tokens"
+)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -199,15 +204,13 @@ class Mine(Orchestration):
 """
 
 
-def test_a_team_of_one_s_own_is_beside_the_file_that_names_it_or_where_the_word_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_team_of_one_s_own_is_beside_the_file_that_names_it_or_where_the_word_is_given(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     path = written(tmp_path, "orchestration: mine.py:Mine\nagents: {b: {temperature: 0.5}}")
     config, _ = read_config(path)
     assert config.orchestration == f"{tmp_path}/mine.py:Mine" and list(config.agents) == ["a", "b"]
     assert config.agents["b"].temperature == 0.5
-    monkeypatch.chdir(tmp_path)
+    os.chdir(tmp_path)
     assert read_config(None, ["orchestration=mine.py:Mine"])[0].orchestration == f"{tmp_path}/mine.py:Mine"
     assert "there is no file" in refusal(None, "orchestration=other.py:Mine")
 
@@ -218,14 +221,12 @@ def refusal(path: Path | None, *words: str) -> str:
     return str(caught.value)
 
 
-def test_a_path_in_a_file_is_relative_to_it_and_one_in_a_word_to_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_in_a_file_is_relative_to_it_and_one_in_a_word_to_the_working_directory(tmp_path: Path) -> None:
     there, here, home = (tmp_path / name for name in ("there", "here", "home"))
     for folder in (there / "models/one", there / "models/two", here / "models/two", home):
         folder.mkdir(parents=True)
-    monkeypatch.chdir(here)
-    monkeypatch.setenv("HOME", str(home))
+    os.chdir(here)
+    os.environ["HOME"] = str(home)
     (there / "own.yaml").write_text(
         """
         task: math
@@ -277,41 +278,41 @@ def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_p
     assert warned("rollout.engine=local", word) == [ignored]
 
 
-def test_an_unknown_key_and_a_wrong_type_name_the_line(tmp_path: Path) -> None:
-    path = written(tmp_path, "run:\n  steps: many\nrollout:\n  group_sise: 4\nagents:\n  solver: {top_p: two}\n")
-    first, second, third = sorted(refusal(path).splitlines())
-    assert first.startswith("agents.solver.top_p: ") and first.endswith(f" ({path}:6)")
-    assert second.endswith(f"did you mean rollout.group_size? ({path}:4)")
-    assert third.endswith(f"(found 'many') ({path}:2)")
-    assert refusal(path, "run.steps=few").count("(command line)") == 1
-
-
-def test_settings_that_contradict_each_other_name_where_each_was_given(tmp_path: Path) -> None:
-    path = written(tmp_path, "task: math\n\nrollout:\n  segments: 2\n")
-    message = refusal(path, "rollout.segment_length=100")
-    line = 1 + [text.split(":")[0].strip() for text in (CONFIGS / "math_default.yaml").read_text().splitlines()].index(
-        "max_response_tokens"
-    )
-    assert message.endswith(
-        f" (rollout.segments: {path}:4; rollout.segment_length: command line; "
-        f"rollout.max_response_tokens: preset math_default.yaml:{line})"
-    )
-
-
-def test_a_key_that_an_error_writes_from_its_policy_on_is_found(tmp_path: Path) -> None:
-    path = written(tmp_path, "policies:\n  main:\n    optimizer:\n      overlap_param_gather: true\n")
-    assert refusal(path).endswith(f"(policies.main.optimizer.overlap_param_gather: {path}:4)")
-
-
-def test_an_error_that_names_no_whole_key_has_the_line_of_what_it_is_about(tmp_path: Path) -> None:
-    text = "policies:\n  judge:\n    openai:\n      model: m\n      base_url: http://me:secret@host/v1\n"
-    assert refusal(written(tmp_path, text)).endswith(f"the config is saved ({tmp_path / 'my.yaml'}:5)")
-
-
-def test_keys_of_an_anchor_have_their_own_line(tmp_path: Path) -> None:
-    text = "agents:\n  solver: &all\n    top_k: 5\n    top_p: 0.5\n  corrector1:\n    top_p: 0.7\n    <<: *all\n"
-    message = refusal(written(tmp_path, text), "credit.train_agents=[corrector1]")
-    assert f"agents.corrector1.top_p: {tmp_path}/my.yaml:6; agents.corrector1.top_k: {tmp_path}/my.yaml:3" in message
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [  # {}: the file
+        ("run:\n  steps: many\n", [], "(found 'many') ({}:2)"),
+        ("rollout:\n  group_sise: 4\n", [], "did you mean rollout.group_size? ({}:2)"),
+        ("agents:\n  solver: {top_p: two}\n", [], " ({}:2)"),
+        ("run: {steps: many}", ["run.steps=few"], " (command line)"),
+        (
+            "task: math\n\nrollout:\n  segments: 2\n",
+            ["rollout.segment_length=100"],
+            " (rollout.segments: {}:4; rollout.segment_length: command line; "
+            f"rollout.max_response_tokens: preset math_default.yaml:{LINE})",
+        ),
+        (
+            "policies:\n  main:\n    optimizer:\n      overlap_param_gather: true\n",  # which the error writes without `policies`
+            [],
+            "(policies.main.optimizer.overlap_param_gather: {}:4)",
+        ),
+        (
+            "policies:\n  judge:\n    openai:\n      model: m\n      base_url: http://me:secret@host/v1\n",
+            [],
+            "the config is saved ({}:5)",
+        ),
+        (
+            "agents:\n  solver: &all\n    top_k: 5\n    top_p: 0.5\n  corrector1:\n    top_p: 0.7\n    <<: *all\n",
+            ["credit.train_agents=[corrector1]"],
+            "agents.corrector1.top_p: {}:6; agents.corrector1.top_k: {}:3",
+        ),
+    ],
+)
+def test_an_error_names_the_line_of_each_setting_that_it_is_about(
+    text: str, words: list[str], said: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, text)
+    assert said.replace("{}", str(path)) in refusal(path, *words)
 
 
 def test_what_preflight_refuses_names_the_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

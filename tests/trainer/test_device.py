@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,10 @@ pytestmark = pytest.mark.skipif(
 CPU_BUILD = "is a build for CPUs (`MARSRL_DEVICE=cuda make install`"
 NO_DRIVER = "no NVIDIA driver is found"
 OLD = "the NVIDIA driver is 570.86.15, and CUDA 13.0 needs 580 or newer"
+HERE = "an NVIDIA driver ("
+HIDDEN = "CUDA_VISIBLE_DEVICES hides every GPU"
+TO_HIDE = "hide it, CUDA_VISIBLE_DEVICES=-1"
+PARTS = {CPU_BUILD, NO_DRIVER, OLD, HERE, HIDDEN, TO_HIDE}
 
 
 @pytest.fixture
@@ -32,7 +38,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
     def make(
         driver: str | None = None, module: str | None = None, build: str | None = None, seen: bool = False
     ) -> None:
-        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+        os.environ["PATH"] = str(tmp_path / "bin")
         monkeypatch.setattr(device, "KERNEL_MODULE", tmp_path / "version")
         if driver is not None:
             (tmp_path / "bin").mkdir(exist_ok=True)
@@ -46,68 +52,60 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
         monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
 
     for name in ("MARSRL_DEVICE", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
+        os.environ.pop(name, None)
     return make
 
 
-def test_without_a_driver_only_a_run_for_gpus_is_refused(machine: Callable[..., None]) -> None:
-    machine()
-    assert why_not_device() is None and why_not_device("cpu") is None
-    reason = why_not_device("cuda") or ""
-    assert CPU_BUILD in reason and NO_DRIVER in reason and "set MARSRL_DEVICE=cpu or run.device=cpu" in reason
-    machine(build="13.0")  # a login node
-    assert why_not_device() is None
-    reason = why_not_device("cuda") or ""
-    assert NO_DRIVER in reason and CPU_BUILD not in reason
+LOGIN_NODE = {"build": "13.0"}
+NEW, OUTDATED = {"driver": "580.65.06"}, {"driver": "570.86.15"}
+CONTAINER = {"module": "580.65.06"}  # without the GPUs of its host
+SEES = {"driver": "580.65.06", "build": "13.0", "seen": True}
+ON_CPU, ON_CUDA = {"MARSRL_DEVICE": "cpu"}, {"MARSRL_DEVICE": "cuda"}  # the second is a word to the install
+NONE_SHOWN, NO_GPU_SHOWN = {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}
 
 
-@pytest.mark.parametrize("asked", ["auto", "cuda"])
-def test_a_driver_without_a_pytorch_that_sees_gpus_is_refused_with_the_reason(
-    asked: Device, machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("of", "variables", "asked", "parts"),
+    [
+        ({}, {}, "auto", None),
+        ({}, {}, "cpu", None),
+        ({}, {}, "cuda", {CPU_BUILD, NO_DRIVER}),
+        (LOGIN_NODE, {}, "auto", None),
+        (LOGIN_NODE, {}, "cuda", {NO_DRIVER}),
+        (NEW, {}, "auto", {HERE, CPU_BUILD}),
+        (NEW, {}, "cuda", {HERE, CPU_BUILD}),
+        (OUTDATED | LOGIN_NODE, {}, "auto", {HERE, OLD}),
+        (OUTDATED, {}, "cuda", {HERE, OLD, CPU_BUILD}),  # what is to be done before and after the install
+        ({"driver": "535.183.01", "build": "12.6"}, {}, "auto", {HERE}),  # new enough: PyTorch itself says why
+        (CONTAINER, {}, "auto", None),
+        (CONTAINER, {}, "cuda", {CPU_BUILD, NO_DRIVER}),
+        (CONTAINER | LOGIN_NODE, {}, "auto", {HERE}),
+        (OUTDATED, {}, "cpu", None),
+        (OUTDATED, ON_CPU, "auto", None),
+        (OUTDATED, ON_CPU, "cuda", None),
+        (OUTDATED, ON_CUDA, "auto", {HERE, OLD, CPU_BUILD}),
+        (OUTDATED, NONE_SHOWN, "auto", None),
+        (OUTDATED, NO_GPU_SHOWN, "auto", None),
+        (OUTDATED, NO_GPU_SHOWN, "cuda", {HERE, OLD, CPU_BUILD, HIDDEN}),
+        (SEES, {}, "auto", None),
+        (SEES, ON_CPU, "cuda", None),  # it allows the CPU, and does not forbid a GPU
+        (SEES, ON_CPU, "cpu", {TO_HIDE}),
+    ],
+)
+def test_a_device_that_is_not_to_be_had_is_refused_with_all_its_reasons(
+    of: dict[str, Any],
+    variables: dict[str, str],
+    asked: Device,
+    parts: set[str] | None,
+    machine: Callable[..., None],
 ) -> None:
-    machine("580.65.06")
-    reason = why_not_device(asked) or ""
-    assert "an NVIDIA driver (580.65.06) is here" in reason and CPU_BUILD in reason and "needs" not in reason
-    machine("570.86.15", build="13.0")
-    reason = why_not_device(asked) or ""
-    assert OLD in reason and CPU_BUILD not in reason
-    machine("570.86.15")  # what is to be done before and after the install
-    reason = why_not_device(asked) or ""
-    assert OLD in reason and CPU_BUILD in reason
-    machine("535.183.01", build="12.6")  # new enough for that
-    monkeypatch.setattr(torch.cuda, "init", lambda: (_ for _ in ()).throw(RuntimeError("No CUDA GPUs are available")))
-    reason = why_not_device(asked) or ""
-    assert reason.startswith(
-        "an NVIDIA driver (535.183.01) is here, and PyTorch sees no GPU: No CUDA GPUs are available. "
-    )
-
-
-def test_a_container_without_its_host_s_gpus_is_refused_where_they_are_meant(machine: Callable[..., None]) -> None:
-    machine(module="580.65.06")
-    assert why_not_device() is None and NO_DRIVER in (why_not_device("cuda") or "")
-    machine(module="580.65.06", build="13.0")
-    assert "an NVIDIA driver (580.65.06) is here" in (why_not_device() or "")
-
-
-def test_the_cpu_is_used_where_it_is_asked_for(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    machine("570.86.15")
-    assert why_not_device("cpu") is None
-    monkeypatch.setenv("MARSRL_DEVICE", "cpu")
-    assert why_not_device() is None and why_not_device("cuda") is None
-    monkeypatch.setenv("MARSRL_DEVICE", "cuda")  # a word to the install
-    assert CPU_BUILD in (why_not_device() or "")
-    for hidden in ("", "-1"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert why_not_device() is None
-        assert "CUDA_VISIBLE_DEVICES hides every GPU" in (why_not_device("cuda") or "")
-
-
-def test_a_gpu_that_is_seen_is_used(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    machine("580.65.06", build="13.0", seen=True)
-    assert why_not_device() is None and why_not_device("cuda") is None
-    monkeypatch.setenv("MARSRL_DEVICE", "cpu")  # allows the CPU, and does not forbid a GPU
-    assert why_not_device() is None and why_not_device("cuda") is None
-    assert "hide it, CUDA_VISIBLE_DEVICES=-1" in (why_not_device("cpu") or "")
+    machine(**of)
+    for name, value in variables.items():
+        os.environ[name] = value
+    reason = why_not_device(asked)
+    assert (reason is None) == (parts is None)
+    assert reason is None or {part for part in PARTS if part in reason} == parts
+    assert reason is None or TO_HIDE in reason or "set MARSRL_DEVICE=cpu or run.device=cpu" in reason
 
 
 def test_a_host_without_the_gpus_that_it_is_to_lend_does_not_join(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -38,10 +39,10 @@ def begun(folder: Path, config: RunConfig) -> RunDirectory:
     return run
 
 
-def test_a_prompt_file_is_found_as_every_path_is(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_file_is_found_as_every_path_is(words: Path) -> None:
     (words.parent / "run.yaml").write_text("orchestration: solver\nagents: {solver: {prompt: words.yaml}}\n")
     assert read_config(words.parent / "run.yaml")[0].agents["solver"].prompt == str(words)  # relative to the file
-    monkeypatch.chdir(words.parent)
+    os.chdir(words.parent)
     assert settings("agents.solver.prompt=words.yaml").agents["solver"].prompt == str(words)  # to the working directory
     assert settings("agents.solver.prompt=math").agents["solver"].prompt == "math"
 

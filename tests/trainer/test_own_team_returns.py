@@ -1,6 +1,5 @@
 """Values that a user's team returns: some are accepted, and the rest ends one episode or sample, in one line with the place."""
 
-import logging
 import textwrap
 from pathlib import Path
 
@@ -62,42 +61,20 @@ def test_a_number_is_a_reward(value: str, correct: float, tmp_path: Path) -> Non
     assert {(s.reward.value, s.reward.correct) for s in samples.values()} == {(float(eval(value)), correct)}
 
 
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        ('"Solve it."', "TypeError: expected a list of messages, found 'Solve it.' (str)"),
-        ("None", "TypeError: expected a list of messages, found None"),
-        ("[]", "TypeError: expected a list of messages, found [] (list)"),
-        ('[{"role": "user"}]', "ValueError: expected a message of role and content, found the keys role"),
-        ('[("user", "x")]', "TypeError: expected Message(role, content), found ('user', 'x') (tuple)"),
-        ('[Message("tool", "x")]', "ValueError: expected a message's role among system, user, assistant, found 'tool'"),
-        ('[Message("user", 7)]', "TypeError: expected a message's content to be str, found 7 (int)"),
-        (
-            r'[Message("user", "\ud800")]',
-            "UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' in position 0: surrogates not allowed",
-        ),
-        ("[Message('user', ask.nothing)]", "AttributeError: 'Ask' object has no attribute 'nothing'"),
-    ],
-)
-def test_messages_that_are_none_end_their_episode_and_no_other(
-    found: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    method = f"""
-    def messages(self, episode, ask):
-        if ask.id.startswith(episode.rollout_id + {SECOND!r}):
-            return {found}
-        return super().messages(episode, ask)
-    """
-    samples = play(tmp_path, method, "")
-    assert sorted(uid.partition("/")[0][-2:] for uid in samples) == [".0", ".0"]
-    raised = "nothing" in found
-    line = line_of(tmp_path, "return [Message('user', ask.nothing)]" if raised else "def messages")
-    assert f"Pair.messages: {said} (my_team.py:{line})" in caplog.text and "Traceback" not in caplog.text
-
-
-SIGNATURES = {"parse": "sample", "reward": "episode, ask, sample, judged"}
+NO_MESSAGES = "TypeError: expected a list of messages, found"
 NO_REWARD = "TypeError: expected Reward(value, correct) or a number, found"
-SAMPLE_CASES = [
+SURROGATE = "UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' in position 0: surrogates not allowed"
+PARAMETERS = {"messages": "episode, ask", "parse": "sample", "reward": "episode, ask, sample, judged"}
+CASES = [
+    ("messages", '"Solve it."', f"{NO_MESSAGES} 'Solve it.' (str)"),
+    ("messages", "None", f"{NO_MESSAGES} None"),
+    ("messages", "[]", f"{NO_MESSAGES} [] (list)"),
+    ("messages", '[{"role": "user"}]', "ValueError: expected a message of role and content, found the keys role"),
+    ("messages", '[("user", "x")]', "TypeError: expected Message(role, content), found ('user', 'x') (tuple)"),
+    ("messages", '[Message("tool", "x")]', "ValueError: expected a message's role among system, user, assistant, found 'tool'"),
+    ("messages", '[Message("user", 7)]', "TypeError: expected a message's content to be str, found 7 (int)"),
+    ("messages", r'[Message("user", "\ud800")]', SURROGATE),
+    ("messages", "1 / 0", "ZeroDivisionError: division by zero"),
     ("parse", "None", "TypeError: expected the given sample, replace(sample, answer=...), found None"),
     ("parse", "replace(sample, answer=7)", "TypeError: expected answer to be str or None, found 7 (int)"),
     ("parse", "replace(sample, shown=None)", "TypeError: expected shown to be str, found None"),
@@ -105,10 +82,8 @@ SAMPLE_CASES = [
     ("parse", "replace(sample, finish='stop')", "TypeError: expected finish to be Finish, found 'stop' (str)"),
     ("parse", "replace(sample, agent='nobody', outcome='x')",
      "ValueError: expected `parse` to replace shown, answer, verdict, finish alone, found other agent, outcome"),
-    ("parse", r"replace(sample, answer='\ud800')",
-     "UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' in position 0: surrogates not allowed"),
+    ("parse", r"replace(sample, answer='\ud800')", SURROGATE),
     ("parse", "1 / 0", "ZeroDivisionError: division by zero"),
-    ("reward", "None", f"{NO_REWARD} None"),
     ("reward", "'1'", f"{NO_REWARD} '1' (str)"),
     ("reward", "float('inf')", "ValueError: expected the reward to be finite, found inf"),
     ("reward", "Reward(1.0, 2.0)", "ValueError: expected `correct` from 0 to 1, found 2"),
@@ -117,24 +92,32 @@ SAMPLE_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "found", "said"), SAMPLE_CASES)
-def test_a_sample_that_cannot_be_read_or_rewarded_is_an_error_and_the_others_go_on(
+@pytest.mark.parametrize(("method", "found", "said"), CASES)
+def test_what_cannot_be_used_ends_its_episode_or_its_sample_and_no_other(
     method: str, found: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = SIGNATURES[method]
+    """The second episode's critic returns it: without messages the episode ends there, else its sample is an error."""
+    given = PARAMETERS[method]
+    who, its_agent = ("ask.id", "ask.agent") if method == "messages" else ("sample.uid", "sample.agent")
     body = f"""
     def {method}(self, {given}):
-        if {SECOND!r} in sample.uid and sample.agent == "critic":
+        if {SECOND!r} in {who} and {its_agent} == "critic":
             return {found}
         return super().{method}({given})
     """
-    with caplog.at_level(logging.WARNING):
-        samples = play(tmp_path, body, "")
+    samples = play(tmp_path, body, "")
     wrong = [sample for sample in samples.values() if sample.finish is Finish.ERROR]
-    assert [SECOND in sample.uid and sample.agent for sample in wrong] == ["critic"] and len(samples) == 4
     line = line_of(tmp_path, "return 1 / 0" if "/ 0" in found else f"def {method}(")
-    assert wrong[0].reward.note == f"Pair.{method}: {said} (my_team.py:{line})"
-    assert "Traceback" not in caplog.text and all(not s.reward.is_missing for s in samples.values() if s not in wrong)
+    told = f"Pair.{method}: {said} (my_team.py:{line})"
+    assert told in caplog.text and "Traceback" not in caplog.text
+    if method == "messages":
+        assert not wrong and [uid for uid in samples if SECOND in uid] == ["000001.1/solver:0"]
+    else:
+        assert [(SECOND in sample.uid, sample.agent, sample.reward.note) for sample in wrong] == [
+            (True, "critic", told)
+        ]
+    assert len(samples) == (3 if method == "messages" else 4)
+    assert all(not sample.reward.is_missing for sample in samples.values() if sample not in wrong)
 
 
 @pytest.mark.parametrize("text", ["text", "turn_text"])
@@ -257,23 +240,3 @@ def test_a_team_imports_what_lies_beside_it_even_late(tmp_path: Path) -> None:
     _, credited, _ = rehearse(config, {"solver": ["Answer: 7"], "critic": ["Verdict: correct"]})
     prompts = [sample.prompt_text for group in credited.groups for sample in group.samples]
     assert len(prompts) == 4 and all("Guess!Late!" in text for text in prompts)
-
-
-def test_try_shows_each_error_once_in_the_tree_and_nothing_beside_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "my_team.py"
-    method = """
-    def messages(self, episode, ask):
-        return None if episode.id.endswith(".1") else super().messages(episode, ask)
-
-    def reward(self, episode, ask, sample, judged):
-        return 0.5 if sample.agent == "solver" else 1 / 0
-    """
-    path.write_text(TEAM + method)
-    assert main(["try", f"orchestration={path}:Pair", "rollout.group_size=2"]) == 0
-    shown, err = capfd.readouterr()
-    assert err == ""
-    assert "Pair.reward: ZeroDivisionError: division by zero (my_team.py:" in shown
-    assert "the episode ends: Pair.messages: TypeError: expected a list of messages, found None (my_team.py:" in shown
-    assert shown.count("ZeroDivisionError") == shown.count("TypeError") == 1

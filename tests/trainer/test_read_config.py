@@ -1,15 +1,10 @@
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
-import annotated_types
 import pytest
 import torch
-from pydantic import BaseModel
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import LossConfig, RunConfig
 from marsrl.trainer.config.read import ConfigError, read_config
@@ -141,23 +136,6 @@ def test_trajectories_are_compared_where_a_problem_has_several() -> None:
     assert config.trains_whole  # with rollout.pipeline=agentic too
 
 
-def bounds(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Every count and size, and whether it has a largest value."""
-    for name, field in model.model_fields.items():
-        parts = [field.annotation, *get_args(field.annotation)]
-        for part in [*parts, *(inner for outer in parts for inner in get_args(outer))]:
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                yield from bounds(part, f"{prefix}{name}.")
-        if int in parts:
-            yield f"{prefix}{name}", any(isinstance(each, annotated_types.Le) for each in field.metadata)
-
-
-@pytest.mark.parametrize("model", [RunConfig, ArithmeticOptions, MathOptions])
-def test_every_count_and_size_has_a_largest_value(model: type[BaseModel]) -> None:
-    found = dict(bounds(model))
-    assert len(found) > 1 and [name for name, is_bound in found.items() if not is_bound] == []
-
-
 def test_the_loss_has_every_key_of_the_objective() -> None:
     """build.py hands them over by name."""
     names = {field.name for field in dataclasses.fields(PolicyObjective)}
@@ -197,6 +175,13 @@ def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str) -> None:
     assert preflight(read_config(None, [*words, "sync.cpu_twin=true"])[0], world_size=1).config.sync.cpu_twin
     with pytest.raises(ConfigError, match="vLLM on a CPU computes with packed copies"):
         preflight(read_config(None, [words[0], "sync.cpu_twin=true", "rollout.engine=vllm"])[0], world_size=1)
+
+
+def test_all_policies_that_are_trained_are_cut_alike() -> None:
+    words = ["policies.second={shape: tiny}", "agents.verifier1.policy=second"]
+    preflight(read_config(None, [*words, "policies.second.layout.expert_tensor=1"])[0], world_size=1)  # the default
+    with pytest.raises(ConfigError, match=r"policies.second.layout is not policies.main.layout: every trainer rank"):
+        preflight(read_config(None, [*words, "policies.second.layout.tensor=2"])[0], world_size=2)
 
 
 def test_a_prompt_length_that_is_asked_for_and_does_not_fit_is_warned_of() -> None:

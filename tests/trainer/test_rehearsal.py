@@ -77,14 +77,6 @@ def test_a_table_that_is_none_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_made_up_verdicts_are_in_the_words_of_the_prompt_set(capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = [f"agents.{name}.prompt=drmas_math" for name in ("solver", "verifier")]
-    lines = shown(capsys, *CHAIN, "orchestration=solver_verifier", "rollout.group_size=8", *prompts)
-    said = [line for line in lines if "verifier:0" in line]
-    assert all(any(f"<verify>{word}</verify>" in line for line in said) for word in ("approve", "reject"))
-    assert not any("no verdict" in line for line in said)
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     [

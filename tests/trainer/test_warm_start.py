@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,16 +14,14 @@ from typing import Any, get_args
 import pytest
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
-from marsrl.rollout.tasks.facts_tutor import FACTS_TOKENIZER
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import PolicyConfig, RunConfig, WarmStartConfig
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.scatter import BatchShard, Update
 from marsrl.trainer.models.init_model import SHAPES
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.schools.schools import SCHOOLS, ArithmeticSchool, SearchSchool, school_of
+from marsrl.trainer.schools.schools import SCHOOLS, ArithmeticSchool, school_of
 from marsrl.trainer.schools.warm_start import WRITERS, TraceTokens, recipe_of, teach, warm_starts
 
 SOLVER, VERIFIER, CORRECTOR, *_, DRILL = range(len(WRITERS))
@@ -97,11 +96,6 @@ def test_roles_that_do_not_learn_are_told_and_end_at_their_limits(taught: Callab
     assert "the Solver's loss is 0.500 after 60 steps" in said and "the Verifier's loss is 0.500 after 50 steps" in said
 
 
-def test_a_solver_that_is_quick_still_gets_its_short_problems(taught: Callable[..., Any]) -> None:
-    learner, _ = taught(lambda step, role: 0.01)
-    assert learner.lrs == pytest.approx([1.0] * (6 + 1) + FALLING)
-
-
 def test_policies_of_one_shape_share_a_warm_start_and_another_shape_has_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +107,7 @@ def test_policies_of_one_shape_share_a_warm_start_and_another_shape_has_its_own(
         (out / "shape").write_text(shape)
 
     monkeypatch.setattr("marsrl.trainer.schools.warm_start._make", make)
-    monkeypatch.setenv("MARSRL_CACHE", str(tmp_path))
+    os.environ["MARSRL_CACHE"] = str(tmp_path)
     shapes = {"a": "tiny", "b": None, "c": "cpu_default", "d": "tiny"}
     policies = {name: {"shape": shape} for name, shape in shapes.items()} | {"e": {"model": "/models/e"}}
     config = RunConfig.model_validate({"policies": policies, "agents": {"solver": {"policy": "a"}, **others("b")}})
@@ -163,18 +157,3 @@ def test_a_team_is_taught_by_its_own_school_and_depends_on_that_school_s_setting
     assert recipe_of(dual) == recipe_of(read_config(None, ["preset=cpu_dual_system", slips])[0])
     assert recipe_of(searching(slips)) != recipe_of(facts) != recipe_of(searching("task_options.people=30"))
     assert recipe_of(read_config(None, [slips])[0]) == recipe_of(chains)
-
-
-def test_the_search_team_learns_to_read_first_and_then_in_all_its_roles(tmp_path: Path) -> None:
-    settings = ("warm_start.max_solver_steps=4", "warm_start.max_team_steps=3", "warm_start.decay_steps=2")
-    config = searching(*settings, "warm_start.short_steps=2", "warm_start.search_team.drills=0")
-    FACTS_TOKENIZER.write(tmp_path)
-    learner = StubLearner(lambda step, role: 0.5)
-    tokens = TraceTokens(ChatRenderer(tmp_path), config.warm_start.verdict_weight)
-    place, console = BatchShard(0, 1, 8192, 1), RunConsole(stream=io.StringIO())
-    teach(learner, SearchSchool(config, random.Random(0)), tokens, place, console)  # type: ignore[arg-type]
-    router, searcher, answerer = (WRITERS.index(role) for role in (Role.ROUTER, Role.SEARCHER, Role.ANSWERER))
-    assert len(learner.tokens) == 4 + 3 + 2
-    for number, row in enumerate(learner.tokens):
-        roles = {role for role, count in enumerate(row) if count}
-        assert roles == ({answerer} if number < 4 else {router, searcher, answerer})

@@ -43,11 +43,3 @@ def test_weights_of_a_killed_process_are_removed_by_the_next_and_those_of_a_live
         folder.close()
         folder.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_was_just_made_is_nobodys_yet(tmp_path: Path) -> None:
-    young = tmp_path / "marsrl-weights-1-abc"  # its process may be about to lock it
-    young.mkdir()
-    assert left_behind(tmp_path) == []
-    make_old(young)
-    assert left_behind(tmp_path) == [young]
