@@ -23,7 +23,6 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer.commands import cli
-from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
