@@ -2,17 +2,14 @@
 
 import pytest
 import torch
-from fused_head import compare_logprob
 
 from marsrl.kernels import LossInputs, PolicyObjective, linear_logprob, linear_policy_loss, raise_bad_values
 from marsrl.kernels.head import bad_values
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
 
-def test_non_contiguous_and_mixed_dtypes():
-    hidden, weight = torch.randn(16, 20).t()[:, ::2], torch.randn(8, 70).t()
-    targets = torch.randint(0, 70, (40,))[::2]
-    compare_logprob((hidden, weight, targets))
+def test_mixed_dtypes():
+    hidden, weight, targets = torch.randn(20, 8), torch.randn(70, 8), torch.randint(0, 70, (20,))
     mixed = linear_logprob(hidden.bfloat16(), weight, targets)
     exact, _ = linear_logprob_reference(hidden.bfloat16().double(), weight.double(), targets, 1.0, 70)
     torch.testing.assert_close(mixed.logprobs.double(), exact, atol=1e-5, rtol=1e-5)
