@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from marsrl.kernels.testing import assert_accurate
@@ -21,13 +23,10 @@ from marsrl.kernels.testing import assert_accurate
 Results = dict[str, Tensor]  # name -> what a variant computed; the names of the exact results
 
 
-def results_of(out: Tensor, leaves: Mapping[str, Tensor]) -> Results:
-    """The output and, by the leaves' names, the gradients that a backward pass has left there."""
-    results = {"out": out.detach()}
-    for name, leaf in leaves.items():
-        assert leaf.grad is not None, f"{name}: the backward pass has left no gradient"
-        results[name] = leaf.grad
-    return results
+def normal(shape: Shape) -> Callable[..., Tensor]:
+    """Draws standard normal tensors of given sizes, float32 on the shape's device; the same ones in every process."""
+    generator = torch.Generator(shape.device).manual_seed(0)
+    return lambda *sizes: torch.randn(*sizes, generator=generator, device=shape.device)
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,36 @@ class Variant:
     def __call__(self) -> Results:
         self.prepare()
         return self.run()
+
+
+@dataclass(frozen=True)
+class BothWays:
+    """Variants of a function of `leaves`, forward and then backward from `gradient`: the results are its output and, by the
+    leaves' names, their gradients."""
+
+    leaves: Mapping[str, Tensor]
+    gradient: Tensor
+
+    def variant(self, name: str, function: Callable[..., Tensor], does: str = "") -> Variant:
+        return Variant(name, partial(_both_ways, function, self.leaves, self.gradient), does, self._clear)
+
+    def judge(self, definition: Callable[..., Tensor]) -> Judgement:
+        """The definition in float64, and at the leaves' own dtypes."""
+        exact = {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
+        plain = {name: leaf.detach().clone().requires_grad_() for name, leaf in self.leaves.items()}
+        return Judgement(_both_ways(definition, exact, self.gradient), _both_ways(definition, plain, self.gradient))
+
+    def _clear(self) -> None:
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+
+def _both_ways(function: Callable[..., Tensor], leaves: Mapping[str, Tensor], gradient: Tensor) -> Results:
+    out = function(*leaves.values())
+    out.backward(gradient.to(out.dtype))
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    assert gradients.keys() == leaves.keys(), "the backward pass has left no gradient"
+    return {"out": out.detach(), **gradients}
 
 
 @dataclass(frozen=True)

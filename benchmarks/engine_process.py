@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 Make = Callable[[str, str], Any]
 """(model_dir, dtype) -> an engine; called in its process."""
+
+_engines: list[Any] = []  # of this process: one, in the child
 
 
 def local_engine(model_dir: str, dtype: str) -> Any:
@@ -21,21 +23,14 @@ def local_engine(model_dir: str, dtype: str) -> Any:
     return LocalEngine(model_dir, dtype=dtype, max_model_len=256)
 
 
-def _serve(connection: Connection, make: Make, model_dir: str, dtype: str) -> None:
-    """The child: calls the engine's methods until the other end closes."""
+def _begin(make: Make, model_dir: str, dtype: str) -> None:
+    _engines.append(make(model_dir, dtype))
+
+
+def _call(method: str, arguments: tuple[Any, ...]) -> Any:
     from marsrl.rollout.pool.replicas import timed
 
-    engine = make(model_dir, dtype)
-    while True:
-        try:
-            method, args = connection.recv()
-        except EOFError:
-            return
-        try:
-            answer: Any = timed(partial(getattr(engine, method), *args))
-        except Exception as error:  # raised by the parent
-            answer = error
-        connection.send(answer)
+    return timed(partial(getattr(_engines[0], method), *arguments))
 
 
 class EngineProcess:
@@ -46,10 +41,7 @@ class EngineProcess:
     ) -> None:
         # forked: the child has this checkout's modules, wherever they were imported from
         context = multiprocessing.get_context(start)
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, model_dir, dtype), daemon=True)  # type: ignore[attr-defined]
-        self._process.start()
-        theirs.close()
+        self._process = ProcessPoolExecutor(1, context, _begin, (make, model_dir, dtype))
 
     def __len__(self) -> int:
         return 1
@@ -58,15 +50,7 @@ class EngineProcess:
         self, method: str, arguments: Sequence[tuple[Any, ...]] | Mapping[int, tuple[Any, ...]], on_lost: object = None
     ) -> dict[int, Any]:
         """As pool.Replicas; on_lost is of no use: where the process ends, that is raised."""
-        self._connection.send((method, arguments[0]))
-        while not self._connection.poll(1.0):
-            if not self._process.is_alive():
-                raise RuntimeError(f"the engine's process has ended ({self._process.exitcode}) in {method}")
-        answer = self._connection.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return {0: answer}
+        return {0: self._process.submit(_call, method, arguments[0]).result()}
 
     def close(self) -> None:
-        self._connection.close()
-        self._process.join(10)
+        self._process.shutdown()

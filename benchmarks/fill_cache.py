@@ -3,8 +3,8 @@
     python benchmarks/fill_cache.py [--device cuda|cpu] [--quick] [--shape TEXT]
 
 A launch compiles a kernel for the very arguments that it will have, so the later one finds it by the same key; only the
-processes of a later Triton, of other options or of another GPU do not. First the trials of smoke.py, then the cases at the
-sizes that are timed. A launch that fails is named, and the rest goes on.
+processes of a later Triton, of other options or of another GPU do not. The cases at the sizes that are timed; a launch that
+fails is named, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from case import Shape
 from cases import ORDER, load
-from trials import attempt, trials
 
 MOST_WORKERS = 8
 MEMORY_SHARE = 0.5  # of the GPU's, for all workers; the rest is for what runs meanwhile
@@ -31,8 +30,6 @@ def launches(
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, what launches it), in the order in which the suite comes to them. of_the_loss: what a shape's title has, for
     linear_policy_loss."""
-    for trial in trials(cases, device):
-        yield trial.name, partial(attempt, trial)
     for case in cases:
         for shape in load(case).shapes(device, is_quick):
             if case != "linear_policy_loss" or of_the_loss in shape.title():

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_suite.py [--out DIR] [--wheels DIR] [--quick] [--device cuda|cpu] [--commit NAME]
 
-Is each op right, which GPU tests fail, how fast is the fused loss, do two steps of training run, do two processes share a
+Which GPU tests of the kernels fail, how fast is the fused loss, do two steps of training run, do two processes share a
 buffer by CUDA IPC, how fast are attention and grouped GEMM: these have their time however long each of them takes. Then the
 other benchmarks, each of which is started only where its whole limit is left. Needs torch >= 2.11, triton >= 3.6, numpy and
 g++, no network and no installation; --wheels adds packages (suite_wheels.txt lists them). What cannot run is listed with the
@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 TOTAL_S = 560.0
 KILL_AFTER_S = 5.0  # beyond its limit that a part may take to end
 LAST_PROMISED = "grouped linear"  # the parts up to this one all have their time, however long each of them takes
-UNTIMED = ("surroundings", "build", "smoke", "tests")  # beside these Triton's cache is filled
+UNTIMED = ("surroundings", "build", "tests")  # beside these Triton's cache is filled
 LOG_BYTES = 200_000  # of each log, its end: all of them together stay far below a megabyte once packed
 LOG_LINES = 150  # of each log, its end, in the report
 TESTING_MODULES = ("pytest", "xdist")
@@ -119,7 +119,6 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
     return [
         script("surroundings", 20, "record.py", "--device", device, *to("surroundings")),
         script("build", 30, "native.py"),
-        tests("smoke", 75, 40, str(HERE / "smoke.py"), "-o", "pythonpath=benchmarks"),
         tests("tests", 100, 30, *of_kernels),
         bench("headline", "linear_policy_loss", 95, "--budget", "8", "--profile", *rounds, *headline),
         script("first steps", 90, "first_steps.py", "--folder", str(work / "first"), *tiny, *engine, *to("first_steps"),

@@ -2,10 +2,10 @@
 
     python benchmarks/pipeline.py [--simulate] [--full] [--scale 1] [--json FILE] [--picture FILE]
 
-The project's player runs with simulated engines on a virtual clock (benchmarks/simulation/): trajectory and agentic with 1, 2 and
-4 segments, and one axis at a time around 64 engines x 512 problems. The constants are printed first; one parameter is fitted.
+The project's player runs with simulated engines on a virtual clock (benchmarks/simulation/): trajectory and agentic with 1, 2, 4
+and 8 segments, and one axis at a time around 64 engines x 512 problems. The constants are printed first; one parameter is fitted.
 
-    --full      also 8 segments and 4,096 problems: three times the work
+    --full      also 4,096 problems: twice the work
     --scale N   1/N of the engines and problems: less time, and more noise
     --picture   idle engines by segments, as PNG; needs matplotlib (pip install matplotlib)
 
@@ -39,7 +39,7 @@ def draw_idle(found: study.Study, grid: study.Grid, path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", action="store_true", help="all that is done, with this word or without it")
-    parser.add_argument("--full", action="store_true", help="8 segments and 4,096 problems too")
+    parser.add_argument("--full", action="store_true", help="4,096 problems too")
     parser.add_argument("--scale", type=int, default=1, help="engines and problems by this much fewer")
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--picture", type=Path, help="draw idle engines by segments into this file")

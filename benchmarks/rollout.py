@@ -168,19 +168,15 @@ def over_bare(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
 
 def over_one_engine(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
     sides = (player(model_dir, words, engines=engines, threads=1) for engines in (words.engines, 1))
-    yield from in_turns(words.repeats, *sides)
+    with closed(*sides) as (several, one):
+        for turn in range(words.repeats + 1):
+            yield several.ask(turn), one.ask(turn)
 
 
 def player(model_dir: str, words: argparse.Namespace, engines: int = 1, threads: int | None = None) -> Child:
     if threads is None:
         threads = checked_config(words.problems).config.rollout.threads or os.cpu_count() or 1
     return Child("--play", model_dir, words.problems, engines, threads, words.overlap)
-
-
-def in_turns(repeats: int, *sides: Child) -> Iterator[Turn]:
-    with closed(*sides) as (one, other):
-        for turn in range(repeats + 1):
-            yield one.ask(turn), other.ask(turn)
 
 
 def main() -> int:

@@ -51,6 +51,7 @@ from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import Average, mini_batches
 from marsrl.trainer.data.packing import TrainSequence, plan_micro_batches
+from marsrl.trainer.plan.batch_plan import samples_of_a_step
 from marsrl.trainer.plan.plan import make_plan
 from marsrl.trainer.report.group_metrics import summarise
 from marsrl.trainer.report.samples_log import write_samples
@@ -139,7 +140,7 @@ def measure(problems: int, shorten: int, overlap: int) -> Scale:
         )
         for name, part in PARTS_OF_RENDERER.items():
             setattr(renderer, name, parts.timed(part, getattr(renderer, name)))
-        groups = played(config, problems, renderer, engines, parts, sent)
+        groups = played(config, renderer, engines, parts, sent)
         tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
         trained(config, groups, parts, sent, RunDirectory(Path(folder) / "run"))
     name = "event by event" if overlap else "stage by stage"
@@ -164,7 +165,7 @@ PARTS_OF_RENDERER = {"render": "prompts", "decode_all": "texts"}
 
 
 def played(
-    config: RunConfig, problems: int, renderer: ChatRenderer, engines: CostlessEngines, parts: Parts, sent: Counter[str]
+    config: RunConfig, renderer: ChatRenderer, engines: CostlessEngines, parts: Parts, sent: Counter[str]
 ) -> list[Group]:
     """The groups of one step's samples."""
     rollout = config.rollout.model_copy(update={"max_unfinished": 1})  # nothing new until these have ended
@@ -191,7 +192,7 @@ def played(
     parts.seconds.clear()
     parts.calls.clear()
     engines.own_cpu_s, engines.received, engines.returned, engines.num_results = 0.0, 0, 0, 0
-    engines.num_long = num_left = _samples_of_a_step(config, problems)
+    engines.num_long = num_left = sum(samples_of_a_step(config)[0].values())  # at most: of full pipelines
     gc.collect()
     while num_left > 0:
         with parts.of("books and pool"):
@@ -205,11 +206,6 @@ def played(
     parts.seconds["books and pool"] -= engines.own_cpu_s
     sent["to engines"], sent["from engines"] = engines.received, engines.returned
     return groups
-
-
-def _samples_of_a_step(config: RunConfig, problems: int) -> int:
-    """Samples of a step of full pipelines: the Solver's group, and those of each pick by the four agents after it."""
-    return problems * config.rollout.group_size * (1 + (len(config.agents) - 1) * config.rollout.picks)
 
 
 def trained(

@@ -78,6 +78,11 @@ def _short(values: list[int]) -> str:
     return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"
 
 
+def rows_dense(x: Tensor) -> Tensor:
+    """x [..., D] with its last dimension dense: itself where it is, whatever the strides of the others."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """[T] int64: the sequence each packed token belongs to."""
     return torch.repeat_interleave(cu_seqlens.diff().long(), output_size=num_tokens)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
-from peers import why_not_imported
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant, normal
+from peers import flash_attn
 from torch import Tensor
 
 from marsrl.kernels import attention_decode
@@ -36,15 +35,10 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 
 
 def _build(shape: Shape) -> Bench:
-    generator = torch.Generator(shape.device).manual_seed(0)
-    dtype, capacity = getattr(torch, shape.dtype), shape.tokens // shape.sequences
-
-    def randn(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device=shape.device).to(dtype)
-
-    q = randn(shape.sequences, shape.heads, shape.head_size)
-    # head by head, as the local engine keeps it
-    k, v = (randn(shape.sequences, shape.kv_heads, capacity, shape.head_size).transpose(1, 2) for _ in range(2))
+    randn, dtype, capacity = normal(shape), getattr(torch, shape.dtype), shape.tokens // shape.sequences
+    q = randn(shape.sequences, shape.heads, shape.head_size).to(dtype)
+    of_cache = shape.sequences, shape.kv_heads, capacity, shape.head_size  # head by head, as the local engine keeps it
+    k, v = (randn(*of_cache).to(dtype).transpose(1, 2) for _ in range(2))
     lengths = torch.linspace(1, capacity, shape.sequences, device=shape.device).long()
     scale = shape.head_size**-0.5
 
@@ -61,11 +55,12 @@ def _build(shape: Shape) -> Bench:
         Variant("torch SDPA", partial(_sdpa, q, k, v, lengths, scale), "reads the whole cache"),
     ]
     missing: list[Missing] = []
-    flash = _flash_attn(shape.device)
-    if isinstance(flash, str):
-        missing.append(Missing("flash-attn with a cache", flash))
+    name, flash = "flash-attn with a cache", flash_attn("flash_attn_with_kvcache")
+    if isinstance(flash, str) or shape.device != "cuda":
+        missing.append(Missing(name, flash if isinstance(flash, str) else "it has no CPU kernel"))
     else:
-        variants.append(Variant("flash-attn with a cache", lambda: {"out": flash(q, k, v, lengths)}))
+        cached = lengths.int()
+        variants.append(Variant(name, lambda: {"out": flash(q[:, None], k, v, cache_seqlens=cached)[:, 0]}))
     known = int(lengths.sum())
     flops = 4.0 * known * shape.heads * shape.head_size  # q k^T and p v
     num_bytes = 2.0 * known * shape.kv_heads * shape.head_size * dtype.itemsize + 2 * q.nbytes
@@ -81,22 +76,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Res
     heads_first = q[:, :, None], k.transpose(1, 2), v.transpose(1, 2)
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=is_known, scale=scale, enable_gqa=True)
     return {"out": out[:, :, 0]}
-
-
-def _flash_attn(device: str):  # type: ignore[no-untyped-def]
-    if importlib.util.find_spec("flash_attn") is None:
-        return "ModuleNotFoundError: No module named 'flash_attn'"
-    if device != "cuda":
-        return "it has no CPU kernel"
-    try:
-        from flash_attn import flash_attn_with_kvcache
-    except Exception as error:  # it is a compiled extension: it may not fit this torch
-        return why_not_imported(error)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        return flash_attn_with_kvcache(q[:, None], k, v, cache_seqlens=lengths.int())[:, 0]
-
-    return call
 
 
 CASE = Case("attention_decode", _shapes, _build)

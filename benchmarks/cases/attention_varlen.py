@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from case import Bench, Case, Judgement, Missing, Results, Shape, Variant, results_of
-from peers import why_not_imported
+from case import Bench, BothWays, Case, Missing, Shape, normal
+from peers import flash_attn, why_not_imported
 from torch import Tensor
 
 from marsrl.kernels import attention_varlen
@@ -39,54 +37,33 @@ def lengths(shape: Shape) -> list[int]:
 
 
 def _build(shape: Shape) -> Bench:
-    generator = torch.Generator(shape.device).manual_seed(0)
-    dtype = getattr(torch, shape.dtype)
-
-    def leaf(heads: int) -> Tensor:
-        size = (shape.tokens, heads, shape.head_size)
-        return torch.randn(*size, generator=generator, device=shape.device).to(dtype).requires_grad_()
-
-    q, k, v = leaf(shape.heads), leaf(shape.kv_heads), leaf(shape.kv_heads)
-    gradient = torch.randn(q.shape, generator=generator, device=shape.device).to(dtype)
+    randn, dtype = normal(shape), getattr(torch, shape.dtype)
+    q, k, v = (
+        randn(shape.tokens, heads, shape.head_size).to(dtype).requires_grad_()
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    ways = BothWays({"dq": q, "dk": k, "dv": v}, randn(*q.shape).to(dtype))
     sizes = lengths(shape)
     bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=shape.device)
-
-    def clear() -> None:
-        for each in (q, k, v):
-            each.grad = None
-
-    def run(attend: Callable[..., Tensor], *given: Any) -> Results:
-        out = attend(q, k, v, *given)
-        out.backward(gradient)
-        return results_of(out, {"dq": q, "dk": k, "dv": v})
-
-    def judge() -> Judgement:
-        def results(dtype: torch.dtype) -> Results:
-            queries, keys, values = (each.detach().to(dtype).requires_grad_() for each in (q, k, v))
-            out = _segments(queries, keys, values, bounds)
-            out.backward(gradient.to(dtype))
-            return results_of(out, {"dq": queries, "dk": keys, "dv": values})
-
-        return Judgement(results(torch.float64), results(dtype))
-
+    segments = partial(_segments, bounds=bounds)
     variants = [
-        Variant("ours", partial(run, attention_varlen, cu_seqlens)),
-        Variant("torch eager", partial(run, _segments, bounds), "a loop over the sequences"),
+        ways.variant("ours", partial(attention_varlen, cu_seqlens=cu_seqlens)),
+        ways.variant("torch eager", segments, "a loop over the sequences"),
     ]
     missing: list[Missing] = []
     if shape.device == "cpu" or shape.tokens <= 16384:
-        variants.append(Variant("torch SDPA, padded", partial(run, _padded, sizes), "pads to the longest"))
+        variants.append(ways.variant("torch SDPA, padded", partial(_padded, sizes=sizes), "pads to the longest"))
     for name, found in (("flash-attn varlen", _flash_attn()), ("torch varlen_attn", _torch_varlen(shape))):
         if isinstance(found, str):
             missing.append(Missing(name, found))
         else:
-            variants.append(Variant(name, partial(run, found, cu_seqlens, max(sizes))))
-    variants = [replace(variant, prepare=clear) for variant in variants]
+            variants.append(ways.variant(name, partial(found, cu_seqlens=cu_seqlens, longest=max(sizes))))
     # causal: n^2 / 2 pairs; q k^T and p v forward, five such products backward
     flops = 7 * sum(n * n for n in sizes) * shape.heads * shape.head_size
     num_bytes = 2.0 * (q.nbytes + k.nbytes + v.nbytes) + 2 * q.nbytes
-    return Bench(variants, missing, judge, flops, num_bytes, q.nbytes * 2 + k.nbytes + v.nbytes)
+    result_bytes = q.nbytes * 2 + k.nbytes + v.nbytes
+    return Bench(variants, missing, partial(ways.judge, segments), flops, num_bytes, result_bytes)
 
 
 def _segments(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
@@ -107,22 +84,18 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
     return torch.cat([row[:size] for row, size in zip(out, sizes)])
 
 
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+Attention = Callable[..., Tensor]
 """out [T, N, D] of q, k, v, cu_seqlens [S+1] and the longest sequence."""
 
 
 def _flash_attn() -> Attention | str:
     """It, or why not."""
-    if importlib.util.find_spec("flash_attn") is None:
-        return "ModuleNotFoundError: No module named 'flash_attn'"
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except Exception as error:  # it is a compiled extension: it may not fit this torch
-        return why_not_imported(error)
+    function = flash_attn("flash_attn_varlen_func")
+    if isinstance(function, str):
+        return function
 
     def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-        out: Tensor = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
-        return out
+        return function(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
 
     return call
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from case import Bench, Case, Judgement, Results, Shape, Variant
+from case import Bench, Case, Judgement, Results, Shape, Variant, normal
 from torch import Tensor
 
 from marsrl.kernels import group_advantage
@@ -21,8 +21,7 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 
 
 def _build(shape: Shape) -> Bench:
-    generator = torch.Generator(shape.device).manual_seed(0)
-    rewards = torch.randn(shape.sequences, generator=generator, device=shape.device)
+    rewards = normal(shape)(shape.sequences)
     group_of = torch.arange(shape.sequences, device=shape.device) // GROUP
     zeros = torch.zeros_like(group_of)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
-from case import Bench, Case, Judgement, Missing, Results, Shape, Variant, results_of
+from case import Bench, BothWays, Case, Missing, Shape, normal
 from torch import Tensor
 
 from marsrl.kernels import grouped_linear
@@ -23,37 +21,15 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 
 
 def _build(shape: Shape) -> Bench:
-    generator = torch.Generator(shape.device).manual_seed(0)
-    dtype = getattr(torch, shape.dtype)
-
-    def randn(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device=shape.device)
-
+    randn, dtype = normal(shape), getattr(torch, shape.dtype)
     x = randn(shape.tokens, shape.hidden).to(dtype).requires_grad_()
     weights = (randn(shape.experts, shape.hidden, shape.hidden) * shape.hidden**-0.5).to(dtype).requires_grad_()
     gradient = randn(shape.tokens, shape.hidden).to(dtype)
-    counts = _counts(shape)
-
-    def clear() -> None:
-        x.grad = weights.grad = None
-
-    def run(layer: Callable[[Tensor, Tensor], Tensor]) -> Results:
-        out = layer(x, weights)
-        out.backward(gradient)
-        return results_of(out, {"dx": x, "dw": weights})
-
-    def judge() -> Judgement:
-        def results(dtype: torch.dtype) -> Results:
-            rows, matrices = (each.detach().to(dtype).requires_grad_() for each in (x, weights))
-            out = _loop(rows, matrices, counts)
-            out.backward(gradient.to(dtype))
-            return results_of(out, {"dx": rows, "dw": matrices})
-
-        return Judgement(results(torch.float64), results(dtype))
-
+    ways, counts = BothWays({"dx": x, "dw": weights}, gradient), _counts(shape)
+    loop = partial(_loop, counts=counts)
     variants = [
-        Variant("ours", partial(run, lambda x, w: grouped_linear(x, w, counts))),
-        Variant("torch eager", partial(run, lambda x, w: _loop(x, w, counts)), "a loop over the experts"),
+        ways.variant("ours", partial(grouped_linear, tokens_per_expert=counts)),
+        ways.variant("torch eager", loop, "a loop over the experts"),
     ]
     missing: list[Missing] = []
     if not hasattr(torch, "_grouped_mm"):
@@ -62,12 +38,11 @@ def _build(shape: Shape) -> Bench:
         missing.append(Missing("torch._grouped_mm", "it takes bfloat16 on a GPU"))
     else:
         ends = torch.tensor(counts, device=shape.device).cumsum(0).to(torch.int32)
-        layer = partial(run, lambda x, w: torch._grouped_mm(x, w.transpose(-2, -1), offs=ends))
-        variants.append(Variant("torch._grouped_mm", layer))
-    variants = [replace(variant, prepare=clear) for variant in variants]
+        layer = lambda x, w: torch._grouped_mm(x, w.transpose(-2, -1), offs=ends)  # noqa: E731
+        variants.append(ways.variant("torch._grouped_mm", layer))
     flops = 6.0 * shape.tokens * shape.hidden**2
     num_bytes = 2.0 * (x.nbytes + weights.nbytes) + 2 * gradient.nbytes
-    return Bench(variants, missing, judge, flops, num_bytes, x.nbytes * 2 + weights.nbytes)
+    return Bench(variants, missing, partial(ways.judge, loop), flops, num_bytes, x.nbytes * 2 + weights.nbytes)
 
 
 def _counts(shape: Shape) -> list[int]:

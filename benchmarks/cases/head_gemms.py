@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant, normal
 from torch import Tensor
 
 from marsrl.kernels.head.gemms import HeadGemms
@@ -30,18 +30,14 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 
 
 def _build(shape: Shape) -> Bench:
-    generator = torch.Generator(shape.device).manual_seed(0)
-    dtype = getattr(torch, shape.dtype)
-
-    def randn(rows: int, columns: int, std: float) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator, device=shape.device) * std).to(dtype)
-
-    hidden, weight = randn(shape.tokens, shape.hidden, 1.0), randn(shape.vocab, shape.hidden, shape.hidden**-0.5)
+    randn, dtype = normal(shape), getattr(torch, shape.dtype)
+    hidden = randn(shape.tokens, shape.hidden).to(dtype)
+    weight = (randn(shape.vocab, shape.hidden) * shape.hidden**-0.5).to(dtype)
     if shape.note == LOGITS:
         variants, missing = _of_logits(hidden, weight)
         return _bench(shape, variants, missing, hidden, weight.t(), 1)
     gemms = HeadGemms(weight, dtype)
-    dz = randn(shape.tokens, shape.vocab, 1.0).to(gemms.gradient_dtype)
+    dz = randn(shape.tokens, shape.vocab).to(dtype).to(gemms.gradient_dtype)
     if shape.note == OF_HIDDEN:
         variants = [Variant("ours", lambda: {OF_HIDDEN: gemms.hidden_gradient(dz)})]
         return _bench(shape, variants, [], dz, weight, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from case import Bench, Case, Judgement, Results, Shape, Variant
+from case import Bench, Case, Judgement, Results, Shape, Variant, normal
 from torch import Tensor
 
 from marsrl.kernels import mpt_gate
@@ -19,9 +19,8 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 
 
 def _build(shape: Shape) -> Bench:
-    generator = torch.Generator(shape.device).manual_seed(0)
     length = shape.tokens // shape.sequences
-    entropy = torch.randn(shape.tokens, generator=generator, device=shape.device).abs()
+    entropy = normal(shape)(shape.tokens).abs()
     mask = torch.arange(shape.tokens, device=shape.device) % length >= length // 2
     cu_seqlens = torch.arange(0, shape.tokens + 1, length, dtype=torch.int32, device=shape.device)
     positive = torch.arange(shape.sequences, device=shape.device) % 2 == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from case import Bench, Case, Judgement, Results, Shape, Variant
+from case import Bench, Case, Judgement, Results, Shape, Variant, normal
 from peers.plain import compiled
 from torch import Tensor
 
@@ -25,11 +25,7 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 
 
 def _build(shape: Shape) -> Bench:
-    generator = torch.Generator(shape.device).manual_seed(0)
-
-    def randn(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device=shape.device)
-
+    randn = normal(shape)
     logprobs = (-randn(shape.tokens).abs()).requires_grad_()
     entropy = randn(shape.tokens).abs()
     old, rollout = (logprobs.detach() + 0.3 * randn(shape.tokens) for _ in range(2))

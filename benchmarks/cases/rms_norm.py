@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
-from case import Bench, Case, Judgement, Results, Shape, Variant, results_of
+from case import Bench, BothWays, Case, Shape, normal
 from peers.plain import compiled
 from torch import Tensor
 
@@ -39,43 +37,20 @@ def _eager(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _build(shape: Shape) -> Bench:
-    generator = torch.Generator(shape.device).manual_seed(0)
-    dtype = getattr(torch, shape.dtype)
-
-    def randn(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device=shape.device).to(dtype)
-
-    whole = randn(shape.tokens, (shape.heads or 1) * shape.hidden)
+    randn, dtype = normal(shape), getattr(torch, shape.dtype)
+    whole = randn(shape.tokens, (shape.heads or 1) * shape.hidden).to(dtype)
     x = whole[:, -shape.hidden :].requires_grad_()
-    weight = randn(shape.hidden).requires_grad_()
-    gradient = randn(shape.tokens, shape.hidden)
-
-    def clear() -> None:
-        x.grad = weight.grad = None
-
-    def run(norm: Callable[[Tensor, Tensor], Tensor]) -> Results:
-        out = norm(x, weight)
-        out.backward(gradient)
-        return results_of(out, {"dx": x, "dw": weight})
-
-    def judge() -> Judgement:
-        def judged(dtype: torch.dtype) -> Results:
-            rows, factors = (each.detach().to(dtype).requires_grad_() for each in (x, weight))
-            out = _eager(rows, factors)
-            out.backward(gradient.to(dtype))
-            return results_of(out, {"dx": rows, "dw": factors})
-
-        return Judgement(judged(torch.float64), judged(dtype))
-
+    weight = randn(shape.hidden).to(dtype).requires_grad_()
+    gradient = randn(shape.tokens, shape.hidden).to(dtype)
+    ways = BothWays({"dx": x, "dw": weight}, gradient)
     variants = [
-        Variant("ours", partial(run, partial(rms_norm, eps=EPS))),
-        Variant("torch eager", partial(run, _eager)),
-        Variant("torch.compile", partial(run, compiled(_eager))),
+        ways.variant("ours", partial(rms_norm, eps=EPS)),
+        ways.variant("torch eager", _eager),
+        ways.variant("torch.compile", compiled(_eager)),
     ]
-    variants = [replace(variant, prepare=clear) for variant in variants]
     # read and written once each: forward 2 numbers of a column, backward 3
     num_bytes = 5.0 * gradient.nbytes
-    return Bench(variants, [], judge, 12.0 * gradient.numel(), num_bytes, 2 * gradient.nbytes)
+    return Bench(variants, [], partial(ways.judge, _eager), 12.0 * gradient.numel(), num_bytes, 2 * gradient.nbytes)
 
 
 CASE = Case("rms_norm", _shapes, _build)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,6 +66,17 @@ class PolicyLossPeer:
 
 
 Peer = LogprobPeer | CrossEntropyPeer | PolicyLossPeer
+
+
+def flash_attn(name: str) -> Callable[..., Tensor] | str:
+    """flash-attn's function of this name, or why not."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "ModuleNotFoundError: No module named 'flash_attn'"
+    try:
+        function: Callable[..., Tensor] = getattr(importlib.import_module("flash_attn"), name)
+    except Exception as error:  # it is a compiled extension: it may not fit this torch
+        return why_not_imported(error)
+    return function
 
 
 def why_not_imported(error: Exception) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import library
+from marsrl.kernels.checks import rows_dense
 
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}  # enum Element of decode.cpp
 # Below this many numbers of the cache a parallel region costs more than it saves.
@@ -17,7 +18,7 @@ _PARALLEL_NUMBERS = 1 << 16
 
 def attention_decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """[S, N, D] as the reference defines it; what lies behind a length is never read."""
-    q, k_cache, v_cache = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_cache, v_cache))
+    q, k_cache, v_cache = map(rows_dense, (q, k_cache, v_cache))
     lengths = lengths.long().contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device="cpu")
     library.cpu_library().marsrl_attention_decode(

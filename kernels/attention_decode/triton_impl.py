@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels.attention_decode.triton_kernels import decode_split, decode_sum
+from marsrl.kernels.checks import rows_dense
 from marsrl.kernels.triton_machine import on_device_of
 
 LOG2_E = log2(e)
@@ -15,7 +16,7 @@ SPLIT = 512
 
 def attention_decode_triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """[S, N, D] as the reference defines it."""
-    q, k_cache, v_cache = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_cache, v_cache))
+    q, k_cache, v_cache = map(rows_dense, (q, k_cache, v_cache))
     num_sequences, num_heads, head_size = q.shape
     capacity, num_key_heads = k_cache.shape[1:3]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -36,7 +37,6 @@ def attention_decode_triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths
             HEAD_SIZE=head_size,
             BLOCK_N=32 if head_size > 128 or q.dtype == torch.float32 else 64,
             SPLIT=SPLIT,
-            PRECISION="ieee",
             num_warps=4,
             num_stages=2,
         )  # fmt: skip

@@ -33,7 +33,6 @@ def decode_split(
     HEAD_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """The heads of one key head over one split: partial [S, N, splits, D] float32, lse [S, N, splits] float32."""
     sequence = (tl.program_id(0) // num_key_heads).to(tl.int64)
@@ -63,13 +62,13 @@ def decode_split(
         is_known = keys < end
         k_tile = tl.load(k + keys[:, None] * stride_k_token + dims[None, :], mask=is_known[:, None], other=0.0)
         v_tile = tl.load(v + keys[:, None] * stride_v_token + dims[None, :], mask=is_known[:, None], other=0.0)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale2
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale2
         scores = tl.where(is_known[None, :], scores, float("-inf"))
         risen = tl.maximum(maximum, tl.max(scores, 1))
         shrink = tl.exp2(maximum - risen)
         p = tl.exp2(scores - risen[:, None])
         total = total * shrink + tl.sum(p, 1)
-        output = tl.dot(p.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision=PRECISION)
+        output = tl.dot(p.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision="ieee")
         maximum = risen
 
     at = (sequence * num_key_heads * GROUP + heads) * num_splits + split  # of [S, N, splits]

@@ -13,6 +13,7 @@ from marsrl.kernels.attention_varlen.triton_kernels import (
     attention_key_gradients,
     attention_query_gradient,
 )
+from marsrl.kernels.checks import rows_dense
 from marsrl.kernels.triton_machine import on_device_of
 
 LOG2_E = log2(e)
@@ -83,7 +84,7 @@ class TritonAttention:
         q, k, v, cu_seqlens, cu_seqlens_k = _as_read(*args[:5])
         scale, causal = args[5:7]
         out, lse = saved
-        grad_out = _rows_contiguous(grads[0])
+        grad_out = rows_dense(grads[0])
         num_tokens, num_heads, head_size = q.shape
         num_key_heads = k.shape[1]
         delta = torch.empty_like(lse)
@@ -110,12 +111,8 @@ class TritonAttention:
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, ...]:
-    return *(_rows_contiguous(x) for x in (q, k, v)), cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
-
-
-def _rows_contiguous(x: Tensor) -> Tensor:
     """A view of a fused qkv projection is read in place; only the head dimension must be dense."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return *map(rows_dense, (q, k, v)), cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
@@ -134,7 +131,6 @@ def _constants(q: Tensor, k: Tensor, causal: bool, tiles: Tiles) -> dict[str, An
         "BLOCK_M": tiles.m,
         "BLOCK_N": tiles.n,
         "IS_CAUSAL": causal,
-        "PRECISION": "ieee",
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }

@@ -56,7 +56,6 @@ def forward_over_keys(
     HEAD_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Keys first .. end of the sequence into the running sums; last_visible [M]: the last key each query sees."""
     columns = tl.arange(0, BLOCK_N)
@@ -72,14 +71,14 @@ def forward_over_keys(
         else:
             k_tile = tl.load(k_at)
             v_tile = tl.load(v_at)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale2
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale2
         if IS_MASKED:
             scores = tl.where(keys[None, :] <= last_visible[:, None], scores, float("-inf"))
         risen = tl.maximum(maximum, tl.max(scores, 1))
         shrink = tl.exp2(maximum - risen)
         p = tl.exp2(scores - risen[:, None])
         total = total * shrink + tl.sum(p, 1)
-        output = tl.dot(p.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision=PRECISION)
+        output = tl.dot(p.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision="ieee")
         maximum = risen
     return output, maximum, total
 
@@ -108,7 +107,6 @@ def attention_forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """One tile of queries of one head: out [T, N, D], lse [N, T] float32 to base 2."""
     head = (tl.program_id(0) % num_heads).to(tl.int64)  # neighbours share keys and values
@@ -146,11 +144,11 @@ def attention_forward(
     total = tl.zeros([BLOCK_M], tl.float32)
     output, maximum, total = forward_over_keys(
         output, maximum, total, q_tile, k, v, begin_k, num_keys, last_visible, 0, unmasked,
-        stride_k, stride_v, scale2, HEAD_SIZE, BLOCK_N, False, PRECISION,
+        stride_k, stride_v, scale2, HEAD_SIZE, BLOCK_N, False,
     )  # fmt: skip
     output, maximum, total = forward_over_keys(
         output, maximum, total, q_tile, k, v, begin_k, num_keys, last_visible, unmasked, num_seen,
-        stride_k, stride_v, scale2, HEAD_SIZE, BLOCK_N, True, PRECISION,
+        stride_k, stride_v, scale2, HEAD_SIZE, BLOCK_N, True,
     )  # fmt: skip
 
     out_at = out + ((at + rows[:, None]) * num_heads + head) * HEAD_SIZE + dims[None, :]
@@ -188,7 +186,6 @@ def attention_query_gradient(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """One tile of queries of one head: grad_q [T, N, D], and delta [N, T] float32 for the kernel that follows."""
     head = (tl.program_id(0) % num_heads).to(tl.int64)
@@ -234,12 +231,12 @@ def attention_query_gradient(
         v_at = v + at_k * stride_v + columns[:, None] * stride_v + dims[None, :]
         k_tile = tl.load(k_at, mask=keys[:, None] < num_keys, other=0.0)
         v_tile = tl.load(v_at, mask=keys[:, None] < num_keys, other=0.0)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale2
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale2
         p = tl.exp2(scores - row_lse[:, None])
         p = tl.where(keys[None, :] <= last_visible[:, None], p, 0.0)
-        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
+        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
         ds = p * (dp - row_delta[:, None])
-        gradient = tl.dot(ds.to(k_tile.dtype), k_tile, gradient, input_precision=PRECISION)
+        gradient = tl.dot(ds.to(k_tile.dtype), k_tile, gradient, input_precision="ieee")
     tl.store(grad_q + packed, (gradient * scale).to(grad_q.dtype.element_ty), mask=is_query[:, None])
 
 
@@ -273,7 +270,6 @@ def attention_key_gradients(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """One tile of keys of one key head, summed over its query heads: grad_k, grad_v [T_k, N_kv, D]."""
     key_head = (tl.program_id(0) % num_key_heads).to(tl.int64)
@@ -318,14 +314,14 @@ def attention_key_gradients(
             row_lse = tl.load(lse + statistic, mask=is_query, other=0.0)
             row_delta = tl.load(delta + statistic, mask=is_query, other=0.0)
             # Transposed, [keys, queries]: p and ds are then the left side of their dots.
-            scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale2
+            scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee") * scale2
             p = tl.exp2(scores - row_lse[None, :])
             if IS_CAUSAL:
                 p = tl.where(keys[:, None] <= queries[None, :] + shift, p, 0.0)
-            of_v = tl.dot(p.to(grad_tile.dtype), grad_tile, of_v, input_precision=PRECISION)
-            dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION)
+            of_v = tl.dot(p.to(grad_tile.dtype), grad_tile, of_v, input_precision="ieee")
+            dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")
             ds = p * (dp - row_delta[None, :])
-            of_k = tl.dot(ds.to(q_tile.dtype), q_tile, of_k, input_precision=PRECISION)
+            of_k = tl.dot(ds.to(q_tile.dtype), q_tile, of_k, input_precision="ieee")
 
     packed = ((at + columns[:, None]) * num_key_heads + key_head) * HEAD_SIZE + dims[None, :]
     tl.store(grad_k + packed, (of_k * scale).to(grad_k.dtype.element_ty), mask=is_key[:, None])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marsrl.kernels.checks import rows_dense
 from marsrl.kernels.grouped_linear.torch_impl import ends_on
 from marsrl.kernels.grouped_linear.triton_kernels import matrix_gradients, rows_times_matrices
 from marsrl.kernels.triton_machine import on_device_of
@@ -59,23 +60,19 @@ class TritonGroupedLinear:
 
     def forward(self, x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> tuple[Tensor]:
         ends = ends_on(tokens_per_expert, x.device)
-        return (_rows_times_matrices(_rows_contiguous(x), weights, ends, plan_tiles(x.dtype)),)
+        return (_rows_times_matrices(rows_dense(x), weights, ends, plan_tiles(x.dtype)),)
 
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, None]:
         x, weights, tokens_per_expert = args
-        ends, grad_out, tiles = ends_on(tokens_per_expert, x.device), _rows_contiguous(grads[0]), plan_tiles(x.dtype)
+        ends, grad_out, tiles = ends_on(tokens_per_expert, x.device), rows_dense(grads[0]), plan_tiles(x.dtype)
         of_x = of_weights = None
         if needs[0]:
             of_x = _rows_times_matrices(grad_out, weights.transpose(1, 2), ends, tiles)
         if needs[1]:
-            of_weights = _matrix_gradients(_rows_contiguous(x), grad_out, ends, tiles)
+            of_weights = _matrix_gradients(rows_dense(x), grad_out, ends, tiles)
         return of_x, of_weights, None
-
-
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _constants(tiles: Tiles) -> dict[str, Any]:
@@ -83,7 +80,6 @@ def _constants(tiles: Tiles) -> dict[str, Any]:
         "BLOCK_M": tiles.m,
         "BLOCK_N": tiles.n,
         "BLOCK_K": tiles.k,
-        "PRECISION": "ieee",
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }

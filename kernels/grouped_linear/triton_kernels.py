@@ -34,7 +34,6 @@ def rows_times_matrices(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """out [T, num_out] = x [T, num_in] @ matrix_e.T, matrix_e [num_out, num_in] by its strides: weights or transposed."""
     num_column_tiles = tl.cdiv(num_out, BLOCK_N)
@@ -57,7 +56,7 @@ def rows_times_matrices(
         is_in = start + depth < num_in
         x_tile = tl.load(x_at, mask=is_row[:, None] & is_in[None, :], other=0.0)
         matrix_tile = tl.load(matrix_at, mask=(outs[:, None] < num_out) & is_in[None, :], other=0.0)
-        total = tl.dot(x_tile, tl.trans(matrix_tile), total, input_precision=PRECISION)
+        total = tl.dot(x_tile, tl.trans(matrix_tile), total, input_precision="ieee")
         x_at += BLOCK_K
         matrix_at += BLOCK_K * stride_in_column
     out_at = out + first * num_out + rows[:, None] * num_out + outs[None, :]
@@ -77,7 +76,6 @@ def matrix_gradients(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """out [E, num_out, num_in]: grad_out.T @ x over the rows of each expert; 0 for one without rows."""
     num_in_tiles = tl.cdiv(num_in, BLOCK_N)
@@ -97,6 +95,6 @@ def matrix_gradients(
         x_at = x + first * stride_x + depth[:, None] * stride_x + ins[None, :]
         grad_tile = tl.load(grad_at, mask=is_row[:, None] & (outs[None, :] < num_out), other=0.0)
         x_tile = tl.load(x_at, mask=is_row[:, None] & (ins[None, :] < num_in), other=0.0)
-        total = tl.dot(tl.trans(grad_tile), x_tile, total, input_precision=PRECISION)
+        total = tl.dot(tl.trans(grad_tile), x_tile, total, input_precision="ieee")
     out_at = out + (expert.to(tl.int64) * num_out + outs[:, None]) * num_in + ins[None, :]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=(outs[:, None] < num_out) & (ins[None, :] < num_in))

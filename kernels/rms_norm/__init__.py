@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from marsrl.kernels.checks import FLOATS, check, why_not_double
+from marsrl.kernels.checks import FLOATS, check, rows_dense, why_not_double
 from marsrl.kernels.differentiable import Gradient
 from marsrl.kernels.dispatch import Op, late_object
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
@@ -45,7 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, is_zero_centred: bool = F
 
 
 def _dense(rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor, float, float]:
-    return rows if rows.stride(1) == 1 else rows.contiguous(), weight, eps, offset
+    return rows_dense(rows), weight, eps, offset
 
 
 def _results(rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:

@@ -92,40 +92,25 @@ def test_the_tests_of_kernels_run_where_the_rest_of_the_package_cannot(
     assert done.returncode == 0 and "passed" in done.stdout.splitlines()[-1], done.stdout + done.stderr
 
 
-def test_every_case_is_smoked_where_a_dtype_or_an_implementation_can_be_wrong() -> None:
-    """On what takes no import of peers; one of ours is spoiled, and is named by what the rule says."""
+def test_a_part_measures_the_shapes_of_the_loss_that_it_names() -> None:
     code = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import trials
-from cases import ORDER, load
-from cases import group_advantage as case
-names = [trial.name for trial in trials.trials(ORDER, "cuda")]
-assert len(names) == len(set(names)) and {name.partition(",")[0] for name in names} == set(ORDER)
-heads = [name for name in names if name.startswith("linear_policy_loss")]
-for dtype in trials.DTYPES:
-    for implementation in ("triton", "reference"):
-        assert any(dtype in name and name.endswith(f", {implementation}") for name in heads), (dtype, implementation)
 import gpu_suite
+from cases import load
 titles = [shape.title() for shape in load("linear_policy_loss").shapes("cuda", False)]
 for text, number in {gpu_suite.HEADLINE: 2, **dict.fromkeys(gpu_suite.OTHER_HEADS, 1), "T=65,536": 2}.items():
     assert sum(text in title for title in titles) == number, (text, titles)
-first, *_ = trials.trials(["head_gemms"], "cpu")
-assert trials.attempt(first) is None
-ours = case.group_advantage
-case.group_advantage = lambda *words, **more: ours(*words, **more) * 1.01
-first, *_ = trials.trials(["group_advantage"], "cpu")
-trials.attempt(first)
 """
     done = call(str(BENCHMARKS), code=code)
-    assert "AssertionError: ours, advantage: error " in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_promised_has_its_time_however_long_each_part_takes(suite: ModuleType, tmp_path: Path) -> None:
     found = suite.parts("cuda", False, tmp_path, tmp_path)
     names = [part.name for part in found]
     promised = found[: names.index(suite.LAST_PROMISED) + 1]
-    assert {"smoke", "tests", "headline", "first steps", "two processes"} < {part.name for part in promised}
+    assert {"tests", "headline", "first steps", "two processes"} < {part.name for part in promised}
     assert sum(part.limit_s + suite.KILL_AFTER_S for part in promised) <= suite.TOTAL_S < 600 - 2 * suite.KILL_AFTER_S
     assert len(names) == len(set(names)) and set(suite.UNTIMED) == set(names[: names.index("headline")])
 

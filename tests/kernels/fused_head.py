@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from judging import judge
 from policy_cases import OBJECTIVES, poison_masked, policy_case
 from torch import Tensor
 
@@ -46,11 +47,10 @@ def chunks_of(rows: int, patch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def forced(implementation: str | None) -> Iterator[None]:
-    """MARSRL_KERNELS in here; None leaves it as it is."""
+def forced(implementation: str) -> Iterator[None]:
+    """MARSRL_KERNELS in here."""
     with pytest.MonkeyPatch.context() as patch:
-        if implementation is not None:
-            patch.setenv("MARSRL_KERNELS", implementation)
+        patch.setenv("MARSRL_KERNELS", implementation)
         yield
 
 
@@ -157,7 +157,6 @@ def compare_policy_loss(
     case: Head,
     arguments: Arguments,
     dtype: torch.dtype = torch.float32,
-    implementation: str | None = None,
     device: str = "cpu",
 ) -> PolicyLoss:
     """linear_policy_loss with poison in all that is masked, against the definition without."""
@@ -171,8 +170,7 @@ def compare_policy_loss(
         near = off_by_an_ulp(hidden), off_by_an_ulp(weight), targets
         moved, *moved_grads = run_policy_loss(near, arguments, torch.float64)
     poisoned = hidden.masked_fill(~mask[:, None], torch.nan), weight, targets.masked_fill(~mask, -100)
-    with forced(implementation):
-        found, *grads = run_policy_loss(poisoned, poison_masked(arguments), dtype)
+    found, *grads = run_policy_loss(poisoned, poison_masked(arguments), dtype)
     vocab, size = weight.shape
     assert_policy_losses_close(found, exact, plain, moved, terms=size)
     fields, terms = ("hidden.grad", "weight.grad"), (max(size, vocab), max(size, int(mask.sum())))
@@ -193,58 +191,39 @@ def plain_logprob(
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-def run_logprob(function: Any, hidden: Tensor, weight: Tensor, upstream: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    hidden = hidden.detach().to(dtype).requires_grad_()
-    weight = weight.detach().to(dtype).requires_grad_()
-    logprobs, entropy = function(hidden, weight)
-    ((logprobs * upstream[0].to(logprobs.dtype)).sum() + (entropy * upstream[1].to(entropy.dtype)).sum()).backward()
-    assert hidden.grad is not None and weight.grad is not None
-    return [logprobs.detach(), entropy.detach(), hidden.grad, weight.grad]
-
-
 def compare_logprob(
     case: Head,
     temperature: float | Tensor = 1.0,
     real: int | None = None,
     dtype: torch.dtype = torch.float32,
-    implementation: str | None = None,
     device: str = "cpu",
 ) -> list[Tensor]:
     """linear_logprob against the definition: log-probs, entropy, and gradients of a random function of both."""
     hidden, weight, targets = (tensor.to(device) for tensor in case)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(device)
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
-    columns = weight.shape[0] if real is None else real
-    upstream = torch.randn(2, hidden.shape[0], dtype=torch.float64).to(device)
+    columns, size = weight.shape[0] if real is None else real, hidden.shape[1]
 
     def ours(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         out = linear_logprob(h, w, targets, temperature=temperature, real_vocab_size=real)
         return out.logprobs, out.entropy
 
-    def definition(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return linear_logprob_reference(h, w, targets, temperature, columns)
-
-    def without_kernel(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return plain_logprob(h, w, targets, temperature, columns)
-
-    with forced(implementation):
-        found = run_logprob(ours, hidden, weight, upstream, dtype)
-    exact = run_logprob(definition, hidden, weight, upstream, torch.float64)
-    moved = run_logprob(definition, off_by_an_ulp(hidden), off_by_an_ulp(weight), upstream, torch.float64)
-    plain = run_logprob(without_kernel, hidden, weight, upstream, dtype)
-    names, size = ("logprobs", "entropy", "hidden.grad", "weight.grad"), hidden.shape[1]
-    terms = size, size, max(size, columns), max(size, hidden.shape[0])
-    apart = None, None, None, without_target(targets, weight.shape[0])
-    for name, longest, own, *values, off in zip(names, terms, apart, found, exact, plain, moved):
-        assert_accurate(name, *values, moved=off, terms=longest, apart=own)
+    found = judge(
+        ("logprobs", "entropy", "hidden.grad", "weight.grad"),
+        ours,
+        lambda h, w: linear_logprob_reference(h, w, targets, temperature, columns),
+        (hidden.to(dtype), weight.to(dtype)),
+        torch.randn(2, hidden.shape[0], dtype=torch.float64).to(device),
+        plain=lambda h, w: plain_logprob(h, w, targets, temperature, columns),
+        terms=(size, size, max(size, columns), max(size, hidden.shape[0])),
+        apart=(None, None, None, without_target(targets, weight.shape[0])),
+        repeats=False,
+    )
     assert (found[0] <= 0).all()
     return found
 
 
-def compare_policy_loss_of_logprobs(
-    name: str, num_tokens: int = 60, implementation: str | None = None, device: str = "cpu"
-) -> None:
+def compare_policy_loss_of_logprobs(name: str, num_tokens: int = 60, device: str = "cpu") -> None:
     """policy_loss with poison in all that is masked, against the definition without."""
     objective, is_off_policy = OBJECTIVES[name]
     arguments, logprobs = policy_case(num_tokens, name=name)
@@ -263,8 +242,7 @@ def compare_policy_loss_of_logprobs(
         (3.0 * result.loss).backward()
         return result, [leaf.grad for leaf in leaves]  # type: ignore[misc]
 
-    with forced(implementation):
-        found, found_grads = run(poison_masked(arguments), torch.float32)
+    found, found_grads = run(poison_masked(arguments), torch.float32)
     with forced("reference"):
         exact, exact_grads = run(arguments, torch.float64)
         plain, plain_grads = run(arguments, torch.float32)

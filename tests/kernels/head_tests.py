@@ -67,7 +67,7 @@ class HeadTests:
     def test_every_objective_equals_its_definition(self, name: str, tier: Tier) -> None:
         case = head_case(*tier.case)
         for dtype in tier.dtypes:
-            compare_policy_loss(case, arguments_for(case, name), dtype, tier.implementation, tier.device)
+            compare_policy_loss(case, arguments_for(case, name), dtype, tier.device)
 
     def test_shapes(self, tier: Tier) -> None:
         for shape in tier.shapes:
@@ -75,11 +75,9 @@ class HeadTests:
             arguments = arguments_for(case, "k3, entropy bonus, tis")
             arguments["mask"][0] = True
             for dtype in tier.dtypes:
-                if dtype == FP16 and shape[0] * shape[2] > 10**8:
-                    continue  # its backward GEMMs are float32: seconds at this size
-                compare_policy_loss(case, arguments, dtype, tier.implementation, tier.device)
+                compare_policy_loss(case, arguments, dtype, tier.device)
                 if shape[0] * shape[2] < 10**6:
-                    compare_logprob(case, dtype=dtype, implementation=tier.implementation, device=tier.device)
+                    compare_logprob(case, dtype=dtype, device=tier.device)
 
     @pytest.mark.parametrize("rows", [1, 3, 1000])
     @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
@@ -91,8 +89,8 @@ class HeadTests:
         tier.chunks(rows, monkeypatch, tier.case[2])
         case = with_exact_logits(head_case(*tier.case))
         for dtype in tier.dtypes:
-            compare_policy_loss(case, arguments_for(case, name), dtype, tier.implementation, tier.device)
-        compare_logprob(case, dtype=tier.dtype, implementation=tier.implementation, device=tier.device)
+            compare_policy_loss(case, arguments_for(case, name), dtype, tier.device)
+        compare_logprob(case, dtype=tier.dtype, device=tier.device)
 
     @pytest.mark.parametrize("name", ["k3, entropy bonus, tis", "sequence ratio", "strong gate", "icepop on-policy"])
     def test_columns_that_were_not_drawn_from_are_left_out(self, name: str, tier: Tier) -> None:
@@ -104,7 +102,7 @@ class HeadTests:
                     *(each.to(tier.device) for each in list(vars(support).values())[:3]), support.most
                 )
             arguments = arguments_for(case, name, support=support)
-            compare_policy_loss(case, arguments, dtype, tier.implementation, tier.device)
+            compare_policy_loss(case, arguments, dtype, tier.device)
 
     @pytest.mark.parametrize("temperature", [1.5, "per token"])
     def test_temperature_and_padded_vocabulary(self, temperature: Any, tier: Tier) -> None:
@@ -115,22 +113,16 @@ class HeadTests:
             temperature = torch.rand(tier.case[0]) + 0.5
         arguments = arguments_for(case, "entropy bonus", temperature=temperature, real_vocab_size=100)
         for dtype in tier.dtypes:
-            compare_policy_loss(case, arguments, dtype, tier.implementation, tier.device)
-            found = compare_logprob(case, temperature, 100, dtype, tier.implementation, tier.device)
+            compare_policy_loss(case, arguments, dtype, tier.device)
+            found = compare_logprob(case, temperature, 100, dtype, tier.device)
             assert (found[3][100:] == 0).all()
-
-    @pytest.mark.parametrize("scale, temperature", [(1.0, 1.3), (30.0, 1.0), (1000.0, 1.3)])  # |z| about 4, 120, 4000
-    def test_large_logits(self, scale: float, temperature: float, tier: Tier) -> None:
-        hidden, weight, targets = head_case(6, 16, 200)
-        case = torch.randn_like(hidden) * scale, weight, targets
-        compare_logprob(case, temperature, None, tier.dtype, tier.implementation, tier.device)
 
     # one column; less than a block of csrc/cpu; several, and an odd rest
     @pytest.mark.parametrize("columns", [1, 131, 1283])
     def test_rows_that_are_hard_for_a_softmax(self, columns: int, tier: Tier) -> None:
         z, targets = hard_rows(columns)
         case = torch.eye(len(z)), z.t(), targets
-        found = compare_logprob(case, torch.rand(len(z)) + 0.5, None, tier.dtype, tier.implementation, tier.device)
+        found = compare_logprob(case, torch.rand(len(z)) + 0.5, None, tier.dtype, tier.device)
         assert found[0][3] == 0 and found[1][3] < 1e-6  # p = 1
         advantages = torch.tensor([1.5, 0.0, -2.0, 3.0, 0.0, 0.5, 1.0, -1.0, 2.0])
         for bonus in (0.0, 0.05):
@@ -143,7 +135,7 @@ class HeadTests:
                 "num_agents": 2,
                 "normaliser": 1.0,
             }
-            compare_policy_loss(case, arguments, tier.dtype, tier.implementation, tier.device)
+            compare_policy_loss(case, arguments, tier.dtype, tier.device)
 
     def test_a_logit_of_minus_infinity_has_no_probability_and_a_nan_stays_a_nan(self, tier: Tier) -> None:
         hidden = torch.ones(2, 1, dtype=tier.dtype, device=tier.device)
@@ -186,21 +178,6 @@ class HeadTests:
         monkeypatch.setattr(HeadGemms, "hidden_gradient", watched)
         linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
         assert sum(seen) == 6 and not hidden.grad[5:11].any() and hidden.grad[3:5].any()
-
-    @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
-    def test_frozen_inputs_get_no_gradient_and_the_other_the_same(self, frozen: str, tier: Tier) -> None:
-        hidden, weight, targets, arguments = simple(tier)
-        linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
-        expected = hidden.grad.clone(), weight.grad.clone()
-        hidden.grad = weight.grad = None
-        hidden.requires_grad_(frozen == "weight")
-        weight.requires_grad_(frozen == "hidden")
-        loss = linear_policy_loss(hidden, weight, targets, **arguments).loss
-        assert loss.requires_grad == (frozen != "both")
-        if frozen != "both":
-            loss.backward()
-        assert hidden.grad is None if frozen != "weight" else torch.equal(hidden.grad, expected[0])
-        assert weight.grad is None if frozen != "hidden" else torch.equal(weight.grad, expected[1])
 
     @pytest.mark.parametrize("name", ["pseudo on-policy", "sequence ratio"])
     def test_main_grad_is_written_once_a_backward_and_never_by_a_forward(self, name: str, tier: Tier) -> None:

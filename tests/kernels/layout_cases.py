@@ -74,25 +74,12 @@ class Taken:
     leaves: tuple[str, ...] = ()
 
 
-# Tensors that name their device and dtype: test_every_tier.py changes the defaults.
-def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float32, device="cpu").to(dtype)
-
-
-def _rand(*shape: int) -> Tensor:
-    return torch.rand(*shape, dtype=torch.float32, device="cpu")
-
-
-def _ones(*shape: int) -> Tensor:
-    return torch.ones(*shape, dtype=torch.float32, device="cpu")
-
-
 def _ints(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device="cpu")
+    return torch.tensor(values, dtype=dtype)
 
 
 def _bools(*values: int) -> Tensor:
-    return torch.tensor(values, device="cpu") > 0
+    return torch.tensor(values) > 0
 
 
 BOUNDS = _ints(0, 4, 4, 9, dtype=torch.int32)
@@ -108,15 +95,15 @@ _OF_LOSS = {field.name for field in fields(LossInputs)}
 def _loss_tensors() -> Tensors:
     return {
         "cu_seqlens": BOUNDS,
-        "normaliser": torch.full((1,), 7.0, dtype=torch.float32, device="cpu"),
-        "advantages": _randn(3),
+        "normaliser": torch.full((1,), 7.0),
+        "advantages": torch.randn(3),
         "mask": MASK,
         "agent_of": _ints(0, 1, 1),
         "gate": _bools(1, 0, 1),
-        "old_logprobs": -_randn(TOKENS).abs(),
-        "rollout_logprobs": -_randn(TOKENS).abs(),
-        "reference_logprobs": -_randn(TOKENS).abs(),
-        "weights": _randn(3),
+        "old_logprobs": -torch.randn(TOKENS).abs(),
+        "rollout_logprobs": -torch.randn(TOKENS).abs(),
+        "reference_logprobs": -torch.randn(TOKENS).abs(),
+        "weights": torch.randn(3),
         "dropped": _bools(0, 0, 1, 0, 0, 0, 0, 0, 0),
     }
 
@@ -128,10 +115,10 @@ def _inputs(tensors: Tensors, objective: PolicyObjective) -> LossInputs:
 
 def _head_tensors(dtype: torch.dtype) -> Tensors:
     return {
-        "hidden": _randn(TOKENS, SIZE, dtype=dtype),
-        "weight": _randn(VOCAB, SIZE, dtype=dtype),
+        "hidden": torch.randn(TOKENS, SIZE, dtype=dtype),
+        "weight": torch.randn(VOCAB, SIZE, dtype=dtype),
         "targets": _ints(*range(TOKENS)),
-        "temperature": _rand(TOKENS) + 0.5,
+        "temperature": torch.rand(TOKENS) + 0.5,
         "support.ids": _ints(0, 1, 2, 5, dtype=torch.int32),
         "support.starts": _ints(*[0] * TOKENS),
         "support.counts": _ints(2, *[0] * (TOKENS - 1)),
@@ -209,7 +196,7 @@ def _heads() -> dict[str, Taken]:
             lambda dtype=dtype: {
                 **_head_tensors(dtype),
                 **_loss_tensors(),
-                "main_grad": torch.ones(VOCAB, SIZE, dtype=torch.float32, device="cpu"),
+                "main_grad": torch.ones(VOCAB, SIZE),
             },
             leaves,
         )
@@ -227,23 +214,25 @@ MORE_HEADS = {
 OTHERS = {
     "policy_loss": Taken(
         _loss_of_logprobs,
-        lambda: {"logprobs": -_randn(TOKENS).abs(), "entropy": _rand(TOKENS), **_loss_tensors()},
+        lambda: {"logprobs": -torch.randn(TOKENS).abs(), "entropy": torch.rand(TOKENS), **_loss_tensors()},
         ("logprobs", "entropy"),
     ),
     "mpt_gate": Taken(
         _of(mpt_gate),
         lambda: {
-            "entropy": _rand(TOKENS) / 3,
+            "entropy": torch.rand(TOKENS) / 3,
             "mask": MASK,
             "cu_seqlens": BOUNDS,
             "positive": _bools(1, 0, 1),
         },
     ),
-    "sequence_sums": Taken(_of(sequence_sums), lambda: {"values": _randn(TOKENS), "mask": MASK, "cu_seqlens": BOUNDS}),
+    "sequence_sums": Taken(
+        _of(sequence_sums), lambda: {"values": torch.randn(TOKENS), "mask": MASK, "cu_seqlens": BOUNDS}
+    ),
     "group_advantage": Taken(
         _of(group_advantage, normalise="agent_mean"),
         lambda: {
-            "rewards": _randn(4),
+            "rewards": torch.randn(4),
             "group_of": _ints(0, 0, 1, 1),
             "agent_of": _ints(0, 1, 0, 1),
             "instance_of": _ints(0, 0, 1, 1),
@@ -255,17 +244,17 @@ OTHERS = {
             "token_ids": _ints(*range(TOKENS)),
             "is_sampled": MASK,
             "cu_seqlens": BOUNDS,
-            "logprobs": _randn(TOKENS),
-            "weights": _randn(TOKENS),
+            "logprobs": torch.randn(TOKENS),
+            "weights": torch.randn(TOKENS),
         },
     ),
     "kept_rows": Taken(_of(kept_rows), lambda: {"mask": MASK}),
     "attention_varlen": Taken(
         _of(attention_varlen),
         lambda: {
-            "q": _randn(TOKENS, 4, 16),
-            "k": _randn(TOKENS, 2, 16),
-            "v": _randn(TOKENS, 2, 16),
+            "q": torch.randn(TOKENS, 4, 16),
+            "k": torch.randn(TOKENS, 2, 16),
+            "v": torch.randn(TOKENS, 2, 16),
             "cu_seqlens": BOUNDS,
         },
         ("q", "k", "v"),
@@ -273,35 +262,32 @@ OTHERS = {
     "attention_decode": Taken(
         _of(attention_decode),
         lambda: {
-            "q": _randn(2, 4, 16),
-            "k_cache": _randn(2, 8, 2, 16),
-            "v_cache": _randn(2, 8, 2, 16),
+            "q": torch.randn(2, 4, 16),
+            "k_cache": torch.randn(2, 8, 2, 16),
+            "v_cache": torch.randn(2, 8, 2, 16),
             "lengths": _ints(3, 8),
         },
     ),
     "grouped_linear": Taken(
         _of(grouped_linear),
-        lambda: {"x": _randn(TOKENS, 16), "weights": _randn(2, 16, 16), "counts": _ints(4, 5)},
+        lambda: {"x": torch.randn(TOKENS, 16), "weights": torch.randn(2, 16, 16), "counts": _ints(4, 5)},
         ("x", "weights"),
     ),
     "rms_norm": Taken(
-        _of(rms_norm, eps=1e-6), lambda: {"x": _randn(TOKENS, SIZE), "weight": _randn(SIZE)}, ("x", "weight")
+        _of(rms_norm, eps=1e-6), lambda: {"x": torch.randn(TOKENS, SIZE), "weight": torch.randn(SIZE)}, ("x", "weight")
     ),
     "swiglu": Taken(
-        _of(swiglu), lambda: {"products": _randn(TOKENS, SIZE), "weights": _randn(TOKENS)}, ("products", "weights")
+        _of(swiglu),
+        lambda: {"products": torch.randn(TOKENS, SIZE), "weights": torch.randn(TOKENS)},
+        ("products", "weights"),
     ),
 }
 OPS = {**HEADS, **OTHERS}
 UPSTREAM = "the incoming gradient"
 
 
-def results(op: Taken) -> list[Tensor]:
-    """Results of a call on tensors as they are made."""
-    return _results(op, op.tensors(), _same)
-
-
-def _results(op: Taken, tensors: Tensors, upstream: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Outputs, gradients, and what was written to main_grad."""
+def results(op: Taken, tensors: Tensors, upstream: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    """Outputs, gradients, and what was written to main_grad. upstream: layout of the incoming gradients."""
     leaves = {name: tensors[name].detach().requires_grad_() for name in op.leaves}
     outputs = op.run({**tensors, **leaves})
     if leaves:
@@ -309,18 +295,20 @@ def _results(op: Taken, tensors: Tensors, upstream: Callable[[Tensor], Tensor]) 
         generator = torch.Generator("cpu").manual_seed(3)
         made = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
         gradients = [torch.randn(each.shape, **made).to(each.dtype) for each in ends]
-        torch.autograd.backward(ends, [upstream(each) if each.dim() else each for each in gradients])
+        torch.autograd.backward(ends, [upstream(each) if upstream and each.dim() else each for each in gradients])
     found = [each.detach() for each in outputs] + [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
     return found + [tensors[name] for name in ("main_grad",) if name in tensors]
 
 
-def _outcome(op: Taken, tensors: Tensors, upstream: Callable[[Tensor], Tensor]) -> list[Tensor] | Exception:
+def _outcome(
+    op: Taken, tensors: Tensors, upstream: Callable[[Tensor], Tensor] | None = None
+) -> list[Tensor] | Exception:
     if "main_grad" in tensors:  # it is written
         written = tensors["main_grad"]
         memory = written.new_empty(0).set_(written.untyped_storage().clone())  # type: ignore[call-overload]
         tensors = {**tensors, "main_grad": memory.as_strided(written.shape, written.stride(), written.storage_offset())}
     try:
-        return _results(op, tensors, upstream)
+        return results(op, tensors, upstream)
     except (ValueError, RuntimeError) as error:
         return error
 
@@ -329,7 +317,7 @@ def check_every_layout(name: str) -> None:
     """Each tensor of the op in each layout gives what a contiguous copy of it gives, or is refused by its name."""
     op, wrong = OPS[name], []
     tensors = op.tensors()
-    plain = _outcome(op, tensors, _same)
+    plain = _outcome(op, tensors)
     assert not isinstance(plain, Exception), plain
     for which in [*tensors, *([UPSTREAM] if op.leaves else [])]:
         for how, layout in LAYOUTS.items():
@@ -339,16 +327,12 @@ def check_every_layout(name: str) -> None:
             else:
                 expected = plain
                 if layout is expanded:
-                    expected = _outcome(op, {**tensors, which: _contiguous(expanded(tensors[which]))}, _same)
-                found = _outcome(op, {**tensors, which: layout(tensors[which])}, _same)
+                    expected = _outcome(op, {**tensors, which: _contiguous(expanded(tensors[which]))})
+                found = _outcome(op, {**tensors, which: layout(tensors[which])})
             complaint = _difference(found, expected, which)
             if complaint is not None:
                 wrong.append(f"{which} {how}: {complaint}")
     assert not wrong, "\n".join(wrong)
-
-
-def _same(values: Tensor) -> Tensor:
-    return values
 
 
 def _contiguous(values: Tensor) -> Tensor:

@@ -1,17 +1,17 @@
 """Value and gradients of rms_norm and swiglu against autograd in float64, for any implementation and device."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
+from judging import judge
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
 from marsrl.kernels import rms_norm, swiglu
-from marsrl.kernels.testing import assert_accurate
 
 EPS = 1e-6
+NAMES = ("output", "first gradient", "second gradient")
 
 
 def eager_norm(x: Tensor, weight: Tensor, *, eps: float = EPS, is_zero_centred: bool = False) -> Tensor:
@@ -23,31 +23,6 @@ def eager_swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:
     gate, up = products.chunk(2, dim=-1)
     out = silu(gate) * up
     return (out if weights is None else out * weights.unsqueeze(-1)).to(products.dtype)
-
-
-def run(function: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    """The output and the gradients of the inputs."""
-    leaves = [each.detach().requires_grad_() for each in inputs]
-    output = function(*leaves)
-    output.backward(upstream.to(output.dtype))
-    assert all(leaf.grad is not None for leaf in leaves)
-    return [output.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[misc]
-
-
-def compare(
-    ours: Callable[..., Tensor],
-    eager: Callable[..., Tensor],
-    inputs: list[Tensor],
-    upstream: Tensor,
-    scales: tuple[float, ...] = (0.0, 0.0, 0.0),
-) -> None:
-    """scales: of the output and of each gradient, as assert_accurate takes them."""
-    found, plain, again = (run(each, inputs, upstream) for each in (ours, eager, ours))
-    exact = run(eager, [each.double() for each in inputs], upstream.double())
-    names = ("output", "first gradient", "second gradient")
-    for name, value, truth, other, scale in zip(names, found, exact, plain, scales):
-        assert_accurate(name, value, truth, other, scale=scale)
-    assert all(map(torch.equal, found, again)), "two runs differ"
 
 
 def compare_norm(
@@ -66,7 +41,7 @@ def compare_norm(
     weight = torch.rand(width, device=device).to(dtype)
     upstream = torch.randn(*shape, width, device=device).to(dtype)
     words = {"eps": EPS, "is_zero_centred": is_zero_centred}
-    compare(partial(rms_norm, **words), partial(eager_norm, **words), [x, weight], upstream)
+    judge(NAMES, partial(rms_norm, **words), partial(eager_norm, **words), [x, weight], [upstream])
 
 
 def compare_swiglu(
@@ -84,4 +59,5 @@ def compare_swiglu(
     inputs = [products, torch.rand(*shape, device=device)] if has_weights else [products]
     # A row's weight is worth a sum whose terms cancel.
     size = (upstream.double() * eager_swiglu(products.double())).abs().sum(-1).max().item()
-    compare(swiglu, eager_swiglu, inputs, upstream, (0.0, 0.0, size))
+    names, scales = NAMES[: 1 + len(inputs)], (0.0, 0.0, size)[: 1 + len(inputs)]
+    judge(names, swiglu, eager_swiglu, inputs, [upstream], scales=scales)

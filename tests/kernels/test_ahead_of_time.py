@@ -1,4 +1,4 @@
-"""Kernels compile for absent GPUs, and a bad one is noticed."""
+"""A kernel that is bad for an absent GPU is noticed."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
+from ahead_of_time import assert_compiled_well, compiled_launches
 
 
 @triton.jit
@@ -14,12 +14,6 @@ def multiply(a, b, out, SIZE: tl.constexpr):
     rows = tl.arange(0, SIZE)
     at = rows[:, None] * SIZE + rows[None, :]
     tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at)))
-
-
-@triton.jit
-def double(x, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
 
 
 @triton.jit
@@ -43,21 +37,6 @@ def compiled(target, kernel, *tensors, **words):
 def products(target, size, **words):
     a, b = (torch.empty(size, size, dtype=torch.bfloat16, device="meta") for _ in range(2))
     return compiled(target, multiply, a, b, (size, size), SIZE=size, **words)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_dot_uses_the_tensor_cores_of_the_target(target):
-    report = products(target, 64)
-    assert_compiled_well(report, dots=True)
-    assert (report.num_hgmma > 0) == (target == 90) and 0 < report.registers <= 255
-
-
-def test_a_launch_compiles_with_what_it_was_given():
-    report = compiled(90, double, (70_000 * 128,), 70_000 * 128, BLOCK=128, num_warps=2)
-    assert_compiled_well(report, dots=False)
-    assert report.kernel == "double" and report.num_warps == 2
-    with pytest.raises(AssertionError, match="tensor cores"):
-        assert_compiled_well(report, dots=True)
 
 
 def test_spills_and_too_much_shared_memory_are_noticed():

@@ -1,71 +1,108 @@
-"""Every op on each implementation that a CPU has: layouts, surroundings, numbers that are not finite, what is refused."""
+"""Every op on each implementation that a CPU has: layouts, surroundings, numbers that are not finite, what is refused.
+
+interpreter/test_every_op.py takes most of these tests for Triton's implementations.
+"""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from every_op import (
     CALLS,
-    EMPTY_TIERS,
-    HEADS,
+    IS_INTERPRETED,
     TIERS,
-    check_an_empty_batch_has_gradients_of_zero,
-    check_autocast_changes_nothing,
+    WITH_GRADIENTS,
+    call,
     check_the_defaults_are_not_used,
     force,
     same,
+    tensors_of,
     that_run_here,
 )
-from layout_cases import OPS, check_every_layout
-from nonfinite_cases import KINDS, SETTINGS, check_given_logprobs, check_head, check_logprobs, check_loss
+from layout_cases import HEADS, MORE_HEADS, OPS, TOKENS, check_every_layout, results
+from nonfinite_cases import FEW, KINDS, SETTINGS, check_given_logprobs, check_head, check_logprobs, check_loss
 
 from marsrl.kernels import linear_logprob
 from marsrl.kernels.head import bad_values, host_memory
 
+# Interpreted, a call takes a quarter of a second, and a head has 20 tensors in 4 layouts: one of each kind.
+NOT_LAID_OUT = (HEADS.keys() if IS_INTERPRETED else set()) - {
+    "linear_logprob, float32",
+    "linear_policy_loss with main_grad, bfloat16",
+}
+IMPLEMENTATIONS = ["triton"] if IS_INTERPRETED else ["cpu", "reference"]
+
 
 @pytest.fixture
-def call(name, tier, monkeypatch):
+def served(name, tier, monkeypatch):
     """The call's name, its op served by that implementation."""
     force(monkeypatch, name, tier)
     return name
 
 
-@pytest.mark.parametrize("name, tier", [(name, tier) for name in OPS for tier in that_run_here(name)])
-def test_every_tensor_is_read_as_it_lies(call):
-    check_every_layout(call)
+@pytest.mark.parametrize("name, tier", [each for each in TIERS if each[0] in OPS and each[0] not in NOT_LAID_OUT])
+def test_every_tensor_is_read_as_it_lies(served):
+    check_every_layout(served)
 
 
 @pytest.mark.parametrize("name, tier", TIERS)
-def test_the_defaults_are_not_used(call):
-    check_the_defaults_are_not_used(call)
+def test_the_defaults_are_not_used(served):
+    check_the_defaults_are_not_used(served)
 
 
 @pytest.mark.parametrize("name, tier", TIERS)
-def test_deterministic_algorithms_serve_and_change_nothing(call):
-    expected = CALLS[call]()
-    torch.manual_seed(0)
+def test_deterministic_algorithms_serve_and_change_nothing(served):
+    expected = call(served)
     torch.use_deterministic_algorithms(True)
     try:
-        same(CALLS[call](), expected)
+        same(call(served), expected)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name, tier", TIERS)
-def test_autocast_changes_nothing(call):
-    check_autocast_changes_nothing(call)
+def test_autocast_changes_nothing(served):
+    """Forward and backward have the same dtypes and bits."""
+    expected = call(served)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        same(call(served), expected)
 
 
-@pytest.mark.parametrize("name, tier", EMPTY_TIERS)
-def test_an_empty_batch_has_gradients_of_zero(call):
-    check_an_empty_batch_has_gradients_of_zero(call)
+@pytest.mark.parametrize("name, tier", WITH_GRADIENTS)
+def test_an_empty_batch_has_gradients_of_zero(served):
+    """The call without a token: nothing of what is one a token, and no token in any sequence or for any expert."""
+    op, tensors = CALLS[served], tensors_of(served)
+    for which, values in tensors.items():
+        if which in ("cu_seqlens", "counts"):
+            tensors[which] = torch.zeros_like(values)
+        elif values.shape[:1] == (TOKENS,):
+            tensors[which] = values[:0]
+    leaves = [tensors[which].requires_grad_() for which in op.leaves]
+    ends = [each.sum() for each in op.run(tensors) if each.requires_grad]
+    assert ends
+    for leaf, grad in zip(leaves, torch.autograd.grad(ends, leaves), strict=True):
+        assert grad.shape == leaf.shape and not grad.any()
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name, tier", WITH_GRADIENTS)
+def test_a_frozen_input_changes_no_other_gradient(served):
+    op, tensors = CALLS[served], tensors_of(served)
+    expected, num_outputs = results(op, tensors), len(op.run(tensors))
+    gradients = dict(zip(op.leaves, expected[num_outputs:], strict=True))
+    for frozen in op.leaves:
+        others = tuple(leaf for leaf in op.leaves if leaf != frozen)
+        found = results(replace(op, leaves=others), tensors)
+        same(found, [*expected[:num_outputs], *(gradients[leaf] for leaf in others)])
+    assert not any(each.requires_grad for each in op.run(tensors))
+
+
+@pytest.mark.parametrize("name", {**HEADS, **MORE_HEADS})
 def test_a_learner_may_come_after_an_evaluation_in_inference_mode(name, monkeypatch):
     """Memory that a process keeps is written by both, and what inference mode has made cannot be written outside of it."""
     monkeypatch.setattr(host_memory._kept, "buffer", None, raising=False)
     with torch.inference_mode():
         linear_logprob(torch.randn(9, 16), torch.randn(40, 16), torch.arange(9))
-    CALLS[name]()
+    call(name)
 
 
 def test_a_flag_of_bad_targets_may_be_made_in_inference_mode(monkeypatch):
@@ -85,7 +122,7 @@ DIFFERENTIABLE = (
 
 def of_first_leaf(name):
     """(the op's first output as a function of the first tensor that has a gradient, that tensor)."""
-    op = OPS[name]
+    op = CALLS[name]
     tensors = op.tensors()
     return lambda x: op.run({**tensors, op.leaves[0]: x})[0].sum(), tensors[op.leaves[0]]
 
@@ -95,21 +132,21 @@ def of_first_leaf(name):
     "name, tier",
     [(name, tier) for name in DIFFERENTIABLE for tier in that_run_here(name) if (name, tier) != ("policy_loss", "reference")],
 )  # fmt: skip
-def test_a_second_derivative_is_refused_and_not_zero(call):
-    function, x = of_first_leaf(call)
-    with pytest.raises(RuntimeError, match=f"{call.split(',')[0]}: create_graph=True asks for a second derivative"):
+def test_a_second_derivative_is_refused_and_not_zero(served):
+    function, x = of_first_leaf(served)
+    with pytest.raises(RuntimeError, match=f"{served.split(',')[0]}: create_graph=True asks for a second derivative"):
         torch.autograd.grad(function(x.requires_grad_()), x, create_graph=True)
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_a_transform_of_torch_func_is_refused_by_name(name):
     function, x = of_first_leaf(name)
-    for call in (lambda: torch.func.grad(function)(x), lambda: torch.vmap(function, randomness="same")(x[None])):
+    for transformed in (lambda: torch.func.grad(function)(x), lambda: torch.vmap(function, randomness="same")(x[None])):
         with pytest.raises(RuntimeError, match=f"{name.split(',')[0]} has no rule for torch.func's transforms"):
-            call()
+            transformed()
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_that_is_not_finite_is_plain_pytorchs_and_no_other(kind, implementation, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", implementation)
@@ -117,13 +154,13 @@ def test_a_row_that_is_not_finite_is_plain_pytorchs_and_no_other(kind, implement
     check_loss(kind)
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "reference"])
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("setting", FEW if IS_INTERPRETED else SETTINGS, ids=str)
 def test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_does(setting, implementation):
     check_given_logprobs(setting, implementation)
 
 
-@pytest.mark.parametrize("design", ["cpu", "cpu bfloat16", "reference"])
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("design", IMPLEMENTATIONS if IS_INTERPRETED else [*IMPLEMENTATIONS, "cpu bfloat16"])
+@pytest.mark.parametrize("setting", FEW if IS_INTERPRETED else SETTINGS, ids=str)
 def test_the_same_of_a_head(setting, design):
     check_head(setting, design)

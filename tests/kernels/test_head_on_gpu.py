@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from fused_head import compare_policy_loss_of_logprobs, forced, linear_policy_loss
+from fused_head import (
+    arguments_for,
+    compare_logprob,
+    compare_policy_loss,
+    compare_policy_loss_of_logprobs,
+    forced,
+    head_case,
+    linear_policy_loss,
+)
 from head_tests import BF16, FP16, FP32, HeadTests, Tier, use_device_chunks
 from nonfinite_cases import FEW, check_given_logprobs
 from policy_cases import OBJECTIVES
@@ -34,9 +42,15 @@ class TestHead(HeadTests):
         return Tier("triton", (request.param,), (200, 64, 1021), SHAPES, use_device_chunks, "cuda")
 
 
+def test_float16():
+    case = head_case(200, 64, 1021, "cuda")
+    compare_policy_loss(case, arguments_for(case, "k3, entropy bonus, tis"), FP16, "cuda")
+    compare_logprob(case, dtype=FP16, device="cuda")
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_of_given_logprobs_equals_its_definition(name):
-    compare_policy_loss_of_logprobs(name, 5000, "triton", "cuda")
+    compare_policy_loss_of_logprobs(name, 5000, "cuda")
 
 
 @pytest.mark.parametrize("setting", FEW, ids=str)

@@ -2,40 +2,17 @@
 
 import pytest
 import torch
-from fused_head import compare_logprob
 
 from marsrl.kernels import LossInputs, PolicyObjective, linear_logprob, linear_policy_loss, raise_bad_values
 from marsrl.kernels.head import bad_values
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
 
-def test_non_contiguous_and_mixed_dtypes():
-    hidden, weight = torch.randn(16, 20).t()[:, ::2], torch.randn(8, 70).t()
-    targets = torch.randint(0, 70, (40,))[::2]
-    compare_logprob((hidden, weight, targets))
+def test_mixed_dtypes():
+    hidden, weight, targets = torch.randn(20, 8), torch.randn(70, 8), torch.randint(0, 70, (20,))
     mixed = linear_logprob(hidden.bfloat16(), weight, targets)
     exact, _ = linear_logprob_reference(hidden.bfloat16().double(), weight.double(), targets, 1.0, 70)
     torch.testing.assert_close(mixed.logprobs.double(), exact, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_a_frozen_input_gets_no_gradient_and_the_other_the_same(frozen):
-    targets = torch.randint(0, 40, (6,))
-    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
-    linear_logprob(hidden, weight, targets).logprobs.sum().backward()
-    expected = {"hidden": weight.grad.clone(), "weight": hidden.grad.clone()}[frozen]
-    hidden.grad = weight.grad = None
-    {"hidden": hidden, "weight": weight}[frozen].requires_grad_(False)
-    linear_logprob(hidden, weight, targets).logprobs.sum().backward()
-    kept, other = (weight, hidden) if frozen == "hidden" else (hidden, weight)
-    assert torch.equal(kept.grad, expected) and other.grad is None
-
-
-@pytest.mark.parametrize("target", [-1, 40])
-def test_a_target_out_of_range_is_named(target):
-    targets = torch.tensor([0, 1, target, target])
-    with pytest.raises(ValueError, match=rf"linear_logprob: targets\[2\] is {target}, expected 0..39"):
-        linear_logprob(torch.randn(4, 8), torch.randn(40, 8), targets)
 
 
 NO_TEMPERATURES = [0.0, -1.5, float("nan"), float("inf")]
@@ -93,26 +70,3 @@ def test_bad_values_of_a_device_are_kept_until_they_are_asked_for(name, values, 
     bad_values._keep_first("linear_logprob", name, values, is_bad & False, "")
     bad_values._keep_first("linear_logprob", name, values[:0], is_bad[:0], "")
     raise_bad_values()
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"hidden": torch.randn(4, 8, 1)}, r"hidden has shape \[4, 8, 1\], expected \[any, any\]"),
-        ({"weight": torch.randn(40, 9)}, r"weight has shape \[40, 9\], expected \[any, 8\]"),
-        ({"targets": torch.zeros(5, dtype=torch.int64)}, r"targets has shape \[5\], expected \[4\]"),
-        ({"targets": torch.zeros(4)}, r"targets has dtype float32, expected int64 or int32"),
-        ({"temperature": 0.0}, r"temperature is 0.0, expected a positive, finite number"),
-        ({"temperature": torch.ones(3)}, r"temperature has shape \[3\], expected \[4\]"),
-        ({"temperature": torch.ones(4, requires_grad=True)}, r"temperature requires a gradient"),
-        ({"real_vocab_size": 41}, r"real_vocab_size is 41, expected 1..40"),
-    ],
-)
-def test_wrong_arguments_are_named_with_what_was_expected(change, message):
-    arguments = {
-        "hidden": torch.randn(4, 8),
-        "weight": torch.randn(40, 8),
-        "targets": torch.zeros(4, dtype=torch.int64),
-    }
-    with pytest.raises(ValueError, match="linear_logprob: " + message):
-        linear_logprob(**{**arguments, **change})

@@ -92,22 +92,10 @@ def test_the_exponentials_of_256_rows_and_a_tile_are_below_a_quarter_of_what_pla
     assert 256 * vocab / 2 + logits + weight <= 0.24 * copies * 256 * vocab
 
 
-def test_token_advantages_give_the_gradient_of_weighted_log_likelihood():
-    hidden, weight, targets, arguments = simple()
-    linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
-    expected = hidden.detach().double().requires_grad_()
-    logp = torch.log_softmax(expected @ weight.detach().double().t(), -1).gather(1, targets[:, None])[:, 0]
-    (-(arguments["token_advantages"] * logp).sum() / 5).backward()
-    torch.testing.assert_close(hidden.grad.double(), expected.grad, atol=1e-6, rtol=1e-5)
-
-
-def test_rows_of_dz_fill_whole_waves_and_are_a_whole_number_of_chunks_at_qwens_vocabulary():
+def test_rows_of_dz_fill_whole_waves():
     assert chunked_head.whole_waves(33, 8, 132) == 33  # an H100 at H = 2048: 264 tiles
     assert chunked_head.whole_waves(31, 8, 108) == 27  # an A100: 216
     assert chunked_head.whole_waves(1, 3, 132) == 1
-    rows = chunked_head._rows_of_dz(2 * 151936, torch.empty(0, 2048))
-    chunk = chunked_head._device_rows(4 * 151936, chunked_head.DEVICE_LOGITS_BYTES)
-    assert (rows, chunk) == (4224, 768)
 
 
 OPS_AROUND = {
@@ -262,12 +250,3 @@ def test_a_pytorch_without_float32_results_of_bfloat16_products_is_named(monkeyp
     with pytest.raises(RuntimeError, match=f"a bfloat16 head on a GPU: {reason}; install torch 2.11 or later"):
         gemms.HeadGemms(weight, torch.bfloat16)
     gemms.HeadGemms(weight, torch.float32)
-
-
-def test_a_wrong_target_or_main_grad_is_named():
-    hidden, weight, targets, arguments = simple()
-    with pytest.raises(ValueError, match=r"main_grad has dtype bfloat16, expected float32"):
-        linear_policy_loss(hidden, weight, targets, **arguments, main_grad=torch.zeros_like(weight).bfloat16())
-    targets[3] = 131
-    with pytest.raises(ValueError, match=r"linear_policy_loss: targets\[3\] is 131, expected 0..130"):
-        linear_policy_loss(hidden, weight, targets, **arguments)

@@ -21,9 +21,9 @@ TIERS = ["triton"] if IS_INTERPRETED else ["cpu", "reference", pytest.param("tri
 @pytest.fixture(params=TIERS, autouse=True)
 def implementation(request, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", request.param)
-    torch.set_default_device("cuda" if request.param == "triton" and not IS_INTERPRETED else "cpu")
+    torch.set_default_device("cuda" if request.param == "triton" and not IS_INTERPRETED else None)
     yield
-    torch.set_default_device("cpu")
+    torch.set_default_device(None)  # "cpu" would stay as a mode, which torch.compile traces otherwise
 
 
 @pytest.mark.parametrize("poison", [9.0, torch.nan])
@@ -60,11 +60,3 @@ def test_long_sequences_are_summed_in_double(dtype):
     for threshold in (0.4, 0.499, 0.5, 0.501, 2.0):
         found = mpt_gate(entropy, mask, cu_seqlens, positive, entropy_threshold=threshold)
         assert found.tolist() == (means < threshold).tolist()
-
-
-def test_wrong_arguments_are_named_with_what_was_expected():
-    arguments, positive = case(), torch.ones(4, dtype=torch.bool)
-    with pytest.raises(ValueError, match="mpt_gate: scope is 'token', expected sample or batch"):
-        mpt_gate(*arguments, positive, scope="token")
-    with pytest.raises(ValueError, match=r"mpt_gate: positive has shape \[3\], expected \[4\]"):
-        mpt_gate(*arguments, positive[:3])

@@ -53,29 +53,6 @@ def test_rows_of_a_mask_are_listed_in_order():
         assert torch.equal(kept_rows(mask, num_kept=int(mask.sum())), mask.nonzero()[:, 0])
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"token_ids": torch.ones(4)}, "token_ids has dtype float32, expected int64 or int32"),
-        ({"is_sampled": torch.ones(3, dtype=torch.bool)}, r"is_sampled has shape \[3\], expected \[4\]"),
-        ({"num_tokens": 3}, "num_tokens is 3, expected at least the 4 of token_ids"),
-        ({"num_tokens": 5}, r"cu_seqlens is \[0, 4\], expected to rise from 0 to 5 tokens"),
-        ({"logprobs": torch.arange(4)}, "logprobs has dtype int64, expected float32"),
-    ],
-)
-def test_wrong_arguments_are_named_with_what_was_expected(change, message):
-    arguments = {"token_ids": torch.arange(4), "is_sampled": torch.ones(4, dtype=torch.bool), "num_tokens": 4}
-    with pytest.raises(ValueError, match=f"pack: {message}"):
-        pack(**{**arguments, "cu_seqlens": torch.tensor([0, 4]), **change})
-
-
-def test_a_mask_that_is_none_or_has_another_count_is_named():
-    with pytest.raises(ValueError, match="kept_rows: mask has dtype int64, expected bool"):
-        kept_rows(torch.arange(4))
-    with pytest.raises(ValueError, match="kept_rows: num_kept is 3, expected 4, the number of set elements"):
-        kept_rows(torch.ones(4, dtype=torch.bool), num_kept=3)
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_a_large_batch_is_packed_and_gated_without_a_wait(monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", "triton")

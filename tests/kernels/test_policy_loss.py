@@ -92,46 +92,6 @@ def test_all_tokens_masked_is_a_loss_of_zero(num_tokens):
     assert result.loss.item() == 0 and not logprobs.grad.any() and not result.logprobs.any()
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"advantages": torch.ones(5)}, r"advantages has shape \[5\], expected \[6\]"),
-        ({"token_advantages": torch.ones(60)}, r"both of advantages \[S\] and token_advantages \[T\] given"),
-        ({"advantages": None}, r"neither of advantages"),
-        ({"mask": torch.ones(60)}, "mask has dtype float32, expected bool"),
-        (
-            {"cu_seqlens": torch.arange(7)},
-            r"cu_seqlens is \[0, 1, 2, 3, 4, 5, 6\], expected to rise from 0 to 60 tokens",
-        ),
-        ({"agent_of": torch.tensor([0, 1, 2, 3, 0, 0])}, r"agent_of holds 0..3, expected 0..2"),
-        ({"agent_of": None}, r"num_agents is 3 and agent_of is missing"),
-        ({"gate": torch.ones(6)}, "gate has dtype float32, expected bool"),
-        ({"weights": torch.ones(60)}, r"weights has shape \[60\], expected \[6\]"),
-        ({"dropped": torch.ones(6, dtype=torch.bool)}, r"dropped has shape \[6\], expected \[60\]"),
-        ({"old_logprobs": torch.ones(59)}, r"old_logprobs has shape \[59\], expected \[60\]"),
-        ({"rollout_logprobs": None, "objective": PolicyObjective(correction="tis")}, "rollout_logprobs is missing"),
-        ({"reference_logprobs": None, "objective": PolicyObjective(kl="k3")}, "reference_logprobs is missing"),
-        ({"normaliser": 0}, "normaliser is 0, expected a positive number"),
-        ({"normaliser": torch.tensor(0.0)}, "normaliser is 0.0, expected a positive number"),
-        ({"num_agents": 0}, "num_agents is 0, expected 1 or more"),
-        ({"objective": "clip"}, "objective is a str, expected a PolicyObjective"),
-    ],
-)
-def test_wrong_arguments_are_named_with_what_was_expected(change, message):
-    arguments, logprobs = policy_case()
-    arguments["objective"] = PolicyObjective()
-    with pytest.raises(ValueError, match="policy_loss: " + message):
-        policy_loss(logprobs, torch.zeros(60), **{**arguments, **change})
-
-
-@pytest.mark.parametrize(
-    "options", [{"kind": "ppo"}, {"clip_low": -0.1}, {"dual_clip": 1.1}, {"correction_low": 3.0}, {"kl": "k4"}]
-)
-def test_an_objective_with_senseless_options_cannot_be_made(options):
-    with pytest.raises(ValueError, match=f"PolicyObjective: .*{next(iter(options))}"):
-        PolicyObjective(**options)
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_boundaries_of_either_dtype_and_of_a_view_spread_what_is_per_sequence(dtype):
     bounds = torch.tensor([0, 9, 0, 9, 3, 9, 3, 9, 7, 9], dtype=dtype)[::2]  # an empty sequence first, one in between

@@ -103,14 +103,3 @@ def test_a_part_of_the_vocabulary_keeps_its_own_columns(parts):
             piece = rows.take(logits)[:, part * width : (part + 1) * width].clone()
             support.restrict_(piece, rows, part * width, width)
             assert torch.equal(piece, rows.take(right)[:, part * width : (part + 1) * width])
-
-
-def test_a_support_that_does_not_fit_is_named():
-    hidden, weight, targets = head_case(4, 16, 20)
-    zeros, ids = torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"linear_logprob: support.counts has shape \[3\], expected \[4\]"):
-        linear_logprob(hidden, weight, targets, support=Support(ids, zeros, zeros[:3], 1))
-    with pytest.raises(ValueError, match="support.ids has dtype int64, expected int32"):
-        linear_logprob(hidden, weight, targets, support=Support(ids.long(), zeros, zeros, 1))
-    with pytest.raises(ValueError, match="support.ids is empty"):
-        linear_logprob(hidden, weight, targets, support=Support(ids[:0], zeros, zeros, 0))

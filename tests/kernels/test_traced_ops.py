@@ -2,16 +2,27 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from every_op import force, that_run_here
-from traced_cases import CALLERS, SCHEMAS, check_a_compiled_caller, check_op
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from marsrl.kernels import LossInputs, PolicyObjective, attention_varlen, linear_logprob, linear_policy_loss, rms_norm
-
-TIERS = [(name, tier) for name in CALLERS for tier in that_run_here(name)]
+from marsrl.kernels import (
+    LossInputs,
+    PolicyObjective,
+    Support,
+    attention_varlen,
+    grouped_linear,
+    linear_logprob,
+    linear_policy_loss,
+    rms_norm,
+    swiglu,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -19,16 +30,122 @@ def _nothing_is_compiled_yet():
     torch._dynamo.reset()
 
 
+def _leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, dtype=dtype).requires_grad_()
+
+
+def _attention(num_tokens: int, **given: Any) -> tuple[Any, ...]:
+    q, k, v = _leaf(num_tokens, 4, 16), _leaf(num_tokens, 2, 16), _leaf(num_tokens, 2, 16)
+    bounds = torch.tensor([0, 2, 2, num_tokens], dtype=torch.int32)
+    return q, k, v, bounds, given.get("keys"), 0.3, given.get("causal", True), given.get("longest"), False
+
+
+def _head(num_tokens: int, dtype: torch.dtype = torch.float32, **given: Any) -> tuple[Any, ...]:
+    hidden, weight = _leaf(num_tokens, 16, dtype=dtype), _leaf(40, 16, dtype=dtype)
+    support = given.get("support", (None, None, None, 0))
+    targets = torch.arange(num_tokens)
+    return hidden, weight, targets, given.get("temperature"), *support[:3], 1.5, given.get("real"), support[3]
+
+
+SUPPORT = Support(torch.arange(8, dtype=torch.int32), torch.zeros(6, dtype=torch.int64), torch.full((6,), 8), 8)
+
+# name -> the arguments of torch.ops.marsrl.<first word> for so many tokens
+SCHEMAS: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "rms_norm": lambda n: (_leaf(n, 16), _leaf(16), 1e-6, 1.0),
+    "rms_norm bfloat16": lambda n: (_leaf(n, 16, dtype=torch.bfloat16), _leaf(16), 1e-6, 0.0),
+    "rms_norm of columns": lambda n: (torch.randn(16, n).t().requires_grad_(), _leaf(16), 1e-6, 0.0),
+    "swiglu": lambda n: (_leaf(n, 16), None),
+    "swiglu weighted": lambda n: (_leaf(n, 16), _leaf(n)),
+    "attention_varlen": _attention,
+    "attention_varlen with keys": lambda n: _attention(n, keys=torch.tensor([0, 2, 2, n], dtype=torch.int32)),
+    "attention_varlen both ways": lambda n: _attention(n, causal=False, longest=n),
+    "grouped_linear": lambda n: (_leaf(n, 16), _leaf(3, 8, 16), torch.tensor([2, 0, n - 2])),
+    "linear_logprob": _head,
+    "linear_logprob bfloat16": lambda n: _head(n, torch.bfloat16, real=39),
+    "linear_logprob per token": lambda n: _head(n, temperature=torch.linspace(0.5, 2, n)),
+    "linear_logprob support": lambda n: _head(6, support=tuple(vars(SUPPORT).values())),
+}
+
+
 @pytest.mark.parametrize("name, tier", [(name, tier) for name in SCHEMAS for tier in that_run_here(name.split()[0])])
-def test_torch_finds_no_fault(name, tier, monkeypatch):
-    force(monkeypatch, name.split()[0], tier)
-    check_op(name)
+def test_torch_finds_no_fault(name: str, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own rules for the op and for that of its backward, with sizes that are known and with sizes that are not."""
+    packet = name.split()[0]
+    force(monkeypatch, packet, tier)
+    given = SCHEMAS[name](6)
+    torch.library.opcheck(getattr(torch.ops.marsrl, packet).default, given)
+    recorded = []
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function.name() == f"marsrl::{packet}_backward":
+                recorded.append(args)
+            return function(*args, **(kwargs or {}))
+
+    found = getattr(torch.ops.marsrl, packet)(*given)
+    out = found if isinstance(found, Tensor) else found[0]
+    with Recorder():
+        out.float().square().sum().backward()
+    backward = getattr(torch.ops.marsrl, f"{packet}_backward").default
+    assert recorded
+    for args in recorded:
+        torch.library.opcheck(backward, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def _of_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x.sin(), weight, eps=1e-6).cos()
+
+
+def _of_gate(x: Tensor, weight: Tensor) -> Tensor:
+    return swiglu(x.sin(), (x @ weight).sin()).cos()
+
+
+def _of_attention(x: Tensor, weight: Tensor) -> Tensor:
+    q = (x.sin()[:, None] * weight).view(-1, 1, 16).expand(-1, 4, 16)
+    bounds = torch.tensor([0, 1, 4], dtype=torch.int32)
+    return attention_varlen(q[:4], q[:4, :2].cos(), q[:4, 2:], bounds, scale=-0.7).cos()
+
+
+def _of_experts(x: Tensor, weight: Tensor) -> Tensor:
+    weights = weight.view(1, 1, 16) * torch.ones(2, 8, 1)
+    return grouped_linear(x.sin(), weights, torch.tensor([2, x.shape[0] - 2])).cos()
+
+
+def _of_head(x: Tensor, weight: Tensor) -> Tensor:
+    head = weight * torch.linspace(-1, 1, 40)[:, None].sin()
+    found = linear_logprob(x.sin(), head, torch.ones_like(x[:, 0], dtype=torch.int64), temperature=1.5)
+    return found.logprobs.cos() + found.entropy
+
+
+CALLERS = {
+    "rms_norm": _of_norm,
+    "swiglu": _of_gate,
+    "attention_varlen": _of_attention,
+    "grouped_linear": _of_experts,
+    "linear_logprob": _of_head,
+}
+
+
+TIERS = [(name, tier) for name in CALLERS for tier in that_run_here(name)]
 
 
 @pytest.mark.parametrize("name, tier", TIERS)
-def test_a_compiled_caller_has_one_graph_and_the_gradients_of_eager_code(name, tier, monkeypatch):
+def test_a_compiled_caller_has_one_graph_and_the_gradients_of_eager_code(
+    name: str, tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph for all sizes, with the gradients of eager code."""
     force(monkeypatch, name, tier)
-    check_a_compiled_caller(name)
+    caller = CALLERS[name]
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(caller, fullgraph=True, dynamic=True, backend=backend)
+    for num_tokens in (6, 11):
+        x, weight = _leaf(num_tokens, 16), _leaf(16)
+        found, expected = compiled(x, weight), caller(x, weight)
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(out.sum(), (x, weight)) for out in (found, expected)]
+        torch.testing.assert_close(*gradients)
+    assert backend.frame_count == 1
 
 
 # that of swiglu has a product of its own, which autocast is for

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fused_head import forced, in_double, linear_policy_loss, support_of, without_target
+from fused_head import chunks_of, forced, in_double, linear_policy_loss, support_of, without_target
+from head_tests import use_device_chunks
 from torch import Tensor
 from torch.multiprocessing import start_processes
 
 from marsrl.kernels import PolicyObjective, linear_logprob, mpt_gate
-from marsrl.kernels.head import chunked_head
 from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
 
 SIZE, VOCAB = 12, 80
@@ -94,18 +94,13 @@ class OfRank:
     gate: Tensor
 
 
-def use_chunks(rows: int, width: int) -> None:
-    """Let this process make logits of so many rows at a time."""
-    chunked_head.HOST = chunked_head.HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40)
-    chunked_head.DEVICE_ROW_MULTIPLE, chunked_head.DEVICE_LOGITS_BYTES = 1, rows * 4 * width
-    chunked_head.DEVICE_GRADIENT_BYTES = chunked_head.DEVICE_LOGITS_BYTES
-
-
 def run_rank(rank: int, world: int, tokens: int, chunk: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     torch.set_num_threads(1)
     group, width = dist.group.WORLD, VOCAB // world
-    use_chunks(chunk, width)
+    patch = pytest.MonkeyPatch()  # for the life of this process
+    chunks_of(chunk, patch)
+    use_device_chunks(chunk, patch, width)
     found = []
     for name, real in CASES:
         hidden, weight, targets, arguments = make_case(tokens, real)

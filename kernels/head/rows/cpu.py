@@ -41,7 +41,7 @@ class CpuRowKernels(RowKernels):
 
     def partials(self, product: Tensor, rows: Rows, head: Head) -> Tensor:
         partials = torch.empty(4, rows.count, dtype=torch.float64, device="cpu")
-        _put_partials(product, head, rows.take(head.targets), head.inverse_temperature_at(rows), partials, None)
+        self.exponentials(product, head, rows.take(head.targets), head.inverse_temperature_at(rows), partials, None)
         return partials
 
     def policy_terms(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
@@ -62,14 +62,23 @@ class CpuRowKernels(RowKernels):
         return LateCount(kept)
 
     def exponentials(
-        self, logits: Tensor, head: Head, targets: Tensor, inverse_temperature: Tensor, partials: Tensor, out: Tensor
+        self,
+        logits: Tensor,
+        head: Head,
+        targets: Tensor,
+        inverse_temperature: Tensor,
+        partials: Tensor,
+        out: Tensor | None,
     ) -> None:
         """Partials [4, R] of a tile of the vocabulary, as RowKernels.partials gives them, and out [R, columns] bfloat16 = e^d,
-        0 in padding; its rows may lie apart.
+        0 in padding; its rows may lie apart. None: they are not wanted.
 
         logits [R, columns] float32, row-major; head: Head.tile of these columns; targets, inverse_temperature [R].
         """
-        _put_partials(logits, head, targets, inverse_temperature, partials, out)
+        library.cpu_library().marsrl_row_partials(
+            *(logits, head.width, logits.shape[0], head.num_columns, targets - head.first_column, inverse_temperature),
+            *(partials, out, 0 if out is None else out.stride(0), torch.get_num_threads()),
+        )
 
     def exponential_gradients(
         self,
@@ -131,22 +140,6 @@ class CpuPolicyTerms:
 
     def _structures(self) -> tuple[Any, Any]:
         return ctypes.byref(self._objective), ctypes.byref(self._tokens)
-
-
-def _put_partials(
-    logits: Tensor,
-    head: Head,
-    targets: Tensor,
-    inverse_temperature: Tensor,
-    partials: Tensor,
-    exponentials: Tensor | None,
-) -> None:
-    """partials [4, R] float64 of logits [R, columns] whose targets [R] are global; exponentials, if they are wanted."""
-    local = targets - head.first_column
-    library.cpu_library().marsrl_row_partials(
-        *(logits, head.width, logits.shape[0], head.num_columns, local, inverse_temperature, partials, exponentials),
-        *(0 if exponentials is None else exponentials.stride(0), torch.get_num_threads()),
-    )
 
 
 def _check_place(logits: Tensor, out: Tensor) -> None:

@@ -1,0 +1,52 @@
+"""Outputs and gradients of an op, judged against its definition in float64."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
+
+Function = Callable[..., Any]  # of tensors that have a gradient, to one tensor or several
+
+
+def run(function: Function, leaves: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs of the function, and gradients of the leaves; upstream: the gradient of each output, in any dtype."""
+    leaves = [each.detach().requires_grad_() for each in leaves]
+    found = function(*leaves)
+    outputs = found if isinstance(found, tuple) else (found,)
+    gradients = torch.autograd.grad(outputs, leaves, [up.to(out.dtype) for up, out in zip(upstream, outputs)])
+    return [*(each.detach() for each in outputs), *gradients]
+
+
+def judge(
+    names: Sequence[str],
+    ours: Function,
+    definition: Function,
+    leaves: Sequence[Tensor],
+    upstream: Sequence[Tensor],
+    *,
+    plain: Function | None = None,
+    terms: Sequence[int] | None = None,
+    scales: Sequence[float] | None = None,
+    apart: Sequence[Tensor | None] | None = None,
+    repeats: bool = True,
+) -> list[Tensor]:
+    """Outputs and gradients of ours, each as accurate as assert_accurate wants it; with the same bits where it repeats.
+
+    names: of the outputs and then of the leaves' gradients; so are terms, scales and apart, which are assert_accurate's. terms
+    are given where a library forms products. plain: the same without a kernel; None: the definition at the leaves' dtypes.
+    """
+    found = run(ours, leaves, upstream)
+    exact = run(definition, [each.double() for each in leaves], upstream)
+    beside = run(plain or definition, leaves, upstream)
+    moved = run(definition, [off_by_an_ulp(each) for each in leaves], upstream) if terms else exact
+    num = len(names)
+    options = zip(scales or [0.0] * num, moved, terms or [1] * num, apart or [None] * num, strict=True)
+    for name, one, truth, other, each in zip(names, found, exact, beside, options, strict=True):
+        assert_accurate(name, one, truth, other, *each)
+    if repeats:
+        for name, one, other in zip(names, found, run(ours, leaves, upstream), strict=True):
+            assert torch.equal(one, other), f"{name} differs between two runs"
+    return found

@@ -1,0 +1,197 @@
+"""Every op names a wrong argument, what was found and what was expected."""
+
+import pytest
+import torch
+from fused_head import linear_policy_loss, policy_loss
+from policy_cases import policy_case
+
+from marsrl import kernels
+from marsrl.kernels import PolicyObjective, Support
+
+INF, NAN = float("inf"), float("nan")
+zeros, ones, tensor = torch.zeros, torch.ones, torch.tensor
+
+
+def ints(*shape):
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def flags(*shape):
+    return torch.ones(shape, dtype=torch.bool)
+
+
+def of_loss():
+    """Arguments of policy_loss that are right, for 60 tokens and 6 sequences."""
+    arguments, logprobs = policy_case()
+    return {"logprobs": logprobs, "entropy": zeros(60), "objective": PolicyObjective(), **arguments}
+
+
+HEAD = {"hidden": zeros(4, 8), "weight": zeros(40, 8), "targets": ints(4)}
+LOSS = {"objective": PolicyObjective(), "cu_seqlens": tensor([0, 4]), "normaliser": 1.0, "advantages": ones(1)}
+IDS = zeros(1, dtype=torch.int32)
+FUNCTIONS = {**vars(kernels), "policy_loss": policy_loss, "linear_policy_loss": linear_policy_loss}
+# op -> (arguments that are right, [(what is changed, how the error goes on)])
+WRONG = {
+    "attention_decode": (
+        {"q": zeros(2, 4, 8), "k_cache": zeros(2, 5, 2, 8), "v_cache": zeros(2, 5, 2, 8), "lengths": tensor([5, 1])},
+        [
+            ({"k_cache": zeros(3, 5, 2, 8)}, r"k_cache has shape \[3, 5, 2, 8\], expected \[2, any, any, 8\]"),
+            ({"v_cache": zeros(2, 6, 2, 8)}, r"v_cache has shape \[2, 6, 2, 8\], expected \[2, 5, 2, 8\]"),
+            (
+                dict.fromkeys(("k_cache", "v_cache"), zeros(2, 5, 3, 8)),
+                "k_cache has 3 heads, expected a divisor of q's 4",
+            ),
+            ({"lengths": tensor([0, 3])}, r"lengths lie in 0..3, expected 1..5"),
+            ({"lengths": tensor([1, 6])}, r"lengths lie in 1..6, expected 1..5"),
+            ({"lengths": ones(2)}, "lengths has dtype float32, expected int64 or int32"),
+            ({"scale": NAN}, "scale is nan, expected a finite number or None"),
+            (
+                {"q": zeros(2, 4, 8, requires_grad=True)},
+                "an input requires a gradient, expected a call under torch.no_grad",
+            ),
+        ],
+    ),
+    "attention_varlen": (
+        {"q": zeros(5, 4, 8), "k": zeros(5, 2, 8), "v": zeros(5, 2, 8), "cu_seqlens": tensor([0, 5])},
+        [
+            ({"k": zeros(5, 2, 4)}, r"k has shape \[5, 2, 4\], expected \[any, any, 8\]"),
+            ({"k": zeros(5, 3, 8), "v": zeros(5, 3, 8)}, "k has 3 heads, expected a divisor of q's 4"),
+            ({"v": zeros(5, 2, 8).bfloat16()}, "v has dtype bfloat16, expected float32"),
+            ({"cu_seqlens": tensor([0, 4])}, r"cu_seqlens is \[0, 4\], expected to rise from 0 to 5 tokens"),
+            (
+                {"cu_seqlens": tensor([0, 1, 5]), "cu_seqlens_k": tensor([0, 3, 5])},
+                "cu_seqlens_k gives sequence 1 2 keys for 4 queries",
+            ),
+            *(({"scale": each}, f"scale is {each}, expected a finite number or None") for each in (NAN, INF, -INF)),
+        ],
+    ),
+    "group_advantage": (
+        {"rewards": zeros(2), "group_of": ints(2), "agent_of": ints(2), "instance_of": ints(2)},
+        [
+            ({"normalise": "batch"}, "normalise is 'batch', expected group or agent"),
+            ({"std": "none"}, "std is 'none', expected biased or unbiased"),
+            ({"group_of": tensor([0, 2])}, r"group_of holds 0..2, expected 0..1"),
+            ({"agent_of": ints(3)}, r"agent_of has shape \[3\], expected \[2\]"),
+            ({"rewards": ints(2)}, "rewards has dtype int64, expected float32 or float64"),
+        ],
+    ),
+    "grouped_linear": (
+        {"x": zeros(6, 8), "weights": zeros(2, 4, 8), "tokens_per_expert": [2, 4]},
+        [
+            (
+                {"tokens_per_expert": [2, 3]},
+                r"tokens_per_expert is \[2, 3\], expected 2 counts that add up to 6 rows",
+            ),
+            ({"tokens_per_expert": [6]}, r"tokens_per_expert has shape \[1\], expected \[2\]"),
+            ({"tokens_per_expert": [7, -1]}, r"tokens_per_expert is \[7, -1\], expected 2 counts"),
+            ({"tokens_per_expert": ones(2)}, "tokens_per_expert has dtype float32, expected int64 or int32"),
+        ],
+    ),
+    "kept_rows": (
+        {"mask": flags(4)},
+        [
+            ({"mask": ints(4)}, "mask has dtype int64, expected bool"),
+            ({"num_kept": 3}, "num_kept is 3, expected 4, the number of set elements"),
+        ],
+    ),
+    "linear_logprob": (
+        HEAD,
+        [
+            ({"hidden": zeros(4, 8, 1)}, r"hidden has shape \[4, 8, 1\], expected \[any, any\]"),
+            ({"weight": zeros(40, 9)}, r"weight has shape \[40, 9\], expected \[any, 8\]"),
+            ({"targets": ints(5)}, r"targets has shape \[5\], expected \[4\]"),
+            ({"targets": zeros(4)}, r"targets has dtype float32, expected int64 or int32"),
+            ({"targets": tensor([0, 1, -1, -1])}, r"targets\[2\] is -1, expected 0..39"),
+            ({"targets": tensor([0, 1, 40, 40])}, r"targets\[2\] is 40, expected 0..39"),
+            ({"temperature": 0.0}, r"temperature is 0.0, expected a positive, finite number"),
+            ({"temperature": ones(3)}, r"temperature has shape \[3\], expected \[4\]"),
+            ({"temperature": ones(4, requires_grad=True)}, r"temperature requires a gradient"),
+            ({"real_vocab_size": 41}, r"real_vocab_size is 41, expected 1..40"),
+            ({"support": Support(IDS, ints(4), ints(3), 1)}, r"support.counts has shape \[3\], expected \[4\]"),
+            ({"support": Support(IDS.long(), ints(4), ints(4), 1)}, "support.ids has dtype int64, expected int32"),
+            ({"support": Support(IDS[:0], ints(4), ints(4), 0)}, "support.ids is empty"),
+        ],
+    ),
+    "linear_policy_loss": (
+        {**HEAD, **LOSS},
+        [
+            ({"main_grad": zeros(40, 8).bfloat16()}, "main_grad has dtype bfloat16, expected float32"),
+            ({"targets": tensor([0, 0, 0, 40])}, r"targets\[3\] is 40, expected 0..39"),
+        ],
+    ),
+    "mpt_gate": (
+        {"entropy": zeros(8), "mask": flags(8), "cu_seqlens": tensor([0, 3, 3, 5, 8]), "positive": flags(4)},
+        [
+            ({"scope": "token"}, "scope is 'token', expected sample or batch"),
+            ({"positive": flags(3)}, r"positive has shape \[3\], expected \[4\]"),
+        ],
+    ),
+    "pack": (
+        {"token_ids": ints(4), "is_sampled": flags(4), "num_tokens": 4, "cu_seqlens": tensor([0, 4])},
+        [
+            ({"token_ids": ones(4)}, "token_ids has dtype float32, expected int64 or int32"),
+            ({"is_sampled": flags(3)}, r"is_sampled has shape \[3\], expected \[4\]"),
+            ({"num_tokens": 3}, "num_tokens is 3, expected at least the 4 of token_ids"),
+            ({"num_tokens": 5}, r"cu_seqlens is \[0, 4\], expected to rise from 0 to 5 tokens"),
+            ({"logprobs": ints(4)}, "logprobs has dtype int64, expected float32"),
+        ],
+    ),
+    "policy_loss": (
+        of_loss(),
+        [
+            ({"advantages": ones(5)}, r"advantages has shape \[5\], expected \[6\]"),
+            ({"token_advantages": ones(60)}, r"both of advantages \[S\] and token_advantages \[T\] given"),
+            ({"advantages": None}, r"neither of advantages"),
+            ({"mask": ones(60)}, "mask has dtype float32, expected bool"),
+            (
+                {"cu_seqlens": torch.arange(7)},
+                r"cu_seqlens is \[0, 1, 2, 3, 4, 5, 6\], expected to rise from 0 to 60 tokens",
+            ),
+            ({"agent_of": tensor([0, 1, 2, 3, 0, 0])}, r"agent_of holds 0..3, expected 0..2"),
+            ({"agent_of": None}, r"num_agents is 3 and agent_of is missing"),
+            ({"gate": ones(6)}, "gate has dtype float32, expected bool"),
+            ({"weights": ones(60)}, r"weights has shape \[60\], expected \[6\]"),
+            ({"dropped": flags(6)}, r"dropped has shape \[6\], expected \[60\]"),
+            ({"old_logprobs": ones(59)}, r"old_logprobs has shape \[59\], expected \[60\]"),
+            ({"rollout_logprobs": None, "objective": PolicyObjective(correction="tis")}, "rollout_logprobs is missing"),
+            ({"reference_logprobs": None, "objective": PolicyObjective(kl="k3")}, "reference_logprobs is missing"),
+            ({"normaliser": 0}, "normaliser is 0, expected a positive number"),
+            ({"normaliser": tensor(0.0)}, "normaliser is 0.0, expected a positive number"),
+            ({"num_agents": 0}, "num_agents is 0, expected 1 or more"),
+            ({"objective": "clip"}, "objective is a str, expected a PolicyObjective"),
+        ],
+    ),
+    "rms_norm": (
+        {"x": ones(3, 4), "weight": ones(4), "eps": 1e-6},
+        [
+            ({"x": ints(3, 4)}, "x has dtype int64"),
+            ({"weight": ones(3)}, r"weight has shape \[3\], expected \[4\]"),
+            ({"weight": ints(4)}, "weight has dtype int64"),
+        ],
+    ),
+    "swiglu": (
+        {"products": ones(3, 4)},
+        [
+            ({"products": ones(3, 5)}, "products has 5 columns, expected a gate and as many behind it"),
+            ({"products": ints(3, 4)}, "products has dtype int64"),
+            ({"weights": ones(2)}, r"weights has shape \[2\], expected \[3\]"),
+            ({"weights": ints(3)}, "weights has dtype int64"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("op, change, message", [(op, *each) for op, (_, wrong) in WRONG.items() for each in wrong])
+def test_a_wrong_argument_is_named_with_what_was_expected(op, change, message):
+    function, (right, _) = FUNCTIONS[op], WRONG[op]
+    function(**right)
+    with pytest.raises(ValueError, match=f"{op}: {message}"):
+        function(**{**right, **change})
+
+
+@pytest.mark.parametrize(
+    "options", [{"kind": "ppo"}, {"clip_low": -0.1}, {"dual_clip": 1.1}, {"correction_low": 3.0}, {"kl": "k4"}]
+)
+def test_an_objective_with_senseless_options_cannot_be_made(options):
+    with pytest.raises(ValueError, match=f"PolicyObjective: .*{next(iter(options))}"):
+        PolicyObjective(**options)
