@@ -120,6 +120,19 @@ def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> Ste
     raise AssertionError("no batch")
 
 
+def submissions(pool: EnginePool) -> list[tuple[list[str], bool]]:
+    """Submissions from now on: their uids, and True where all are sent at once."""
+    sent: list[tuple[list[str], bool]] = []
+    submit = pool.submit
+
+    def noted(requests: Sequence[DecodeRequest], *, version: int, at_once: bool = False) -> None:
+        sent.append(([request.uid for request in requests], at_once))
+        submit(requests, version=version, at_once=at_once)
+
+    pool.submit = noted  # type: ignore[method-assign]
+    return sent
+
+
 def groups_of_a_while(stages: Stages, versions: Mapping[str, int], rng: random.Random) -> Sequence[Group]:
     """Groups that are trained next: after a stage, or after some steps of the engine, three tokens each; often nothing then."""
     if stages.rule.in_step:

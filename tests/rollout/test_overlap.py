@@ -84,11 +84,10 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("seed", range(2))
-def test_a_sample_is_trained_once_and_its_group_is_whole(name: str, seed: int) -> None:
+def test_a_sample_is_trained_once_and_its_group_is_whole(name: str) -> None:
     config = CONFIGS[name]
-    play = Play(config, seed=seed)
-    rng = random.Random(seed)
+    play = Play(config)
+    rng = random.Random(0)
     batches = [batch for _ in range(8) for batch in play.train(1, rng.randrange(8))]
     assert all([g.group_id for g in batch] == sorted(g.group_id for g in batch) for batch in batches)
     groups = [g for batch in batches for g in batch]
@@ -171,8 +170,7 @@ def test_the_decoder_is_at_most_overlap_stages_ahead(overlap: int) -> None:
         assert books.num_instances == 2 * (step + overlap)
 
 
-@pytest.mark.parametrize("rounds", [0, 3, 200])
-@pytest.mark.parametrize(("overlap", "segments"), [(1, 1), (1, 4), (3, 2)])
+@pytest.mark.parametrize(("overlap", "segments", "rounds"), [(1, 1, 200), (1, 4, 3), (3, 2, 0), (3, 2, 200)])
 def test_samples_are_at_most_overlap_and_segments_versions_old(overlap: int, segments: int, rounds: int) -> None:
     """However slow the trainer is: a stage's samples are of weights that are overlap old at most, a segment takes a
     stage, and picks that are made late in a stage belong to the next."""
@@ -184,16 +182,6 @@ def test_samples_are_at_most_overlap_and_segments_versions_old(overlap: int, seg
         for s in g.samples
     )
     assert 0 < max(ages) <= overlap + segments
-
-
-def test_a_publish_closes_segments_and_no_token_is_lost() -> None:
-    play = Play(letter_config(segments=2, overlap=2))
-    samples = [s for groups in play.train(8, rounds_while_training=1) for g in groups for s in g.samples]
-    cut = [s for s in samples if len(s.segments) > 2]
-    assert cut  # 24 tokens a stage, versions change in the middle of it
-    for sample in samples:
-        assert len({segment.version for segment in sample.segments}) == len(sample.segments) or len(sample.segments) > 1
-        assert sample.token_ids.tolist() == completion(sample.uid)[: len(sample.token_ids)]
 
 
 def test_a_stage_in_which_nothing_is_to_be_decoded_is_over_at_once() -> None:
@@ -272,21 +260,6 @@ def test_a_straggler_that_is_being_judged_is_dropped_like_any_other() -> None:
     play.stages.advance(0.0)
 
 
-def test_new_problems_wait_while_too_many_samples_are_carried_over() -> None:
-    play = Play(letter_config(segments=24, max_unfinished=4))
-    drawn = 0
-    for _ in range(30):
-        carried = sum(bool(each.segments) for each in completions(play.stages, State.DUE, State.DECODING))
-        play.train(1, rounds_while_training=0)
-        books = play.stages.state
-        if carried > 4:
-            assert books.num_instances <= drawn + 2  # of the stage that had begun before
-        drawn = books.num_instances
-        # an instance plays one agent at a time: at most picks x group_size samples of it
-        assert play.stages.num_unfinished <= (4 + 2 * 2 * 3) * 2 * 3
-    assert drawn < 2 * 30
-
-
 def test_a_run_without_overlap_goes_on_from_a_checkpoint_with_it_and_back() -> None:
     play = Play(letter_config(overlap=2))
     trained = play.train(3, rounds_while_training=50)
@@ -318,13 +291,14 @@ def _one_is_long(request: Any) -> list[int]:
 def test_a_stage_waits_for_a_segment_of_every_sample_that_it_began_with() -> None:
     play = Play(letter_config(segments=4, overlap=3), script=_one_is_long, tokens_per_step=3)
     play.stages.want()
-    known = []
-    while len(known) < 3:
-        before = play.stages.state.num_batches
+    for num_over in (1, 2, 3):
+        while play.stages.state.num_batches < num_over:
+            play.stages.advance(0.0)
+        assert len(play.stages.state.open["000001/solver"].completions[0].token_ids) == 12 * num_over
         play.stages.advance(0.0)
-        if play.stages.state.num_batches > before:
-            known.append(len(play.stages.state.open["000001/solver"].completions[0].token_ids))
-    assert known == [12, 24, 36]
+        state = decode(RolloutState, encode(play.stages.snapshot()))
+        play = Play(letter_config(segments=4, overlap=3), state=state, script=_one_is_long, tokens_per_step=3)
+        play.stages.want()  # and a stage that was restored for what it waited for
 
 
 def test_a_stage_begins_beside_the_longest_sample_of_the_one_before_where_engines_have_room() -> None:
@@ -335,18 +309,6 @@ def test_a_stage_begins_beside_the_longest_sample_of_the_one_before_where_engine
         while play.stages.state.num_stages < 2:
             play.stages.advance(0.0)
     assert beside.stages.state.num_batches == 0 and whole.stages.state.num_batches == 1
-
-
-@pytest.mark.parametrize(("num_short", "ends"), [(2, False), (3, True)])
-def test_a_finish_share_is_of_the_samples_that_the_stage_began_with(num_short: int, ends: bool) -> None:
-    def script(request: Any) -> list[int]:
-        return [ord(".")] * (1 if int(request.uid[-1]) < num_short else 40) + [END]
-
-    config = letter_config(finish_share=0.5, group_size=6, prompts_per_step=1)
-    play = Play(config, script=script, tokens_per_step=2)
-    play.stages.want()
-    play.stages.advance(0.0)
-    assert (play.stages.state.num_batches == 1) == ends
 
 
 def test_what_was_picked_in_a_stage_is_not_of_its_finish_share() -> None:
@@ -366,18 +328,3 @@ def test_what_was_picked_in_a_stage_is_not_of_its_finish_share() -> None:
     assert batch is not None
     agents = Counter(group.agent for group in batch.groups if group.rollout_id in ("000001", "000002"))
     assert agents["solver"] == 2 and agents["verifier1"] > 0
-
-
-def test_a_restored_stage_waits_for_what_it_waited_for() -> None:
-    play = Play(letter_config(segments=4, overlap=1), script=_one_is_long, tokens_per_step=3)
-    play.stages.want()
-    while play.stages.state.num_batches < 1:
-        play.stages.advance(0.0)
-    for _ in range(2):
-        play.stages.advance(0.0)
-    state = play.stages.snapshot()
-    assert state.stages.num_stages == 2 > state.stages.num_batches == 1
-    again = Play(letter_config(segments=4, overlap=1), state=state, script=_one_is_long, tokens_per_step=3)
-    while again.stages.state.num_batches < 2:
-        again.stages.advance(0.0)
-    assert len(again.stages.state.open["000001/solver"].completions[0].token_ids) == 24
