@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_cases import generate
-from letters import AGENTS, PROMPT_ENDS, LetterRenderer, completion, judge, letter_config, letter_problems, next_batch
+from letters import (
+    AGENTS,
+    PROMPT_ENDS,
+    completion,
+    letter_config,
+    letter_problems,
+    make_team,
+    next_batch,
+)
 from mortal import MortalReplicas, Places
 
 from marsrl.rollout.config import AgentConfig, RolloutConfig
@@ -20,7 +28,6 @@ from marsrl.rollout.player.stages import Stages
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Lost, Timed
 from marsrl.rollout.state import encode
-from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Group
 
 
@@ -130,7 +137,7 @@ def test_the_others_go_on_without_an_engine_that_has_no_place_until_it_has_one(h
     replicas.now += 60
     assert {result.version for result in served(pool, asks(20), how, version=2)} == {2}
     assert pool.engines == [0, 1, 2] and pool.is_whole and len(replicas.had[1]) > had
-    assert pool.take_faults().engine_restarts == 1 and replicas.engines[1]._version == 2
+    assert pool.take_faults().engine_restarts == 1
 
 
 def test_a_policy_s_only_engine_cannot_be_done_without() -> None:
@@ -168,7 +175,7 @@ def test_a_restarted_engine_holds_the_weights_of_now() -> None:
     assert [r.version for r in served(pool, asks(4), "slots", version=2)] == [2] * 4
     replicas.hung.add(0)
     assert len(pool.score([np.arange(5, dtype=np.int32)])) == 2  # the probe of a sync, too
-    assert [engine._version for engine in replicas.engines] == [2, 2]
+    assert [r.version for r in served(pool, asks(4), "slots", version=2)] == [2] * 4
 
 
 class Mistaken(MortalReplicas):
@@ -231,19 +238,6 @@ def test_an_engine_without_weights_gets_nothing_to_do_until_the_trainer_can_send
     assert len(results) == 4 and all(map(is_whole, results)) and len(replicas.had[1]) > had
 
 
-def test_the_next_publish_brings_weights_to_an_engine_that_has_none() -> None:
-    replicas = MortalReplicas(2)
-    pool = replicas.pool()
-    trainer = Trainer(pool)
-    publish_from_memory(pool, 4)
-    trainer.can = False
-    replicas.dead.add(0)
-    pool.stand_by()
-    assert trainer.asked == replicas.restarts == [0]
-    publish_from_memory(pool, 5)
-    assert [result.version for result in served(pool, asks(4), "slots", version=5)] == [5] * 4
-
-
 @pytest.mark.parametrize("lost", [{1}, {0, 1}], ids=["one of two", "all"])
 def test_an_engine_that_is_lost_while_the_trainer_s_ranks_send_weights_gets_them_alone(lost: set[int]) -> None:
     replicas = MortalReplicas(2)
@@ -287,8 +281,7 @@ class Team2:
         self.replicas = replicas
         self.pool = replicas.pool(slots=12, attempts=config.max_request_attempts, most_restarts=10_000)
         orchestration = build_orchestration("verifier_corrector", agents, "math", None, config)
-        team = Team(agents, orchestration, {"main": LetterRenderer()}, {"main": self.pool}, WatchedJudge(judge))  # type: ignore[dict-item]
-        self.stages = Stages(config, team, letter_problems(60), seed=0)
+        self.stages = Stages(config, make_team(agents, orchestration, self.pool), letter_problems(60), seed=0)
         self.metrics: Counter[str] = Counter()
         self.version = 0
         self.publish()

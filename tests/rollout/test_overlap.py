@@ -20,11 +20,12 @@ from letters import (
     letter_team,
     next_batch,
     set_team,
+    set_version,
 )
 
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.player.completion import State
-from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
+from marsrl.rollout.player.stages import RolloutState, Stages
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Group, Problem, Reward
 
@@ -45,30 +46,21 @@ class Play:
         self.version = version
         if state is not None:
             self.stages.restore(state)
-        self._resume()
+        self.resume()
 
-    def _resume(self) -> None:
-        for engine in self.engines:
-            engine._version = self.version
+    def resume(self) -> None:
+        set_version(self.version, *self.engines)
         self.stages.resume({"main": self.version})
-
-    def batch(self) -> StepBatch:
-        self.stages.want()
-        for _ in range(10_000):
-            if (batch := self.stages.take()) is not None:
-                return batch
-            self.stages.advance(0.0)
-        raise AssertionError("no batch")
 
     def train(self, steps: int, rounds_while_training: int = 4) -> list[tuple[Group, ...]]:
         trained = []
         for _ in range(steps):
-            trained.append(self.batch().groups)
+            trained.append(next_batch(self.stages).groups)
             for _ in range(rounds_while_training):
                 self.stages.advance(0.0)
             self.stages.rest()
             self.version += 1
-            self._resume()
+            self.resume()
         return trained
 
 
@@ -161,7 +153,7 @@ def test_episodes_that_go_on_alone_are_trained_whole_and_once_across_a_restore(t
 def test_the_decoder_is_at_most_overlap_stages_ahead(overlap: int) -> None:
     play = Play(letter_config(overlap=overlap))
     for step in range(1, 5):
-        taken = play.batch()
+        taken = next_batch(play.stages)
         assert min(g.rollout_id for g in taken.groups if g.agent == "solver") == f"{2 * step - 1:06d}"  # the oldest
         for _ in range(200):  # a trainer that is very slow
             play.stages.advance(0.0)
@@ -195,18 +187,18 @@ def test_a_stage_in_which_nothing_is_to_be_decoded_is_over_at_once() -> None:
 
 def test_nothing_begins_at_rest() -> None:
     play = Play(letter_config(overlap=1))
-    play.batch()
+    next_batch(play.stages)
     for _ in range(200):  # as far ahead as it may be
         play.stages.advance(0.0)
     play.stages.rest()
     play.stages.want()
     assert play.stages.state.num_stages == 2
-    play._resume()
+    play.resume()
     assert play.stages.state.num_stages == 3
     play.stages.rest()
     play.stages.player.submit()
     assert not play.stages.player.is_decoding
-    play._resume()
+    play.resume()
     play.stages.player.submit()
     assert play.stages.player.is_decoding
 
@@ -228,10 +220,10 @@ def test_judgements_go_on_over_a_rest_and_are_taken_after_it() -> None:
     for problem, answer, reward in asked:
         reward.set_result(judge(problem, answer).result())
     play.version = 1
-    play._resume()
+    play.resume()
     play.stages.advance(0.0)
     assert not completions(play.stages, State.JUDGING)
-    assert {g.agent for g in play.batch().groups} == {"solver"}
+    assert {g.agent for g in next_batch(play.stages).groups} == {"solver"}
     again = Play(letter_config(), state=state, judge=slow)  # what was decoded is judged again, and not decoded again
     assert len(asked) == 2 * len(completions(again.stages, State.JUDGING)) > 6
     assert again.engines[0].num_decoded() == 0 and not completions(again.stages, State.DUE, State.DECODING)
@@ -253,7 +245,7 @@ def test_a_straggler_that_is_being_judged_is_dropped_like_any_other() -> None:
         play.stages.advance(0.0)
     play.stages.rest()
     play.version = 1
-    play._resume()
+    play.resume()
     closed = {group.group_id: len(group.samples) for group in play.stages.state.closed}
     assert not play.stages.state.open.get("000001/solver") and closed["000001/solver"] == 2
     first[0].set_result(Reward(1.0, 1.0))
@@ -270,7 +262,7 @@ def test_a_run_without_overlap_goes_on_from_a_checkpoint_with_it_and_back() -> N
     plain = Stages(config, team, letter_problems(40), seed=0)
     plain.restore(state)
     for version in range(3, 9):
-        engines[0]._version = version
+        set_version(version, *engines)
         trained.append(next_batch(plain, {"main": version}).groups)
     picked = {ask.id for ask in plain.state.pending}
     again = Play(letter_config(overlap=1), version=9, state=plain.snapshot())

@@ -178,16 +178,6 @@ def test_a_request_goes_on_from_what_is_known_for_one_segment() -> None:
     assert stages.request(each).max_new_tokens == 3
 
 
-def test_a_request_expects_the_mean_of_what_was_left_of_longer_completions() -> None:
-    stages = stages_of(group_size=4, prompts_per_step=1)
-    *others, last = begun(stages)[0].completions
-    assert stages.request(last).expected_new_tokens is None  # nothing has ended
-    for each, length in zip(others, (10, 20, 40), strict=True):
-        says(stages, each, length)
-    says(stages, last, 10, Finish.UNFINISHED)
-    assert stages.request(last).expected_new_tokens == (20 + 40) / 2 - 10
-
-
 def test_what_cannot_be_read_is_penalised_where_that_is_asked_for() -> None:
     stages = stages_of()
     first, second, third = begun(stages)[0].completions
@@ -205,22 +195,15 @@ def test_what_is_trained_of_a_truncated_distribution_is_bounded_and_recorded() -
         stages = stages_of()
         own = {**stages.team.agents, "solver": AgentConfig(top_p=0.9, top_k=top_k)}
         set_team(stages, replace(stages.team, agents=own, max_kept={"solver": 30}))
-        first, second, third = begun(stages)[0].completions
+        first, second, _ = begun(stages)[0].completions
         asked = sent(stages)[first.uid].sampling
         assert (asked.top_p, asked.top_k, asked.records_kept) == (0.9, most, True)
     assert not stages.team.sampling("verifier1").records_kept and stages.team.sampling("verifier1").top_k == -1
     kept = KeptTokens.of([np.array([40, 50], np.int32), np.array([41], np.int32)])
     says(stages, first, 2, Finish.LENGTH, kept_tokens=kept)
-    assert first.kept_tokens is not None and first.kept_tokens.counts.tolist() == [2, 1]
-    says(stages, second, 2, Finish.LENGTH, kept_tokens=kept)
-    assert counts(stages)["rollout/kept_tokens"] == 3 + 3
-    says(stages, third, 0, Finish.UNFINISHED)
-    assert third.kept_tokens is None
-    with pytest.raises(
-        RuntimeError,
-        match="solver:2: agents.solver.top_p and top_k truncate, and its engine did not say which tokens were kept, as loss.tr",
-    ):
-        says(stages, third, 2)
+    assert counts(stages)["rollout/kept_tokens"] == 3
+    with pytest.raises(RuntimeError, match="solver:1: .* truncate, and its engine did not say which tokens were kept"):
+        says(stages, second, 2)
 
 
 @pytest.mark.parametrize(
@@ -429,14 +412,6 @@ def test_groups_that_are_carried_over_take_places_of_new_problems_to_the_nearest
             says(stages, completion, *((24, Finish.LENGTH) if carried < num_carried else ("no answer", Finish.STOP)))
         found.append(stages.state.num_instances - 4)
     assert found == drawn
-
-
-def test_a_team_s_own_numbers_add_up_over_its_episodes() -> None:
-    stages = stages_of(group_size=1)
-    stages.team.orchestration.metrics = lambda episode: {"x": 2.0}  # type: ignore[method-assign]
-    for ask in begun(stages):
-        all_say(stages, ask, "no answer")
-    assert counts(stages)["team/x"] == 4 and counts(stages)["rollout/episodes"] == 2
 
 
 def test_a_copy_of_the_state_is_equal_in_everything_and_stays_so() -> None:

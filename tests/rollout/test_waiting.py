@@ -12,13 +12,14 @@ from threading import Timer
 
 import numpy as np
 import pytest
+from engine_cases import pool_of
 from letters import (
     END,
     LetterRenderer,
     groups_of_a_while,
-    judge,
     letter_config,
     letter_problems,
+    make_team,
     next_batch,
     submissions,
 )
@@ -32,10 +33,8 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.player.completion import Completion
 from marsrl.rollout.player.evaluation import EvaluationPlay
 from marsrl.rollout.player.stages import RolloutState, Stages, StagesState
-from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.team import Team, WatchedJudge, present_turn
+from marsrl.rollout.team import Team, present_turn
 from marsrl.rollout.types import Ask, Finish, Message, Problem, Sample, ToolCall, ToolOutput
 
 VERSIONS = {"main": 0}
@@ -140,9 +139,9 @@ def team_of(
 ) -> Team:
     agents = {name: AgentConfig(stop=["</look>", "</ask>"]) for name in ("solver", "helper")}
     engine = ScriptedEngine(says, decode=LetterRenderer().decode, tokens_per_step=3)
-    pool = EnginePool(LocalReplicas([engine]), slots=12, deadline_s=config.deadline_s)
+    pool = pool_of(engine, slots=12, deadline_s=config.deadline_s)
     orchestration = kind(agents, "math", None, config)
-    return Team(agents, orchestration, {"main": Renderer()}, {"main": pool}, WatchedJudge(judge), tools=tools)  # type: ignore[dict-item, arg-type]
+    return make_team(agents, orchestration, pool, Renderer(), tools=tools)
 
 
 def config_of(**options: object) -> RolloutConfig:
@@ -399,8 +398,9 @@ def test_what_follows_from_an_output_is_waited_for_and_without_overlap_all_go_on
         config = config_of(overlap=overlap, pipeline="trajectory" if overlap else "agentic")
         team = team_of(config, OneByOne(), Twice, once("a<look>ab</look>", "]"))
         sent = submissions(team.pools["main"])
-        solvers = played(config, team, steps=1).values()
-        assert [sample.text for sample in solvers] == ["a<look>ab</look>[xy]=7"] * 4
+        batch = next_batch(Stages(config, team, letter_problems(8), seed=3), VERSIONS)
+        said = [sample.text for group in batch.groups for sample in group.samples]
+        assert said == ["a<look>ab</look>[xy]=7"] * 4 and batch.metrics["rollout/foreign_tokens"] == 4 * len("[xy]")
         assert overlap or [len(uids) for uids, _ in sent] == [4, 4]
 
 
