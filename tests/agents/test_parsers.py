@@ -55,6 +55,7 @@ READ: list[tuple[Callable[[str], object], str, object]] = [
     (boxed_answer, r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     (boxed_answer, r"\boxed{7} and \boxed{unclosed", "7"),
     (boxed_answer, r"\boxed{\{1,2\}}", r"\{1,2\}"),
+    (boxed_answer, r"\boxed{\{1}", r"\{1"),  # an escaped brace is none
     (boxed_answer, r"\boxed{}", None),
     (boxed_answer, "no box", None),
     # the word after the last key

@@ -44,6 +44,7 @@ def found(index: SearchIndex, query: str, top_k: int = 3) -> list[str]:
         ("What is the capital of Peru?", ["lima", "peru"]),  # both words before one
         ("lima borders chile", ["peru", "lima"]),  # whatever the order of the corpus
         ("singer border", ["peru"]),  # stems
+        ("CAFE", ["cafe"]),
         ("cafe\u0301", ["cafe"]),
         ("नमस्ते", ["cafe"]),
         ("the who", ["the"]),  # who is a word, the is none beside it
