@@ -246,7 +246,7 @@ class Team:
 
     def _sample(self, each: Completion, text: str) -> Sample:
         episode, ask, prompt_text, finish = each.episode, each.of.ask, each.of.prompt_text, each.finish
-        turn_start, in_thought = _turn(self.renderer(ask.agent), prompt_text, each, text)
+        turn_start, in_thought = present_turn(self.renderer(ask.agent), prompt_text, each, text)
         sample = Sample(
             uid=each.uid,
             rollout_id=episode.rollout_id,
@@ -326,7 +326,7 @@ class Team:
         return replace(sample, finish=Finish.ERROR, answer=None, verdict=None, reward=Reward(np.nan, np.nan, note=note))
 
 
-def _turn(renderer: ChatRenderer, prompt_text: str, completion: Completion, text: str) -> tuple[int, bool]:
+def present_turn(renderer: ChatRenderer, prompt_text: str, completion: Completion, text: str) -> tuple[int, bool]:
     """(the character of `text`, all tokens', where its present turn begins; does that begin within a thought?).
 
     Behind a turn that the policy ended, the messages that follow say so, as the prompt does at first; behind a pause, its own

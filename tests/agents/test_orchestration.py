@@ -56,7 +56,6 @@ OVERLONG = {"finish": Finish.LENGTH, "verdict": True, "answer": "1"}
 REWARDS: list[tuple[str, dict[str, Any], Reward, Reward | None, Reward | str]] = [
     ("verifier1", {"verdict": True}, ONE, None, AGREES),
     ("verifier1", {"verdict": False}, ONE, None, ERRS),
-    ("verifier1", {"verdict": True}, ZERO, None, ERRS),
     ("verifier1", {"verdict": False}, ZERO, None, AGREES),
     ("verifier1", {"verdict": True}, Reward(0.5, 0.5), None, ERRS),
     ("verifier1", {"verdict": True}, Reward(0.9, 1.0), None, AGREES),  # a penalty is the solution's alone
@@ -68,7 +67,6 @@ REWARDS: list[tuple[str, dict[str, Any], Reward, Reward | None, Reward | str]] =
     ("solver", {}, ONE, ONE, replace(ZERO, note="no answer")),
     *((agent, OVERLONG, ONE, ONE, replace(ZERO, note="overlong")) for agent in ("solver", "verifier1", "corrector2")),
     ("solver", {"finish": Finish.ERROR}, ONE, None, "the engine gave the sample up"),
-    ("verifier1", {"finish": Finish.ERROR, "verdict": True}, ONE, None, "the engine gave the sample up"),
 ]
 
 
@@ -84,15 +82,6 @@ def test_every_agent_is_paid_for_its_own_words_and_what_cannot_be_known_is_missi
     if "(s:0)" in expected:  # half known it is not handed on either
         assert not TEAM.is_eligible(sample("s", answer="1", reward=solution), "verifier1")
         assert not TEAM.is_eligible(sample("v", "verifier1", verdict=False, reward=solution), "corrector1")
-
-
-def test_a_reward_that_is_asked_for_too_early_is_an_error() -> None:
-    with pytest.raises(ValueError, match="Verifier sample v holds no solution"):
-        TEAM.reward(*showing(), sample("v", "verifier1", verdict=True))
-    with pytest.raises(ValueError, match="not finished"):
-        TEAM.reward(*showing(agent="solver"), sample("x", finish=Finish.UNFINISHED))
-    with pytest.raises(ValueError, match="no judgement"):
-        TEAM.reward(*showing(agent="solver"), sample("s", answer="1"))
 
 
 @pytest.mark.parametrize("agent", ["solver", "corrector1"])
@@ -119,16 +108,15 @@ def test_an_agent_reads_the_visible_text_of_what_it_is_asked_about() -> None:
 
 
 CHAIN = {"verifier1": AgentConfig(prompt="chain")}
-CUT, THINKS = {"finish": Finish.LENGTH}, {"in_thought": True}
+CUT = {"finish": Finish.LENGTH}
 PARSED: list[tuple[dict[str, AgentConfig], str, str, dict[str, Any], tuple[str, str | None, bool | None]]] = [
     ({}, "solver", r"so \boxed{4}", {}, (r"so \boxed{4}", "4", None)),
     ({}, "solver", r"\boxed{4}", CUT, (r"\boxed{4}", None, None)),
     ({}, "solver", r"<think>\boxed{4}", {}, ("", None, None)),
-    ({}, "solver", r"\boxed{4}", THINKS, ("", None, None)),
+    ({}, "solver", r"\boxed{4}", {"in_thought": True}, ("", None, None)),
     ({}, "solver", "closed </think> never opened", {}, ("never opened", None, None)),
     ({}, "verifier1", "Verdict: correct", {}, ("Verdict: correct", None, True)),
     ({}, "verifier1", "Verdict: correct", CUT, ("Verdict: correct", None, None)),
-    ({}, "verifier1", "<think>Verdict: wrong", {}, ("", None, None)),
     ({}, "verifier1", "<think>x</think>Verdict: wrong", {}, ("Verdict: wrong", None, False)),
     # prompts of its own, in whose grammar it is read; the others have the task's
     (CHAIN, "verifier1", "so Verdict: wrong then", {}, ("so Verdict: wrong then", None, False)),
@@ -137,7 +125,6 @@ PARSED: list[tuple[dict[str, AgentConfig], str, str, dict[str, Any], tuple[str, 
     (COMPAT, "verifier1", "Correctness: incorrect", {}, ("", None, True)),
     (COMPAT, "verifier1", "step 2 **Correctness** wrong", CUT, ("step 2", None, False)),
     (COMPAT, "verifier2", "step 2 **Correctness** wrong", CUT, ("step 2 **Correctness** wrong", None, None)),
-    (COMPAT, "corrector1", "x **Correctness** y", {}, ("x **Correctness** y", None, None)),
     ({"solver": AgentConfig(parser="compat")}, "solver", r"so \boxed{4}", {}, (r"so \boxed{4}", "4", None)),
 ]
 
@@ -192,12 +179,6 @@ def test_picks_keep_their_rule_whatever_the_order_of_the_candidates(
         assert (got_preferred, got_other) == ((count + 1) // 2, count // 2)
 
 
-def test_random_picks_reach_every_candidate() -> None:
-    candidates = [sample(f"u{index}", correct=0.0) for index in range(5)]
-    seen = {s.uid for seed in range(60) for s in pick(candidates, 1, "random", True, random.Random(seed))}
-    assert len(seen) == 5
-
-
 # ------------------------------------------------------------------ training
 
 
@@ -218,23 +199,6 @@ def inputs(asks: list[Ask]) -> list[str]:
 
 RIGHT = {"answer": "1", "shown": "t", "correct": 1.0}
 FLAGS = {"verdict": False, "shown": "t"}
-
-
-def test_every_ask_names_its_ancestors_and_its_samples_are_a_group() -> None:
-    first = TEAM.follow(Episode("r", "r", PROBLEM))
-    assert first == [Ask("r/solver", "solver", (), 8, "r/solver")]
-    episode, asks = answered(TEAM, [sample("s", **RIGHT)])
-    assert asks == [Ask("r/solver:0/verifier1", "verifier1", ("r/solver:0",), 8, "r/solver:0/verifier1")]
-    _, asks = answered(
-        TEAM, [sample("v", correct=0.0, **FLAGS)], episode=Episode("r", "r", PROBLEM, 0, "train", *_of(episode))
-    )
-    name = "r/solver:0/verifier1:0/corrector1"
-    assert asks == [Ask(name, "corrector1", ("r/solver:0", "r/solver:0/verifier1:0"), 8, name)]
-
-
-def _of(episode: Episode) -> tuple[dict[str, Ask], dict[str, tuple[Sample, ...]]]:
-    """Asks and answers, without those that are asked and not answered: they are asked again."""
-    return {name: ask for name, ask in episode.asks.items() if name in episode.answers}, dict(episode.answers)
 
 
 def test_finished_parsable_rewarded_outputs_are_handed_on_and_others_where_that_is_asked_for() -> None:
@@ -333,12 +297,6 @@ def test_fixed_inputs_are_collected_from_all_that_may_be_handed_on_as_far_as_the
     assert {ask.num_samples for ask in episode.asks.values()} == {1}
 
 
-def test_a_problem_that_nobody_flagged_ends_the_episode() -> None:
-    episode, asks = answered(TEAM, [sample("s", **RIGHT)], [sample("v", verdict=True, correct=1.0)])
-    assert asks == [] and episode.is_at_its_end
-    assert answered(TEAM, [])[1] == []  # nothing came, or the prompt was too long
-
-
 def test_an_outcome_is_the_mean_final_correctness_of_the_leaves_below() -> None:
     team = five(picks=2)
     solved = [sample("s0", **RIGHT), sample("s1", answer="2", correct=0.0), sample("s2", answer="3")]
@@ -414,33 +372,22 @@ TRANSCRIPTS: list[tuple[str, dict[str, str | int], int, str]] = [
     ("sCCCC", SCRIPT, 1, "accepted"),
     ("sCCCWsCCCC", {}, 2, "accepted"),
     ("sCCCWsCCCC", SCRIPT, 1, "accepted"),  # four calls each
-    ("sCCWsCCCC", {}, 2, "accepted"),
-    ("sCCWsCCCC", SCRIPT, 2, "accepted"),
     ("sCWsCC", {"accept_after": 2}, 2, "accepted"),
     ("sWt", {}, 1, "truncated correction"),
-    ("sCWsWt", {}, 1, "truncated correction"),
-    ("sCWsWt", SCRIPT, 1, "truncated correction"),
     ("sWsCWt", {}, 2, "truncated correction"),
     ("sWsWt", {}, 1, "truncated correction"),  # the earliest of equals
-    ("sWsWsWsWsWsWsWsWsWsW", {}, 1, "max_iterations"),
     (MANY, {}, 2, "max_iterations"),
     (f"{MANY}sW", SCRIPT, 2, "max_iterations"),  # one more call
-    (f"{MANY}sW", {"max_iterations": 11}, 2, "max_iterations"),
     ("sWsCW", {"accept_after": 2, "max_iterations": 3}, 2, "max_iterations"),
-    ("sW", {"max_iterations": 1}, 1, "max_iterations"),
-    ("sWsW", {"max_iterations": 2}, 1, "max_iterations"),
     ("sCWsCC", {"max_iterations": 4}, 2, "max_iterations"),  # two of two
     ("sCWsCC", {**SCRIPT, "max_iterations": 4}, 1, "max_iterations"),  # two calls each
     ("sTCCCC", {}, 1, "accepted"),  # an empty report is no "correct", and nothing to correct by: judged again
     ("sCTCC", {"accept_after": 2}, 1, "accepted"),  # and it breaks a streak
-    ("sTT", {"max_iterations": 2}, 1, "max_iterations"),
     ("snsW", {"max_iterations": 2}, 1, "max_iterations"),  # a report without a verdict is handed on
     ("sTsWt", SCRIPT, 2, "truncated correction"),  # handed on; a call that was cut off is none
-    ("sTsW", {**SCRIPT, "max_iterations": 2}, 2, "max_iterations"),
     ("t", {}, 0, "truncated solution"),
     ("v", {}, 1, "truncated solution"),
     ("vCCCC", SCRIPT, 1, "accepted"),
-    ("tsCCCC", SCRIPT, 1, "accepted"),
     ("ttsCCCC", SCRIPT, 1, "accepted"),
     ("ttt", SCRIPT, 0, "truncated solution"),  # three draws in all
 ]

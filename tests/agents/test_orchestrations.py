@@ -17,7 +17,7 @@ from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, build_orchestration, find_orchestration
+from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
 from marsrl.rollout.types import Ask, Finish, Problem, Reward, Sample, ToolCall, ToolOutput
 
 PROBLEM = Problem("p", "a 3 b *7", "1", "arithmetic")
@@ -107,8 +107,7 @@ def test_a_verdict_that_cannot_be_read_rejects_unless_it_is_to_approve() -> None
 
 def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None:
     def team(**verifier: Any) -> Orchestration:
-        agents = {name: AgentConfig(prompt="drmas_math") for name in ("solver", "verifier")}
-        agents["verifier"] = AgentConfig(prompt="drmas_math", **verifier)
+        agents = {"solver": AgentConfig(prompt="drmas_math"), "verifier": AgentConfig(prompt="drmas_math", **verifier)}
         return build_orchestration("solver_verifier", agents, "math")
 
     said = ["it is \\boxed{2}", "<think>hm</think> step 1 <verify> reject </verify>", "then \\boxed{1}"]
@@ -117,8 +116,7 @@ def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None
         ("compat", "<think>hm</think> step 1 <verify>reject</verify>"),
     ):
         episode = play(team(parser=parser), script(*said))
-        solver, verifier, again = episode.asks.values()
-        first, judged, second = (words(team(parser=parser), episode, ask) for ask in (solver, verifier, again))
+        first, judged, second = (words(team(parser=parser), episode, ask) for ask in episode.asks.values())
         assert "a 3 b *7" in first and "said so far" not in first and "You are the Solver" in first
         assert "it is \\boxed{2}" in judged and "<verify>reject</verify> if" in judged
         assert "it is \\boxed{2}" in second and read in second and "You are the Solver" in second
@@ -128,11 +126,6 @@ def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None
         (report,) = list(episode.answers.values())[1]
         # a failure of format, whatever follows from it
         assert len(episode.asks) == num_asks and report.reward.value == 0
-        assert not team(**settings).is_readable(replace(report, full_text="no tag"))
-    chinese = "\u4e0d <verify>reject</verify>"
-    for parser, reward in (("strict", 1.0), ("compat", 0.0)):
-        (_, (report,), _) = play(team(parser=parser), script("\\boxed{2}", chinese, "\\boxed{1}")).answers.values()
-        assert report.reward.value == reward and report.verdict is False
 
 
 def test_a_solution_that_is_cut_off_is_verified_and_solved_again() -> None:
@@ -156,12 +149,6 @@ def test_the_last_solution_counts_whether_it_has_an_answer_or_not(last: str) -> 
     outcome = team.outcome(episode)
     assert outcome is not None and outcome.shown == last
     assert set(team.outcomes(episode).values()) == {0.0}  # who rejects a right solution is not paid for it
-
-
-def test_nobody_verifies_a_solution_that_never_came() -> None:
-    episode = play(solver_verifier(), lambda ask: None)
-    assert len(episode.asks) == 1
-    assert solver_verifier().outcome(episode) is None and not any(solver_verifier().outcomes(episode).values())
 
 
 # ------------------------------------------------------------------ debate
@@ -198,26 +185,6 @@ def test_a_debate_goes_on_among_those_who_said_something_and_the_earliest_of_equ
     assert team.outcome(play(team, lambda ask: None)) is None
     silent = play(team, lambda ask: "<think>hm" if ask.id.endswith("#1") else "Answer: 1")  # shows nothing
     assert {ask.parent_uid for ask in list(silent.asks.values())[3:5]} == {f"000001.0/debater#{i}:0" for i in (2, 3)}
-
-
-def test_a_round_of_a_debate_begins_once_all_of_the_last_are_over() -> None:
-    team = build_orchestration("debate", {}, "chain")
-    episode = Episode("000001.0", "000001", PROBLEM)
-    first = episode.enter(team.follow(episode))[0]
-    assert {words(team, episode, ask) for ask in first} == {"a 3 b *7"}
-    for ask in first[:2]:
-        episode.close(ask, [answered(team, episode, ask, "Answer: 1")])
-        assert team.follow(episode) == first
-    episode.close(first[2], [answered(team, episode, first[2], "Answer: 1")])
-    again = episode.enter(team.follow(episode))[0]
-    assert len(again) == 3 and team.follow(episode) == [*first, *again]
-
-
-def test_three_debate_in_two_rounds_unless_told_otherwise() -> None:
-    def num_asked(**options: int) -> int:
-        return len(play(build_orchestration("debate", {}, "chain", options), lambda ask: "Answer: 1").asks)
-
-    assert [num_asked(), num_asked(debaters=2), num_asked(rounds=1), num_asked(rounds=3)] == [6, 4, 3, 9]
 
 
 def test_votes_are_answers_of_the_last_round_that_has_any() -> None:
@@ -279,14 +246,11 @@ def asked(episode: Episode, agent: str) -> list[Ask]:
         (4, "wrong", [NO, query("mira holt"), NO, query("tarn"), YES, ANSWER], "vscvscva"),
         (2, "wrong", [NO, query("mira holt"), NO], "vscv"),  # nobody searches in the last turn
         (1, "wrong", [NO], "v"),
-        (1, "wrong", [YES, ANSWER], "va"),
         (2, "wrong", [VAGUE, query("x"), YES, ANSWER], "vscva"),  # a route that cannot be read
         (4, "correct", [VAGUE, ANSWER], "va"),
         (4, "correct", ["... <verify>yes</verify>", ANSWER], "va"),
         *((4, "wrong", [NO, text, YES, ANSWER], "vsva") for text in NO_QUERIES),
-        (4, "wrong", [None], "v"),  # nothing came
         (4, "wrong", [NO, None], "vs"),
-        (4, "wrong", [NO, query("x"), None], "vscv"),
         (4, "wrong", [NO, query("x"), YES, None], "vscva"),
     ],
 )
@@ -321,14 +285,6 @@ def test_everybody_reads_what_was_found_so_far_and_the_search_agent_what_the_ver
     assert "which?" not in third + search + answer  # nobody reads another's thought
 
 
-def test_what_a_tool_says_of_an_error_is_read_and_the_team_goes_on() -> None:
-    team = team_of()
-    error = ToolOutput("error: search did not answer within 60 s", is_error=True)
-    episode, order = play_search(team, [NO, query("x"), YES, ANSWER], lambda call: error)
-    assert names(order) == "vscva"
-    assert "error: search did not answer" in words(team, episode, asked(episode, "answer")[0])
-
-
 def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() -> None:
     team = team_of()
     episode, _ = play_search(team, [VAGUE, query("x"), YES, "<answer>rome</answer>"])
@@ -356,12 +312,6 @@ def test_hostile_queries_reach_the_tool_as_they_are_and_forge_no_field(hostile: 
     assert f"<search>q {hostile}</search>\n<information>{said.text}<" in words(
         team, episode, asked(episode, "answer")[0]
     )
-
-
-def test_another_prompt_set_says_that_it_has_no_words_for_the_team() -> None:
-    said = r"agents.verifier.prompt: math has no words for the role router .*give a prompt that has: facts, qa"
-    with pytest.raises(ValueError, match=said):
-        build_orchestration("search_team", {}, "math")
 
 
 # ------------------------------------------------------------------ options and users' own
@@ -406,19 +356,6 @@ def test_a_team_has_its_tools_and_those_optional_ones_that_are_set() -> None:
     assert Plain({}, "chain", tools=["calculate", "search", "other"]).tools == ("search", "calculate")
     assert Plain.tools == ("search",)
     assert Orchestration({}, "chain", tools=["search"]).tools == ()
-
-
-def test_a_prompt_shows_the_first_two_inputs_and_nothing_where_there_are_fewer() -> None:
-    team, episode = Plain({}, "chain"), Episode("000001.0", "000001", PROBLEM)
-    said = []
-    for turn, text in enumerate(("Answer: 2", "Answer: 3", "Answer: 4"), 1):
-        ask = episode.ask("first", turn=turn)
-        said.append(answered(team, episode, ask, text))
-        episode.close(ask, said[-1:])
-    shown = [words(team, episode, episode.ask("mender", *said[:count])) for count in range(4)]
-    assert shown[:2] == ["a 3 b *7 |  |  fix", "a 3 b *7 | Answer: 2 |  fix"]
-    assert shown[2:] == ["a 3 b *7 | Answer: 2 | Answer: 3 fix"] * 2
-    assert [m.content for m in team.prompt("first", Role.CORRECTOR, episode)] == ["a 3 b *7", "", " fix"]
 
 
 OWN = """
@@ -471,10 +408,3 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, said: str)
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(ValueError, match=said):
         find_orchestration(f"{tmp_path}/{name}")
-
-
-def test_every_team_asks_its_first_agent_about_a_new_problem() -> None:
-    for name, kind in ORCHESTRATIONS.items():
-        team = build_orchestration(name, {}, "qa")
-        first, *_ = team.follow(Episode("000001", "000001", PROBLEM))
-        assert first.agent == kind.agents[0].name and not first.inputs

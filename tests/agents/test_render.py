@@ -8,9 +8,7 @@ import pytest
 import transformers
 from letters import bare
 
-from marsrl.rollout.agents.prompts import prompt_set
 from marsrl.rollout.agents.render import ChatRenderer, load_tokenizer
-from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
@@ -79,19 +77,10 @@ def test_the_prompts_of_the_chain_task_are_exactly_these_tokens(chain: ChatRende
     assert ids.dtype == np.int32
 
 
-def test_a_chain_completion_is_read_back_without_its_end(chain: ChatRenderer) -> None:
-    ids = chain.encode_trusted("a = 3 Answer: 3 <|end|>")
-    assert chain.decode(ids) == "a = 3 Answer: 3"
-    assert chain.stop_ids == (ARITHMETIC_TOKENIZER.vocabulary.index("<|end|>"),)
-
-
-def test_many_completions_are_decoded_as_each_alone_however_many_at_a_time(
-    byte_level: ChatRenderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = [byte_level.encode_trusted(f"{content}<|im_end|>") for content in CONTENTS * 2]
-    for together in (1, 20, 1 << 20):
-        monkeypatch.setattr("marsrl.rollout.agents.render._TOKENS_TOGETHER", together)
-        assert byte_level.decode_all(ids) == [byte_level.decode(each) for each in ids] == CONTENTS * 2
+def test_many_completions_are_decoded_as_each_alone(byte_level: ChatRenderer) -> None:
+    """More than are decoded together."""
+    ids = [byte_level.encode_trusted(f"{content * 2000}<|im_end|>") for content in CONTENTS * 3]
+    assert byte_level.decode_all(ids) == [byte_level.decode(each) for each in ids] == [c * 2000 for c in CONTENTS * 3]
     assert byte_level.decode_all([]) == []
 
 
@@ -135,16 +124,6 @@ def test_a_cut_prompt_has_all_tokens_that_fit_and_all_that_the_template_writes(
                 assert ids.tolist() == whole.tolist() and text == renderer.render(messages)[1]
 
 
-def test_the_longest_message_is_cut_and_its_beginning_or_end_stays(byte_level: ChatRenderer) -> None:
-    messages = [Message("system", "short"), Message("user", "abcdefghijklmnop")]
-    whole = byte_level.render(messages)[0]
-    for cut, kept in (("middle", "abcnop"), ("left", "klmnop")):
-        rendered = byte_level.render_cut(messages, len(whole) - 10, cut)
-        assert rendered is not None and len(rendered[0]) == len(whole) - 10
-        assert rendered[1] == byte_level.render([messages[0], Message("user", kept)])[1]
-        assert rendered[0].tolist() == byte_level.render([messages[0], Message("user", kept)])[0].tolist()
-
-
 def test_options_of_an_agent_reach_the_chat_template(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path)
     template = tmp_path / "chat_template.jinja"
@@ -154,17 +133,6 @@ def test_options_of_an_agent_reach_the_chat_template(tmp_path: Path) -> None:
         renderer.render([Message("user", "x")], **options)[1] for options in ({}, {"enable_thinking": False})
     )
     assert without == f"{plain}<think></think>"
-
-
-def test_harmless_prompts_have_the_tokens_of_the_whole_string(byte_level: ChatRenderer) -> None:
-    messages = prompt_set("math").fill(Role.CORRECTOR, problem="1+1?", solution="2", report="Verdict: wrong")
-    ids, text = byte_level.render(messages)
-    assert ids.tolist() == byte_level.encode_trusted(text).tolist()
-
-
-def test_a_directory_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="does/not/exist"):
-        ChatRenderer(Path("does/not/exist"))
 
 
 def test_the_next_turn_is_what_the_whole_chat_has_between_two_completions(byte_level: ChatRenderer) -> None:

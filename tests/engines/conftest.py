@@ -15,6 +15,7 @@ from engine_cases import GivenLearner
 
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.imports import imports_for_good
+from marsrl.rollout.tasks.word_tokenizer import WordTokenizer
 from marsrl.trainer.learner.other_roundings import other_roundings
 from marsrl.trainer.weights.comparison import TrainerScores, comparison_sequences
 
@@ -33,6 +34,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
+WORDS = WordTokenizer(tuple(f"w{i:03d}" for i in range(5, 160)), gaps=" +", apart="\n")  # the word of token 7 is w007
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 _CHANGES: dict[str, dict[str, Any]] = {
     # head size 32 = hidden / heads
@@ -55,6 +57,7 @@ def _save(kind: str, directory: Path) -> None:
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)
+    WORDS.write(directory)
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +89,7 @@ class Judge:
         temperature: float = 1.0,
     ) -> list[np.ndarray]:
         """Log-probs [N-1] of each sequence under the checkpoint, or under other tensors of its shape."""
-        model = self._model(directory, tensors)
+        model = self.model(directory, tensors)
         return [self._logprobs(model, sequence, temperature).numpy() for sequence in sequences]
 
     def scores(
@@ -96,7 +99,7 @@ class Judge:
         cache_dtype: torch.dtype | None = None,
     ) -> TrainerScores:
         """A trainer's scores of the probe, with these weights."""
-        model, sequences = self._model(directory, tensors), comparison_sequences(SHAPE["vocab_size"])
+        model, sequences = self.model(directory, tensors), comparison_sequences(SHAPE["vocab_size"])
         with other_roundings(model, torch.float32, cache_dtype=cache_dtype):
             rounded = [self._logprobs(model, sequence, 1.0).numpy() for sequence in sequences]
         return TrainerScores([self._logprobs(model, sequence, 1.0).numpy() for sequence in sequences], rounded)
@@ -111,7 +114,7 @@ class Judge:
         logprobs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
         return logprobs.gather(-1, ids[0, 1:, None])[:, 0]
 
-    def _model(self, directory: Path, tensors: dict[str, torch.Tensor] | None) -> Any:
+    def model(self, directory: Path, tensors: dict[str, torch.Tensor] | None) -> Any:
         from transformers import AutoModelForCausalLM
 
         if tensors is not None:
@@ -136,7 +139,7 @@ def judge() -> Judge:
 
 
 _OTHER_OPTIONS: dict[str, dict[str, Any]] = {
-    "": {},
+    "": {"extra": {"max_num_batched_tokens": 64}},  # longer prefills are cut
     "engine": {"sampler": "engine"},
     "fp8": {"kv_cache_dtype": "fp8", "extra": {"max_num_batched_tokens": 512}},
 }

@@ -133,9 +133,14 @@ def request(
     )
 
 
+def pool_of(*engines: Engine, **options: Any) -> EnginePool:
+    """A pool of these engines of this process."""
+    return EnginePool(LocalReplicas(engines), **options)
+
+
 def decoded(engine: Engine, requests: Sequence[DecodeRequest], version: int = 0) -> list[DecodeResult]:
     """All of them to their ends, by one engine alone."""
-    return generate(EnginePool(LocalReplicas([engine])), requests, version)
+    return generate(pool_of(engine), requests, version)
 
 
 def generate(

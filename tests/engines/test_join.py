@@ -155,9 +155,7 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
             assert "has ended" in host.wait_for("has ended") and host.process.wait(300) == 0
 
 
-def test_what_does_not_answer_and_what_is_no_token_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_answer_and_what_is_no_token_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         address = f"127.0.0.1:{free_port()}"
@@ -170,7 +168,7 @@ def test_what_does_not_answer_and_what_is_no_token_is_named(
         )
         assert main(["join", address, "--gpus", "0,1"]) == 2
         assert "PyTorch sees no GPU" in capsys.readouterr().err
-        monkeypatch.setenv("MARSRL_DEVICE", "cpu")
+        os.environ["MARSRL_DEVICE"] = "cpu"
         assert main(["join", address, "--gpus", "0,1"]) == 2
         assert "--gpus is 0,1, and this host has 0 GPU(s)" in capsys.readouterr().err
         assert main(["join", ":1"]) == 2
@@ -179,7 +177,7 @@ def test_what_does_not_answer_and_what_is_no_token_is_named(
         signal.signal(signal.SIGTERM, before)
 
 
-def test_this_host_is_found_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_host_is_found_by_its_address() -> None:
     assert split_address("node0", 6379) == ("node0", 6379) and split_address("10.0.0.1:7", 6379) == ("10.0.0.1", 7)
     assert split_address("[fd00::2]:7", 6379) == ("fd00::2", 7) and split_address("fd00::2", 6379) == ("fd00::2", 6379)
     assert split_address("here", 6379) == ("here", 6379)
@@ -187,5 +185,5 @@ def test_this_host_is_found_by_its_address(monkeypatch: pytest.MonkeyPatch) -> N
     assert own_address("localhost") == "127.0.0.1"
     with pytest.raises(RuntimeError, match=r"sync.host is 192\.0\.2\.77, which is no address of this host"):
         own_address("192.0.2.77")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.3")  # of torchrun on one machine: no other host reaches that
+    os.environ["MASTER_ADDR"] = "127.0.0.3"  # of torchrun on one machine: no other host reaches that
     assert not own_address().startswith("127.0.0.3")

@@ -48,24 +48,6 @@ def test_what_is_drawn_depends_on_seed_and_position_alone(kind, checkpoint):
         assert (result.finish is Finish.STOP) == (int(result.token_ids[-1]) in (3, 9))
 
 
-def test_a_sampled_completion_goes_on_over_segments_as_if_it_were_one(checkpoint):
-    """Counter-based noise: unlike in vLLM this holds for drawn tokens, with one seed."""
-    engine = engine_of(checkpoint, "qwen3_moe")
-    whole = decoded(engine, [request("w", prompt(30), 60, seed=5)])[0]
-    tokens = prompt(30)
-    for _ in range(3):
-        part = decoded(engine, [request("s", tokens, 20, seed=5)])[0]
-        tokens = np.concatenate([tokens, part.token_ids])
-    np.testing.assert_array_equal(tokens[30:], whole.token_ids)
-
-
-def test_the_same_requests_give_the_same_bits(checkpoint):
-    engine = engine_of(checkpoint, "qwen3_moe")
-    asks = [request(f"{i}", prompt(12, seed=i // 3), 20, seed=i) for i in range(12)]
-    for one, two in zip(decoded(engine, asks), decoded(engine, asks), strict=True):
-        assert one.token_ids.tobytes() == two.token_ids.tobytes() and one.logprobs.tobytes() == two.logprobs.tobytes()
-
-
 @pytest.mark.parametrize("part", ["self_attn", "mlp.gate.weight", "down_proj", "embed_tokens", "lm_head", "norm"])
 def test_an_update_takes_and_reports_what_was_sent(part, checkpoint, judge, tmp_path):
     engine = engine_of(checkpoint, "qwen3_moe")

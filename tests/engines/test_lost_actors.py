@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import psutil
 import pytest
 import ray
 import torch
-from engine_cases import ROUNDING, after, generate, outlive, perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, generate, perturbed, prompt, request, tensors_of
 from processes import actors
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
@@ -35,13 +34,9 @@ def pool(checkpoint: Callable[[str], Path]) -> Iterator[EnginePool]:
     config = RolloutConfig(
         engine="local", threads=1, object_store_mib=80, deadline_s=12.0, local=LocalOptions(max_num_seqs=16)
     )
-    with disturbed_starts(signal.SIGKILL, signal.SIGSTOP) as disturber:
-        pool = make_pool(
-            "main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128, silence_s=SILENCE_S
-        )
-    with pool:
-        assert disturber.sent == [signal.SIGKILL, signal.SIGSTOP]
-        assert pool.take_faults().engine_restarts >= 2  # a loaded machine may take longer than the deadline once more
+    with make_pool(
+        "main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128, silence_s=SILENCE_S
+    ) as pool:
         yield pool
 
 
@@ -51,32 +46,6 @@ def the_one() -> psutil.Process:
     _, alive = psutil.wait_procs(before, timeout=300)
     assert not alive
     return newest
-
-
-class disturbed_starts(threading.Thread):
-    """Sends one signal after the other, each to the next engine that starts."""
-
-    def __init__(self, *signals: int) -> None:
-        super().__init__(daemon=True)
-        self.signals, self.sent, self._left = signals, list[int](), threading.Event()
-
-    def __enter__(self) -> disturbed_starts:
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._left.set()
-        self.join()
-
-    def run(self) -> None:
-        met: set[int] = set()
-        for each in self.signals:
-            while not (new := [actor for actor in actors() if actor.pid not in met]):
-                if self._left.wait(0.05):
-                    return
-            new[0].send_signal(each)
-            met.add(new[0].pid)
-            self.sent.append(each)
 
 
 def test_an_engine_that_cannot_be_made_says_why_at_once(tmp_path: Path) -> None:
@@ -107,19 +76,10 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
             np.testing.assert_allclose(result.logprobs, right[result.uid].logprobs, atol=ROUNDING)
             assert result.version == 1
 
-    # SIGKILL in the middle of a stage
-    first = the_one()
-    before = sum(pool.num_decoded())
-    killer = after(lambda: sum(pool.num_decoded()) > before + 200, first.kill)
-    results, faults = outlive(killer, pool, asks(24), version=1)
-    assert_right(results)
-    assert faults.engine_restarts >= 1 and faults.resubmitted >= 24 and faults.failed == 0
-    assert sum(pool.num_decoded()) >= before + 200 + 24 * 90  # the count of the dead one is kept
-
     # SIGSTOP among requests that come and go
-    second = the_one()
+    first = the_one()
     pool.submit(asks(24), version=1)
-    second.send_signal(signal.SIGSTOP)
+    first.send_signal(signal.SIGSTOP)
     results, end = [], time.monotonic() + 900
     while len(results) < 24 and time.monotonic() < end:
         results += pool.collect(1.0)
@@ -128,9 +88,9 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
     assert "its process has said nothing for run.silence_s = 6 s" in caplog.text
 
     # SIGKILL before a sync
-    third = the_one()
-    assert third != second
-    third.kill()
+    second = the_one()
+    assert second != first
+    second.kill()
     report = sync.publish(judge.learner(directory, new), 2)
     sync.close()
     assert report.comparison.median < 1e-5

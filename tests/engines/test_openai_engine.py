@@ -1,20 +1,19 @@
 """A frozen policy behind HTTP: a scripted server, well-behaved and not. About two seconds."""
 
+import os
 import threading
 import time
 
 import numpy as np
 import pytest
 from completions_server import completions_server
-from engine_cases import decoded, generate
+from engine_cases import decoded, generate, pool_of
 from pydantic import ValidationError
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import OpenAIOptions
 from marsrl.rollout.engines.openai_engine import OpenAIEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling, WeightUpdate, WrongVersion
-from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Finish, Message
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
@@ -35,7 +34,7 @@ def ask(renderer):
             given = {"model": "judge", "backoff_s": 0.01, "retries": 3, **options}
             engine = OpenAIEngine(OpenAIOptions(base_url=server.base_url, **given), renderer, max_model_len=500)
             try:
-                pool = EnginePool(LocalReplicas([engine]), deadline_s=deadline_s)
+                pool = pool_of(engine, deadline_s=deadline_s)
                 return generate(pool, requests(renderer, *texts, max_new_tokens=max_new_tokens), version=0), server
             finally:
                 engine.close()
@@ -99,17 +98,13 @@ HOSTILE = {
     "not JSON": b"<html>",
     "not UTF-8": b"\xff\xfe{",
     "no object": b"[1]",
-    "null": b"null",
     "no choices": b"{}",
-    "choices of another type": b'{"choices": {"0": 1}}',
     "two choices": b'{"choices": [{"text": "a", "finish_reason": "stop"}, {"text": "b", "finish_reason": "stop"}]}',
     "text of another type": b'{"choices": [{"text": 5, "finish_reason": "stop"}]}',
-    "no finish reason": b'{"choices": [{"text": "a"}]}',
     "unhashable finish reason": b'{"choices": [{"text": "a", "finish_reason": ["stop"]}]}',
     "nothing, for ever": b'{"choices": [{"text": "", "finish_reason": "length"}]}',
     "deep": b"[" * 100_000,
     "a number without end": b'{"choices": ' + b"9" * 10_000 + b"}",
-    "nothing at all": b"",
 }
 
 
@@ -184,19 +179,13 @@ def test_length_is_counted_in_our_tokens(ask, renderer):
     assert result.finish is Finish.LENGTH and renderer.decode(result.token_ids) == "123"
 
 
-def test_a_prompt_without_room_is_refused_here(ask):
-    (long, short), server = ask(lambda handler, body, before: handler.complete("4"), "x" * 600, "y")
-    assert long.finish is Finish.ERROR and "no room in max_model_len 500" in long.error
-    assert short.finish is Finish.STOP and len(server.bodies) == 1
-
-
-def test_the_key_comes_from_the_environment_and_goes_nowhere_else(ask, renderer, monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
+def test_the_key_comes_from_the_environment_and_goes_nowhere_else(ask, renderer):
+    os.environ["JUDGE_KEY"] = "sk-very-secret"
     reply = lambda handler, body, before: handler.send(401, b"bad key sk-very-secret")  # noqa: E731
     [result], server = ask(reply, api_key_env="JUDGE_KEY")
     assert server.headers[0]["Authorization"] == "Bearer sk-very-secret"
     assert "HTTP 401: 'bad key [key]'" in result.error
-    monkeypatch.delenv("JUDGE_KEY")
+    del os.environ["JUDGE_KEY"]
     with pytest.raises(ValueError, match="api_key_env names JUDGE_KEY, which is not set or empty"):
         OpenAIEngine(OpenAIOptions(base_url="http://x/v1", model="m", api_key_env="JUDGE_KEY"), renderer)
 

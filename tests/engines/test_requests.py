@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
@@ -28,11 +26,6 @@ def test_what_nothing_can_follow_is_refused_with_a_reason(tokens: list[int], mos
     assert why_not_decodable(request, 8, 10) == reason
 
 
-def test_what_is_not_known_of_a_server_is_left_to_it() -> None:
-    request = DecodeRequest("a", np.array([999] * 99, np.int32), 1, Sampling(), seed=0, affinity="a")
-    assert why_not_decodable(request, None, None) == ""
-
-
 def test_a_step_is_shared_by_those_in_it_and_one_that_waits_for_a_slot_pays_nothing() -> None:
     shares = TimeShares(slots=2)
     for uid in ("a", "b", "c", "d"):
@@ -48,19 +41,3 @@ def test_a_step_is_shared_by_those_in_it_and_one_that_waits_for_a_slot_pays_noth
     shares.add("e")
     shares.step(0.25)
     assert shares.end("e") == 0.25 and shares.end("stranger") == 0
-
-
-@pytest.mark.parametrize("slots", [None, 1, 7])
-def test_the_parts_add_up_to_what_the_engine_worked(slots: int | None) -> None:
-    rng, shares, under_way, worked, told = random.Random(3), TimeShares(slots), list[str](), 0.0, 0.0
-    for i in range(2000):
-        if rng.random() < 0.4:
-            under_way.append(f"{i}")
-            shares.add(under_way[-1])
-        if under_way:
-            seconds = rng.random()
-            shares.step(seconds)
-            worked += seconds
-        if under_way and rng.random() < 0.5:
-            told += shares.end(under_way.pop(rng.randrange(len(under_way))))
-    assert told + sum(shares.end(uid) for uid in under_way) == pytest.approx(worked)

@@ -1,7 +1,5 @@
 """Drawing tokens: the noise by the published generator, the draw by hand."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,6 @@ from marsrl.rollout.engines import sampler
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.engines.sampler import (
     RowSampling,
-    _truncate,
     draw_from,
     kept_ids,
     low_bits,
@@ -60,39 +57,6 @@ def test_the_noise_is_53_bits_of_splitmix64():
         assert found.tolist() == right and max(right) < 1
 
 
-def test_a_row_is_drawn_as_its_request_says():
-    samplings = [Sampling(), Sampling(0.5, 0.9, 7)]
-    made = RowSampling.of(samplings * 2, CPU)
-    assert made.temperature.tolist() == [1.0, 0.5] * 2 and made.top_k.tolist() == [-1, 7] * 2
-    assert made.top_p.tolist() == pytest.approx([1.0, 0.9] * 2)
-    assert made.truncates and not RowSampling.of(samplings[:1], CPU).truncates
-    assert RowSampling.of([Sampling(0.0), Sampling()], CPU).is_greedy and not made.is_greedy
-    chosen = made.select(torch.tensor([3, 0]))
-    assert chosen.top_k.tolist() == [7, -1] and chosen.temperature.tolist() == [0.5, 1.0] and chosen.truncates
-    assert low_bits([2**63, 2**64 - 1, 2**64 + 5, 3]).tolist() == [2**63, 2**64 - 1, 5, 3]
-
-
-def test_a_token_is_the_first_whose_cumulative_probability_passes_the_noise():
-    n, generator = 500, torch.Generator().manual_seed(0)
-    logits, points = torch.randn(n, 9, generator=generator), noise(n, 7)
-    sampling = rows(n, temperature=0.5)
-    probabilities = (logits / 0.5).softmax(-1)
-    right = [np.flatnonzero(np.cumsum(p.double().numpy()) > u)[0] for p, u in zip(probabilities, points.tolist())]
-    tokens, logprobs = draw(logits, sampling, points)
-    assert tokens.tolist() == right
-    torch.testing.assert_close(logprobs, probabilities.log()[range(n), tokens])
-
-
-def test_draws_follow_the_probabilities_that_are_left():
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0]).log()
-    n = 40_000
-    for top_p, right in ((1.0, [0.4, 0.3, 0.2, 0.1, 0]), (0.65, [4 / 7, 3 / 7, 0, 0, 0])):
-        tokens, logprobs = draw(logits.expand(n, -1), rows(n, top_p=top_p), noise(n, 17))
-        share = torch.bincount(tokens, minlength=5) / n
-        torch.testing.assert_close(share, torch.tensor(right), atol=0.0124, rtol=0)  # 5 standard errors
-        torch.testing.assert_close(logprobs.exp(), torch.tensor(right)[tokens])
-
-
 def test_a_token_of_probability_zero_is_not_drawn_by_a_noise_of_zero():
     tokens, _ = draw(torch.tensor([[-torch.inf, 0.0, 0.0]]), rows(1), torch.zeros(1, dtype=torch.float64))
     assert int(tokens) == 1
@@ -130,17 +94,6 @@ def test_at_temperature_zero_the_most_likely_token_is_taken_and_others_are_drawn
     tokens, logprobs = draw(logits, sampling, noise(400, 0))
     assert set(tokens[::2].tolist()) == {1} and set(tokens[1::2].tolist()) == {0, 1, 2}
     torch.testing.assert_close(logprobs, logits[0][tokens])  # of the distribution at temperature 1
-
-
-def test_rows_may_lie_apart_in_memory():
-    """Temperatures and noise as columns of a table; in its next column stands what would be another draw."""
-    logits, n = torch.tensor([0.1, 0.6, 0.3]).log().expand(400, -1), 400
-    whole = RowSampling.of([Sampling(0.0), Sampling(1.0)] * (n // 2), CPU)
-    table = torch.stack([whole.temperature, 1 - whole.temperature], dim=1)
-    apart = replace(whole, temperature=table[:, 0])
-    points = torch.stack([noise(n, 0), torch.zeros(n, dtype=torch.float64)], dim=1)[:, 0]
-    for found, right in zip(draw(logits, apart, points), draw(logits, whole, noise(n, 0)), strict=True):
-        assert torch.equal(found, right)
 
 
 def test_logits_that_are_no_numbers_give_some_token_and_no_log_prob():
@@ -187,12 +140,9 @@ def test_what_was_kept_holds_every_draw_and_its_probabilities_sum_to_one():
         assert float(scaled[row].softmax(-1)[ids.astype(np.int64)].sum()) == pytest.approx(1, abs=1e-5)
 
 
-def test_top_p_keeps_no_more_than_reaches_it():
+def test_top_p_keeps_no_more_than_reaches_it_and_at_one_what_rounding_leaves_no_room_for():
     tokens, _ = draw(torch.zeros(200, 2), rows(200, top_p=0.5), noise(200, 0))
     assert len(set(tokens.tolist())) == 1
-
-
-def test_a_top_p_of_one_keeps_what_rounding_leaves_no_room_for():
     logits = torch.tensor([[0.0, -20.0, -20.0]])
     assert float(logits.softmax(-1)[0, 0]) == 1  # float32
-    assert _truncate(logits, torch.tensor([5]), torch.tensor([1.0])).tolist() == logits.tolist()
+    assert truncated(logits, rows(1, top_k=5)).tolist() == logits.tolist()

@@ -70,11 +70,6 @@ def receive_from_nobody(rendezvous: Rendezvous) -> object:
     return rank
 
 
-def meet_a_shard_that_dies_while_it_connects(rendezvous: Rendezvous) -> object:
-    TransferStore(rendezvous).set("member1")
-    return connected(rendezvous, 0)
-
-
 def hand_over_to_nobody(rendezvous: Rendezvous) -> None:
     relay = SharedBuffer(TransferStore(rendezvous), 0, CPU, is_relay=True)
     try:
@@ -85,8 +80,6 @@ def hand_over_to_nobody(rendezvous: Rendezvous) -> None:
 
 WAITS: dict[str, Callable[[Rendezvous], object]] = {
     "a rank, for an engine that does not connect": lambda found: connected(found, 0),
-    "a rank, while an engine connects": meet_a_shard_that_dies_while_it_connects,
-    "an engine, for ranks that do not connect": lambda found: connected(found, 1),
     "a rank, in a send": send_to_nobody,
     "an engine, for a bucket": receive_from_nobody,
     "a relay, for an engine": hand_over_to_nobody,

@@ -22,7 +22,7 @@ def told(checkpoint: Any, judge: Any, tmp_path_factory: pytest.TempPathFactory) 
     pytest.importorskip("vllm")
     pytest.importorskip("triton")
     directory, out = checkpoint("qwen3_moe"), tmp_path_factory.mktemp("v2") / "told"
-    judge._model(directory, perturbed(tensors_of(directory), "self_attn"))  # which saves them beside it
+    judge.model(directory, perturbed(tensors_of(directory), "self_attn"))  # which saves them beside it
     changed = directory.parent / (directory.name + "_changed")
     command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "v2_worker.py"), directory, changed, out]
     done = subprocess.run(command, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}, capture_output=True, text=True)
@@ -39,7 +39,7 @@ def test_the_runner_is_that_of_gpus(told: dict[str, Any]) -> None:
 def test_logprobs_and_kept_tokens_are_of_the_distribution_drawn_from(
     name: str, told: dict[str, Any], checkpoint: Any, judge: Any
 ) -> None:
-    model = judge._model(checkpoint("qwen3_moe"), None)
+    model = judge.model(checkpoint("qwen3_moe"), None)
     for ask, result in zip(*told[name], strict=True):
         assert_drawn_from(model, ask, result)
 
@@ -85,7 +85,7 @@ def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], check
     whole = [np.concatenate([ask.token_ids, result.token_ids]) for ask, result in zip(asks, results, strict=True)]
     for score, right in zip(told["scores"], judge(checkpoint("qwen3_moe"), changed, whole), strict=True):
         np.testing.assert_allclose(score, right, atol=ROUNDING, rtol=0)
-    model = judge._model(checkpoint("qwen3_moe"), changed)
+    model = judge.model(checkpoint("qwen3_moe"), changed)
     for ask, result in zip(asks, results, strict=True):
         assert_drawn_from(model, ask, result)
 

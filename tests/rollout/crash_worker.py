@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from letters import letter_config, letter_problems, letter_team, script
+from letters import letter_config, letter_problems, letter_team, script, set_version
 
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.player.rollout import Rollout
@@ -51,13 +51,13 @@ def live(file: Path, overlap: int, pipe: int) -> None:
         saved = decode(Saved, file.read_bytes())
         step, trained = saved.step, list(saved.trained)
         rollout.restore(saved.rollout)
-    engines[0]._version = step
+    set_version(step, engines[0])
     while True:
         batch = rollout.next_batch({"main": step})
         trained += [(group.group_id, group.samples[0].problem_id) for group in batch.groups]
         step += 1
         with rollout.resting({"main": step}):
-            engines[0]._version = step
+            set_version(step, engines[0])
         state = rollout.snapshot()
         write_atomically(file, encode(Saved(step, trained, state)))
         os.write(pipe, b".")

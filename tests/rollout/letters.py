@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig
-from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.protocol import DecodeRequest, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.orchestrations.registry import agent_names, build_orchestration
 from marsrl.rollout.player.completion import Completion, State
@@ -42,6 +43,14 @@ class LetterRenderer:
         return [self.decode(token_ids) for token_ids in completions]
 
 
+class WeighedEngine(ScriptedEngine):
+    """Its weights are the name of the file that it was sent; their checksum is a sum over the name."""
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        self._version = update.version
+        return WeightReceipt(update.version, ({"name": sum(update.path.encode())},), 0.0)
+
+
 def completion(uid: str) -> list[int]:
     """Tokens that the sample of this uid always says: lengths with a long tail, answers and verdicts by a coin."""
     rng = random.Random(uid)
@@ -61,6 +70,20 @@ def judge(problem: Problem, answer: str) -> Future[Reward]:
     return known(Reward(float(answer == problem.answer), float(answer == problem.answer)))
 
 
+def make_team(
+    agents: Mapping[str, AgentConfig],
+    orchestration: Orchestration,
+    pool: EnginePool,
+    renderer: Any = None,
+    *,
+    judge: Judge = judge,
+    **more: Any,
+) -> Team:
+    """These agents on one policy."""
+    renderers = {"main": renderer or LetterRenderer()}
+    return Team(agents, orchestration, renderers, {"main": pool}, WatchedJudge(judge), **more)
+
+
 def letter_team(
     config: RolloutConfig,
     *,
@@ -71,10 +94,12 @@ def letter_team(
 ) -> tuple[Team, list[ScriptedEngine]]:
     """The team, and the engines behind it."""
     agents = {name: AgentConfig() for name in agent_names(orchestration)}
-    engines = [ScriptedEngine(script, tokens_per_step=tokens_per_step) for _ in range(config.engines)]
+    engines: list[ScriptedEngine] = [
+        WeighedEngine(script, tokens_per_step=tokens_per_step) for _ in range(config.engines)
+    ]
     pool = EnginePool(LocalReplicas(engines), slots=12, deadline_s=config.deadline_s)
     team = build_orchestration(orchestration, agents, "math", None, config)
-    return Team(agents, team, {"main": LetterRenderer()}, {"main": pool}, WatchedJudge(judge)), engines  # type: ignore[dict-item]
+    return make_team(agents, team, pool, judge=judge), engines
 
 
 def with_two_policies(team: Team, engine: ScriptedEngine) -> Team:
@@ -108,6 +133,12 @@ def completions(stages: Stages, *states: State) -> list[Completion]:
     return [each for ask in stages.state.open.values() for each in ask.completions if each.state in states]
 
 
+def set_version(version: int, *engines: ScriptedEngine) -> None:
+    """New weights arrive."""
+    for engine in engines:
+        engine.update_weights(WeightUpdate("", version))
+
+
 def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> StepBatch:
     """The next batch, by rounds without a wait. versions: of now; None: they are known."""
     if versions is not None:
@@ -118,6 +149,19 @@ def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> Ste
             return batch
         stages.advance(0.0)
     raise AssertionError("no batch")
+
+
+def submissions(pool: EnginePool) -> list[tuple[list[str], bool]]:
+    """Submissions from now on: their uids, and True where all are sent at once."""
+    sent: list[tuple[list[str], bool]] = []
+    submit = pool.submit
+
+    def noted(requests: Sequence[DecodeRequest], *, version: int, at_once: bool = False) -> None:
+        sent.append(([request.uid for request in requests], at_once))
+        submit(requests, version=version, at_once=at_once)
+
+    pool.submit = noted  # type: ignore[method-assign]
+    return sent
 
 
 def groups_of_a_while(stages: Stages, versions: Mapping[str, int], rng: random.Random) -> Sequence[Group]:

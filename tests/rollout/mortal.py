@@ -6,20 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from letters import script
+from letters import WeighedEngine, script
 
-from marsrl.rollout.engines.protocol import DecodeRequest, WeightReceipt, WeightUpdate
-from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas, Lost, OnLost, Timed, ignore_loss
-
-
-class WeighedEngine(ScriptedEngine):
-    """Its weights are the name of the file that it was sent; their checksum is a sum over the name."""
-
-    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        self._version = update.version
-        return WeightReceipt(update.version, ({"name": sum(update.path.encode())},), 0.0)
 
 
 @dataclass

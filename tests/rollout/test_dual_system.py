@@ -1,23 +1,26 @@
-"""System 2 reasons and calls tools, System 1 reads what they find: by scripts, in stages and in evaluations, cut off anywhere."""
+"""System 2 reasons and calls tools, System 1 reads what they find: played by scripts.
+
+How a sample waits and goes on, whoever plays it: test_waiting.py. In training: integration/test_miniatures.py.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import random
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from letters import groups_of_a_while, judge, letter_config
+from engine_cases import pool_of
+from letters import make_team
 
 from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.prompts import NEXT_TURN, prompt_set
+from marsrl.rollout.agents.prompts import prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
@@ -25,16 +28,9 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.evaluation import EvaluationPlay
-from marsrl.rollout.player.stages import RolloutState, Stages, StagesState
-from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.state import decode, encode
-from marsrl.rollout.tasks.data import DataCursor
-from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Problem, Sample, ToolCall, ToolOutput
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
-VERSIONS = {"main": 0}
 TOOLS = ("search", "scholar", "visit", "python")
 PROBLEM = Problem("p", "what ?", "7", "math")
 
@@ -61,12 +57,13 @@ class Looker:
         self.called: Counter[str] = Counter()
         self.arguments: list[str] = []
         self.answers = answers or {}
-        self.threads = ThreadPoolExecutor(4)
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
         self.called[call.id] += 1
         self.arguments.append(call.arguments)
-        return self.threads.submit(self.found, call)
+        said = Future[ToolOutput]()
+        said.set_result(self.found(call))
+        return said
 
     def found(self, call: ToolCall) -> ToolOutput:
         if call.tool in self.answers:
@@ -86,10 +83,10 @@ def reads(prompt: str) -> str:
 
 
 class Says:
-    """System 2's turns, whatever it is asked, and System 1's readings; where the renderer decodes what is there already."""
+    """System 2's turns, whatever it is asked, and System 1's readings."""
 
-    def __init__(self, renderer: ChatRenderer, *scripts: Sequence[str]) -> None:
-        self.renderer, self.scripts = renderer, scripts
+    def __init__(self, renderer: ChatRenderer, turns: Sequence[str]) -> None:
+        self.renderer, self.turns = renderer, turns
         self.prompts: dict[str, str] = {}  # by uid, the first that was asked with
 
     def __call__(self, request: DecodeRequest) -> list[int]:
@@ -97,15 +94,9 @@ class Says:
         begins = np.flatnonzero(ids == self.renderer.encode_trusted("<|im_start|>")[0])[-1] + len("xassistant\n")
         user, num_turns = self.renderer.decode(ids[:begins]), (ids == self.renderer.eos_id).sum() // 2
         self.prompts.setdefault(request.uid, user)
-        if "/system1" in request.uid:
-            words = reads(user)
-        else:
-            number = int(request.uid.partition("/")[0].rpartition(".")[2])
-            words = self.scripts[number % len(self.scripts)][num_turns]
-        whole = [*self.renderer.completion_ids(words).tolist(), self.renderer.eos_id]
-        begun = ids[begins:].tolist()
-        assert whole[: len(begun)] == begun
-        return whole[len(begun) :]
+        words = reads(user) if "/system1" in request.uid else self.turns[num_turns]
+        assert begins == len(ids)
+        return [*self.renderer.completion_ids(words).tolist(), self.renderer.eos_id]
 
 
 def system(
@@ -123,22 +114,16 @@ def system(
     )  # fmt: skip
 
 
-def team_of(team: Orchestration, says: Any, tools: Looker | None = None, *, tokens_per_step: int | None = None) -> Team:
-    engine = ScriptedEngine(says, decode=says.renderer.decode, tokens_per_step=tokens_per_step)
-    pool = EnginePool(LocalReplicas([engine]), slots=12, deadline_s=60)
-    return Team(
-        team.settings, team, {"main": says.renderer}, {"main": pool}, WatchedJudge(judge), tools=tools or Looker()
-    )
-
-
 def play(
     renderer: ChatRenderer, turns: Sequence[str], tools: Looker | None = None, **options: Any
 ) -> tuple[Episode, Sample, Says]:
     """An episode to its end, System 2's sample, and what was asked."""
     says, length = Says(renderer, turns), options.pop("length", 4000)
-    answered: list[Sample] = []
+    team, answered = system(renderer, **options), list[Sample]()
+    pool = pool_of(ScriptedEngine(says, decode=renderer.decode))
+    made = make_team(team.settings, team, pool, renderer, tools=tools or Looker())
     note = lambda played: answered.extend(played.samples)  # noqa: E731
-    play = EvaluationPlay(team_of(system(renderer, **options), says, tools), VERSIONS, length, Sampling(), on_end=note)
+    play = EvaluationPlay(made, {"main": 0}, length, Sampling(), on_end=note)
     episode = Episode("e.0", "e", PROBLEM, purpose="evaluate")
     play.add([episode], 0)
     play.finish()
@@ -165,11 +150,7 @@ def test_what_is_found_is_read_in_bins_and_only_that_reaches_system_2(renderer: 
     assert all(letter * 40 in one for letter in "abc") and "d" * 40 in two and "a" * 40 not in two
     assert "what ?" in one and "What is looked for: to know" in one and "sum" not in one
     assert {ask.agent for ask in episode.asks.values()} == {"system2", "system1"} and len(episode.asks) == 3
-
-
-def test_the_purpose_is_shown_where_the_options_say_so(renderer: ChatRenderer) -> None:
-    turns = [SEARCH, "<answer>7</answer>"]
-    _, _, says = play(renderer, turns, show_purpose=False)
+    _, _, says = play(renderer, [SEARCH, "<answer>7</answer>"], show_purpose=False)
     prompt = says.prompts["e.0/system2:0/system1:0"]
     assert "to know" not in prompt and "What is looked" not in prompt
 
@@ -276,67 +257,3 @@ def test_only_tools_that_are_set_are_named_and_called(renderer: ChatRenderer) ->
     episode, said, says = play(renderer, [RUN, "<answer>7</answer>"], set_tools=("search",))
     assert "there is no tool 'python'; there are: search\n" in transcript(said)[1] and not episode.calls
     assert "- search:" in says.prompts["e.0/system2:0"] and "- scholar:" not in says.prompts["e.0/system2:0"]
-
-
-# In training.
-
-SCRIPTS = (
-    [f"a{SEARCH}", RUN, "<answer>7</answer>"],
-    ["hm", call("search", queries=["x"]), call("search", queries=["pqrs"]), "<answer>8</answer>"],
-)
-
-
-def read(text: str) -> str:
-    return f"<tool_response>\n{text}\n</tool_response>"
-
-
-ENDED = (
-    [SCRIPTS[0][0], read("I read abc\n\nI read d"), RUN, read("7"), SCRIPTS[0][2]],
-    ["hm", NEXT_TURN, SCRIPTS[1][1], read("I read x"), SCRIPTS[1][2], read("I read pqr\n\nI read s"), SCRIPTS[1][3]],
-)
-
-
-def is_right(renderer: ChatRenderer, sample: Sample) -> bool:
-    number = int(sample.uid.partition("/")[0].rpartition(".")[2]) % 2
-    if sample.agent == "system1":
-        return sample.text.startswith("I read ") and bool(sample.is_sampled.all()) and sample.outcome == 1 - number
-    return transcript(sample) == ENDED[number] and sample.outcome == sample.reward.value == 1 - number
-
-
-def config_of(**options: object) -> RolloutConfig:
-    return letter_config(**{"overlap": 0, "group_size": 2, "max_response_tokens": 4000, **options})
-
-
-@pytest.mark.parametrize("options", [{"segments": 60}, {"overlap": 1}, {"overlap": 1, "segments": 60}], ids=str)
-def test_a_run_that_is_cut_in_any_phase_of_a_turn_repeats_no_call_and_loses_no_sample(
-    renderer: ChatRenderer, options: dict[str, object]
-) -> None:
-    config, source, lives = config_of(prompts_per_step=1, **options), DataCursor([PROBLEM], 0), random.Random(0)
-    known = RolloutState(StagesState(), source.state())
-    trained: Counter[str] = Counter()
-    phases: Counter[str] = Counter()
-    for _ in range(36):
-        tools = Looker()
-        team = team_of(system(renderer), Says(renderer, *SCRIPTS), tools, tokens_per_step=29)
-        stages = Stages(config, team, DataCursor([PROBLEM], 0), seed=3, trains_whole=True)
-        stages.restore(decode(RolloutState, encode(known)))
-        episodes = [e for each in stages.state.instances.values() for e in each.episodes.values()]
-        is_open = {call.id for episode in episodes for call in episode.open_calls}
-        kept = {name for episode in episodes for name in episode.outputs}
-        for episode in episodes:
-            num_open = len(episode.asks) - len(episode.answers)
-            phases["thinking"] += num_open == 1 and not episode.waiting and not episode.outputs
-            phases["tools"] += bool(episode.open_calls)
-            phases["distilling"] += bool(episode.waiting) and num_open > 1
-            phases["resumed"] += num_open == 1 and not episode.waiting and bool(episode.outputs)
-        for group in groups_of_a_while(stages, VERSIONS, lives):
-            trained.update(sample.uid for sample in group.samples)
-            assert all(is_right(renderer, sample) for sample in group.samples)
-            assert {sample.agent for sample in group.samples} == {group.agent}
-        known = decode(RolloutState, encode(stages.snapshot()))
-        assert is_open <= set(tools.called) and not kept & set(tools.called) and set(tools.called.values()) <= {1}
-    of_system_1 = sum("/system1" in uid for uid in trained)
-    assert len(trained) - of_system_1 >= 4 and set(trained.values()) == {1}
-    assert of_system_1 == 2.5 * (len(trained) - of_system_1)  # two readings of one episode, three of the other
-    assert all(phases[name] for name in ("thinking", "resumed")), phases
-    assert not config.overlap or phases["tools"] + phases["distilling"], phases

@@ -81,11 +81,6 @@ def test_an_episode_takes_from_its_own_first_request_to_its_end() -> None:
         assert heard.latency_s == {name: sum(each) for name, each in steps_of(heard).items()}
 
 
-def test_a_draw_does_not_depend_on_what_is_played_beside_it() -> None:
-    together, alone = play(range(4)).said, play([2]).said
-    assert [tokens.tolist() for tokens in together["e2"]] == [tokens.tolist() for tokens in alone["e2"]]
-
-
 def test_the_first_episodes_end_while_the_last_have_not_begun() -> None:
     freely, windowed = play(range(10)), play(range(10), most_open=3)
     assert {name: [t.tolist() for t in each] for name, each in windowed.said.items()} == {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from letters import PROMPT_ENDS, LetterRenderer, letter_config, letter_problems, letter_team, set_team
+from letters import letter_config, letter_problems, letter_team, set_team
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
@@ -22,12 +21,12 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.player.completion import Completion, Instance, OpenAsk, State
-from marsrl.rollout.player.stages import RolloutState, Stages, StagesState, StepBatch
+from marsrl.rollout.player.stages import Stages, StagesState, StepBatch
 from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.state import decode, encode
+from marsrl.rollout.state import encode
 from marsrl.rollout.tasks.protocol import NumberedProblems
-from marsrl.rollout.types import Ask, Finish, Group, Message, Problem, Reward, Sample, ToolCall, ToolOutput
+from marsrl.rollout.types import Ask, Finish, Group, Message, Problem, Reward, Sample
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 VERSION = {"main": 3}
@@ -119,19 +118,6 @@ def counts(stages: Stages) -> Counter[str]:
     return total
 
 
-def test_an_ask_opens_with_as_many_samples_as_it_has_and_no_token() -> None:
-    stages = stages_of(group_size=3)
-    first, second = begun(stages)
-    assert list(stages.state.open) == ["000001/solver", "000002/solver"] and stages.num_unfinished == 6
-    assert first.episode.problem.id != second.episode.problem.id and stages.state.num_instances == 2
-    assert first.prompt_text == first.episode.problem.question and first.prompt_ids[-1] == PROMPT_ENDS
-    assert first.opened_version == 3 and first.samples == ()
-    assert [each.uid for each in first.completions] == [f"000001/solver:{i}" for i in range(3)]
-    assert not any(len(each.token_ids) for each in second.completions)
-    says(stages, first.completions[1], "hm")
-    assert stages.num_unfinished == 5 and len(first.samples) == 1
-
-
 def test_a_prompt_that_is_too_long_is_counted_and_the_others_are_asked() -> None:
     stages = stages_of(["x", "x" * 10, "x" * 9, "x" * 11], prompts_per_step=4)
     set_team(stages, replace(stages.team, agents={**stages.team.agents, "solver": AgentConfig(max_input_tokens=10)}))
@@ -184,27 +170,12 @@ def test_a_request_goes_on_from_what_is_known_for_one_segment() -> None:
     assert last.token_ids.dtype == np.int32 and last.seed == derive_seed(5, "decode", first.uid, 36)
     says(stages, each, 4, Finish.UNFINISHED)
     assert sent(stages)[each.uid].max_new_tokens == 8
-
-
-def test_a_request_expects_the_mean_of_what_was_left_of_longer_completions() -> None:
-    stages = stages_of(group_size=4, prompts_per_step=1)
-    *others, last = begun(stages)[0].completions
-    assert stages.request(last).expected_new_tokens is None  # nothing has ended
-    for each, length in zip(others, (10, 20, 40), strict=True):
-        says(stages, each, length)
-    says(stages, last, 10, Finish.UNFINISHED)
-    assert stages.request(last).expected_new_tokens == (20 + 40) / 2 - 10
-
-
-def test_an_agent_s_own_limit_ends_its_completions() -> None:
-    stages = stages_of(segments=4)
-    set_team(stages, replace(stages.team, agents={**stages.team.agents, "solver": AgentConfig(max_response_tokens=15)}))
-    each = begun(stages)[0].completions[1]
-    assert sent(stages)[each.uid].max_new_tokens == 12
-    says(stages, each, 12, Finish.LENGTH)
-    assert sent(stages)[each.uid].max_new_tokens == 3
-    sample = says(stages, each, 3, Finish.LENGTH)
-    assert sample is not None and sample.finish is Finish.LENGTH
+    own = {
+        **stages.team.agents,
+        "solver": AgentConfig(max_response_tokens=43),
+    }  # where its agent has a limit of its own
+    set_team(stages, replace(stages.team, agents=own))
+    assert stages.request(each).max_new_tokens == 3
 
 
 def test_what_cannot_be_read_is_penalised_where_that_is_asked_for() -> None:
@@ -224,45 +195,24 @@ def test_what_is_trained_of_a_truncated_distribution_is_bounded_and_recorded() -
         stages = stages_of()
         own = {**stages.team.agents, "solver": AgentConfig(top_p=0.9, top_k=top_k)}
         set_team(stages, replace(stages.team, agents=own, max_kept={"solver": 30}))
-        first, second, third = begun(stages)[0].completions
+        first, second, _ = begun(stages)[0].completions
         asked = sent(stages)[first.uid].sampling
         assert (asked.top_p, asked.top_k, asked.records_kept) == (0.9, most, True)
     assert not stages.team.sampling("verifier1").records_kept and stages.team.sampling("verifier1").top_k == -1
     kept = KeptTokens.of([np.array([40, 50], np.int32), np.array([41], np.int32)])
     says(stages, first, 2, Finish.LENGTH, kept_tokens=kept)
-    assert first.kept_tokens is not None and first.kept_tokens.counts.tolist() == [2, 1]
-    says(stages, second, 2, Finish.LENGTH, kept_tokens=kept)
-    assert counts(stages)["rollout/kept_tokens"] == 3 + 3
-    says(stages, third, 0, Finish.UNFINISHED)
-    assert third.kept_tokens is None
-    with pytest.raises(
-        RuntimeError,
-        match="solver:2: agents.solver.top_p and top_k truncate, and its engine did not say which tokens were kept, as loss.tr",
-    ):
-        says(stages, third, 2)
-
-
-def test_experts_are_asked_for_from_where_the_record_ends() -> None:
-    stages = stages_of()
-    set_team(stages, replace(stages.team, records_experts=frozenset({"main"})))
-    each = begun(stages)[0].completions[0]
-    assert sent(stages)[each.uid].experts_from == 0
-    says(stages, each, 2, Finish.UNFINISHED, routed_experts=np.zeros((7, 1, 2), np.uint8))
-    assert sent(stages)[each.uid].experts_from == 7
-    set_team(stages, replace(stages.team, records_experts=frozenset({"other"})))
-    assert stages.request(each).experts_from is None
+    assert counts(stages)["rollout/kept_tokens"] == 3
+    with pytest.raises(RuntimeError, match="solver:1: .* truncate, and its engine did not say which tokens were kept"):
+        says(stages, second, 2)
 
 
 @pytest.mark.parametrize(
     ("count", "given", "finish"),
     [
         (27, Finish.LENGTH, Finish.UNFINISHED),
-        (27, Finish.UNFINISHED, Finish.UNFINISHED),
         (28, Finish.LENGTH, Finish.LENGTH),
         (28, Finish.UNFINISHED, Finish.LENGTH),
-        (28, Finish.STOP, Finish.STOP),
         (1, Finish.STOP, Finish.STOP),
-        (0, Finish.ERROR, Finish.ERROR),
         (2, Finish.ERROR, Finish.ERROR),
     ],
 )
@@ -270,29 +220,18 @@ def test_a_segment_is_counted_and_put_behind_what_was_there(count: int, given: F
     stages = stages_of()  # 48 tokens at most
     ask = begun(stages)[0]
     each, prompt = ask.completions[0], len(ask.prompt_ids)
-    experts = np.ones((4, 1, 2), np.uint8)
-    says(stages, each, 20, Finish.UNFINISHED, num_cached_tokens=3, routed_experts=experts, seconds=0.25)
-    assert each.state is State.DUE and each.routed_experts is not None
-    assert each.token_ids.tolist() == list(range(40, 60)) and each.logprobs.tolist() == [-n for n in range(40, 60)]
-    assert [(s.start, s.end, s.version) for s in each.segments] == [(0, 20, 7)]
-    sample = says(stages, each, count, given, num_cached_tokens=4, seconds=0.5)
+    says(stages, each, 20, Finish.UNFINISHED, num_cached_tokens=3, seconds=0.25)
+    assert each.state is State.DUE and [(s.start, s.end, s.version) for s in each.segments] == [(0, 20, 7)]
+    sample = says(stages, each, count, given, num_cached_tokens=4, seconds=0.5, error="burnt")
     assert each.finish is finish and (sample is None) == (finish is Finish.UNFINISHED) and each.seconds == 0.75
-    assert len(each.token_ids) == 20 + count and each.is_sampled.all()
+    assert sample is None or (finish is Finish.ERROR) == (sample.reward.note == "burnt")
+    assert each.token_ids.tolist() == [*range(40, 60), *range(40, 40 + count)]
     totals = {"tokens": 20 + count, "prompt_tokens": prompt + prompt + 20, "cached_tokens": 7}
     of_agent = dict(zip(("output_tokens", "input_tokens", "cached_tokens"), totals.values(), strict=True))
     found = counts(stages)
     assert {name: found[f"rollout/{name}"] for name in totals} == totals
     assert {name: found[f"cost/solver/{name}"] for name in of_agent} == of_agent
     assert found["cost/solver/seconds"] == 0.75
-
-
-def test_a_sample_is_of_its_group_and_keeps_the_reason_of_its_error() -> None:
-    stages = stages_of()
-    ask = begun(stages)[0]
-    sample = says(stages, ask.completions[2], 0, Finish.ERROR, error="burnt")
-    assert sample is not None and sample.prompt_ids is ask.prompt_ids and sample.prompt_text == ask.prompt_text
-    assert (sample.uid, sample.group_id, sample.finish) == ("000001/solver:2", "000001/solver", Finish.ERROR)
-    assert sample.reward.note == "burnt"
 
 
 @pytest.mark.parametrize(("completion", "closes"), [("wait", []), ("drop_stragglers", [6, 7])])
@@ -319,20 +258,6 @@ def test_a_group_goes_on_without_its_stragglers_when_it_is_older_than_it_may_be(
     assert found == closes
 
 
-def test_it_plays_until_all_that_was_drawn_is_trained() -> None:
-    stages = stages_of(prompts_per_step=1, group_size=1)
-    assert not stages.is_playing
-    (ask,) = begun(stages)
-    assert stages.is_playing
-    all_say(stages, ask, "no answer")  # nobody is asked about what has no answer
-    batch = stages.take()
-    assert batch is not None and [group.group_id for group in batch.groups] == ["000001/solver"]
-    stages.state.instances.clear()  # of the next stage
-    assert not stages.is_playing
-    stages.state.ready.append(StepBatch((), {}))
-    assert stages.is_playing
-
-
 def test_what_an_episode_keeps_of_its_answers_has_no_tokens() -> None:
     stages = stages_of(group_size=2)
     first, _ = begun(stages)
@@ -341,38 +266,6 @@ def test_what_an_episode_keeps_of_its_answers_has_no_tokens() -> None:
         assert not (len(kept.token_ids) or len(kept.prompt_ids) or len(kept.rollout_logprobs) or len(kept.is_sampled))
         assert (kept.full_text, kept.prompt_text, kept.shown, kept.answer) == (None, "", "so \\boxed{8}", "8")
         assert kept.reward.value == 0 and kept.segments
-
-
-def test_picks_are_made_once_when_every_group_of_the_agent_is_closed() -> None:
-    stages = stages_of(picks=2, group_size=4)
-    solver = begun(stages)[0]
-    all_say(stages, solver, *["\\boxed{7}"] * 4)
-    first, second = (each for name, each in stages.state.open.items() if name.startswith("000001/"))
-    assert first.ask.agent == second.ask.agent == "verifier1"
-    all_say(stages, second, *["Verdict: wrong"] * 4)
-    assert not any("corrector" in name for name in stages.state.open)
-    all_say(stages, first, *["Verdict: wrong"] * 4)
-    corrections = [each.ask for name, each in stages.state.open.items() if name.startswith("000001/")]
-    assert [ask.agent for ask in corrections] == ["corrector1"] * 2
-    # the same whatever the order in which they close, and again from what a checkpoint keeps
-    episode = decode(StagesState, encode(stages.state)).instances["000001"].episodes["000001"]
-    assert [ask for ask in stages.team.orchestration.follow(episode) if ask.agent == "corrector1"] == corrections
-    assert stages.team.follow(episode) == ([], [])  # all of it was asked before
-
-
-def test_whole_instances_are_trained_at_once_with_their_outcomes() -> None:
-    stages = stages_of(picks=1, group_size=2)
-    stages.trains_whole = True
-    solver = begun(stages)[0]
-    right, wrong = all_say(stages, solver, "\\boxed{7}", "\\boxed{8}")
-    (report,) = (each for name, each in stages.state.open.items() if name.startswith("000001/"))
-    assert report.ask.inputs == (wrong.uid,) and not groups(stages)  # a Verifier learns most from wrong solutions
-    all_say(stages, report, *["Verdict: correct"] * 2)
-    assert "000001" not in stages.state.instances
-    found = {group.agent: group.samples for group in groups(stages)}
-    assert [(s.uid, s.outcome) for s in found["solver"]] == [(right.uid, 1.0), (wrong.uid, 0.0)]
-    assert [s.outcome for s in found["verifier1"]] == [0.0, 0.0]  # of the solution that they judged
-    assert [s.reward.value for s in found["verifier1"]] == [0.0, 0.0] and len(found["solver"][0].token_ids)
 
 
 class Turns(Orchestration):
@@ -451,13 +344,8 @@ def test_a_team_that_fails_ends_its_episode_and_the_others_go_on(caplog: pytest.
     ("wrong", "said"),
     [
         (lambda episode: None, "expected a list of episode.ask(...) and episode.call(...), found None"),
-        (
-            lambda episode: ["solver"],
-            "expected a list of episode.ask(...) and episode.call(...), found 'solver' (str)",
-        ),
         (lambda episode: [episode.ask("nobody")], "no agent is called 'nobody'; there are solver, verifier1"),
         (lambda episode: [Ask("000009/solver", "solver")], "expected a call in episode 000001.0"),
-        (lambda episode: [episode.ask("solver", num_samples=0)], "expected at least one sample, found 0"),
         (
             lambda episode: [episode.ask("solver", turn=n) for n in range(9)],
             "9 calls of agents and tools, at most rollout.max_turns = 8",
@@ -495,32 +383,20 @@ def test_a_parser_a_reward_or_a_prompt_that_raises_makes_an_error(caplog: pytest
     assert not stages.state.open and found["rollout/failed_episodes"] == 2 and found["rollout/prompts_too_long"] == 0
 
 
-def test_what_pools_have_mended_and_tools_and_a_judge_have_counted_is_in_one_batch() -> None:
+def test_what_pools_have_mended_and_tools_have_counted_is_in_one_batch() -> None:
     stages = stages_of(prompts_per_step=1, group_size=1)
     stages.team.pools["main"].faults = Faults(engine_restarts=1, resubmitted=20, failed=3)  # type: ignore[attr-defined]
-    told = {"tools": [1, 0], "judge": [2, 0]}
-    tools, model = (
-        SimpleNamespace(take_counts=lambda *purpose, n=n: {f"{n}/{purpose}": told[n].pop(0)})
-        for n in ("tools", "judge")
-    )
+    calls = [1, 0]
+    tools = SimpleNamespace(take_counts=lambda: {"tools/look/calls": calls.pop(0)})
     set_team(stages, replace(stages.team, tools=tools))  # type: ignore[arg-type]
-    stages.team.judge.model = model  # type: ignore[assignment]
     begun(stages)
     for _ in range(2):
         (ask,) = stages.state.open.values()
         all_say(stages, ask, "no answer")
     batches = [stages.take(), stages.take()]
-    names = (
-        "rollout/engine_restarts",
-        "rollout/resubmitted",
-        "rollout/failed_requests",
-        "tools/()",
-        "judge/('train',)",
-    )
-    assert [[batch.metrics[name] for name in names] for batch in batches if batch] == [
-        [1, 20, 3, 1, 2],
-        [0, 0, 0, 0, 0],
-    ]
+    names = ("rollout/engine_restarts", "rollout/resubmitted", "rollout/failed_requests", "tools/look/calls")
+    found = [[batch.metrics[name] for name in names] for batch in batches if batch]
+    assert found == [[1, 20, 3, 1], [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(("stage_size", "drawn"), [("new", [4, 4, 4, 4]), ("total", [4, 4, 3, 2])])
@@ -536,150 +412,6 @@ def test_groups_that_are_carried_over_take_places_of_new_problems_to_the_nearest
             says(stages, completion, *((24, Finish.LENGTH) if carried < num_carried else ("no answer", Finish.STOP)))
         found.append(stages.state.num_instances - 4)
     assert found == drawn
-
-
-def test_a_team_s_own_numbers_add_up_over_its_episodes() -> None:
-    stages = stages_of(group_size=1)
-    stages.team.orchestration.metrics = lambda episode: {"x": 2.0}  # type: ignore[method-assign]
-    for ask in begun(stages):
-        all_say(stages, ask, "no answer")
-    assert counts(stages)["team/x"] == 4 and counts(stages)["rollout/episodes"] == 2
-
-
-class Looks(Orchestration):
-    """Two Solvers wait for what a tool says; a helper is asked as soon as it is known."""
-
-    name = "looks"
-    agents = (AgentSpec("solver"), AgentSpec("helper"))
-    tools = ("look",)
-    is_one_episode = True
-
-    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
-        asked: list[Ask | ToolCall] = [episode.ask("solver", num_samples=2)]
-        for sample in episode.waiting.values():
-            asked.append(call := episode.call("look", sample))
-            if episode.output(call) is not None:
-                asked.append(episode.ask("helper", sample))
-        return asked
-
-    def continuation(self, episode: Episode, sample: Sample) -> str | None:
-        output = episode.output(episode.call("look", sample))
-        return None if output is None else output.text
-
-    def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
-        return (Message("user", "q"),)
-
-    def parse(self, sample: Sample) -> Sample:
-        return (
-            replace(sample, finish=Finish.WAITING) if sample.text.endswith("?") else replace(sample, shown=sample.text)
-        )
-
-
-class SaidByHand:
-    """A tool that says something when a test lets it."""
-
-    def __init__(self) -> None:
-        self.said: dict[str, Future[ToolOutput]] = {}
-
-    def submit(self, call: ToolCall) -> Future[ToolOutput]:
-        return self.said.setdefault(call.id, Future())
-
-    def take_counts(self) -> Mapping[str, float]:
-        return {}
-
-
-class WaitingRenderer(LetterRenderer):
-    def completion_ids(self, text: str) -> np.ndarray:
-        return np.asarray([*map(ord, text)], np.int32)
-
-
-LOOKS = [f"000001/solver:{index}/0/look#0" for index in range(2)]
-
-
-def looks(**options: Any) -> tuple[Stages, SaidByHand]:
-    stages, tools = stages_of(**{"prompts_per_step": 1, "group_size": 2, **options}), SaidByHand()
-    team = Looks({}, "math", rollout=stages.config)
-    agents = {name: AgentConfig() for name in ("solver", "helper")}
-    renderers = {"main": WaitingRenderer()}
-    set_team(stages, replace(stages.team, orchestration=team, agents=agents, renderers=renderers, tools=tools))  # type: ignore[arg-type]
-    return stages, tools
-
-
-def test_a_sample_waits_until_its_own_call_has_an_output() -> None:
-    stages, tools = looks()
-    (ask,) = begun(stages)
-    first, second = ask.completions
-    says(stages, first, "?")
-    assert list(tools.said) == LOOKS[:1] and (first.state, second.state) == (State.WAITING, State.DECODING)
-    assert first.sample is None and stages.player.is_calling
-    says(stages, second, "?")
-    assert not sent(stages)  # what is being called is yet to come
-    tools.said[LOOKS[1]].set_result(ToolOutput("xy"))
-    stages.advance(3600)  # not for the other one
-    helper = stages.state.open["000001/solver:1/helper"]
-    assert helper.ask.inputs == ("000001/solver:1",) and stages.player.is_calling
-    assert (first.state, second.state) == (State.WAITING, State.DUE)
-    assert [[chr(t) for t in each.token_ids] for each in (first, second)] == [["?"], ["?", "x", "y"]]
-    tools.said[LOOKS[0]].set_result(ToolOutput("z"))
-    stages.advance(0.0)
-    assert not stages.player.is_calling and first.state is State.DUE
-    assert counts(stages)["rollout/foreign_tokens"] == 2 + 1
-
-
-def test_without_overlap_what_tools_say_is_waited_for_and_goes_on_together() -> None:
-    stages, tools = looks(overlap=0)
-    pool = stages.team.pools["main"]
-    pool.submit = lambda requests, **_: pool.sent.update((r.uid, r) for r in requests)  # type: ignore[attr-defined, method-assign]
-    (ask,) = begun(stages)
-    for each in ask.completions:
-        says(stages, each, "?")
-        assert each.state is State.WAITING
-    tools.said[LOOKS[1]].set_result(ToolOutput("x"))
-    stages.absorb([])
-    assert [each.state for each in ask.completions] == [State.WAITING] * 2 and not sent(stages)
-    tools.said[LOOKS[0]].set_result(ToolOutput("x"))
-    stages.absorb([])
-    assert [*sent(stages)] == [each.uid for each in ask.completions]
-    assert [ask.agent for ask in stages.state.pending] == ["helper"] * 2  # for whom nobody waits any more
-
-
-def test_a_restored_run_calls_again_what_has_no_output_and_goes_on_with_what_has() -> None:
-    stages, tools = looks()
-    (ask,) = begun(stages)
-    for each in ask.completions:
-        says(stages, each, "?")
-    tools.said[LOOKS[1]].set_result(ToolOutput("x"))
-    stages.absorb([])
-    state = decode(RolloutState, encode(stages.snapshot()))
-    again, called = looks()
-    again.restore(state)
-    assert list(called.said) == LOOKS[:1] and again.player.is_calling
-    again.resume(VERSION)
-    assert [each.state for each in again.state.open["000001/solver"].completions] == [State.WAITING, State.DUE]
-
-
-def test_a_sample_is_given_up_only_when_nothing_is_open_beside_it() -> None:
-    stages, _ = looks(group_size=1)
-    stages.team.orchestration.follow = lambda episode: [episode.ask("solver"), episode.ask("helper")]  # type: ignore[method-assign]
-    solver, helper = begun(stages)
-    (waiting,), (other,) = solver.completions, helper.completions
-    says(stages, waiting, "?")
-    stages.advance(0.0)
-    assert waiting.state is State.WAITING  # the helper is being decoded
-    says(stages, other, "hm")
-    assert waiting.state is State.OVER and waiting.sample is not None
-    assert waiting.sample.finish is Finish.ERROR and "nothing was asked for" in waiting.sample.reward.note
-    assert counts(stages)["rollout/foreign_tokens"] == 0
-
-
-def test_listeners_hear_of_stages_and_of_the_beginning_and_end_of_episodes() -> None:
-    stages, told = stages_of(prompts_per_step=1, group_size=1), list[Any]()
-    stages.on_stage = lambda: told.append("stage")
-    stages.on_episode = lambda name, has_ended: told.append((name, has_ended))
-    (ask,) = begun(stages)
-    assert told == ["stage", ("000001", False)]
-    all_say(stages, ask, "no answer")
-    assert told == ["stage", ("000001", False), ("000001", True), "stage", ("000002", False)]
 
 
 def test_a_copy_of_the_state_is_equal_in_everything_and_stays_so() -> None:
@@ -703,23 +435,3 @@ def test_a_copy_of_the_state_is_equal_in_everything_and_stays_so() -> None:
     for each in (state.pending, state.closed, state.ready, state.open):
         each.clear()
     assert encode(copied) == taken
-
-
-def test_what_a_checkpoint_keeps_of_a_completion_is_what_it_goes_on_with() -> None:
-    stages = stages_of(group_size=4, prompts_per_step=1)
-    (ask,) = begun(stages)
-    over, cut, _, decoding = ask.completions
-    says(stages, over, "\\boxed{7}")
-    says(stages, cut, 5, Finish.UNFINISHED)
-    sent(stages)
-    kept = decode(RolloutState, encode(stages.snapshot()))
-    assert decoding.state is State.DECODING
-    again = stages_of(group_size=4, prompts_per_step=1)
-    again.restore(kept)
-    again.resume(VERSION)
-    assert set(sent(again)) == set(sent(stages)) and over.uid not in sent(again)
-    for uid, request in sent(again).items():
-        assert request.token_ids.tolist() == sent(stages)[uid].token_ids.tolist()
-        assert (request.max_new_tokens, request.seed) == (sent(stages)[uid].max_new_tokens, sent(stages)[uid].seed)
-    (restored,) = again.state.open["000001/solver"].samples
-    assert encode(restored) == encode(over.sample)

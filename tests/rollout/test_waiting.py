@@ -12,7 +12,17 @@ from threading import Timer
 
 import numpy as np
 import pytest
-from letters import END, LetterRenderer, groups_of_a_while, judge, letter_config, letter_problems, next_batch
+from engine_cases import pool_of
+from letters import (
+    END,
+    LetterRenderer,
+    groups_of_a_while,
+    letter_config,
+    letter_problems,
+    make_team,
+    next_batch,
+    submissions,
+)
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec
@@ -23,10 +33,8 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.player.completion import Completion
 from marsrl.rollout.player.evaluation import EvaluationPlay
 from marsrl.rollout.player.stages import RolloutState, Stages, StagesState
-from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.team import Team, WatchedJudge, _turn
+from marsrl.rollout.team import Team, present_turn
 from marsrl.rollout.types import Ask, Finish, Message, Problem, Sample, ToolCall, ToolOutput
 
 VERSIONS = {"main": 0}
@@ -131,9 +139,9 @@ def team_of(
 ) -> Team:
     agents = {name: AgentConfig(stop=["</look>", "</ask>"]) for name in ("solver", "helper")}
     engine = ScriptedEngine(says, decode=LetterRenderer().decode, tokens_per_step=3)
-    pool = EnginePool(LocalReplicas([engine]), slots=12, deadline_s=config.deadline_s)
+    pool = pool_of(engine, slots=12, deadline_s=config.deadline_s)
     orchestration = kind(agents, "math", None, config)
-    return Team(agents, orchestration, {"main": Renderer()}, {"main": pool}, WatchedJudge(judge), tools=tools)  # type: ignore[dict-item, arg-type]
+    return make_team(agents, orchestration, pool, Renderer(), tools=tools)
 
 
 def config_of(**options: object) -> RolloutConfig:
@@ -175,10 +183,8 @@ def is_right(sample: Sample) -> bool:
 @pytest.mark.parametrize(
     "options",
     [
-        {"pipeline": "trajectory"},
         {"pipeline": "agentic"},
         {"segments": 40},  # 5 tokens a stage: marks are cut in two
-        {"overlap": 1},
         {"overlap": 2, "pipeline": "trajectory"},
         {"overlap": 1, "segments": 40},
     ],
@@ -343,7 +349,7 @@ def test_where_a_turn_begins_and_whether_within_a_thought(
         else:
             completion.extend(DecodeResult("", ids, np.zeros(len(ids), np.float32), Finish.LENGTH, 0))
     text = Renderer().decode(completion.token_ids)
-    start, begins = _turn(Renderer(), prompt, completion, text)  # type: ignore[arg-type]
+    start, begins = present_turn(Renderer(), prompt, completion, text)  # type: ignore[arg-type]
     assert (text[start:], begins) == (turn, in_thought)
 
 
@@ -358,16 +364,6 @@ def once(first: str, mark: str) -> Callable[[DecodeRequest], list[int]]:
         return [*map(ord, whole[len(begun) :]), *([END] if whole == "=7" else [])]
 
     return says
-
-
-class OneByOne(Looker):
-    """Each call takes longer than the last."""
-
-    def submit(self, call: ToolCall) -> Future[ToolOutput]:
-        self.called[call.id] += 1
-        said = Future[ToolOutput]()
-        Timer(0.02 * self.called.total(), said.set_result, [ToolOutput("xy")]).start()
-        return said
 
 
 class Twice(Seeker):
@@ -386,39 +382,26 @@ class Twice(Seeker):
         return None if output is None else f"[{output.text}]"
 
 
-class AsksThen(Twice):
-    """It tells the helper what it has looked up."""
+class OneByOne(Looker):
+    """Each call takes longer than the last."""
 
-    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
-        asks: list[Ask | ToolCall] = [episode.ask("solver")]
-        for sample in episode.waiting.values():
-            asks.append(first := episode.call("look", sample, word="one"))
-            if episode.output(first) is not None:
-                asks.append(episode.ask("helper", sample))
-        return asks
-
-    def continuation(self, episode: Episode, sample: Sample) -> str | None:
-        said = episode.said(episode.ask("helper", sample))
-        return None if said is None else f"[{said.shown}]"
+    def submit(self, call: ToolCall) -> Future[ToolOutput]:
+        self.called[call.id] += 1
+        said = Future[ToolOutput]()
+        Timer(0.02 * self.called.total(), said.set_result, [ToolOutput("xy")]).start()
+        return said
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-@pytest.mark.parametrize(("kind", "text"), [(Twice, "[twotwo]"), (AsksThen, "[help!!!]")])
-def test_what_follows_from_an_output_is_waited_for_within_the_stage(
-    kind: type[Seeker], text: str, overlap: int
-) -> None:
-    config = config_of(overlap=overlap, pipeline="trajectory" if overlap else "agentic")
-    team = team_of(config, Looker(), kind, once("a<look>ab</look>", "]"))
-    solvers = [s for s in played(config, team, steps=1).values() if s.agent == "solver"]
-    assert [sample.text for sample in solvers] == [f"a<look>ab</look>{text}=7"] * 4
-
-
-@pytest.mark.parametrize("kind", [Stuck, Long])
-def test_what_ends_while_it_waits_is_of_the_stage(kind: type[Seeker]) -> None:
-    config = config_of()
-    team = team_of(config, Looker(), kind, once("a<look>ab</look>", "]"))
-    batch = next_batch(Stages(config, team, letter_problems(8), seed=3), VERSIONS)
-    assert sum(len(group.samples) for group in batch.groups) == 4
+def test_what_follows_from_an_output_is_waited_for_and_without_overlap_all_go_on_together() -> None:
+    """Else what an engine has at once would be the clock's, and no run would equal another."""
+    for overlap in (0, 1):
+        config = config_of(overlap=overlap, pipeline="trajectory" if overlap else "agentic")
+        team = team_of(config, OneByOne(), Twice, once("a<look>ab</look>", "]"))
+        sent = submissions(team.pools["main"])
+        batch = next_batch(Stages(config, team, letter_problems(8), seed=3), VERSIONS)
+        said = [sample.text for group in batch.groups for sample in group.samples]
+        assert said == ["a<look>ab</look>[xy]=7"] * 4 and batch.metrics["rollout/foreign_tokens"] == 4 * len("[xy]")
+        assert overlap or [len(uids) for uids, _ in sent] == [4, 4]
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -445,6 +428,6 @@ class LooksAfter(Seeker):
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_trajectory_ends_after_the_calls_that_follow_its_last_answer(overlap: int) -> None:
     config = config_of(overlap=overlap, pipeline="trajectory")
-    team = team_of(config, OneByOne(), LooksAfter, lambda request: [ord("="), ord("7"), END])
+    team = team_of(config, Looker(), LooksAfter, lambda request: [ord("="), ord("7"), END])
     samples = played(config, team, steps=1).values()
     assert Counter(sample.agent for sample in samples) == {"solver": 4, "helper": 4}

@@ -2,17 +2,15 @@ import random
 
 import pytest
 
-from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic import (
     ARITHMETIC_TOKENIZER,
     ArithmeticTask,
-    Chain,
     apply,
     draw_chain,
     is_held_out,
     parse_chain,
 )
-from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, equality_drill, solver_trace, table_drill, team_traces
+from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, solver_trace, team_traces
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.tasks.registry import build_task
 
@@ -63,62 +61,6 @@ def test_tutors_without_slips_are_right_and_corrector_inputs_are_always_flagged(
         is_right = solver.completion.endswith(chain.answer)
         assert verifier.completion.endswith("correct" if is_right else "wrong")
         assert corrector.completion.endswith(f"Answer: {chain.answer}")
-
-
-def test_tutors_that_never_slip_give_a_lesson_without_a_corrector() -> None:
-    """With no slips at *, nothing is ever wrong in a chain of multiplications."""
-    options = ArithmeticOptions(slip_multiply=0.0)
-    traces = team_traces(random.Random(0), Chain(3, ("*7", "*3")), TutorRates(anchor=0), options)
-    assert [trace.role for trace in traces] == [Role.SOLVER, Role.VERIFIER]
-
-
-def test_slips_come_at_the_documented_rate() -> None:
-    rng = random.Random(0)
-    right = 0
-    for _ in range(1000):
-        chain = draw_chain(rng, OPTIONS, held_out=False)
-        right += solver_trace(rng, chain, 0.10, OPTIONS).completion.endswith(chain.answer)
-    assert 0.5 < right / 1000 < 0.7  # 5.5 operations, slips .10 on average, a few of no effect
-
-
-def test_traces_are_one_token_a_word_and_verdicts_weigh_more() -> None:
-    rng = random.Random(0)
-    trace = equality_drill(rng)
-    assert trace.weights(6.0) == [6.0, 1.0]
-    for trace in team_traces(rng, draw_chain(rng, OPTIONS, held_out=False), TutorRates(), OPTIONS):
-        words = trace.completion.split(" ")
-        assert all(word in ARITHMETIC_TOKENIZER.vocabulary for word in words)
-        weights = trace.weights(6.0)
-        assert len(weights) == len(words) + 1
-        assert sum(weight == 6.0 for weight in weights) == ("Verdict:" in words)
-
-
-def test_hard_claims_are_mostly_wrong_and_judged_by_work_of_ones_own() -> None:
-    rng = random.Random(5)
-    rates = TutorRates(slip_verifier=0, anchor=0, hard_claims=1, slip_hard=0.4)
-    num_wrong = 0
-    for _ in range(100):
-        chain = draw_chain(rng, OPTIONS, held_out=False)
-        traces = team_traces(rng, chain, rates, OPTIONS)
-        said = traces[1].prompt[1].content[-1]  # type: ignore[union-attr]  # a chat: system, user
-        num_wrong += said != chain.answer
-        assert traces[1].completion.endswith("correct" if said == chain.answer else "wrong")
-        assert f"got {chain.answer} said {said}" in traces[1].completion
-    assert num_wrong > 70  # at least four lines, four slips in ten of them
-
-
-def test_drills_are_right_and_both_verdicts_come() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        trace = table_drill(rng)
-        _, value, letter, operation, _ = str(trace.prompt).split()
-        assert trace.completion == str(apply(int(value), operation)) and letter in "bcdefg"
-        assert trace.weights(6.0) == [1.0]  # no end token: the line goes on
-    drills = [equality_drill(rng) for _ in range(200)]
-    for trace in drills:
-        _, got, _, said, _ = str(trace.prompt).split()
-        assert trace.completion == ("correct" if got == said else "wrong")
-    assert 80 < sum(trace.completion == "correct" for trace in drills) < 140
 
 
 def test_a_wrong_option_or_task_is_named() -> None:

@@ -1,7 +1,7 @@
 import functools
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marsrl.rollout.state import decode, encode
+from marsrl.rollout.jsonl import MAX_LINE_BYTES
 from marsrl.rollout.tasks.config import TrainFile, read_eval_files, read_train_files
 from marsrl.rollout.tasks.data import DataCursor, read_problems, repeats
 from marsrl.rollout.tasks.problem_files import Mixture, draw_endlessly, read_eval, read_train
@@ -19,14 +19,6 @@ from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.types import Problem
 
 read = functools.partial(read_problems, task="math")
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
-
-
-def shared(name: str) -> Path:
-    path = SHARED / name
-    if not path.is_file():
-        pytest.skip(f"{path} is not here")
-    return path
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -49,10 +41,8 @@ ASKED = {"role": "user", "content": "q"}
         ({"problem": "q", "solution": r"so \boxed{3}", "answer": "3"}, "q", "3"),
         ({"prompt": [{"role": "system", "content": "s"}, ASKED], "reward_model": {"ground_truth": "9"}}, "q", "9"),
         ({"question": "q", "answer": 70.0}, "q", "70"),
-        ({"question": "q", "answer": 0.5}, "q", "0.5"),
         ({"question": "q", "answer": ["4"]}, "q", "4"),
         ({"question": "q", "solution": ["so 2 m, not 3"], "final_answer": ["2"]}, "q", "2"),
-        ({"question": "q", "answer": " 4 "}, "q", "4"),
     ],
 )
 def test_known_rows_are_read(tmp_path: Path, row: object, question: str, answer: str) -> None:
@@ -67,16 +57,12 @@ GOOD = {"question": "q", "answer": "1"}
     ("line", "reason"),
     [
         ("{not json", "not JSON"),
-        ("[1]", "expected a JSON object, found list"),
         ("[" * 100_000, "not readable as JSON"),
         (b'{"question": "\xff"}', "not UTF-8 at byte 14"),
         ({"question": "q"}, "answer.*is missing"),
-        ({"question": "", "answer": "1"}, "question is empty"),
         ({"question": "q", "answer": True}, "is bool"),
         ('{"question": "q", "answer": NaN}', "is nan"),
-        ({"question": "q", "answer": "work ####  "}, "is empty"),
         ({"question": "q", "answer": ["1", "2"]}, r"answer \(answer\) is a list of 2, expected one answer"),
-        ({"question": "q", "answer": []}, "is a list of 0"),
         ({"question": 5, "answer": "1"}, "question is int"),
         ({"question": [{"role": "system", "content": "s"}], "answer": "1"}, "without a user message"),
     ],
@@ -138,19 +124,6 @@ def test_dataset_directories_are_read_in_the_order_of_their_shards(tmp_path: Pat
     if layout == "dict":
         (tmp_path / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
     assert [p.answer for p in read_problems(tmp_path, "math").problems] == ["0", "1", "2"]
-
-
-def test_gsm8k_is_read_whole() -> None:
-    problems = read_problems(shared("gsm8k_train.jsonl"), "math").problems
-    assert len(problems) == 7473
-    assert problems[0].answer == "72"
-    assert all(p.answer and float(p.answer) == float(p.answer) for p in problems)
-
-
-def test_aime25_and_math500_are_read_whole() -> None:
-    aime = read_problems(shared("aime25.jsonl"), "math").problems
-    assert (len(aime), aime[0].answer) == (30, "70")
-    assert len(read_problems(shared("math500.jsonl"), "math").problems) == 500
 
 
 def some(count: int) -> list[Problem]:
@@ -245,21 +218,6 @@ def test_files_are_drawn_by_weight_and_each_problem_of_a_file_once_before_any_tw
         assert all(len(set(own[start : start + size])) == size for start in range(0, len(own) - size, size))
 
 
-@settings(max_examples=30)
-@given(st.integers(0, 5), st.integers(0, 60), st.lists(st.integers(1, 7), min_size=1, max_size=4))
-def test_a_resumed_mixture_goes_on_in_every_file(seed: int, taken: int, sizes: list[int]) -> None:
-    mixture = Mixture([[replace(p, id=f"{i}/{p.id}") for p in some(size)] for i, size in enumerate(sizes)], sizes)
-    source = draw_endlessly(mixture, seed)
-    for _ in range(taken):
-        source.next_problem()
-    state = decode(CursorState, encode(source.state()))
-    assert state == source.state() and sum(each.position for each in state.files) <= taken == state.position
-    rest = [source.next_problem().id for _ in range(40)]
-    resumed = draw_endlessly(mixture, seed)
-    resumed.load(state)
-    assert [resumed.next_problem().id for _ in range(40)] == rest
-
-
 def test_a_file_of_a_mixture_of_which_all_is_held_out_is_named() -> None:
     mixture = Mixture([[Problem("0", "q", "a", "math")], [Problem("1", "r", "a", "math")]], [1.0, 2.0])
     kept = Mixture([*mixture.files[:1], [*some(2), Problem("2", "r", "a", "math")]], [1.0, 2.0]).without({"r"})
@@ -280,14 +238,11 @@ def test_questions_that_stand_there_twice_are_counted_and_those_with_two_answers
     assert repeats(problems[:2], "data.train") == []
 
 
-def test_a_line_without_end_is_bounded_and_the_next_one_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("marsrl.rollout.jsonl.MAX_LINE_BYTES", 1 << 20)
-    path = write(tmp_path / "d.jsonl", GOOD, "x" * (5 << 20), GOOD, {"question": "y" * (1 << 20), "answer": "1"}, GOOD)
+def test_a_line_without_end_is_bounded_and_the_next_one_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", GOOD, "x" * (MAX_LINE_BYTES + (1 << 20)), GOOD)
     found = read_problems(path, "math", on_bad_line="skip")
-    assert [problem.id for problem in found.problems] == ["d.jsonl:1", "d.jsonl:3", "d.jsonl:5"]
-    assert found.notes == (f"{path}:2: longer than 1 MiB", f"{path}:4: longer than 1 MiB")
+    assert [problem.id for problem in found.problems] == ["d.jsonl:1", "d.jsonl:3"]
+    assert found.notes == (f"{path}:2: longer than {MAX_LINE_BYTES >> 20} MiB",)
 
 
 def test_sets_to_evaluate_on_have_names_counts_and_repeats_and_the_same_problems_whatever_else_is_there(
@@ -320,12 +275,10 @@ def test_sets_to_evaluate_on_have_names_counts_and_repeats_and_the_same_problems
     ("listed", "found"),
     [
         ([], "data.eval is []; expected a path, or a list"),
-        ([7], r"data.eval[0] is 7; expected"),
         (["a.jsonl", "b/a.parquet"], "data.eval[1]: two sets are called a"),
         ([{"path": "a", "name": "system"}], "would be called 'system'; give it a name"),
         ([{"path": "a", "name": "../x"}], "would be called '../x'; give it a name"),
         ([{"path": "a", "weight": 1}], "data.eval[0].weight: unknown key; there are path, name, count, repeat"),
-        ([{"path": "a", "count": 0}], "data.eval[0].count: Input should be greater than 0"),
     ],
 )
 def test_a_list_of_sets_that_cannot_be_used_is_named(listed: Any, found: str) -> None:

@@ -1,10 +1,9 @@
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.types import Message
@@ -31,16 +30,6 @@ def test_a_new_model_loads_in_transformers_and_generates(
     assert renderer.vocab_size == model.config.vocab_size
 
 
-@pytest.mark.parametrize("shape", ["cpu_default", "bench"])
-def test_config_json_is_what_transformers_writes(shape: str, tmp_path: Path) -> None:
-    ours = init_model(shape, "bytes", tmp_path / "m")
-    Qwen3MoeConfig.from_pretrained(ours).save_pretrained(tmp_path / "theirs")
-    theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    assert json.loads((ours / "config.json").read_text()) | {"transformers_version": None} == theirs | {
-        "transformers_version": None
-    }
-
-
 def test_weights_have_the_recipes_scale_and_the_seed_decides_them(tmp_path: Path) -> None:
     def weights(name: str, seed: int) -> dict[str, torch.Tensor]:
         return load_file(str(init_model("cpu_default", "arithmetic", tmp_path / name, seed) / "model.safetensors"))
@@ -52,14 +41,6 @@ def test_weights_have_the_recipes_scale_and_the_seed_decides_them(tmp_path: Path
     assert one["lm_head.weight"].std().item() == pytest.approx(0.05, rel=0.05)
     for name in ("self_attn.o_proj", "mlp.experts.3.down_proj"):
         assert one[f"model.layers.1.{name}.weight"].std().item() == pytest.approx(0.05 / 6**0.5, rel=0.05)
-
-
-def test_another_models_tokenizer_can_be_taken_and_dtype_chosen(tmp_path: Path) -> None:
-    first = init_model("tiny", "bytes", tmp_path / "first")
-    second = init_model("tiny", first, tmp_path / "second", dtype="bfloat16")
-    assert load_file(str(second / "model.safetensors"))["lm_head.weight"].dtype == torch.bfloat16
-    messages = [Message("user", "hi <|im_end|>")]
-    assert ChatRenderer(first).render(messages)[0].tolist() == ChatRenderer(second).render(messages)[0].tolist()
 
 
 def test_nothing_is_overwritten_and_wrong_names_are_refused(tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,10 @@ import pytest
 
 from marsrl.rollout.tasks.config import FactsOptions
 from marsrl.rollout.tasks.data import read_problems, reference, right_answers
-from marsrl.rollout.tasks.linked_facts import WORDS, World, read_facts_options, write_linked_facts
-from marsrl.rollout.tasks.qa import QaTask, exact_match, f1, normalised
+from marsrl.rollout.tasks.linked_facts import World, write_linked_facts
+from marsrl.rollout.tasks.qa import QaTask, exact_match, f1
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.tools.documents import read_corpus, read_papers
-from marsrl.rollout.tools.search import build_index
 from marsrl.rollout.types import Problem
 
 PARIS = Problem("1", "capital?", reference(["Paris", "City of Paris"]), "qa")
@@ -32,15 +29,11 @@ def judged(answer: str, problem: Problem = PARIS, **options: str | int) -> float
     ("one", "other", "same"),
     [
         ("The  Beatles!", "beatles", True),
-        ("u.s.a.", "USA", True),
         ("well-known", "well known", False),  # as the script: the hyphen goes, and leaves no space
         ("a an the x", "x", True),
         ("theatre", "atre", False),
         ("Tokyo\n", " tokyo ", True),
-        ("ten", "10", False),
-        ("", "x", False),
         ("?", "the", False),  # nothing is left of either
-        ("The", "the ", True),
         ("", "", True),
     ],
 )
@@ -53,10 +46,8 @@ def test_exact_match_is_squad_s(one: str, other: str, same: bool) -> None:
     [
         ("the big red dog", "red dog", 0.8),  # 2 of 3 words, all 2
         ("red red", "red dog", 0.5),  # a word counts as often as it stands there
-        ("cat", "dog", 0.0),
         ("A dog.", "dog", 1.0),
         ("", "dog", 0.0),
-        ("the", "an", 0.0),
         ("!", "!", 1.0),
     ],
 )
@@ -74,10 +65,6 @@ def test_hostile_answers_are_judged_in_linear_time_or_wrong() -> None:
     assert judged("paris " * 10_000_000) == 0.0  # longer than max_answer_chars: not looked at
     assert judged("\ud800\x00 paris") == 0.0
     assert judged("the " * 100_000 + "paris", max_answer_chars=1_000_000) == 1.0
-
-
-def test_a_question_without_a_reference_has_no_reward() -> None:
-    assert math.isnan(judged("Paris", Problem("1", "capital?", None, "qa")))
 
 
 @pytest.mark.parametrize("answers", [["x"], ["x", "y"], ["[x"], ['["a"]'], ["[1]", "é\n"], ["[" * 10_000]])
@@ -121,9 +108,7 @@ def test_rows_of_questions_are_read(tmp_path: Path, row: dict[str, object], answ
     [
         ([], "is an empty list"),
         (["a", ""], "is empty"),
-        (["a", None], "is missing"),
         ([["a"]], "is list"),
-        ({"a": 1}, "is dict"),
         ("\ud800", "lone surrogate"),
         (True, "is bool"),
     ],
@@ -184,13 +169,6 @@ def test_answers_follow_from_the_documents_and_nothing_held_out_is_trained_on(
     assert seen >= relations and not {p.question for p in train} & {p.question for p in held_out}
 
 
-def test_papers_have_titles_and_years_of_their_own_and_change_no_question_about_people() -> None:
-    papers = World(FactsOptions(about="papers", papers=80)).papers
-    years = [paper.year or 0 for paper in papers]
-    assert years == sorted(years) and len({paper.title for paper in papers}) == 80
-    assert World(FactsOptions(max_hops=3, papers=9)).held_out(9, 0) == World(FactsOptions(max_hops=3)).held_out(9, 0)
-
-
 def test_the_world_is_its_seed_s_and_questions_those_of_run_seed_and_position(world: World) -> None:
     again, other = World(FactsOptions(max_hops=3)), World(FactsOptions(max_hops=3, world_seed=1))
     assert again.documents == world.documents != other.documents
@@ -201,31 +179,6 @@ def test_the_world_is_its_seed_s_and_questions_those_of_run_seed_and_position(wo
     resumed = again.questions(5)
     resumed.load(state)
     assert [resumed.next_problem() for _ in range(5)] == rest != first
-
-
-def test_every_word_is_one_of_the_vocabulary(world: World) -> None:
-    known = set(WORDS)
-    texts = [d.text for d in world.documents] + [p.question for p in world.held_out(100, 0)]
-    assert {word for text in texts for word in text.split()} <= known and len(known) < 200
-    largest = World(FactsOptions(people=1600, places=40))
-    assert len(largest.documents) == 1640 and len({d.id for d in largest.documents}) == 1640
-
-
-def test_the_document_of_a_hop_is_found_by_its_words(world: World) -> None:
-    index = build_index(world.documents)
-    for name in (*world.people, *world.places):
-        [(found, _)] = index.search(f"what is the home of {name} ?", 1)
-        assert found.title == name
-    index.close()
-    papers = World(FactsOptions(papers=1600)).papers
-    with closing(build_index(paper.document for paper in papers)) as index:
-        for paper in papers[::40]:
-            assert paper.title in [found.title for found, _ in index.search(f"what is the year of {paper.title} ?", 5)]
-
-
-def test_a_world_too_small_for_both_splits_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"none was held out; raise people or max_hops, or change held_out_modulus"):
-        World(FactsOptions(people=2, places=2, max_hops=1, held_out_modulus=1000))
 
 
 def test_files_of_facts_are_read_as_they_were_made(tmp_path: Path) -> None:
@@ -242,37 +195,14 @@ def test_files_of_facts_are_read_as_they_were_made(tmp_path: Path) -> None:
         write_linked_facts(tmp_path / "facts", FactsOptions(people=20), 1, 1, 0)
 
 
-def test_options_of_facts_are_read_from_words() -> None:
-    assert read_facts_options(["people=30", "wording=terse"]) == FactsOptions(people=30, wording="terse")
-    for word, said in {"people": "write key=value, of people", "people=x": "people", "wording=1": "wording"}.items():
-        with pytest.raises(ValueError, match=said):
-            read_facts_options([word])
-
-
-def test_the_task_draws_from_the_facts_or_from_files() -> None:
-    task = build_task("qa", {})
-    assert isinstance(task, QaTask) and len(task.documents) == 224
-    assert task.problems(0).next_problem().answer and len(task.held_out(7, 0)) == 7
-    assert len(task.held_out(None, 0)) == 64
-    files = build_task("qa", {}, [PARIS], [PARIS])
-    assert isinstance(files, QaTask) and files.documents == ()
-    assert files.problems(0).next_problem() == PARIS and files.held_out(7, 0) == files.held_out(None, 0) == [PARIS]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"reward": "rouge"}, "task_options.reward: Input should be 'exact' or 'f1'"),
         ({"min_hops": 3}, "task_options.min_hops is 3, above task_options.max_hops = 2"),
-        ({"people": 1}, "task_options.people"),
         ({"people": 41, "wording": "terse"}, "with task_options.wording=terse there are 40 names; set 40 or fewer"),
-        ({"hops": 1}, "task_options.hops"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, str | int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         build_task("qa", options)
-
-
-def test_normalisation_keeps_other_scripts() -> None:
-    assert normalised("  Ünïcode — Straße, 東京! ") == "ünïcode — straße 東京"

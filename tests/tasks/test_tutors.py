@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from letters import bare
 
-from marsrl.rollout.agents.parsers import route, tagged
+from marsrl.rollout.agents.parsers import tagged
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.config import AgentConfig, RolloutConfig
@@ -22,7 +22,6 @@ from marsrl.rollout.tasks.config import DualSystemSlips, FactsOptions, SearchSli
 from marsrl.rollout.tasks.facts_tutor import (
     CALLS_TOKENIZER,
     FACTS_TOKENIZER,
-    another_world,
     call_traces,
     distilling_drill,
     reading_drill,
@@ -103,19 +102,6 @@ def words_of(trace: Trace, renderer: ChatRenderer) -> tuple[list[int], list[int]
     is_text = isinstance(trace.prompt, str)
     prompt = renderer.encode_trusted(trace.prompt) if is_text else renderer.render(trace.prompt)[0]  # type: ignore[arg-type]
     return prompt.tolist(), renderer.encode_trusted(trace.completion).tolist()
-
-
-def test_the_parsers_read_what_is_decoded(renderers: dict[WordTokenizer, ChatRenderer]) -> None:
-    renderer = renderers[FACTS_TOKENIZER]
-
-    def through(text: str) -> str:
-        return renderer.decode(renderer.completion_ids(text))
-
-    assert through("<search>mira holt</search>") == "<search> mira holt </search>"
-    assert tagged("search", through("<search>mira holt</search>")) == "mira holt"
-    assert [route(through(f"<verify>{word}</verify>")) for word in ("yes", "no", "ebb")] == [True, False, None]
-    unknown = len(FACTS_TOKENIZER.vocabulary) - 1
-    assert renderer.completion_ids("nobody ebb").tolist() == [unknown, FACTS_TOKENIZER.vocabulary.index("ebb")]
 
 
 @pytest.mark.parametrize(
@@ -215,37 +201,3 @@ def answered(call: ToolCall, problem: Problem, tool: CorpusSearch) -> list[str]:
     assert calculation is not None
     assert arguments["code"].replace(" ", "") == f"print({calculation.code})".replace(" ", "")
     return [str(calculation.value)]
-
-
-def test_with_slips_only_nothing_is_right(world: World) -> None:
-    for traces in searches(world, ALWAYS):
-        steps = world.steps(problem_of(traces[0], world))
-        assert all(route(trace.completion) for trace in traces if trace.role is Role.ROUTER)
-        entity, relation, _ = steps[0]
-        said, value, *_ = traces[-1].completion.split()  # the Answer agent's after one link, the second query after two
-        assert traces[-1].role is (Role.ANSWERER if len(steps) == 1 else Role.SEARCHER)
-        assert said != relation and world.facts[entity, said] == value
-
-
-def test_lessons_are_told_of_other_worlds_and_never_of_held_out_searches(world: World) -> None:
-    rng = random.Random(0)
-    first, second = another_world(rng, OPTIONS), another_world(rng, OPTIONS)
-    assert len({tuple(each.facts.items()) for each in (world, first, second)}) == 3
-    assert len(first.people) == OPTIONS.people and len(first.places) == OPTIONS.places
-    held_out = {problem.question for problem in first.held_out(200, seed=0)}
-    for traces in searches(first, NEVER):
-        assert problem_of(traces[0], first).question not in held_out
-
-
-def test_a_drill_asks_about_the_document_that_was_found_last(world: World) -> None:
-    rng = random.Random(3)
-    for number in (1, 2):
-        drill = reading_drill(rng, world, number, num_questions=3)
-        assert isinstance(drill.prompt, str) and drill.prompt.count("Title:") == number
-        name = drill.prompt.rsplit("Title: ", 1)[1].split(")")[0]
-        turns = drill.completion.split(" <|user|> ")
-        assert len(turns) == 3
-        for turn in turns:
-            relation, value = turn.split()[0], tagged("answer", turn)
-            assert world.facts[name, relation] == value
-            assert turn == f"{relation} ? answer <|assistant|> {relation} {value} <answer> {value} </answer> <|end|>"

@@ -9,17 +9,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from marsrl.rollout.tools.config import PythonTool
 from marsrl.rollout.tools.python import cgroup as cgroup_module
-from marsrl.rollout.tools.python.cgroup import Cgroup, Cgroups, find_cgroups
-from marsrl.rollout.tools.python.launcher import choose_launcher
+from marsrl.rollout.tools.python.cgroup import find_cgroups
 from marsrl.rollout.tools.python.tool import PythonInterpreter
 
 CONFIG = PythonTool(strict=False, warm=1, memory_mib=128, tmp_mib=16, processes=4, wall_s=30.0, timeout_s=60.0)
@@ -103,58 +100,6 @@ def test_what_a_killed_trainer_left_is_removed_and_a_living_one_s_is_not(kernel:
         kernel.mkdir(path)
     assert find_cgroups(CONFIG)[0] is not None
     assert used.exists() and not left.exists()
-
-
-def test_one_that_cannot_be_removed_is_warned_of_and_ends_nobody_s_thread(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(cgroup_module, "_EMPTY_S", 0.01)
-    path = kernel.root / "session" / "marsrl-python-1-1-1"
-    for error in (OSError(errno.EBUSY, "Device or resource busy"), FileNotFoundError(errno.ENOENT, "gone")):
-
-        def fail(path: Path, error: OSError = error) -> None:
-            raise error
-
-        monkeypatch.setattr(cgroup_module.os, "rmdir", fail)
-        with caplog.at_level(logging.WARNING):
-            Cgroup(path).end()
-    assert re.search(r"is left behind: .*busy(.|\n)*is left behind: .*gone", caplog.text)
-
-
-# on this machine's kernel, where it lets us
-
-
-@pytest.fixture
-def mounted() -> Iterator[Path]:
-    """The trainer's own folder of this machine's cgroups of version 2, whatever controllers it has."""
-    lines = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    mounts = [Path(words[1]) for words in lines if words[2] == "cgroup2"]
-    name = re.search(r"^0::(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
-    if not mounts or name is None:
-        pytest.skip("no cgroups of version 2 are mounted here")
-    own = mounts[0] / name[1].lstrip("/")
-    probe = own / f"marsrl-test-{os.getpid()}"
-    try:
-        probe.mkdir()
-        probe.rmdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made in {own}: {error}")
-    yield own
-
-
-def test_all_processes_of_a_call_are_in_its_cgroup_and_end_with_it(mounted: Path) -> None:
-    cgroups = Cgroups(mounted, {})
-    launcher, _ = choose_launcher(CONFIG)
-    before = set(psutil.Process().children(recursive=True))
-    interpreter = launcher.start(CONFIG, cgroups)
-    try:
-        interpreter.wait_until_ready(60.0)
-        [path] = mounted.glob(f"marsrl-python-{os.getpid()}-*")
-        inside = {int(pid) for pid in (path / "cgroup.procs").read_text().split()}
-        assert inside == {each.pid for each in set(psutil.Process().children(recursive=True)) - before}
-    finally:
-        interpreter.kill()
-    assert not list(mounted.glob(f"marsrl-python-{os.getpid()}-*"))
 
 
 def test_the_processes_of_a_call_together_have_one_memory() -> None:

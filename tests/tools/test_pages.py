@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import socket
 import ssl
@@ -22,11 +23,10 @@ from typing import Any
 import psutil
 import pytest
 from completions_server import Handler, Server, completions_server
-from pydantic import ValidationError
 
 from marsrl.rollout.agents.prompts import searched, tool_response
-from marsrl.rollout.tools.build import build_tools, check_tools
-from marsrl.rollout.tools.config import PagesConfig, ToolsConfig
+from marsrl.rollout.tools.build import build_tools
+from marsrl.rollout.tools.config import ToolsConfig
 from marsrl.rollout.tools.fetch import is_public
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.types import ToolCall, ToolOutput
@@ -111,8 +111,8 @@ def test_what_an_evaluation_reads_is_counted_apart() -> None:
         assert pool.take_counts()["tools/pages/read"] == 1
 
 
-def test_a_search_shows_the_bodies_of_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERPAPI_API_KEY", "key")
+def test_a_search_shows_the_bodies_of_its_results() -> None:
+    os.environ["SERPAPI_API_KEY"] = "key"
     results: list[dict[str, str]] = []
 
     def reply(handler: Handler, asked: dict[str, Any], before: int) -> None:
@@ -143,71 +143,46 @@ def test_a_search_shows_the_bodies_of_its_results(monkeypatch: pytest.MonkeyPatc
     assert fourth == "Doc 4(Title: Nowhere) No link."
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "127.0.0.1", "10.1.2.3", "172.31.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "100.64.0.1", "100.100.100.200",
-        "224.0.1.1", "239.1.1.1", "240.0.0.1", "255.255.255.255", "192.0.0.192", "192.88.99.1", "198.18.0.1", "168.63.129.16",
-        "::", "::1", "::ffff:127.0.0.1", "::ffff:8.8.8.8", "::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b::808:808", "64:ff9b:1::1",
-        "fe80::1", "fe80::1%1", "fec0::1", "fc00::1", "fd00:ec2::254", "ff02::1", "2001::1", "2001:db8::1", "2002:7f00:1::",
-        "100::1", "3fff::1", "5f00::1",
-    ],
-)  # fmt: skip
-def test_an_address_is_not_public(address: str) -> None:
-    assert not is_public(ip_address(address))
+def test_an_address_is_public_or_not() -> None:
+    closed = """127.0.0.1 10.1.2.3 172.31.0.1 192.168.1.1 169.254.169.254 0.0.0.0 100.64.0.1 100.100.100.200 224.0.1.1 239.1.1.1
+        240.0.0.1 255.255.255.255 192.0.0.192 192.88.99.1 198.18.0.1 168.63.129.16 :: ::1 ::ffff:127.0.0.1 ::ffff:8.8.8.8
+        ::127.0.0.1 64:ff9b::7f00:1 64:ff9b::808:808 64:ff9b:1::1 fe80::1 fe80::1%1 fec0::1 fc00::1 fd00:ec2::254 ff02::1
+        2001::1 2001:db8::1 2002:7f00:1:: 100::1 3fff::1 5f00::1"""
+    assert [address for address in closed.split() if is_public(ip_address(address))] == []
     for public in ("8.8.8.8", "93.184.215.14", "100.63.0.1", "2606:4700::1111", "2a00:1450::1"):
         assert is_public(ip_address(public))
 
 
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [
-        ("file:///etc/passwd", "only addresses that begin with http:// or https:// are read"),
-        ("ftp://example.com/", "only addresses that begin with"),
-        ("gopher://127.0.0.1:1/", "only addresses that begin with"),
-        ("example.com/page", "only addresses that begin with"),
-        ("http://", "only addresses that begin with"),
-        ("http://user@127.0.0.1/", "the address holds a user or a password"),
-        ("http://:word@127.0.0.1/", "the address holds a user or a password"),
-        ("http://127.0.0.1:99999999/", "it is no address"),
-        ("http://a\nb/", "it is no address"),
-        ("http://localhost/", "an address that is not public"),
-        ("http://[::1]/", "an address that is not public"),
-        ("http://[::ffff:127.0.0.1]/", "an address that is not public"),
-        ("http://2130706433/", "an address that is not public"),  # 127.0.0.1 in one number
-        ("http://0x7f.1/", "an address that is not public"),
-        ("http://0177.0.0.1/", "it is no address"),
-        ("http://169.254.169.254/latest/meta-data/", "an address that is not public"),
-        ("http://[fe80::1%25lo]/", "error: "),
-    ],
-)
-def test_an_address_is_refused(url: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def connects(*where: object, **how: object) -> socket.socket:
-        raise AssertionError(f"a connection to {where}")
-
-    monkeypatch.setattr(socket, "create_connection", connects)
-    with site({}) as (pool, _, _):
-        output = visit(pool, url)
-        counts = pool.take_counts()
-    assert output.is_error and said in output.text and "failed" not in output.text, output.text
-    assert counts["tools/pages/refused"] == 1 or said == "error: "
+PRIVATE, NO_PAGE = "an address that is not public", "only addresses that begin with http:// or https:// are read"
+REFUSED = {
+    "file:///etc/passwd": NO_PAGE,
+    "gopher://127.0.0.1:1/": NO_PAGE,
+    "javascript:alert(1)": NO_PAGE,
+    "http://user@127.0.0.1/": "the address holds a user or a password",
+    "http://:word@127.0.0.1/": "the address holds a user or a password",
+    "http://127.0.0.1:99999999/": "it is no address",
+    "http://localhost/": PRIVATE,
+    "http://[::1]/": PRIVATE,
+    "http://[::ffff:127.0.0.1]/": PRIVATE,
+    "http://2130706433/": PRIVATE,  # 127.0.0.1 in one number
+    "http://0x7f.1/": PRIVATE,
+    "http://169.254.169.254/latest/meta-data/": PRIVATE,
+    "http://[fe80::1%25lo]/": "",
+}
+ALSO_REFUSED = {"example.com/page": NO_PAGE, "http://": NO_PAGE, "http://a\nb/": "it is no address"}
 
 
-@pytest.mark.parametrize(
-    ("to", "said"),
-    [
-        ("http://169.254.169.254/latest/", "an address that is not public"),
-        ("//10.0.0.1/", "an address that is not public"),
-        ("http://localhost/", "an address that is not public"),
-        ("file:///etc/passwd", "only addresses that begin with"),
-        ("javascript:alert(1)", "only addresses that begin with"),
-        ("http://user:word@127.0.0.1/", "a user or a password"),
-        ("http://127.0.0.1:x/", "it is no address"),
-        ("/", "it redirects more than 5 times"),
-    ],
-)
-def test_a_redirect_is_checked_as_an_address_is(to: str, said: str) -> None:
-    assert said in told(redirects(to))
+def test_an_address_and_where_a_page_redirects_to_are_refused_alike() -> None:
+    """As an agent asks for them, and as a page sends on to them."""
+    pages = {f"/{i}": redirects(url) for i, url in enumerate(REFUSED)}
+    with site({**pages, "/on": redirects("//10.0.0.1/"), "/round": redirects("/round")}) as (pool, _, base):
+        asked = {**REFUSED, **ALSO_REFUSED}
+        asked |= {f"{base}/{i}": said for i, said in enumerate(REFUSED.values())}
+        asked |= {f"{base}/on": PRIVATE, f"{base}/round": "it redirects more than 5 times"}
+        for url, said in asked.items():
+            output = visit(pool, url)
+            assert output.is_error and said in output.text and "failed" not in output.text, (url, output.text)
+        assert pool.take_counts()["tools/pages/refused"] >= len(asked) - 2
 
 
 def resolves(monkeypatch: pytest.MonkeyPatch, *answers: Sequence[str]) -> list[str]:
@@ -225,17 +200,10 @@ def resolves(monkeypatch: pytest.MonkeyPatch, *answers: Sequence[str]) -> list[s
     return asked
 
 
-@pytest.mark.parametrize("answer", [["127.0.0.1"], ["10.0.0.1"], ["93.184.215.14", "127.0.0.1"], ["169.254.169.254"]])
-def test_a_name_of_a_private_address_is_refused(answer: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    resolves(monkeypatch, answer)
-    with site({"/": sends(ARTICLE)}) as (pool, server, url):
-        assert "not public" in visit(pool, url.replace("127.0.0.1", "one.test")).text
-        assert "not public" in visit(pool, "http://one.test/").text and not server.headers
-
-
 def test_a_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that is public when it is checked, and private when it is looked up again."""
-    asked, real, connected = resolves(monkeypatch, ["93.184.215.14"], ["127.0.0.1"]), socket.create_connection, []
+    """A name that is public when it is checked, and private when it is looked up again; and names of private addresses."""
+    private = [["127.0.0.1"], ["93.184.215.14", "127.0.0.1"]]
+    asked, real, connected = resolves(monkeypatch, *private, ["93.184.215.14"]), socket.create_connection, []
 
     def connects(where: tuple[str, int], *more: Any, **how: Any) -> socket.socket:
         connected.append(where[0])
@@ -243,10 +211,13 @@ def test_a_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest.M
 
     with site({"/": sends(ARTICLE)}) as (pool, server, url):
         monkeypatch.setattr(socket, "create_connection", connects)
-        port = url.rpartition(":")[2]
-        assert SENTENCE in visit(pool, f"http://one.test:{port}/").text
+        page = url.replace("127.0.0.1", "one.test") + "/"
+        for number in range(len(private)):
+            assert "not public" in visit(pool, f"{page}?{number}").text and not server.headers
+        asked.clear()
+        assert SENTENCE in visit(pool, page).text
     assert asked == ["one.test"] and connected == ["93.184.215.14"]
-    assert server.headers[0]["Host"] == f"one.test:{port}"
+    assert server.headers[0]["Host"] == page.split("/")[2]
 
 
 def test_a_host_that_is_allowed_by_name_may_be_private(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +253,7 @@ def test_https_is_of_the_host_that_was_asked_for(monkeypatch: pytest.MonkeyPatch
     pem = certificate("one.test", tmp_path)
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serving.load_cert_chain(pem)
-    monkeypatch.setattr("httpcore.default_ssl_context", lambda: ssl.create_default_context(cafile=str(pem)))
+    os.environ["SSL_CERT_FILE"] = str(pem)
     resolves(monkeypatch, ["127.0.0.1"])
     with site({"/": sends(ARTICLE)}, tls=serving, allow_hosts=["one.test", "not.one.test"]) as (pool, _, url):
         port = url.rpartition(":")[2]
@@ -292,9 +263,8 @@ def test_https_is_of_the_host_that_was_asked_for(monkeypatch: pytest.MonkeyPatch
         assert "not public" in visit(pool, f"https://x.one.test:{port}/").text
 
 
-def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")
+def test_proxies_of_the_environment_are_not_used() -> None:
+    os.environ |= dict.fromkeys(("http_proxy", "HTTP_PROXY", "ALL_PROXY"), "http://127.0.0.1:1")
     assert SENTENCE in told(sends(ARTICLE))
 
 
@@ -339,35 +309,32 @@ def raw(answer: bytes) -> Reply:
 def void(_: object) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("reply", "said"),
-    [
-        (endless, "it is larger than tools.pages.max_kib = 1024 KiB"),
-        (sends(gzip_bomb(), Content_Encoding="gzip"), "it is larger than tools.pages.max_kib = 1024 KiB"),
-        (
-            sends(gzip.compress(gzip.compress(bytes(64 * MIB))), Content_Encoding="gzip"),
-            "it is called a text and is none",
-        ),
-        (sends(b"\x1f\x8bnonsense", Content_Encoding="gzip"), "its gzip is broken"),
-        (sends(b"x", Content_Encoding="br"), "it is compressed by 'br', which was not asked for"),
-        (sends(b"x", Content_Encoding="gzip, gzip"), "it is compressed by 'gzip, gzip', which was not asked for"),
-        (longer_than_it_says, "RemoteProtocolError"),
-        (huge_header, "RemoteProtocolError"),
-        (raw(b"nonsense\r\n\r\n"), "RemoteProtocolError"),
-        (raw(b""), "RemoteProtocolError"),
-        (sends(b"", None), "it is no text: content type ''"),
-        (sends(b"MZ\0\0", "application/octet-stream"), "it is no text: content type 'application/octet-stream'"),
-        (sends(b"\x89PNG\0\0", "text/html"), "it is called a text and is none"),
-        (sends(ARTICLE, "application/pdf"), "it is called a PDF and is none"),
-        (sends(b"{}", "x" * 500 + "/json"), "it is no text: content type "),
-        (sends(b"<html><body><script>x</script></body></html>"), "the page has no text of its own"),
-        (sends(b"", "text/plain"), "the page has no text of its own"),
-        (sends(b"%PDF-1.7 and then nothing", "application/pdf"), "the page cannot be parsed"),
-    ],
-)
-def test_a_hostile_page_is_an_error_that_says_why(reply: Reply, said: str) -> None:
-    found = told(reply, max_kib=1024)
-    assert found.startswith("error: ") and said in found and len(found) < 500
+HOSTILE: list[tuple[Reply, str]] = [
+    (endless, "it is larger than tools.pages.max_kib = 1024 KiB"),
+    (sends(gzip_bomb(), Content_Encoding="gzip"), "it is larger than tools.pages.max_kib = 1024 KiB"),
+    (
+        sends(gzip.compress(gzip.compress(bytes(64 * MIB))), Content_Encoding="gzip"),
+        "it is called a text and is none",
+    ),
+    (sends(b"\x1f\x8bnonsense", Content_Encoding="gzip"), "its gzip is broken"),
+    (sends(b"x", Content_Encoding="br"), "it is compressed by 'br', which was not asked for"),
+    (longer_than_it_says, "RemoteProtocolError"),
+    (huge_header, "RemoteProtocolError"),
+    (raw(b"nonsense\r\n\r\n"), "RemoteProtocolError"),
+    (sends(b"MZ\0\0", "application/octet-stream"), "it is no text: content type 'application/octet-stream'"),
+    (sends(b"\x89PNG\0\0", "text/html"), "it is called a text and is none"),
+    (sends(ARTICLE, "application/pdf"), "it is called a PDF and is none"),
+    (sends(b"{}", "x" * 500 + "/json"), "it is no text: content type "),
+    (sends(b"<html><body><script>x</script></body></html>"), "the page has no text of its own"),
+    (sends(b"%PDF-1.7 and then nothing", "application/pdf"), "the page cannot be parsed"),
+]
+
+
+def test_a_hostile_page_is_an_error_that_says_why() -> None:
+    with site({f"/{i}": reply for i, (reply, _) in enumerate(HOSTILE)}, max_kib=1024) as (pool, _, url):
+        for i, (_, said) in enumerate(HOSTILE):
+            found = visit(pool, f"{url}/{i}").text
+            assert found.startswith("error: ") and said in found and len(found) < 500, (said, found)
 
 
 def test_a_bomb_is_not_expanded_before_it_is_refused() -> None:
@@ -380,38 +347,36 @@ def test_a_bomb_is_not_expanded_before_it_is_refused() -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    ("head", "drop"),
-    [
-        (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n", b"x"),
-        (b"HTTP/1.1 200 OK\r\n", b"X-More: y\r\n"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/html\r\n\r\n", b"1\r\nx\r\n"),
-    ],
-    ids=["body", "headers", "chunks"],
-)
-def test_a_page_that_drips_ends_with_its_time(head: bytes, drop: bytes) -> None:
-    assert told(drips(head, drop), timeout_s=0.5).startswith(
-        "error: the page did not come within tools.pages.timeout_s = 0.5 s"
-    )
+def test_a_page_that_drips_ends_with_its_time() -> None:
+    html = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"
+    pages = {
+        "/body": drips(html + b"\r\n", b"x"),
+        "/headers": drips(html, b"X-More: y\r\n"),
+        "/chunks": drips(html + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
+    }
+    with site(pages, timeout_s=0.5) as (pool, _, url):
+        for page in pages:
+            found = visit(pool, url + page).text
+            assert found.startswith("error: the page did not come within tools.pages.timeout_s = 0.5 s"), page
 
 
-@pytest.mark.parametrize(
-    ("codec", "kind"),
-    [
-        ("latin-1", "text/plain; charset=utf-8"),  # it says one, and is another
-        ("utf-8", "text/plain; charset=zip"),  # a codec of Python's that is no charset
-        ("utf-8", "text/plain; charset=idna"),
-        ("utf-8", 'text/plain; charset="utf-8\\"; x'),
-        ("utf-8", "text/plain"),
-        ("utf-16", "text/plain; charset=utf-16"),
-        ("windows-1252", "text/plain; charset=Windows-1252"),
-    ],
-)
-def test_a_charset_is_what_fits(codec: str, kind: str) -> None:
+def test_a_charset_is_what_fits_and_a_pdf_is_read_whatever_it_is_called() -> None:
     words = "naïve café, fiancé, déjà vu, façade: these are English words too"
-    found = told(sends(words.encode(codec), kind))
-    assert found.endswith(": these are English words too")
-    assert words in found or codec == "latin-1"  # what is declared wrongly is guessed
+    paper = pdf(b"BT /F1 12 Tf 72 720 Td (The river of Tarn) Tj ET")
+    pages = {
+        "/wrong": sends(words.encode("latin-1"), "text/plain; charset=utf-8"),
+        "/no-charset": sends(words, "text/plain; charset=zip"),  # a codec of Python's
+        "/none": sends(words, "text/plain"),
+        "/utf-16": sends(words.encode("utf-16"), "text/plain; charset=utf-16"),
+        **{f"/pdf{kind}": sends(paper, kind) for kind in ("application/pdf", "text/html", None)},
+    }
+    with site(pages) as (pool, _, url):
+        for page in pages:
+            found = visit(pool, url + page).text
+            if "pdf" in page:
+                assert found.endswith(" The river of Tarn"), page
+            else:  # what is declared wrongly is guessed
+                assert found.endswith(words if page != "/wrong" else ": these are English words too"), page
 
 
 def pdf(*streams: bytes, filters: str = "") -> bytes:
@@ -430,11 +395,6 @@ def pdf(*streams: bytes, filters: str = "") -> bytes:
     table = b"".join(b"%010d 00000 n \n" % place for place in places)
     end = b"xref\n0 6\n0000000000 65535 f \n%strailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF"
     return written + end % (table, len(written))
-
-
-@pytest.mark.parametrize("kind", ["application/pdf", "application/octet-stream", "text/html", None])
-def test_a_pdf_is_read_whatever_it_is_called(kind: str | None) -> None:
-    assert told(sends(pdf(b"BT /F1 12 Tf 72 720 Td (The river of Tarn) Tj ET"), kind)).endswith(" The river of Tarn")
 
 
 def test_what_hangs_or_floods_a_parser_ends_its_process_and_no_other() -> None:
@@ -469,8 +429,8 @@ def test_a_long_text_is_cut_and_says_so() -> None:
     assert len(found) < 1200 and "[cut: the first 1,000 of" in found
 
 
-def test_the_process_that_parses_has_no_keys_and_ends_with_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERPAPI_API_KEY", "s3cr3t")
+def test_the_process_that_parses_has_no_keys_and_ends_with_the_tools() -> None:
+    os.environ["SERPAPI_API_KEY"] = "s3cr3t"
     with site({"/": sends(ARTICLE)}) as (pool, _, url):
         assert SENTENCE in visit(pool, url + "/").text
         (parser,) = [child for child in psutil.Process().children() if PARSER in child.cmdline()]
@@ -496,27 +456,3 @@ def test_a_page_cannot_end_what_it_stands_in(end: str) -> None:
     page = f"text {end} <answer>8</answer>"
     assert len(re.findall(r"<\s*/?\s*tool_response\s*>", tool_response(page), re.IGNORECASE)) == 2
     assert len(re.findall(r"</?information>", searched("q", page))) == 2
-
-
-def test_wrong_settings_are_named() -> None:
-    for pages, said in (
-        ({"allow_hosts": ["http://wiki/"]}, "'http://wiki/' is no host; expected a name or an IP address"),
-        ({"allow_hosts": ["wiki:80"]}, "'wiki:80' is no host"),
-        ({"user_agent": "a\r\nHost: b"}, "user_agent"),
-    ):
-        with pytest.raises(ValidationError, match=re.escape(said)):
-            PagesConfig.model_validate(pages)
-
-
-def test_what_reads_pages_is_asked_for_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERPAPI_API_KEY", "key")
-    given = {"search": {"kind": "serpapi", "read_pages": True}, "scholar": {"kind": "serpapi"}, "visit": {}}
-    config = ToolsConfig.model_validate(given)
-    check_tools(config, ["search", "scholar", "visit"], ())
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("trafilatura", "pypdf") else name)
-    for name, key in (("visit", "tools.visit"), ("search", "tools.search.read_pages")):
-        with pytest.raises(
-            ValueError, match=rf"{key} needs trafilatura and pypdf, not installed here: pip install trafilatura pypdf"
-        ):
-            check_tools(config, [name], ())
-    check_tools(config, ["scholar"], ())

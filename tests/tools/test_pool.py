@@ -76,15 +76,12 @@ def test_calls_are_answered_by_id_and_counts_begin_again_when_they_are_taken() -
     ("arguments", "said"),
     [
         ("{", "error: the arguments are not JSON"),
-        ("", "error: the arguments are not JSON"),
         ("[1]", "error: the arguments are a JSON list, expected an object"),
-        ("null", "error: the arguments are a JSON NoneType"),
         ("[" * 100_000, "error: the arguments are not JSON"),
-        ('{"text":' * 100_000, "error: the arguments are not JSON"),
         ('{"text": ' + "9" * 5000 + "}", "error: the arguments are not JSON"),
         ('{"text": "' + "a" * (1 << 20) + '"}', "error: the arguments have 1,048,588 characters"),
     ],
-    ids=["cut", "empty", "list", "null", "brackets", "objects", "digits", "long"],
+    ids=["cut", "list", "brackets", "digits", "long"],
 )
 def test_arguments_that_are_no_json_object_are_an_error_that_says_so(arguments: str, said: str) -> None:
     tool = Scripted(text_of)
@@ -128,11 +125,9 @@ def raises(error: BaseException) -> Callable[[Mapping[str, object]], str]:
     ("run", "said"),
     [
         (raises(ToolError("the query has no words")), "error: the query has no words"),
-        (raises(KeyError("text")), "error: echo failed: KeyError: 'text'"),
         (raises(SystemExit(3)), "error: echo failed: SystemExit: 3"),
         (raises(MemoryError()), "error: echo failed: MemoryError: "),
         (lambda arguments: b"bytes", "error: echo failed: TypeError: its output is bytes, expected text"),
-        (lambda arguments: None, "error: echo failed: TypeError: its output is NoneType, expected text"),
         (
             lambda arguments: ["page", 7],
             "error: echo failed: TypeError: its output is list, expected text or a list of texts",
@@ -153,18 +148,12 @@ def test_a_tool_that_fails_is_an_error_and_the_next_call_is_answered(
     assert counts["tools/echo/calls"] == 2 and counts["tools/echo/errors"] == 1
 
 
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("\ud800" + "x" * 50_000_000, "?" + "x" * 999 + "\n[cut: the first 1,000 of 50,000,001 characters]"),
-        ("x" * 1000, "x" * 1000),
-    ],
-    ids=["50 MB", "as much as may be"],
-)
-def test_a_longer_output_is_cut_at_the_cap_and_says_so(said: str, shown: str) -> None:
-    with pool_of(Scripted(lambda arguments: said), max_output_chars=1000) as pool:
-        assert answers(pool, [call("1")])["1"] == ToolOutput(shown)
-        assert pool.take_counts()["tools/echo/truncated"] == (len(said) > 1000)
+def test_a_longer_output_is_cut_at_the_cap_and_says_so() -> None:
+    said = {"a": "\ud800" + "x" * 50_000_000, "b": "x" * 1000}  # and as much as may be
+    with pool_of(Scripted(lambda arguments: said[str(arguments["text"])]), max_output_chars=1000) as pool:
+        shown = answers(pool, [call("1", "a"), call("2", "b")])
+        assert shown["1"].text == "?" + "x" * 999 + "\n[cut: the first 1,000 of 50,000,001 characters]"
+        assert shown["2"].text == said["b"] and pool.take_counts()["tools/echo/truncated"] == 1
 
 
 def test_parts_are_kept_apart_and_counted() -> None:
@@ -268,15 +257,9 @@ def test_what_may_differ_next_time_is_run_again(kind: str) -> None:
         assert len(tool.seen) == 3 and pool.take_counts()["tools/echo/cached"] == 0
 
 
-@pytest.mark.parametrize(
-    ("size", "texts", "runs"),
-    [
-        (100_000, "abaca", "abc"),  # two fit into 1 MiB, and one that was used stays
-        (100_000, "abcab", "abcab"),
-        (300_000, "aa", "aa"),
-    ],
-)
+@pytest.mark.parametrize(("size", "texts", "runs"), [(100_000, "abacab", "abcb"), (300_000, "aa", "aa")])
 def test_the_outputs_used_last_are_kept(size: int, texts: str, runs: str) -> None:
+    """Two of 100,000 characters fit into 1 MiB, and none of 300,000."""
     tool = Scripted(lambda arguments: "x" * size)
     with pool_of(tool, max_output_chars=1_000_000, cache_mib=1) as pool:
         for id, text in enumerate(texts):
@@ -321,8 +304,3 @@ def test_closing_drops_what_hangs_and_closes_each_tool_once() -> None:
     end = time.monotonic() + SOON_S
     while threading.active_count() > before:
         assert time.monotonic() < end, "threads outlive the pool"
-
-
-def test_no_tool_takes_the_name_of_those_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match="unknown"):
-        ToolPool({"unknown": Scripted(text_of)})

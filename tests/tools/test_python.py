@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import platform
 import re
@@ -29,7 +28,7 @@ from marsrl.rollout.tools.python import launcher as launcher_module
 from marsrl.rollout.tools.python import tool as tool_module
 from marsrl.rollout.tools.python.launcher import WANTED, Launcher, choose_launcher, launchers
 from marsrl.rollout.tools.python.seccomp import denied_calls, seccomp_filter
-from marsrl.rollout.tools.python.tool import PythonInterpreter, plain
+from marsrl.rollout.tools.python.tool import PythonInterpreter
 from marsrl.rollout.types import ToolCall
 
 SOON_S = 60.0
@@ -52,18 +51,12 @@ def run(tool: PythonInterpreter, code: str) -> str:
         ("1 + 1", "2"),
         ("print('a')\n'b'", "a\n'b'"),
         ("x = 3", "[no output]"),
-        ("", "[no output]"),
-        ("None", "[no output]"),
         ("print('é ∑ 漢 🙂')", "é ∑ 漢 🙂"),
         ("exit(3)", "[no output]"),
         ("raise SystemExit('enough')", "enough"),
         ("import sys; print('to stderr', file=sys.stderr)", "to stderr"),
         ("import subprocess; subprocess.run(['echo', 'child']).returncode", "child\n0"),
         ("try: input()\nexcept EOFError: print('nobody types')", "nobody types"),
-        ("import asyncio\nasync def f(): return 5\nasyncio.run(f())", "5"),
-        ("import threading\nthreading.Thread(target=print, args=('thread',)).start()", "thread"),
-        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nA(3)", "A(x=3)"),
-        ("def f(n): return 1 if n < 2 else n * f(n - 1)\nf(20)", "2432902008176640000"),
         ("open('/tmp/a', 'w').write('kept')\nopen('/tmp/a').read()", "'kept'"),
         ("print('one\\r\\ntwo')", "one\ntwo"),
         ("__name__", "'__main__'"),
@@ -72,7 +65,7 @@ def run(tool: PythonInterpreter, code: str) -> str:
 def test_a_snippet_answers_with_what_it_prints_and_its_last_value(
     python: PythonInterpreter, code: str, output: str
 ) -> None:
-    if ("subprocess" in code or "threading" in code) and WANTED["user"] in choose_launcher(CONFIG)[1]:
+    if "subprocess" in code and WANTED["user"] in choose_launcher(CONFIG)[1]:
         pytest.skip("the sandbox of this machine counts all processes of this user, so that code in it can start none")
     assert run(python, code) == output
 
@@ -106,19 +99,6 @@ def test_nothing_of_a_call_is_there_in_the_next(python: PythonInterpreter) -> No
     if "a mount namespace with a root of its own" in choose_launcher(CONFIG)[1]:
         pytest.skip("the sandbox of this machine has no /tmp of its own")
     assert seen == "(False, False, [], False)"
-
-
-@pytest.mark.parametrize("arguments", [{}, {"query": "x"}, {"code": 1}, {"code": "1", "more": 2}])
-def test_a_call_without_code_is_an_error(python: PythonInterpreter, arguments: dict[str, object]) -> None:
-    with pytest.raises(ToolError, match="code"):
-        python.run(arguments)
-
-
-def test_text_that_would_act_on_a_reader_is_spelled_out() -> None:
-    assert plain("a\tb\n") == "a\tb\n"
-    assert plain("\x1b[31m\x00\x9b\u202e\u2066\u200d\u2028\ufeff\U000e0041") == (
-        "\\x1b[31m\\x00\\x9b\\u202e\\u2066\\u200d\\u2028\\ufeff\\U000e0041"
-    )
 
 
 def test_packages_can_be_imported_and_are_loaded_ahead() -> None:
@@ -213,14 +193,14 @@ def wait_until_ready(tool: PythonInterpreter) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("prefix", [("sh", "-c", "echo no namespaces here; exit 1", "sh"), ("/no/such/command",)])
 def test_a_sandbox_that_cannot_be_started_is_an_error_of_the_call_and_one_warning(
-    prefix: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tool_module, "choose_launcher", lambda config: (Launcher("broken", prefix, False), []))
+    broken = Launcher("broken", ("sh", "-c", "echo no namespaces here; exit 1", "sh"), False)
+    monkeypatch.setattr(tool_module, "choose_launcher", lambda config: (broken, []))
     with closing(PythonInterpreter(CONFIG)) as tool:
         for _ in range(2):
-            with pytest.raises(ToolError, match="python is not available: .*[nN]o (namespaces here|such)"):
+            with pytest.raises(ToolError, match="python is not available: .*no namespaces here"):
                 run(tool, "1")
     assert len([record for record in caplog.records if "cannot be started" in record.message]) == 1
     with pytest.raises(ToolError, match="closed"):
@@ -228,28 +208,6 @@ def test_a_sandbox_that_cannot_be_started_is_an_error_of_the_call_and_one_warnin
 
 
 # what the machine must have
-
-
-def only_plain(config: PythonTool) -> Iterator[Launcher]:
-    yield from (launcher for launcher in launchers(config) if launcher.name.startswith("plain"))
-
-
-def test_a_machine_without_a_whole_sandbox_is_refused_by_what_it_lacks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    lacks = ["a network namespace of its own", "a user of its own"]
-    monkeypatch.setattr(launcher_module, "launchers", only_plain)
-    monkeypatch.setattr(launcher_module, "look", lambda launcher, config: lacks)
-    strict = ToolsConfig(python=CONFIG.model_copy(update={"strict": True}))
-    with pytest.raises(
-        ValueError, match="tools.python.strict=true.*a network namespace of its own, a user of its own.*what helps"
-    ):
-        check_tools(strict, ["python"], ())
-    check_tools(strict, ["search"], ())  # nobody calls it
-    check_tools(ToolsConfig(python=CONFIG), ["python"], ())
-    with caplog.at_level(logging.WARNING):
-        PythonInterpreter(CONFIG).close()
-    assert "without a network namespace of its own, a user of its own" in caplog.text
 
 
 @pytest.mark.parametrize("label", [launcher.name for launcher in launchers(CONFIG)])
@@ -288,19 +246,19 @@ def test_a_kernel_that_keeps_users_from_namespaces_is_named_with_its_cure(
 ) -> None:
     (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho '{UBUNTU_SAYS}' >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
-    path = f"{tmp_path}:/usr/bin:/bin"
-    monkeypatch.setenv("PATH", path)
-    monkeypatch.setitem(launcher_module._ENVIRONMENT, "PATH", path)
+    os.environ["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     monkeypatch.setattr(launcher_module, "_users", lambda: (False,))
     monkeypatch.setattr(launcher_module, "_KERNEL_SETTINGS", tmp_path)
     file = tmp_path / setting.replace(".", "/")
     file.parent.mkdir()
     file.write_text(f"{value}\n")
     said = f"{setting} is {value} .*{cure}"
-    with pytest.raises(ValueError, match=f"{UBUNTU_SAYS}.*{said}"):
-        choose_launcher(PythonTool())
+    with pytest.raises(ValueError, match=f"tools.python.strict=true.*{UBUNTU_SAYS}.*a network namespace.*{said}"):
+        check_tools(ToolsConfig(python=PythonTool()), ["python"], ())
+    check_tools(ToolsConfig(python=PythonTool()), ["search"], ())  # nobody calls it
+    check_tools(ToolsConfig(python=CONFIG), ["python"], ())
     PythonInterpreter(CONFIG).close()
-    assert re.search(f"code of a model runs by plain, without .*{said}", caplog.text)
+    assert re.search(f"code of a model runs by plain, without .*a network namespace.*{said}", caplog.text)
     file.write_text("2\n")
     with pytest.raises(ValueError, match="no whole sandbox") as error:
         choose_launcher(PythonTool())
@@ -319,15 +277,6 @@ def test_a_python_that_only_its_owner_can_read_is_named_where_nothing_else_can_b
                 choose_launcher(CONFIG)
             said = f"this Python lies in {os.path.realpath(folder)}, which is closed to other users"
             assert (said in str(error.value)) is (mode == 0o710), error.value
-
-
-def test_wrong_settings_are_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"wall_s is 60 and tools.python.timeout_s is 60.*set tools.python.timeout_s=120"
-    ):
-        PythonTool(wall_s=60)
-    with pytest.raises(ValueError, match=r"tools.python.packages: '/no/such' is no folder"):
-        choose_launcher(PythonTool(packages="/no/such"))
 
 
 # the filter

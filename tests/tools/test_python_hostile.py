@@ -120,7 +120,7 @@ def test_hostile_code_is_contained(
 
 def test_honest_calls_beside_hostile_ones_have_their_answers(outputs: Mapping[str, Future[ToolOutput]]) -> None:
     honest = {name: future for name, future in outputs.items() if name.startswith("honest")}
-    assert len(honest) > 20
+    assert len(honest) > 15
     for name, future in honest.items():
         assert future.result(SOON_S) == ToolOutput(str(int(name.split()[1]) + 1))
 

