@@ -32,7 +32,7 @@ from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, IntArray, Sample
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.data.scatter import BatchShard, micro_batches
+from marsrl.trainer.data.scatter import BatchShard, Update, micro_batches
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.step_stats import StepStats
@@ -142,20 +142,23 @@ def train_sequences(samples: Sequence[Sample]) -> list[TrainSequence]:
 
 def learner_of(model: Path, **options: Any) -> Learner:
     """One whose updates leave the weights as they are."""
-    given = {"objective": PolicyObjective(clip_low=0.01, clip_high=0.01), "mpt": MptConfig(scope="off"), **options}
+    objective = PolicyObjective(clip_low=0.01, clip_high=0.01)
+    given = {"objectives": [objective], "mpt": MptConfig(scope="off"), **options}
     return Learner(
         PolicyConfig(dtype="float32", optimizer=OptimizerConfig(lr=0.0)),
         model,
-        num_agents=1,
         total_steps=2,
         seed=0,
         **{"old_policy": "sais", "router_replay": "rollout", **given},
     )
 
 
+def update(sequences: list[TrainSequence]) -> Update:
+    return Update(tuple(micro_batches(sequences, BatchShard(0, 1, 4000, 1))), 100.0)
+
+
 def step(model: Path, sequences: list[TrainSequence], **options: Any) -> StepStats:
-    batches = micro_batches(sequences, BatchShard(0, 1, 4000, 1))
-    stats = learner_of(model, **options).step(batches, normaliser=100.0)
+    stats = learner_of(model, **options).train_step([update(sequences)])
     parallel.stop()
     return stats
 
@@ -265,7 +268,7 @@ def test_a_segment_that_is_carried_over_keeps_what_the_weights_that_decoded_it_r
 
 def learner_logprobs(learner: Learner, sequences: list[TrainSequence]) -> list[np.ndarray]:
     """[N] of each sequence's completion."""
-    (batch,) = micro_batches(sequences, BatchShard(0, 1, 4000, 1))
+    (batch,) = update(sequences).micro_batches
     (logprobs,) = learner.score([batch])
     return np.split(logprobs[batch.mask].numpy(), np.cumsum([len(s.token_ids) for s in sequences])[:-1])
 
@@ -275,15 +278,13 @@ def test_old_log_probs_are_of_the_forced_experts_too(model: Path, other: Path) -
     sequences = train_sequences(played(engine_of(model), 2, other))
     losses, clipped = [], []
     for old_policy in ("pois", "recompute"):
-        learner = learner_of(model, old_policy=old_policy, objective=PolicyObjective())
-        (batch,) = micro_batches(sequences, BatchShard(0, 1, 4000, 1))
-        (old,) = learner.old_policy([batch], is_first=True)
-        stats = learner.step([batch], normaliser=100.0, old=[old])
+        learner = learner_of(model, old_policy=old_policy, objectives=[PolicyObjective()])
+        whole = update(sequences)
+        (batch,) = whole.micro_batches
+        stats = learner.train_step([whole])
         losses.append(stats.loss)
         clipped.append(sum(stats.agent_sums["clipped_tokens"]))
         if old_policy == "recompute":
-            assert old.logprobs is not None
-            assert float((old.logprobs - stats.logprobs[0])[batch.mask].abs().max()) < 1e-6
             (own,) = learner.score([batch])
             assert float((own - stats.logprobs[0])[batch.mask].abs().max()) > 1e-4  # forcing changes something
         parallel.stop()
@@ -294,7 +295,7 @@ def test_recomputed_log_probs_and_a_reference_are_of_what_was_kept_too(model: Pa
     """Under the same weights the ratio is 1 and the divergence 0, however little was kept."""
     sequences = train_sequences(played(engine_of(model)))
     objective = PolicyObjective(clip_low=1e-4, clip_high=1e-4, kl="k3", kl_coef=0.1)
-    options = {"objective": objective, "old_policy": "recompute", "router_replay": "none"}
+    options = {"objectives": [objective], "old_policy": "recompute", "router_replay": "none"}
     stats = step(model, sequences, reference_dir=model, **options)
     assert sum(stats.agent_sums["clipped_tokens"]) == 0 and abs(sum(stats.agent_sums["kl"])) < 1e-6
     stats = step(model, sequences, reference_dir=other, **options)
