@@ -12,7 +12,7 @@ import psutil
 import pytest
 import ray
 import torch
-from engine_cases import ROUNDING, generate, perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, after, generate, perturbed, prompt, request, tensors_of
 from processes import actors
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
@@ -34,9 +34,12 @@ def pool(checkpoint: Callable[[str], Path]) -> Iterator[EnginePool]:
     config = RolloutConfig(
         engine="local", threads=1, object_store_mib=80, deadline_s=12.0, local=LocalOptions(max_num_seqs=16)
     )
+    killer = after(lambda: bool(actors()), lambda: actors()[0].kill())  # while it starts
     with make_pool(
         "main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128, silence_s=SILENCE_S
     ) as pool:
+        killer.join()
+        assert pool.take_faults().engine_restarts >= 1
         yield pool
 
 
