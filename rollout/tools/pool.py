@@ -16,15 +16,15 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.tools.config import ToolLimits
-from marsrl.rollout.tools.protocol import Tool, ToolError
-from marsrl.rollout.types import ToolCall, ToolOutput
+from marsrl.rollout.tools.protocol import SHIPPED, Tool, ToolError
+from marsrl.rollout.types import ToolCall, ToolFunction, ToolOutput
 
 _log = logging.getLogger(__name__)
 
@@ -132,6 +132,11 @@ class ToolPool:
     def argument(self, name: str) -> str:
         """The name of the one text that a tool can be called with."""
         return self._lanes[name].tool.argument
+
+    def functions(self, name: str) -> Sequence[ToolFunction]:
+        """The functions of a tool, as chat templates show them."""
+        tool = self._lanes[name].tool
+        return tool.functions if hasattr(tool, "functions") else (SHIPPED[name],)
 
     def take_counts(self) -> dict[str, float]:
         """Metrics since the last call, tools/<name>/...: of calls that ended, seconds of runs, outputs that were cut, parts."""
