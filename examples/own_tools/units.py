@@ -26,3 +26,6 @@ class Lengths(OwnTask):
             for value in range(2, 30)
             for unit, to in pairs
         ]
+
+    def reward(self, problem, answer):
+        return float(answer.strip() == problem.answer)
