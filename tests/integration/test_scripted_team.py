@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import socket
+import sys
 import threading
 import urllib.request
 from collections import Counter
@@ -16,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mcp_server
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
@@ -349,6 +351,40 @@ def test_a_search_server_that_is_gone_is_read_by_the_team_and_counted(play: Play
     told = [r.prompt for r in samples if "<information>error: http://127.0.0.1:1/retrieve: given up" in r.prompt]
     [row] = rows_of(RunDirectory(run_directory))
     assert told and row["tools/search/calls"] == row["tools/search/errors"] != 0
+
+
+def test_agents_call_a_function_and_a_server_by_their_template_and_are_trained(play: Play, tmp_path: Path) -> None:
+    (tmp_path / "units.py").write_text(
+        'def twice(value: int) -> int:\n    """Twice the value."""\n    return 2 * value\n'
+    )
+    asked: Counter[str] = Counter()
+
+    def calls(request: DecodeRequest) -> str:
+        asked[request.uid] += 1
+        if asked[request.uid] > 1:
+            return script(request)
+        is_verifier = request.uid.rpartition("/")[2].startswith("verifier")
+        name, arguments = ("greet", {}) if is_verifier else ("twice", {"value": 21})
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    words = [
+        "orchestration=solver_verifier", "orchestration_options.max_loops=2", "run.steps=2", "rollout.max_response_tokens=400",
+        "rollout.prompts_per_step=4", "rollout.pipeline=trajectory",
+        f"tools.twice={{kind: function, function: '{tmp_path}/units.py:twice'}}", "agents.solver.tools=[twice]",
+        f"tools.hello={{kind: mcp, command: [{sys.executable}, {mcp_server.__file__}]}}", "agents.verifier.tools=[hello]",
+    ]  # fmt: skip
+    run = RunDirectory(play(*words, says=calls))
+    samples = samples_of(run)
+    assert {sample.agent for sample in samples} == {"solver", "verifier"}
+    for sample in samples:
+        said = "42" if sample.agent == "solver" else "hello world"
+        assert f"<tool_response>\n{said}\n</tool_response>" in sample.text and sample.reward is not None
+        assert ('"name": "twice"' in sample.prompt) == (sample.agent == "solver")
+    rows = rows_of(run)
+    for tool in ("twice", "hello"):
+        assert sum(row[f"tools/{tool}/calls"] for row in rows) >= 16
+        assert not sum(row[f"tools/{tool}/errors"] for row in rows)
+    assert any(row.get("actor/grad_norm") for row in rows)
 
 
 def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_path: Path) -> None:

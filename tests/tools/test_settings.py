@@ -89,6 +89,50 @@ def test_preflight_refuses_what_check_tools_refuses(tmp_path: Path) -> None:
         preflight(read_config(None, [*words, "agents.verifier.prompt=math"])[0], world_size=1)
 
 
+def test_agents_call_tools_where_their_template_shows_them_and_their_team_leaves_it_to_them(tmp_path: Path) -> None:
+    model = init_model("tiny", "bytes", tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"question": "q{i}", "answer": "7"}}\n' for i in range(20)))
+    (tmp_path / "echo.py").write_text('def echo(text: str) -> str:\n    """Says it again."""\n    return text\n')
+    own = f"tools.echo={{kind: function, function: '{tmp_path}/echo.py:echo'}}"
+    words = [
+        "task=math",
+        f"data.train={tmp_path}/train.jsonl",
+        "orchestration=solver",
+        "agents.solver.tools=[echo]",
+        own,
+    ]
+    words += ["rollout.engine=local", "policies.main.dtype=float32"]
+    config = read_config(None, [*words, f"policies.main.model={model}"])[0]
+    assert preflight(config, world_size=1).plan
+    with pytest.raises(ValueError, match="agents.solver.max_input_tokens is 100"):  # the tools are in the prompt
+        preflight(
+            read_config(None, [*words, f"policies.main.model={model}", "agents.solver.max_input_tokens=100"])[0], 1
+        )
+    (tmp_path / "echo.py").write_text("def echo(text): return text")
+    with pytest.raises(ValueError, match="tools.echo.function is .* has no annotation for text"):
+        preflight(config, world_size=1)
+    (tmp_path / "echo.py").write_text('def echo(text: str) -> str:\n    "Says it."\n    return text\n')
+    (tmp_path / "model/chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(
+        ValueError, match=r"agents.solver.tools is echo, and of policies.main.model = .* does not show tools"
+    ):
+        preflight(config, world_size=1)
+    with pytest.raises(ValueError, match="agents.solver.tools is echo, .* what is taught here calls no tools"):
+        preflight(read_config(None, ["orchestration=solver", "agents.solver.tools=[echo]", own])[0], world_size=1)
+    for team, said in (
+        (
+            ["orchestration=dual_system", "agents.system2.tools=[echo]"],
+            "dual_system says itself what its waiting samples",
+        ),
+        (
+            ["orchestration=solver_verifier", "agents.verifier={tools: [echo], parser: compat}"],
+            "reads all of a completion",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_config(None, ["task=qa", own, *team])
+
+
 def test_a_scholar_searches_its_file_or_the_task_s_papers(tmp_path: Path) -> None:
     (tmp_path / "papers.jsonl").write_text('{"title": "Maps", "year": 1997}')
     for corpus, title in ((None, "Lima"), (str(tmp_path / "papers.jsonl"), "Maps")):
