@@ -311,7 +311,9 @@ class Team:
         settings = self.agents[ask.agent]
         if settings.tools and finish is Finish.STOP and each.turn < min(settings.max_tool_turns, self.max_turns):
             waiting = replace(sample, shown=visible(sample.turn_text, in_thought) or "", finish=Finish.WAITING)
-            if self._calls(waiting):
+            if calls := self._calls(waiting):
+                assert self.tools is not None, settings.tools
+                self.tools.count_unmade(sum(isinstance(call, str) for call in calls))
                 return waiting
         try:
             parsed = returned.parsed(self.orchestration.parse(sample), sample)

@@ -29,7 +29,7 @@ from marsrl.rollout.types import ToolCall, ToolFunction, ToolOutput
 _log = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
-"""The name in metrics of all tools that do not exist: models make names up without end."""
+"""The name in metrics of all tools that do not exist, and of calls that cannot be read: models make names up without end."""
 
 _MOST_ARGUMENT_CHARS = 1 << 20
 _MOST_SHOWN = 200  # characters of an error or a name in a text for the model
@@ -128,6 +128,12 @@ class ToolPool:
                 text = f"there is no tool {call.tool[:_MOST_SHOWN]!r}; there are: {', '.join(self._lanes) or 'none'}"
                 self._end(UNKNOWN, future, _error(text))
         return future
+
+    def count_unmade(self, number: int) -> None:
+        """Count calls that an agent wrote and nobody could make: of tools that it does not have, or not to be read."""
+        with self._lock:
+            self._books.counts[UNKNOWN]["calls"] += number
+            self._books.counts[UNKNOWN]["errors"] += number
 
     def argument(self, name: str) -> str:
         """The name of the one text that a tool can be called with."""

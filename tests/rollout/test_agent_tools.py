@@ -206,7 +206,8 @@ def test_the_prompt_shows_the_tools_and_no_description_forges_a_control_token(re
 def test_a_call_that_cannot_be_made_is_answered_by_what_is_wrong(
     renderer: ChatRenderer, turn: str, answer: str
 ) -> None:
-    said, _, _, _ = play(renderer, [turn, ANSWER], max_tool_tokens=9000)
+    said, _, counts, _ = play(renderer, [turn, ANSWER], max_tool_tokens=9000)
+    assert counts.get("tools/unknown/errors", 0) == (answer.startswith("error: ") and "no such text" not in answer)
     assert re.search(re.escape(answer).replace("\ufffd\\?", ".?"), transcript(said)[1])
     assert said.answer == "7" and said.turn == 1
 
