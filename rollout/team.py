@@ -163,8 +163,10 @@ class Team:
 
     def _functions(self, agent: str) -> dict[str, ToolFunction]:
         """The functions that the agent calls by its chat template (agents.<name>.tools), by name."""
-        assert self.tools is not None or not self.agents[agent].tools
-        return {f.name: f for name in self.agents[agent].tools for f in self.tools.functions(name)}  # type: ignore[union-attr]
+        if not (names := self.agents[agent].tools):
+            return {}
+        assert self.tools is not None, names
+        return {function.name: function for name in names for function in self.tools.functions(name)}
 
     def _calls(self, sample: Sample) -> list[ToolCall | str]:
         """The calls in the present turn of a sample, or what is wrong with one; none of an agent without tools."""

@@ -141,6 +141,8 @@ class McpTools:
         wanted = list(found) if self._settings.tools is None else self._settings.tools
         if missing := [name for name in wanted if name not in found]:
             raise ValueError(f"the server has no tool {missing[0]!r}; it has {', '.join(found) or 'none'}")
+        if not wanted:
+            raise ValueError("the server has no tools")
         return [found[name] for name in wanted]
 
 
