@@ -51,6 +51,7 @@ EXTRAS = {
     "vllm": ["vllm"],
     "openai": ["httpx"],  # frozen policies and retrieval behind a server; vllm brings it too
     "web": ["httpx", "httpcore", "trafilatura>=2", "pypdf>=6"],  # tools.visit, tools.search.read_pages
+    "mcp": ["mcp>=2"],  # tools of kind mcp; vllm brings it too
     "retrieval": ["fastapi", "uvicorn"],  # marsrl serve-retrieval; vllm brings them too
     "view": ["fastapi", "uvicorn"],  # marsrl view
     "data": ["datasets"],

@@ -115,6 +115,17 @@ class AgentConfig(Settings):
         max_length=4,
         description="texts that end a completion, as part of it, beside the end token (`</search>`); engines of ours",
     )
+    tools: list[str] = Field(
+        default_factory=list,
+        description="names under `tools` that the agent calls by its chat template (docs/tools.md)",
+    )
+    max_tool_turns: Count = Field(
+        8,
+        description="turns of a completion that call tools; a call in a later one is not made, and its turn is the last",
+    )
+    max_tool_tokens: Tokens = Field(
+        2048, description="tokens of what the tools give in a turn; the longest are cut to fit"
+    )
     template_options: dict[str, bool | str] = Field(
         default_factory=dict, description="of the chat template for this agent (Qwen3: enable_thinking)"
     )

@@ -1,14 +1,16 @@
-"""Classes of a user, named by file and class: `my_team.py:MyTeam`, `my_task.py:MyTask`."""
+"""Classes and functions of a user, named by file: `my_team.py:MyTeam`, `my_task.py:MyTask`, `my_tools.py:convert`."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 Own = TypeVar("Own")
 
@@ -37,14 +39,27 @@ def own_class(key: str, name: str, base: type[Own]) -> type[Own]:
     Raises:
         ValueError: no such file or class, no subclass of `base`, or the file cannot be imported; it begins with the key.
     """
-    place, _, class_name = name.rpartition(":")
-    path = Path(place)
-    if not path.is_file():
-        raise ValueError(f"{key} is {name!r}: there is no file {place} (seen from {Path.cwd()})")
-    kind = getattr(_module(key, path.resolve()), class_name, None)
+    place, class_name, kind = _named(key, name)
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise ValueError(f"{key} is {name!r}: {class_name} is no class of {place} that extends {base.__name__}")
     return kind
+
+
+def own_function(key: str, name: str) -> Callable[..., Any]:
+    """The function that `key: FILE.py:FUNCTION` names; ValueError as own_class."""
+    place, function_name, function = _named(key, name)
+    if not inspect.isfunction(function):
+        raise ValueError(f"{key} is {name!r}: {function_name} is no function of {place}")
+    return function
+
+
+def _named(key: str, name: str) -> tuple[str, str, object]:
+    """(file, name in it, what has that name there, or None)."""
+    place, _, inside = name.rpartition(":")
+    path = Path(place)
+    if not path.is_file():
+        raise ValueError(f"{key} is {name!r}: there is no file {place} (seen from {Path.cwd()})")
+    return place, inside, getattr(_module(key, path.resolve()), inside, None)
 
 
 def _module(key: str, path: Path) -> ModuleType:

@@ -14,8 +14,9 @@ import numpy as np
 
 from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.parsers import THINK_CLOSE, THINK_OPEN
-from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.agents.parsers import THINK_CLOSE, THINK_OPEN, visible
+from marsrl.rollout.agents.render import ChatRenderer, TemplateOption
+from marsrl.rollout.agents.tool_calls import read_calls, tool_messages
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode
@@ -24,7 +25,18 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.rewards.judge import Judge
 from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.tools.pool import ToolPool
-from marsrl.rollout.types import MISSING, Ask, Finish, IntArray, Reward, Sample, ToolCall
+from marsrl.rollout.types import (
+    MISSING,
+    Ask,
+    Finish,
+    IntArray,
+    Message,
+    Reward,
+    Sample,
+    ToolCall,
+    ToolFunction,
+    ToolOutput,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -116,10 +128,13 @@ class Team:
                 raise ValueError("two calls with the same answers gave other asks; draw with episode.rng(name) alone")
             for each in asked:
                 self._check(episode, each)
-            num_turns = len({each.id for each in asked}.union(episode.asks, episode.calls))
+            own = [c for s in episode.waiting.values() for c in self._calls(s) if isinstance(c, ToolCall)]
+            # agents that call tools by themselves are bounded by max_tool_turns
+            known = episode.asks if any(agent.tools for agent in self.agents.values()) else episode.asks | episode.calls
+            num_turns = len({each.id for each in asked}.union(known))
             if num_turns > self.max_turns:
                 raise ValueError(f"{num_turns} calls of agents and tools, at most rollout.max_turns = {self.max_turns}")
-            return episode.enter(asked)
+            return episode.enter([*asked, *own])
         except Exception as error:
             self._fail(episode, "follow", error)
             return [], []
@@ -133,7 +148,8 @@ class Team:
         """[N] int32: what a waiting sample goes on with; None as long as it is not there."""
         renderer, options = self.renderer(sample.agent), self.agents[sample.agent].template_options
         try:
-            said = returned.continuation(self.orchestration.continuation(episode, sample))
+            goes_on = self._outputs if self.agents[sample.agent].tools else self.orchestration.continuation
+            said = returned.continuation(goes_on(episode, sample))
             if said is None:
                 return None
             if sample.turn >= self.max_turns:
@@ -145,12 +161,37 @@ class Team:
             self._fail(episode, "continuation", error)
             return None
 
+    def _functions(self, agent: str) -> dict[str, ToolFunction]:
+        """The functions that the agent calls by its chat template (agents.<name>.tools), by name."""
+        if not (names := self.agents[agent].tools):
+            return {}
+        assert self.tools is not None, names
+        return {function.name: function for name in names for function in self.tools.functions(name)}
+
+    def _calls(self, sample: Sample) -> list[ToolCall | str]:
+        """The calls in the present turn of a sample, or what is wrong with one; none of an agent without tools."""
+        functions = self._functions(sample.agent)
+        return read_calls(sample, functions) if functions else []
+
+    def _outputs(self, episode: Episode, sample: Sample) -> list[Message] | None:
+        """The messages with what the sample's calls gave; None as long as one is not over."""
+        outputs: list[str] = []
+        for call in self._calls(sample):
+            output = ToolOutput(f"error: {call}") if isinstance(call, str) else episode.output(call)
+            if output is None:
+                return None
+            outputs.append(output.text)
+        return tool_messages(outputs, self.renderer(sample.agent), self.agents[sample.agent].max_tool_tokens)
+
     def prompt(self, episode: Episode, ask: Ask) -> Prompt | None:
         """The agent's prompt; None where it is longer than max_input_tokens and not cut (long_prompts), or the team fails."""
         renderer, settings = self.renderer(ask.agent), self.agents[ask.agent]
         try:
             messages = returned.messages(self.orchestration.messages(episode, ask))
-            prompt_ids, text = renderer.render(messages, **settings.template_options)
+            options: dict[str, TemplateOption] = dict(settings.template_options)
+            if settings.tools:
+                options["tools"] = list(self._functions(ask.agent).values())
+            prompt_ids, text = renderer.render(messages, **options)
         except Exception as error:
             self._fail(episode, "messages", error)
             return None
@@ -159,7 +200,7 @@ class Team:
         if settings.long_prompts == "skip":
             return None
         side: Literal["middle", "left"] = "middle" if settings.long_prompts == "cut_middle" else "left"
-        cut = renderer.render_cut(messages, settings.max_input_tokens, side, **settings.template_options)
+        cut = renderer.render_cut(messages, settings.max_input_tokens, side, **options)
         return None if cut is None else Prompt(*cut, is_cut=True)
 
     def outcome(self, episode: Episode) -> Sample | None:
@@ -269,6 +310,13 @@ class Team:
             turn_start=turn_start,
             in_thought=in_thought,
         )
+        settings = self.agents[ask.agent]
+        if settings.tools and finish is Finish.STOP and each.turn < min(settings.max_tool_turns, self.max_turns):
+            waiting = replace(sample, shown=visible(sample.turn_text, in_thought) or "", finish=Finish.WAITING)
+            if calls := self._calls(waiting):
+                assert self.tools is not None, settings.tools
+                self.tools.count_unmade(sum(isinstance(call, str) for call in calls))
+                return waiting
         try:
             parsed = returned.parsed(self.orchestration.parse(sample), sample)
             # only what the model paused by itself can wait

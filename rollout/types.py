@@ -49,7 +49,7 @@ class Problem:
     task: str
 
 
-MessageRole = Literal["system", "user", "assistant"]
+MessageRole = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,22 @@ class ToolCall:
     @property
     def episode_id(self) -> str:
         return self.id.partition("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFunction:
+    """A function that a model can call, as chat templates show it.
+
+        ToolFunction("convert", "Converts a length.", {"type": "object", "properties": {"value": {"type": "number"}}})
+
+    parameters: a JSON schema of its arguments. server: the tool that has it among others, and whose calls name it
+    ({"name": ..., "arguments": {...}}); "" where the function is the tool.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, object]
+    server: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,8 @@ class Orchestration:
     tools: tuple[str, ...] = ()
     """Tools that `follow` calls (episode.call), by the names that `tools` of the config has; all have to be set there."""
     optional_tools: ClassVar[tuple[str, ...]] = ()
-    """Further tools that it calls where the config has set them; of an instance, those are among `tools`."""
+    """Further tools that it calls where the config has set them; of an instance, those are among `tools`, as are its agents'
+    own (agents.<name>.tools)."""
     tried_apart: ClassVar[tuple[str, ...]] = ()
     """Agents that are evaluated on fixed inputs: those of episodes that are played for it before RL."""
 
@@ -71,10 +72,12 @@ class Orchestration:
         rollout = rollout or RolloutConfig()
         self.group_size, self.num_picks = rollout.group_size, rollout.picks
         self.evaluate = evaluate or EvaluateConfig()
-        self.tools = (*self.tools, *(name for name in self.optional_tools if name in tools))
         self.renderers = dict(renderers or {})
         self.specs = {spec.name: spec for spec in self.agents}
         self.settings = self.whole_team(agents)
+        of_agents = [name for agent in self.settings.values() for name in agent.tools]
+        optional = [name for name in self.optional_tools if name in tools]
+        self.tools = tuple(dict.fromkeys((*self.tools, *optional, *of_agents)))
         self._prompts: dict[str, PromptSet] = {name: self._prompts_of(name, default_prompts) for name in self.settings}
         self._compats = {name: self._compat_of(name) for name in self.settings if self._is_compat(name)}
 

@@ -99,12 +99,19 @@ def drmas_is_valid(text: str) -> bool:
 
 def tagged(tag: str, text: str) -> str | None:
     """The text between the last <tag> and the </tag> after it, in any case; None without, or if blank."""
-    opened, found = -1, None
+    found = all_tagged(tag, text)
+    return found[-1] or None if found else None
+
+
+def all_tagged(tag: str, text: str) -> list[str]:
+    """Each text between a <tag> and the </tag> after it, in any case, without white space around it."""
+    opened, found = -1, []
     for match in re.finditer(rf"<(/?){tag}>", text, re.IGNORECASE):
         if not match[1]:
             opened = match.end()
         elif opened >= 0:
-            found, opened = text[opened : match.start()].strip() or None, -1
+            found.append(text[opened : match.start()].strip())
+            opened = -1
     return found
 
 

@@ -23,13 +23,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NoReturn, TypeGuard, TypeVar, get_args
+from typing import NoReturn, TypeGuard, TypeVar
 
 import yaml
 
 from marsrl.rollout.agents.parsers import COMPATS, PARSERS, Compat, TextParser, VerdictParser, regex_text, regex_verdict
 from marsrl.rollout.agents.roles import PLACEHOLDERS, READS, Role
-from marsrl.rollout.types import Message, MessageRole
+from marsrl.rollout.types import Message
 
 _SHIPPED = Path(__file__).parent / "prompt_sets"
 _NAMES = tuple(dict.fromkeys(name for needed, allowed in PLACEHOLDERS.values() for name in (*needed, *allowed)))
@@ -37,6 +37,7 @@ _NAMES = tuple(dict.fromkeys(name for needed, allowed in PLACEHOLDERS.values() f
 _FIELD = re.compile(rf"\{{\{{([a-z_]{{2,}})\}}\}}|\{{({'|'.join(_NAMES)})\}}")
 _KINDS = {"verdict": ("correct", "wrong"), "route": ("enough", "missing")}  # yes and no, where expressions read them
 _KEYS = ("turns", *PARSERS, "purpose")
+_SPEAKERS = ("system", "user", "assistant")
 # {word}, but not in LaTeX, where braces follow a command, an argument, or a sub- or superscript
 _UNKNOWN = re.compile(r"(?<![\w\\}^{])\{([a-z_]{2,})\}(?!\})")
 _Checked = TypeVar("_Checked")
@@ -117,9 +118,9 @@ class _File:
         needed, allowed = PLACEHOLDERS[role]
         turns, shown = [], set[str]()
         for each in node.value:
-            turn = self._mapping(each, get_args(MessageRole))
+            turn = self._mapping(each, _SPEAKERS)
             if len(turn) != 1:
-                self._fail(each, f"expected one of {', '.join(get_args(MessageRole))} in a turn, found {len(turn)}")
+                self._fail(each, f"expected one of {', '.join(_SPEAKERS)} in a turn, found {len(turn)}")
             ((speaker, content),) = turn.items()
             text = self._text(content)
             shown |= self._placeholders(role, content, text)
@@ -265,7 +266,7 @@ NOTHING_SEARCHED = "Nothing has been searched for yet."
 
 def searched(query: str, found: str) -> str:
     """One search and its result, as a search team reads them."""
-    return f"<search>{query}</search>\n<information>{_inside('information', found)}</information>"
+    return f"<search>{query}</search>\n<information>{without_tags('information', found)}</information>"
 
 
 TOOLS = {
@@ -282,9 +283,9 @@ NOTHING_READ = "(Nothing could be read of what was found.)"
 
 def tool_response(text: str) -> str:
     """The result of a call, for a team that calls tools in its own words."""
-    return f"<tool_response>\n{_inside('tool_response', text)}\n</tool_response>"
+    return f"<tool_response>\n{without_tags('tool_response', text)}\n</tool_response>"
 
 
-def _inside(tag: str, text: str) -> str:
+def without_tags(tag: str, text: str) -> str:
     """A stranger's text that is to stand between these tags: such tags of its own lose their brackets."""
     return re.sub(rf"<(\s*/?\s*{tag}\s*)>", r"[\1]", text, flags=re.IGNORECASE)

@@ -18,12 +18,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from jinja2 import TemplateError
 
 from marsrl.rollout.fitting import even_shares
-from marsrl.rollout.types import IntArray, Message
+from marsrl.rollout.types import IntArray, Message, ToolFunction
+
+TemplateOption = bool | str | Sequence[ToolFunction]
+"""An option of a chat template: one of its own, or `tools`."""
 
 _PLACEHOLDER = "MARSRLCONTENT{index}ENDCONTENT"
 _PLACEHOLDER_PATTERN = re.compile(r"MARSRLCONTENT(\d+)ENDCONTENT")
+_HERMES = re.compile(r"<tool_call>\s*\{")
 _BYTES = (1, 2, 3, 4)  # of a character in UTF-8
 _TOKENS_TOGETHER = 1 << 20  # are decoded: as Python's numbers they take 36 bytes each
 _NO_CLASS = re.compile(r'"tokenizer_class":\s*"TokenizersBackend"')  # transformers' own word for it
@@ -58,10 +63,10 @@ class ChatRenderer:
         self.stop_ids: tuple[int, ...] = tuple(sorted({self.eos_id, *_generation_stops(Path(directory))}))
         self.vocab_size: int = len(self._tokenizer)
 
-    def render(self, messages: Sequence[Message], **template_options: bool | str) -> tuple[IntArray, str]:
+    def render(self, messages: Sequence[Message], **template_options: TemplateOption) -> tuple[IntArray, str]:
         """(prompt ids [N] int32, prompt text for people), ending where the model is to go on.
 
-        template_options: of the chat template (Qwen3: enable_thinking).
+        template_options: of the chat template (Qwen3: enable_thinking); tools: the functions that it shows.
         """
         return self._filled(self._parts(messages, template_options))
 
@@ -70,7 +75,7 @@ class ChatRenderer:
         messages: Sequence[Message],
         max_tokens: int,
         cut: Literal["middle", "left"],
-        **template_options: bool | str,
+        **template_options: TemplateOption,
     ) -> tuple[IntArray, str] | None:
         """As `render`, in max_tokens: what is too much is left out of the messages' contents, in their middle or on their left.
 
@@ -94,7 +99,7 @@ class ChatRenderer:
             shown += [text, parts[2 * position + 2]]
         return np.asarray(ids, np.int32), "".join(shown)
 
-    def next_turn(self, messages: Sequence[Message], **template_options: bool | str) -> IntArray:
+    def next_turn(self, messages: Sequence[Message], **template_options: TemplateOption) -> IntArray:
         """[N] int32: what stands between a completion that ended its turn and the next one: these messages.
 
         The end token is the completion's own, and not repeated, nor is white space that a template writes before it.
@@ -112,14 +117,32 @@ class ChatRenderer:
             pieces.extend(self._break_controls(text) if position % 2 else self._split_controls(text))
         return np.asarray(self._encode_pieces(pieces), np.int32), "".join(parts)
 
-    def _parts(self, messages: Sequence[Message], template_options: Mapping[str, bool | str]) -> list[str]:
+    def check_shows_tools(self) -> None:
+        """Raise ValueError where the chat template does not show functions, or has them called in another form than
+        <tool_call>{"name": ..., "arguments": {...}}</tool_call> (Hermes, Qwen)."""
+        probe = ToolFunction("marsrl_probe", "", {"type": "object", "properties": {}})
+        try:
+            shown = "".join(self._parts([Message("user", "")], {"tools": [probe]}))
+            self.next_turn([Message("tool", "")])
+        except (ValueError, TemplateError) as error:
+            raise ValueError(f"the chat template has no turns of tools: {error}") from error
+        if probe.name not in shown or not _HERMES.search(shown):
+            raise ValueError(
+                "the chat template does not show tools that are called as "
+                '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+            )
+
+    def _parts(self, messages: Sequence[Message], template_options: Mapping[str, TemplateOption]) -> list[str]:
         """The rendered chat: what the template writes, a content, what it writes, ..., what it writes."""
         turns = [
             {"role": message.role, "content": _PLACEHOLDER.format(index=index)}
             for index, message in enumerate(messages)
         ]
+        options: dict[str, Any] = dict(template_options)
+        if "tools" in options:
+            options["tools"] = [self._shown(function) for function in options["tools"]]
         template: str = self._tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, **template_options
+            turns, tokenize=False, add_generation_prompt=True, **options
         )
         used = [int(index) for index in _PLACEHOLDER_PATTERN.findall(template)]
         if used != list(range(len(messages))):
@@ -130,6 +153,19 @@ class ChatRenderer:
         parts = _PLACEHOLDER_PATTERN.split(template)
         parts[1::2] = [message.content for message in messages]
         return parts
+
+    def _shown(self, function: ToolFunction) -> dict[str, object]:
+        """The function for the template, which writes it among its own words: control words in it are broken."""
+        about = {"name": function.name, "description": function.description, "parameters": function.parameters}
+        return {"type": "function", "function": self._broken(about)}
+
+    def _broken(self, value: Any) -> Any:
+        """The JSON value with a zero-width space in each control word, and in our placeholders."""
+        if isinstance(value, Mapping):
+            return {self._broken(key): self._broken(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._broken(each) for each in value]
+        return self._spelled(value).replace("MARSRLC", "MARSRL\u200bC") if isinstance(value, str) else value
 
     def encode_trusted(self, text: str) -> IntArray:
         """[N] int32: our own text, in which control words are control tokens. Never for model or problem text."""
@@ -204,9 +240,12 @@ class ChatRenderer:
         parts = []
         for is_control, run in itertools.groupby((int(i) for i in ids), self._control_ids.__contains__):
             text = str(self._tokenizer.decode(list(run), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-            broken = "\u200b".join(part for part in self._break_controls(text) if part is not None)
-            parts.append(text if is_control else broken)
+            parts.append(text if is_control else self._spelled(text))
         return "".join(parts)
+
+    def _spelled(self, text: str) -> str:
+        """The text with a zero-width space in each control word that it spells."""
+        return "\u200b".join(part for part in self._break_controls(text) if part is not None)
 
     def num_tokens(self, text: str) -> int:
         """Number of tokens of a text within a message."""

@@ -6,14 +6,17 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
 
 from marsrl.rollout.tools.config import (
+    FunctionTool,
     HttpSearch,
     IndexScholar,
     IndexSearch,
+    McpServer,
+    OwnTool,
     PagesConfig,
     PythonTool,
     SerpApiSearch,
@@ -23,9 +26,9 @@ from marsrl.rollout.tools.config import (
 )
 from marsrl.rollout.tools.documents import Document, read_corpus, read_papers
 from marsrl.rollout.tools.pool import ToolPool
-from marsrl.rollout.tools.protocol import ReadPages, Tool
+from marsrl.rollout.tools.protocol import SHIPPED, ReadPages, Tool
 from marsrl.rollout.tools.search import CorpusSearch, build_index, open_index
-from marsrl.rollout.types import ToolCall, ToolOutput
+from marsrl.rollout.types import ToolCall, ToolFunction, ToolOutput
 
 _LOOKED_AT = 1000  # documents of a corpus, before anything starts
 
@@ -41,7 +44,7 @@ def build_tools(
         ValueError: a corpus cannot be read as one; this machine has no sandbox for tools.python.
         OSError: or not at all.
     """
-    given = {name: settings for name in names if (settings := getattr(config, name, None)) is not None}
+    given = {name: config.given[name] for name in names if name in config.given}
     if any(map(_reads_pages, given.values())):
         given["pages"] = config.pages
 
@@ -79,6 +82,14 @@ def _build_tool(name: str, settings: ToolLimits, documents: Sequence[Document], 
         from marsrl.rollout.tools.python.tool import PythonInterpreter
 
         return PythonInterpreter(settings)
+    if isinstance(settings, FunctionTool):
+        from marsrl.rollout.tools.function import PythonFunction
+
+        return PythonFunction(name, settings)
+    if isinstance(settings, McpServer):
+        from marsrl.rollout.tools.mcp_client import McpTools
+
+        return McpTools(name, settings)
     assert isinstance(settings, IndexSearch), settings
     if settings.corpus is None:
         index = build_index(documents)
@@ -89,16 +100,21 @@ def _build_tool(name: str, settings: ToolLimits, documents: Sequence[Document], 
 
 def check_tools(
     config: ToolsConfig, names: Sequence[str], documents: Sequence[Document], papers: Sequence[Document] = ()
-) -> None:
-    """Refuse what build_tools would; of a corpus the first lines are looked at.
+) -> dict[str, Sequence[ToolFunction]]:
+    """Refuse what build_tools would; of a corpus the first lines are looked at, a user's own tools are started for a moment.
+
+    Returns:
+        The functions of each tool, as chat templates show them.
 
     Raises:
-        ValueError, OSError: as build_tools; the text names the key.
+        ValueError, OSError: as build_tools, or two tools have a function of one name; the text names the key.
     """
     for name in names:
-        settings, key = getattr(config, name, None), f"tools.{name}"
+        settings, key = config.given.get(name), f"tools.{name}"
         if settings is not None and _reads_pages(settings):
             _check_installed(key if name == "visit" else f"{key}.read_pages", "web", "httpx", "trafilatura", "pypdf")
+        if isinstance(settings, McpServer):
+            _check_installed(f"{key}.kind=mcp", "mcp", "mcp")
         if isinstance(settings, PythonTool):
             from marsrl.rollout.tools.python.launcher import choose_launcher
 
@@ -121,6 +137,20 @@ def check_tools(
                 f"{key}.corpus is null, and the task has no {what} of its own (only task=qa without data.train has); give a "
                 f"jsonl file of {form}, or another {key}.kind"
             )
+    own = [name for name in names if isinstance(config.given.get(name), OwnTool)]
+    with closing(build_tools(config, own, ())) as pool:
+        shown = {
+            name: pool.functions(name) if name in own else (SHIPPED[name],) for name in names if name in config.given
+        }
+    having: dict[str, str] = {}
+    for name, functions in shown.items():
+        for function in functions:
+            if (other := having.setdefault(function.name, name)) != name:
+                raise ValueError(
+                    f"tools.{other} and tools.{name} both have a function {function.name}, and models call it by that name: call "
+                    "one otherwise, or leave it out (tools of kind mcp: `tools`)"
+                )
+    return shown
 
 
 def _reader(settings: IndexSearch) -> Callable[[str | Path], Iterator[Document]]:

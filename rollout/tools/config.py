@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from marsrl.rollout.config import LONGEST_S, MOST, MOST_MIB, MOST_RANKS, MOST_TOKENS, Settings, http_url, variable_name
 
@@ -203,8 +204,66 @@ class PagesConfig(ToolLimits):
         return [host.lower() for host in value]
 
 
+class OwnTool(ToolLimits):
+    """A tool of a user's."""
+
+    deterministic: bool = Field(
+        False,
+        description="the same arguments have the same answer for as long as a run lasts: it may be kept (cache_mib)",
+    )
+
+
+class FunctionTool(OwnTool):
+    """A Python function of a user's; each call in a process beside the run."""
+
+    kind: Literal["function"] = Field(description="function: of a Python file; mcp: of a server that speaks MCP")
+    function: str = Field(
+        pattern=r".+\.py:[A-Za-z_]\w*$", description="FILE.py:FUNCTION, with annotations and a docstring, sync or async"
+    )
+    memory_mib: int = Field(4096, ge=256, le=MOST_MIB, description="address space of a call's process, MiB")
+
+
+class McpServer(OwnTool):
+    """Tools of a server that speaks the Model Context Protocol: a command that a run starts, or an address."""
+
+    kind: Literal["mcp"] = Field(description="function: of a Python file; mcp: of a server that speaks MCP")
+    command: list[str] | None = Field(
+        None, min_length=1, description="the server's command and its arguments; it is spoken to by stdin and stdout"
+    )
+    url: str | None = Field(None, description="http(s)://host[:port]/mcp, a server that speaks streamable HTTP")
+    tools: list[str] | None = Field(None, min_length=1, description="the server's tools to use; null: all that it has")
+    environment: list[str] = Field(
+        [], description="environment variables, by name, that the command gets beside PATH, HOME and the like"
+    )
+    api_key_env: str | None = Field(
+        None, description="environment variable whose value is the url's bearer token; never the token itself"
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: str | None) -> str | None:
+        why = "give a key by api_key_env: the config is saved"
+        return None if value is None else http_url("url", value, "http://host[:port]/mcp", why)
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_a_name(cls, value: str | None) -> str | None:
+        return None if value is None else variable_name("api_key_env", value)
+
+    @model_validator(mode="after")
+    def _is_one_server(self) -> McpServer:
+        if (self.command is None) == (self.url is None):
+            raise ValueError("a tool of kind mcp has either a command or a url: give one of them")
+        if (self.environment and self.url) or (self.api_key_env and self.command):
+            raise ValueError("environment goes with a command, api_key_env with a url: leave the other out")
+        return self
+
+
 TOOL_NAMES = ("search", "scholar", "visit", "python")
-"""The tools that agents can call: keys of ToolsConfig."""
+"""The tools that ship."""
+
+_OWN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_TAKEN = ("unknown", "pages")  # in metrics: tools that do not exist, and what visit and read_pages read
 
 
 def how_to_set(name: str) -> str:
@@ -213,7 +272,15 @@ def how_to_set(name: str) -> str:
 
 
 class ToolsConfig(Settings):
-    """The tools that agents can call, by name, and how pages are read for them."""
+    """The tools that agents can call, by name, and how pages are read for them; any other name is a tool of the user's."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[
+        str,
+        Annotated[
+            FunctionTool | McpServer, Field(discriminator="kind", description="a tool of yours, by your name for it")
+        ],
+    ] = Field(init=False)
 
     search: SearchConfig | None = Field(
         None, description="kind: index (a corpus file), http (a retrieval server) or serpapi"
@@ -223,7 +290,29 @@ class ToolsConfig(Settings):
     python: PythonTool | None = Field(None, description="a sandboxed interpreter; {} takes its defaults")
     pages: PagesConfig = PagesConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _others_are_own_tools(cls, given: Any) -> Any:
+        for name, settings in given.items() if isinstance(given, dict) else ():
+            if name in cls.model_fields:
+                continue
+            kind = settings.get("kind") if isinstance(settings, Mapping) else getattr(settings, "kind", None)
+            if kind not in ("function", "mcp"):
+                raise ValueError(
+                    f"tools.{name} is none of the tools that ship ({', '.join(TOOL_NAMES)}), and no tool of yours, whose kind is "
+                    "function or mcp (docs/tools.md)"
+                )
+            if not _OWN_NAME.fullmatch(str(name)) or name in _TAKEN:
+                raise ValueError(f"tools.{name}: expected a name of at most 64 letters, digits and _, and not unknown")
+        return given
+
+    @property
+    def given(self) -> dict[str, ToolLimits]:
+        """Settings of the tools that are set, by name."""
+        shipped = {name: getattr(self, name) for name in TOOL_NAMES}
+        return {name: each for name, each in shipped.items() if each is not None} | (self.__pydantic_extra__ or {})
+
     @property
     def names(self) -> tuple[str, ...]:
         """The tools that are set."""
-        return tuple(name for name in TOOL_NAMES if getattr(self, name) is not None)
+        return tuple(self.given)

@@ -16,20 +16,20 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.tools.config import ToolLimits
-from marsrl.rollout.tools.protocol import Tool, ToolError
-from marsrl.rollout.types import ToolCall, ToolOutput
+from marsrl.rollout.tools.protocol import SHIPPED, Tool, ToolError
+from marsrl.rollout.types import ToolCall, ToolFunction, ToolOutput
 
 _log = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
-"""The name in metrics of all tools that do not exist: models make names up without end."""
+"""The name in metrics of all tools that do not exist, and of calls that cannot be read: models make names up without end."""
 
 _MOST_ARGUMENT_CHARS = 1 << 20
 _MOST_SHOWN = 200  # characters of an error or a name in a text for the model
@@ -129,9 +129,20 @@ class ToolPool:
                 self._end(UNKNOWN, future, _error(text))
         return future
 
+    def count_unmade(self, number: int) -> None:
+        """Count calls that an agent wrote and nobody could make: of tools that it does not have, or not to be read."""
+        with self._lock:
+            self._books.counts[UNKNOWN]["calls"] += number
+            self._books.counts[UNKNOWN]["errors"] += number
+
     def argument(self, name: str) -> str:
         """The name of the one text that a tool can be called with."""
         return self._lanes[name].tool.argument
+
+    def functions(self, name: str) -> Sequence[ToolFunction]:
+        """The functions of a tool, as chat templates show them."""
+        tool = self._lanes[name].tool
+        return tool.functions if hasattr(tool, "functions") else (SHIPPED[name],)
 
     def take_counts(self) -> dict[str, float]:
         """Metrics since the last call, tools/<name>/...: of calls that ended, seconds of runs, outputs that were cut, parts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from marsrl.rollout.types import ToolOutput
+from marsrl.rollout.types import ToolFunction, ToolOutput
 
 MOST_QUERIES = 8
 """Most searches, or pages, of one call."""
@@ -28,7 +28,8 @@ class Tool(Protocol):
 
     argument: the name of the one text that it can be called with. is_deterministic: the same arguments have the same answer for
     as long as a run lasts, so that it may be kept. A tool with metrics of its own also has `take_counts() -> dict[str, float]`:
-    its counts by name since the last call, zeros too.
+    its counts by name since the last call, zeros too. One that is a user's says its functions (`functions`); those that ship are
+    in SHIPPED.
     """
 
     name: str
@@ -46,6 +47,33 @@ class Tool(Protocol):
 
     def close(self) -> None:
         """Release what it holds. Calls that still run may fail then."""
+
+
+def _of_texts(name: str, description: str, argument: str, of_each: str) -> ToolFunction:
+    texts = {
+        "type": "array",
+        "items": {"type": "string"},
+        "minItems": 1,
+        "maxItems": MOST_QUERIES,
+        "description": of_each,
+    }
+    return ToolFunction(name, description, {"type": "object", "properties": {argument: texts}, "required": [argument]})
+
+
+SHIPPED: Mapping[str, ToolFunction] = {
+    function.name: function
+    for function in (
+        _of_texts("search", "Finds pages by a search engine.", "queries", "what to search for"),
+        _of_texts("scholar", "Finds papers, with year, citations and abstract.", "queries", "what to search for"),
+        _of_texts("visit", "Reads pages of the web.", "urls", "addresses of the pages"),
+        ToolFunction(
+            "python",
+            "Runs a Python program, without network and without memory of earlier calls, and shows what it prints.",
+            {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+        ),
+    )
+}
+"""The tools that ship, as chat templates show them."""
 
 
 def text_argument(arguments: Mapping[str, object], name: str) -> str:

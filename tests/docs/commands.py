@@ -18,6 +18,7 @@ TESTS = (
         "cluster/test_cluster.py::test_two_hosts_train_what_one_trains_and_name_the_host_that_is_gone",
     ),
     ("marsrl join .*", "docs/test_commands.py::test_a_host_waits_for_its_trainer_and_says_so"),
+    ("marsrl tool .*", "docs/test_commands.py::test_a_command_does_what_it_says"),
     ("marsrl try --config examples/.*", "docs/test_examples.py::test_an_example_is_tried"),
     ("marsrl try .*/critic.py.*", "docs/test_examples.py::test_a_critic_is_paid_for_what_comes_of_its_critique"),
     ("marsrl try .*/workers.py.*", "docs/test_examples.py::test_workers_have_prompts_and_groups_of_their_own"),

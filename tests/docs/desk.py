@@ -52,6 +52,8 @@ class Desk:
             (own,) = (block for block in python_blocks() if block.where.startswith(page))
             (folder / f"my_{name}.py").write_text(own.text)
             (folder / f"own_{name}.yaml").write_text(next(b.text for b in config_blocks() if b.where.startswith(page)))
+        (function,) = (block for block in python_blocks() if block.where.startswith("docs/tools.md:"))
+        (folder / "units.py").write_text(function.text)
         (team,) = (block for block in python_blocks() if block.where.startswith("README.md:"))
         (folder / "team.py").write_text(team.text)
         levels = ("school", "graduate")

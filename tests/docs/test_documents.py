@@ -19,6 +19,7 @@ PICTURES = {
     "docs/kernels.md": "4,096 rows, 32 x 8 = 256 tiles",
     "README.md": "kernels/     fused tensor",
     "docs/prompts.md": "answer: boxed\nverdict:",
+    "docs/tools.md": '<tool_call>\n{"name": "convert"',
     "docs/dual_system.md": "<think>Who is the teacher",
 }
 

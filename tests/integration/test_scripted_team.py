@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import socket
+import sys
 import threading
 import urllib.request
 from collections import Counter
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import mcp_server
 import numpy as np
 import pytest
 from scripted_pool import ScriptedWithWeights, engines_are, rows_of, samples_of, sevens, train_here
@@ -307,6 +309,40 @@ def test_a_team_searches_the_built_in_facts_and_is_trained_and_resumed(play: Pla
     assert any(row.get("actor/grad_norm") for row in rows)
     summary = load_summary(run_directory / "summary.json")
     assert summary.after is not None and summary.after.system.n == 3
+
+
+def test_agents_call_a_function_and_a_server_by_their_template_and_are_trained(play: Play, tmp_path: Path) -> None:
+    (tmp_path / "units.py").write_text(
+        'def twice(value: int) -> int:\n    """Twice the value."""\n    return 2 * value\n'
+    )
+    asked: Counter[str] = Counter()
+
+    def calls(request: DecodeRequest) -> str:
+        asked[request.uid] += 1
+        if asked[request.uid] > 1:
+            return script(request)
+        is_verifier = request.uid.rpartition("/")[2].startswith("verifier")
+        name, arguments = ("greet", {}) if is_verifier else ("twice", {"value": 21})
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    words = [
+        "orchestration=solver_verifier", "orchestration_options.max_loops=2", "run.steps=2", "rollout.max_response_tokens=400",
+        "rollout.prompts_per_step=4", "rollout.pipeline=trajectory",
+        f"tools.twice={{kind: function, function: '{tmp_path}/units.py:twice'}}", "agents.solver.tools=[twice]",
+        f"tools.hello={{kind: mcp, command: [{sys.executable}, {mcp_server.__file__}]}}", "agents.verifier.tools=[hello]",
+    ]  # fmt: skip
+    run = RunDirectory(play(*words, says=calls))
+    samples = samples_of(run)
+    assert {sample.agent for sample in samples} == {"solver", "verifier"}
+    for sample in samples:
+        said = "42" if sample.agent == "solver" else "hello world"
+        assert f"<tool_response>\n{said}\n</tool_response>" in sample.text and sample.reward is not None
+        assert ('"name": "twice"' in sample.prompt) == (sample.agent == "solver")
+    rows = rows_of(run)
+    for tool in ("twice", "hello"):
+        assert sum(row[f"tools/{tool}/calls"] for row in rows) >= 16
+        assert not sum(row[f"tools/{tool}/errors"] for row in rows)
+    assert any(row.get("actor/grad_norm") for row in rows)
 
 
 def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_path: Path) -> None:

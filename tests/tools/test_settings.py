@@ -32,15 +32,13 @@ def test_a_team_that_searches_wants_the_tool() -> None:
     assert config.tools.search is not None and config.tools.search.kind == "index"
 
 
-def test_a_team_that_names_a_tool_that_does_not_exist_is_told_which_do(tmp_path: Path) -> None:
+def test_a_team_that_names_a_tool_that_is_not_set_is_told_how_to_set_it(tmp_path: Path) -> None:
     team = tmp_path / "team.py"
     text = "from marsrl.rollout.agents.orchestration import Orchestration\n"
     text += "from marsrl.rollout.agents.roles import AgentSpec\n"
     text += 'class Team(Orchestration):\n    agents, tools = (AgentSpec("solver"),), ("%s",)\n'
     team.write_text(text % "calculator")
-    with pytest.raises(
-        ConfigError, match="the tool calculator, and no tool has that name: there are search, scholar, visit, python"
-    ):
+    with pytest.raises(ConfigError, match="the tool calculator, which is not set: set tools.calculator.kind "):
         read_config(None, [f"orchestration={team}:Team"])
     other = tmp_path / "other.py"
     other.write_text(text % "python")
@@ -82,6 +80,50 @@ def test_preflight_refuses_what_check_tools_refuses(tmp_path: Path) -> None:
     assert preflight(read_config(None, words)[0], world_size=1).plan
     with pytest.raises(ValueError, match=r"math has no words for the role router"):
         preflight(read_config(None, [*words, "agents.verifier.prompt=math"])[0], world_size=1)
+
+
+def test_agents_call_tools_where_their_template_shows_them_and_their_team_leaves_it_to_them(tmp_path: Path) -> None:
+    model = init_model("tiny", "bytes", tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"question": "q{i}", "answer": "7"}}\n' for i in range(20)))
+    (tmp_path / "echo.py").write_text('def echo(text: str) -> str:\n    """Says it again."""\n    return text\n')
+    own = f"tools.echo={{kind: function, function: '{tmp_path}/echo.py:echo'}}"
+    words = [
+        "task=math",
+        f"data.train={tmp_path}/train.jsonl",
+        "orchestration=solver",
+        "agents.solver.tools=[echo]",
+        own,
+    ]
+    words += ["rollout.engine=local", "policies.main.dtype=float32"]
+    config = read_config(None, [*words, f"policies.main.model={model}"])[0]
+    assert preflight(config, world_size=1).plan
+    with pytest.raises(ValueError, match="agents.solver.max_input_tokens is 100"):  # the tools are in the prompt
+        preflight(
+            read_config(None, [*words, f"policies.main.model={model}", "agents.solver.max_input_tokens=100"])[0], 1
+        )
+    (tmp_path / "echo.py").write_text("def echo(text): return text")
+    with pytest.raises(ValueError, match="tools.echo.function is .* has no annotation for text"):
+        preflight(config, world_size=1)
+    (tmp_path / "echo.py").write_text('def echo(text: str) -> str:\n    "Says it."\n    return text\n')
+    (tmp_path / "model/chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(
+        ValueError, match=r"agents.solver.tools is echo, and of policies.main.model = .* does not show tools"
+    ):
+        preflight(config, world_size=1)
+    with pytest.raises(ValueError, match="agents.solver.tools is echo, .* what is taught here calls no tools"):
+        preflight(read_config(None, ["orchestration=solver", "agents.solver.tools=[echo]", own])[0], world_size=1)
+    for team, said in (
+        (
+            ["orchestration=dual_system", "agents.system2.tools=[echo]"],
+            "dual_system says itself what its waiting samples",
+        ),
+        (
+            ["orchestration=solver_verifier", "agents.verifier={tools: [echo], parser: compat}"],
+            "reads all of a completion",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_config(None, ["task=qa", own, *team])
 
 
 def test_a_scholar_searches_its_file_or_the_task_s_papers(tmp_path: Path) -> None:

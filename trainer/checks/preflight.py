@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import yaml
 
 from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.agents.render import ChatRenderer, TemplateOption
 from marsrl.rollout.config import Settings
 from marsrl.rollout.engines.refusals import TrainerHost, this_host, why_not_cut
 from marsrl.rollout.engines.vllm.arguments import who_draws
@@ -25,7 +25,7 @@ from marsrl.rollout.tasks.data import fingerprint
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.registry import TOKENIZERS, build_task
 from marsrl.rollout.tools.build import check_tools
-from marsrl.rollout.types import Ask, Problem
+from marsrl.rollout.types import Ask, Problem, ToolFunction
 from marsrl.trainer.checks.device import why_not_device
 from marsrl.trainer.checks.problems import RunProblems, problems_of, sources
 from marsrl.trainer.config import PolicyConfig, RunConfig
@@ -91,7 +91,8 @@ class Checked:
 def preflight(
     config: RunConfig, world_size: int, *, trains: bool = True, given: Sequence[Problem] | None = None
 ) -> Checked:
-    """Resolve and check; reads the data files, looks into the model directories, starts nothing.
+    """Resolve and check; reads the data files, looks into the model directories, starts nothing but a user's own tools, for a
+    moment.
 
     trains: False where the team is evaluated only: no trainer takes room on the GPUs, and problems of data.eval are enough.
     given: problems to evaluate on, in place of those of the data files.
@@ -123,7 +124,7 @@ def preflight(
         config.rollout,
         tools=config.tools.names,
     )
-    check_tools(config.tools, orchestration.tools, task.documents, task.papers)
+    functions = check_tools(config.tools, orchestration.tools, task.documents, task.papers)
     warnings = list(problems.warnings)
     for name in config.policies:
         config, found = _checked_policy(config, name, world_size, trains=trains)
@@ -135,7 +136,8 @@ def preflight(
     warnings += slow_records(config, host)
     warnings += _of_the_other_engine(config)
     plan = batch_plan(config, world_size)
-    warnings += _check_first_prompts(config, task, orchestration, len(problems.train) if trains else 0)
+    _check_templates(config)
+    warnings += _check_first_prompts(config, task, orchestration, functions, len(problems.train) if trains else 0)
     placement = tuple(placement_lines(config, host, world_size))
     return Checked(config, plan, task, problems, host, placement, tuple(warnings), curators)
 
@@ -310,7 +312,29 @@ def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size
         )
 
 
-def _check_first_prompts(config: RunConfig, task: Task, orchestration: Orchestration, num_problems: int) -> list[str]:
+def _check_templates(config: RunConfig) -> None:
+    """The models of agents that call tools by their chat templates have templates that show them."""
+    for name, agent in config.agents.items():
+        if not agent.tools:
+            continue
+        key, model = f"agents.{name}.tools is {', '.join(agent.tools)}", config.policies[agent.policy].model
+        if model is None:
+            raise ConfigError(
+                f"{key}, and policies.{agent.policy}.model is not set: what is taught here calls no tools"
+            )
+        try:
+            ChatRenderer(model).check_shows_tools()
+        except ValueError as error:
+            raise ConfigError(f"{key}, and of policies.{agent.policy}.model = {model} {error}") from error
+
+
+def _check_first_prompts(
+    config: RunConfig,
+    task: Task,
+    orchestration: Orchestration,
+    functions: Mapping[str, Sequence[ToolFunction]],
+    num_problems: int,
+) -> list[str]:
     """Warnings about first prompts that are longer than the agent's max_input_tokens; an error where none can be asked or cut.
 
     num_problems: of the data; 0: the task makes them.
@@ -329,18 +353,21 @@ def _check_first_prompts(config: RunConfig, task: Task, orchestration: Orchestra
             assert school is not None
             TOKENIZERS[school.tokenizer].write(model)
         renderer = ChatRenderer(model)
+    options: dict[str, TemplateOption] = dict(settings.template_options)
+    if settings.tools:
+        options["tools"] = [function for name in settings.tools for function in functions[name]]
     lengths: list[int] = []
     most, key = num_problems or _LOOKED_AT, f"agents.{first}.max_input_tokens"
     while len(lengths) < most and (len(lengths) < _LOOKED_AT or (is_skipped and min(lengths) > room)):
         episode = Episode("preflight", "preflight", source.next_problem())
         (ask, *_) = _first_asks(orchestration, episode)
         messages = orchestration.messages(episode, ask)
-        lengths.append(len(renderer.render(messages, **settings.template_options)[0]))
+        lengths.append(len(renderer.render(messages, **options)[0]))
         if lengths[-1] == 0:
             raise ConfigError(
                 f"policies.{policy}.model: its tokenizer makes not one token of a prompt; see to its files"
             )
-        if not is_skipped and renderer.render_cut(messages, room, "left", **settings.template_options) is None:
+        if not is_skipped and renderer.render_cut(messages, room, "left", **options) is None:
             raise ConfigError(f"{key} is {room}, and the chat template leaves no room in it for a message: raise it")
     num_long = sum(length > room for length in lengths)
     if num_long == len(lengths) and is_skipped:

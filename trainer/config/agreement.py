@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration
 from marsrl.rollout.rewards.config import JudgeConfig
-from marsrl.rollout.tools.config import TOOL_NAMES, how_to_set
+from marsrl.rollout.tools.config import how_to_set
 from marsrl.trainer.config.policy import PolicyConfig
 from marsrl.trainer.config.sections import SyncConfig
 
@@ -93,16 +94,24 @@ def _check_truncation(config: RunConfig, name: str, agent: AgentConfig) -> None:
 
 
 def _check_tools(config: RunConfig) -> None:
-    for name in find_orchestration(config.orchestration).tools:
-        if name not in TOOL_NAMES:
-            known = ", ".join(TOOL_NAMES)
+    team = find_orchestration(config.orchestration)
+    callers = dict.fromkeys(team.tools, f"orchestration={config.orchestration}")
+    for agent, settings in config.agents.items():
+        if settings.tools and team.continuation is not Orchestration.continuation:
             raise ValueError(
-                f"orchestration={config.orchestration} calls the tool {name}, and no tool has that name: there are {known}"
+                f"agents.{agent}.tools is {', '.join(settings.tools)}, and orchestration={config.orchestration} says itself what "
+                "its waiting samples go on with, its tools included: leave it out"
             )
+        if settings.tools and settings.parser == "compat":
+            raise ValueError(
+                f"agents.{agent}.parser is compat, which reads all of a completion, and with agents.{agent}.tools what tools say "
+                "stands in it: set parser=strict, or leave the tools out"
+            )
+        callers |= dict.fromkeys(settings.tools, f"agents.{agent}")
+    for name, caller in callers.items():
         if name not in config.tools.names:
             raise ValueError(
-                f"orchestration={config.orchestration} calls the tool {name}, which is not set: set {how_to_set(name)} "
-                "(docs/tools.md)"
+                f"{caller} calls the tool {name}, which is not set: set {how_to_set(name)} (docs/tools.md)"
             )
 
 

@@ -8,7 +8,7 @@ import inspect
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import annotated_types
 from pydantic import BaseModel
@@ -53,13 +53,21 @@ def all_keys() -> dict[str, Key]:
 
 
 def _keys_of(model: type[BaseModel], prefix: str) -> Iterator[Key]:
-    for name, field in model.model_fields.items():
+    for name, field in _fields(model):
         below = tuple(_held(field.annotation))
         is_free = bool(below) and get_origin(field.annotation) is dict
         meaning = field.description or (_first_line(below[0]) if below else "")
         yield Key(prefix + name, _type(field), "" if below else _default(field), meaning, below, is_free)
         inside = f"{prefix}{name}.{'<name>.' if is_free else ''}"
         yield from _of_kinds({_kind(each): list(_keys_of(each, inside)) for each in below})
+
+
+def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """The fields of a model by name, and as <name> what any other key of it is, where it takes one."""
+    yield from model.model_fields.items()
+    if model.model_config.get("extra") == "allow":
+        others = get_type_hints(model, include_extras=True)["__pydantic_extra__"]
+        yield "<name>", FieldInfo.from_annotation(get_args(others)[1])
 
 
 def _kind(model: type[BaseModel]) -> str:
@@ -86,7 +94,8 @@ def as_key(where: Sequence[str]) -> str:
     """The key's name in the models of a key as the user writes it: agents.solver.top_p -> agents.<name>.top_p."""
     name = ""
     for part in where:
-        is_named = name in all_keys() and all_keys()[name].free
+        is_own = f"{name}.<name>" in all_keys() and f"{name}.{part}" not in all_keys()  # beside keys that have names
+        is_named = is_own or (name in all_keys() and all_keys()[name].free)
         name = f"{name}.{'<name>' if is_named else part}".lstrip(".")
     return name
 

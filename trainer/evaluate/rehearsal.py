@@ -7,6 +7,7 @@ their words are worth, before anything is trained.
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import re
 import tempfile
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from rich.text import Text
@@ -38,7 +39,7 @@ from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools, check_tools
-from marsrl.rollout.types import Problem, Sample
+from marsrl.rollout.types import Problem, Sample, ToolFunction
 from marsrl.trainer.checks.problems import read_data
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
@@ -135,8 +136,9 @@ def _scripted(
     train = [given] if question else read_data(config).train
     task = build_task(config.task, config.task_options, train, train)
     kind = find_orchestration(config.orchestration)
-    names = [name for name in config.tools.names if name in (*kind.tools, *kind.optional_tools)]
-    check_tools(config.tools, names, task.documents, task.papers)
+    called = {name for agent in config.agents.values() for name in agent.tools}
+    names = [name for name in config.tools.names if name in (*kind.tools, *kind.optional_tools, *called)]
+    functions = check_tools(config.tools, names, task.documents, task.papers)
     with (
         contextlib.closing(task),
         contextlib.closing(build_tools(config.tools, names, task.documents, task.papers)) as tools,
@@ -146,7 +148,12 @@ def _scripted(
         renderer = ChatRenderer(folder)
         problem = given if question else task.problems(config.run.seed).next_problem()
         words = {
-            spec.name: _MadeUp(prompt_set(agent.prompt or task.prompts), spec.role, agent.stop)
+            spec.name: _MadeUp(
+                prompt_set(agent.prompt or task.prompts),
+                spec.role,
+                agent.stop,
+                functions[agent.tools[0]][0] if agent.tools else None,
+            )
             for spec, agent in ((spec, config.agents[spec.name]) for spec in kind.agents if spec.name not in answers)
         }
         engine = ScriptedEngine(
@@ -220,6 +227,7 @@ class _MadeUp:
     prompts: PromptSet
     role: Role
     stops: Sequence[str]
+    function: ToolFunction | None = None  # that it calls in its first turn
 
     def __post_init__(self) -> None:
         what = READS.get(self.role)
@@ -232,6 +240,9 @@ class _MadeUp:
 
     def words(self, problem: Problem, turn: int, coin: random.Random) -> str:
         """turn: how often its sample has gone on before."""
+        if self.function is not None and turn == 0:
+            call = {"name": self.function.name, "arguments": _example(self.function.parameters, problem.question)}
+            return f"<tool_call>{json.dumps(call)}</tool_call>"
         if self.role is Role.ADVISER:
             return f"Advice number {coin.randrange(100)}: {problem.question}"
         right = right_answers(problem.answer or "1")[0]
@@ -248,6 +259,22 @@ class _MadeUp:
         else:
             said = parser.examples[0].replace("ANSWER", question if self.role is Role.SEARCHER else answer)
         return _after_stops(said, self.stops, turn)
+
+
+def _example(schema: Mapping[str, Any], text: str) -> object:
+    """A value of a JSON schema, about; text: in place of any string."""
+    if found := [schema[key] for key in ("default", "const") if key in schema]:
+        return found[0]
+    if several := schema.get("enum") or schema.get("examples"):
+        return several[0]
+    if "anyOf" in schema:
+        return _example(schema["anyOf"][0], text)
+    if schema.get("type") == "object":
+        parts = {name: schema.get("properties", {}).get(name, {}) for name in schema.get("required", ())}
+        return {name: _example(part, text) for name, part in parts.items()}
+    if schema.get("type") == "array":
+        return [_example(schema.get("items", {}), text)]
+    return {"integer": 1, "number": 1.5, "boolean": True, "null": None}.get(schema.get("type", ""), text)
 
 
 def _script(

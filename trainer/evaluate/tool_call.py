@@ -23,8 +23,8 @@ def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
         ValueError: there is no such tool, or its settings cannot be used.
         OSError: a corpus cannot be read.
     """
-    if name not in TOOL_NAMES:
-        raise ValueError(f"there is no tool {name!r}; there are: {', '.join(TOOL_NAMES)}")
+    if name not in (known := dict.fromkeys((*TOOL_NAMES, *config.tools.names))):
+        raise ValueError(f"there is no tool {name!r}; there are: {', '.join(known)}")
     if name not in config.tools.names:
         raise ValueError(f"tools.{name} is not set; set its keys, {how_to_set(name)} (docs/tools.md)")
     with ExitStack() as stack:

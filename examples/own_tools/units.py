@@ -1,0 +1,31 @@
+"""A task and a tool of one's own: lengths to convert, and a function that converts them, which the Solver may call."""
+
+from typing import Literal
+
+from marsrl.rollout.tasks.own_task import OwnTask
+
+CENTIMETRES = {"cm": 1, "m": 100, "km": 100_000}
+Unit = Literal["cm", "m", "km"]
+
+
+def convert(value: float, unit: Unit, to: Unit) -> str:
+    """Converts a length from one unit to another."""
+    return f"{value * CENTIMETRES[unit] / CENTIMETRES[to]:g} {to}"
+
+
+class Lengths(OwnTask):
+    """How long is it in another unit?"""
+
+    def problems(self):
+        pairs = [("km", "m"), ("m", "cm"), ("cm", "m")]
+        return [
+            (
+                f"Write {value} {unit} in {to}. Answer in \\boxed{{}}, without the unit.",
+                convert(value, unit, to).split()[0],
+            )
+            for value in range(2, 30)
+            for unit, to in pairs
+        ]
+
+    def reward(self, problem, answer):
+        return float(answer.strip() == problem.answer)

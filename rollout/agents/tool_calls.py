@@ -1,0 +1,65 @@
+"""Calls of tools in the form of chat templates (Hermes, Qwen): one of several in a turn is
+
+    <tool_call>
+    {"name": "convert", "arguments": {"value": 3, "unit": "km"}}
+    </tool_call>
+
+and the outputs of all are the next messages, of role `tool`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from marsrl.rollout.agents.parsers import all_tagged
+from marsrl.rollout.agents.prompts import without_tags
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.fitting import even_shares
+from marsrl.rollout.types import Message, Sample, ToolCall, ToolFunction
+
+MOST_CALLS = 8
+"""Calls of one turn that are made."""
+
+_MOST_SHOWN = 100  # characters of a model's words in a message
+
+
+def read_calls(sample: Sample, functions: Mapping[str, ToolFunction]) -> list[ToolCall | str]:
+    """The calls that the sample shows in its present turn; in place of one that cannot be made, what is wrong with it.
+
+    functions: that it can call, by name.
+    """
+    calls: list[ToolCall | str] = []
+    for index, text in enumerate(all_tagged("tool_call", sample.shown)):
+        calls.append(_call(f"{sample.uid}/{sample.turn}", index, text, functions))
+    return calls
+
+
+def _call(turn: str, index: int, text: str, functions: Mapping[str, ToolFunction]) -> ToolCall | str:
+    if index >= MOST_CALLS:
+        return f"at most {MOST_CALLS} calls in a turn are made"
+    try:
+        said = json.loads(text)
+        if (
+            not isinstance(said, dict)
+            or said.keys() != {"name", "arguments"}
+            or not isinstance(said["arguments"], dict)
+        ):
+            return 'a call has to be {"name": ..., "arguments": {...}}'
+        function = functions.get(str(said["name"]))
+        if function is None:
+            return f"there is no tool {str(said['name'])[:_MOST_SHOWN]!r}; there are: {', '.join(functions)}"
+        tool, given = (function.server, said) if function.server else (function.name, said["arguments"])
+        return ToolCall(f"{turn}/{tool}#{index}", tool, json.dumps(given, sort_keys=True))
+    except (ValueError, RecursionError) as error:
+        return f"the call is not JSON ({str(error)[:_MOST_SHOWN]})"
+
+
+def tool_messages(outputs: Sequence[str], renderer: ChatRenderer, max_tokens: int) -> list[Message]:
+    """The outputs of a turn's calls as messages of max_tokens together; the longest lose their ends, down to one length.
+
+    An output stands between tags of the template's: such tags of its own lose their brackets.
+    """
+    kept = even_shares([renderer.num_tokens(text) for text in outputs], max_tokens)
+    texts = [renderer.first_tokens(text, num) for text, num in zip(outputs, kept, strict=True)]
+    return [Message("tool", without_tags("tool_response", without_tags("tool_call", text))) for text in texts]

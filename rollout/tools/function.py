@@ -1,0 +1,152 @@
+"""A Python function of a user's as a tool, each call in a process beside the run (rollout/worker_process.py).
+
+    python -P -m marsrl.rollout.tools.function CONNECTION SETTING FILE.py:FUNCTION MEMORY_MIB
+
+A request is {"arguments": JSON text}, a reply {"text"}, or {"error"}. The first one is {}, and its reply the function as a model
+sees it, {"description", "parameters"}, or {"refused": why it is no tool}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import queue
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import to_json
+
+from marsrl.rollout.config import problems_of
+from marsrl.rollout.own_classes import own_function
+from marsrl.rollout.tools.config import FunctionTool
+from marsrl.rollout.tools.protocol import ToolError
+from marsrl.rollout.types import ToolFunction
+from marsrl.rollout.worker_process import START_TIMEOUT_S, Answer, Crashed, Late, NotStarted, WorkerPool, serve
+
+_MODULE = "marsrl.rollout.tools.function"
+_MOST_CHARS = 1 << 24  # of an output, before it is cut
+_MOST_SHOWN = 300  # characters of what is wrong with arguments
+_PASSED_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class PythonFunction:
+    """The tool: the arguments of the function by name -> its text, or its value as JSON.
+
+    Raises:
+        ValueError: there is no such function, or it cannot be a tool; the text begins with the key.
+    """
+
+    def __init__(self, name: str, settings: FunctionTool) -> None:
+        self.name, self.is_deterministic = name, settings.deterministic
+        self._timeout_s = settings.timeout_s
+        arguments = [f"tools.{name}.function", settings.function, str(settings.memory_mib)]
+        self._workers = WorkerPool(settings.concurrency, _MODULE, arguments)
+        try:
+            about = self._ask({}, START_TIMEOUT_S)
+        except (NotStarted, Late, Crashed) as error:
+            about = {"refused": f"tools.{name}.function is {settings.function!r}: its process {error}"}
+        if "refused" in about:
+            self.close()
+            raise ValueError(about["refused"])
+        self.functions = (ToolFunction(name, about["description"], about["parameters"]),)
+        self.argument: str = next(iter(about["parameters"].get("properties", ())), "")
+
+    def run(self, arguments: Mapping[str, object]) -> str:
+        try:
+            reply = self._ask({"arguments": json.dumps(arguments)}, self._timeout_s)
+        except queue.Empty:
+            raise ToolError(f"no process was free to run {self.name}") from None
+        except Late:
+            raise ToolError(f"{self.name} took too long") from None
+        except Crashed as error:
+            raise ToolError(f"{self.name} crashed (status {error.status})") from None
+        if "error" in reply:
+            raise ToolError(reply["error"])
+        return str(reply["text"])
+
+    def close(self) -> None:
+        """Calls under way fail; may be called twice."""
+        self._workers.close()
+
+    def _ask(self, request: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
+        with self._workers.worker(timeout_s) as worker:
+            return worker.ask(request, timeout_s=timeout_s)
+
+
+# In the worker process.
+
+
+class _WithoutTitles(GenerateJsonSchema):
+    """Schemas without titles, which say a parameter's name again: prompts are short."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def _reader(key: str, name: str, function: Callable[..., Any]) -> TypeAdapter[dict[str, Any]]:
+    """Makes keyword arguments of a JSON text; ValueError says why no model can call the function."""
+    signature = f"{key} is {name!r}: {function.__name__}{inspect.signature(function)}"
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in _PASSED_BY_NAME:
+            raise ValueError(f"{signature} takes {parameter}, expected parameters that have a name each")
+        if parameter.annotation is parameter.empty:
+            raise ValueError(f"{signature} has no annotation for {parameter.name}, of which its JSON schema is made")
+    if not inspect.getdoc(function):
+        raise ValueError(f"{signature} has no docstring, by which a model knows what it does")
+
+    @functools.wraps(function)  # the same signature; an error of the arguments' is none of the function's
+    def arguments(**given: Any) -> dict[str, Any]:
+        return given
+
+    arguments.__annotations__ = {**function.__annotations__, "return": dict[str, Any]}
+    try:
+        return TypeAdapter(arguments)  # type: ignore[arg-type]  # it takes functions, too
+    except (PydanticUserError, NameError, TypeError) as error:
+        raise ValueError(f"{signature} has no JSON schema: {str(error).splitlines()[0]}") from error
+
+
+def _answer(key: str, name: str) -> Answer:
+    """Answers requests; ValueError says why the function is no tool."""
+    function = own_function(key, name)
+    reader = _reader(key, name, function)
+    try:
+        parameters = reader.json_schema(schema_generator=_WithoutTitles)
+    except PydanticUserError as error:
+        raise ValueError(f"{key} is {name!r}: it has no JSON schema: {str(error).splitlines()[0]}") from error
+
+    def answer(asked: dict[str, Any]) -> dict[str, object]:
+        if "arguments" not in asked:
+            return {"description": inspect.getdoc(function), "parameters": parameters}
+        try:
+            given = reader.validate_json(asked["arguments"])
+        except ValidationError as error:
+            return {"error": f"wrong arguments: {problems_of(error)[:_MOST_SHOWN]}"}
+        said = function(**given)
+        if inspect.iscoroutine(said):
+            said = asyncio.run(said)
+        text = said if isinstance(said, str) else to_json(said).decode()
+        if len(text) > _MOST_CHARS:
+            raise ValueError(f"its output has {len(text):,} characters, at most {_MOST_CHARS:,} are read")
+        return {"text": text}
+
+    return answer
+
+
+def main(line: str, key: str, name: str, memory_mib: str) -> None:
+    def load() -> Answer:
+        try:
+            return _answer(key, name)
+        except ValueError as error:
+            refused = {"refused": str(error)}
+            return lambda asked: refused
+
+    serve(line, int(memory_mib) << 20, load)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,161 @@
+"""Tools of a server that speaks the Model Context Protocol, by the package `mcp`.
+
+    calls (threads of the pool) -> an event loop in a thread of its own -> Client -> stdin and stdout of a command, or HTTP
+
+A server that has ended is started again by the next call, which tries once. The call in whose middle it ended is an error and is
+not made again: it may have ended the server, or done its work.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
+from contextlib import AsyncExitStack, ExitStack
+from functools import partial
+
+import anyio
+import httpx2
+from anyio.abc import TaskStatus
+from anyio.from_thread import start_blocking_portal
+from mcp import Client, MCPError, StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, CallToolResult, TextContent
+from pydantic_core import to_json
+
+from marsrl.rollout.http_line import read_key
+from marsrl.rollout.tools.config import McpServer
+from marsrl.rollout.tools.protocol import ToolError
+from marsrl.rollout.types import ToolFunction
+
+_MOST_PAGES = 32  # of a server's list of tools
+_MOST_SHOWN = 300  # characters of a server's words in a message
+_LOST = (CONNECTION_CLOSED, INVALID_REQUEST)  # the second: of an HTTP server that has forgotten the session
+
+
+class McpTools:
+    """The tool: {"name": of one of the server's tools, "arguments": {...}} -> its text.
+
+    Raises:
+        ValueError: the server does not start, or does not have the tools that the settings name.
+    """
+
+    argument = "name"
+
+    def __init__(self, name: str, settings: McpServer) -> None:
+        self.name, self.is_deterministic, self._settings = name, settings.deterministic, settings
+        self._num_restarts = 0
+        self._starting = threading.Lock()
+        self._stack = ExitStack()
+        self._portal = self._stack.enter_context(start_blocking_portal())
+        self._stack.callback(self._portal.call, self._portal.stop, True)
+        self._client: Client | None = None
+        self._connection: Future[None] | None = None
+        try:
+            self.functions = tuple(self._portal.call(self._listed, self._connected()))
+        except Exception as error:
+            self.close()
+            raise ValueError(f"tools.{name}: {_words(error)}") from error
+        self._num_restarts = 0
+
+    def run(self, arguments: Mapping[str, object]) -> str:
+        name, given = arguments.get("name"), arguments.get("arguments", {})
+        if name not in [function.name for function in self.functions]:
+            known = ", ".join(function.name for function in self.functions)
+            raise ToolError(f"there is no tool {str(name)[:_MOST_SHOWN]!r}; there are: {known}")
+        if not isinstance(given, dict):
+            raise ToolError("'arguments' has to be an object")
+        client = self._connected()
+        try:
+            call = partial(client.call_tool, name, given, read_timeout_seconds=self._settings.timeout_s)
+            result = self._portal.call(call)
+        except MCPError as error:
+            if error.code in _LOST:
+                self._lose(client)
+            raise ToolError(_words(error)) from None
+        except CancelledError:
+            raise ToolError("the connection was closed") from None
+        text = _text(result)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    def take_counts(self) -> dict[str, float]:
+        """restarts: connections that were made anew because the server had ended."""
+        counts, self._num_restarts = {"restarts": float(self._num_restarts)}, 0
+        return counts
+
+    def close(self) -> None:
+        """End the connection, and the server if we started it; calls under way fail. May be called twice."""
+        self._stack.close()
+
+    def _connected(self) -> Client:
+        """The client of a server that is not known to have ended; started where it has. ToolError: it does not start."""
+        with self._starting:
+            if self._client is None or self._connection is None or self._connection.done():
+                self._num_restarts += 1
+                try:
+                    self._connection, self._client = self._portal.start_task(self._hold)
+                except Exception as error:
+                    self._client = None
+                    raise ToolError(f"the server does not start: {_words(error)}") from error
+            return self._client
+
+    def _lose(self, client: Client) -> None:
+        with self._starting:
+            if self._client is client and self._connection is not None:
+                self._connection.cancel()
+                self._client = None
+
+    # In the event loop.
+
+    async def _hold(self, *, task_status: TaskStatus[Client]) -> None:
+        """Keeps a connection until it is cancelled: the task that opened it has to close it."""
+        settings, key = self._settings, f"tools.{self.name}"
+        async with AsyncExitStack() as stack:
+            if settings.command is not None:
+                command, *arguments = settings.command
+                environment = {name: read_key(name, f"{key}.environment") for name in settings.environment}
+                parameters = StdioServerParameters(command=command, args=arguments, env=environment)
+                transport = stdio_client(parameters, sys.__stderr__ or sys.stderr)
+            else:
+                token = settings.api_key_env and read_key(settings.api_key_env, f"{key}.api_key_env")
+                headers = {"Authorization": f"Bearer {token}"} if token else {}
+                http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=settings.timeout_s))
+                transport = streamable_http_client(settings.url or "", http_client=http)
+            client = Client(transport, read_timeout_seconds=settings.timeout_s)
+            task_status.started(await stack.enter_async_context(client))
+            await anyio.sleep_forever()
+
+    async def _listed(self, client: Client) -> list[ToolFunction]:
+        """The server's tools, those that the settings name."""
+        found: dict[str, ToolFunction] = {}
+        cursor = None
+        for _ in range(_MOST_PAGES):
+            page = await client.list_tools(cursor=cursor)
+            for tool in page.tools:
+                found[tool.name] = ToolFunction(tool.name, tool.description or "", tool.input_schema, self.name)
+            if (cursor := page.next_cursor) is None:
+                break
+        wanted = list(found) if self._settings.tools is None else self._settings.tools
+        if missing := [name for name in wanted if name not in found]:
+            raise ValueError(f"the server has no tool {missing[0]!r}; it has {', '.join(found) or 'none'}")
+        if not wanted:
+            raise ValueError("the server has no tools")
+        return [found[name] for name in wanted]
+
+
+def _text(result: CallToolResult) -> str:
+    """What a model can read of a result: texts as they are; of anything else, that it is there."""
+    shown = [each.text if isinstance(each, TextContent) else f"[{each.type}, not shown]" for each in result.content]
+    if not shown and result.structured_content is not None:
+        return to_json(result.structured_content).decode()
+    return "\n".join(shown)
+
+
+def _words(error: BaseException) -> str:
+    """The error in one line; of a group of them, the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(str(error).split())[:_MOST_SHOWN] or type(error).__name__

@@ -1,0 +1,236 @@
+"""A user's functions as tools: whatever they do, a call costs a call."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from marsrl.rollout.tools.build import build_tools, check_tools
+from marsrl.rollout.tools.config import ToolsConfig
+from marsrl.rollout.tools.pool import ToolPool
+from marsrl.rollout.types import ToolCall, ToolFunction, ToolOutput
+from marsrl.trainer.config.explain import page_of
+from marsrl.trainer.config.keys import all_keys, as_key
+from marsrl.trainer.config.origin import ConfigError
+from marsrl.trainer.config.read import read_config
+
+SOON_S = 120.0  # far more than anything here takes
+TOOLS = '''
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from beside import PLACE
+
+@dataclass
+class Point:
+    x: float
+    y: float = 0
+
+def convert(value: Annotated[float, Field(description="a length")], unit: Literal["cm", "m"] = "m") -> str:
+    """Converts a length.
+
+    To kilometres.
+    """
+    return f"{value / {'cm': 100_000, 'm': 1000}[unit]:g} km"
+
+async def later(words: list[str], point: Point) -> dict:
+    """Says words later."""
+    await asyncio.sleep(0.01)
+    return {"words": words, "x": point.x + point.y}
+
+def misbehave(how: str) -> str:
+    """Does what it should not."""
+    print("noise on stdout")
+    if how == "hang":
+        time.sleep(600)
+    if how == "crash":
+        os._exit(7)
+    if how == "exit":
+        sys.exit(3)
+    if how == "memory":
+        return "x" * (1 << 40)
+    if how == "raise":
+        raise KeyError("metre")
+    if how == "long":
+        return "x" * 50_000
+    if how == "value":
+        return object()
+    return f"{how} in {os.getpid()} {PLACE}"
+
+def bare(value):
+    """No annotation."""
+
+def silent(value: int) -> int:
+    return value
+
+def rest(*values: int) -> int:
+    """Any number."""
+
+class Odd:
+    pass
+
+def odd(value: Odd) -> int:
+    """A type that is none."""
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tools") / "my_tools.py"
+    path.write_text(TOOLS)
+    (path.parent / "beside.py").write_text("PLACE = 'beside'")
+    return path
+
+
+def config(file: Path, function: str, **settings: object) -> ToolsConfig:
+    return ToolsConfig.model_validate({"own": {"kind": "function", "function": f"{file}:{function}", **settings}})
+
+
+@contextmanager
+def pool_of(file: Path, function: str, **settings: object) -> Iterator[ToolPool]:
+    with closing(build_tools(config(file, function, **settings), ["own"], ())) as pool:
+        yield pool
+
+
+def ask(pool: ToolPool, **arguments: object) -> ToolOutput:
+    return pool.submit(ToolCall("1", "own", json.dumps(arguments))).result(SOON_S)
+
+
+def test_the_schema_is_the_signature_s_and_the_words_the_docstring_s(file: Path) -> None:
+    with pool_of(file, "convert") as pool:
+        value = {"type": "number", "description": "a length"}
+        unit = {"type": "string", "enum": ["cm", "m"], "default": "m"}
+        schema = {"type": "object", "properties": {"value": value, "unit": unit}, "required": ["value"]}
+        (function,) = pool.functions("own")
+        assert function == ToolFunction(
+            "own", "Converts a length.\n\nTo kilometres.", schema | {"additionalProperties": False}
+        )
+        assert pool.argument("own") == "value"
+        assert ask(pool, value=1500) == ToolOutput("1.5 km") == ask(pool, value="1500", unit="m")
+
+
+def test_an_async_function_and_values_that_are_no_text(file: Path) -> None:
+    with pool_of(file, "later") as pool:
+        assert ask(pool, words=["a", "b"], point={"x": 1, "y": 2}).text == '{"words":["a","b"],"x":3.0}'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("{}", "error: wrong arguments: value: Missing required argument"),
+        ('{"value": "far"}', "error: wrong arguments: value: Input should be a valid number"),
+        ('{"value": 1, "unit": "mile"}', "error: wrong arguments: unit: Input should be 'cm' or 'm'"),
+        ('{"value": 1, "to": "cm"}', "error: wrong arguments: to: Unexpected keyword argument"),
+        ('{"value": "\\ud800"}', "error: wrong arguments: "),
+    ],
+)
+def test_wrong_arguments_are_an_answer_in_one_line(file: Path, arguments: str, said: str) -> None:
+    with pool_of(file, "convert") as pool:
+        output = pool.submit(ToolCall("1", "own", arguments)).result(SOON_S)
+        assert output.is_error and output.text.startswith(said) and "\n" not in output.text and len(output.text) < 500
+        assert ask(pool, value=1000).text == "1 km"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("crash", "error: own crashed (status 7)"),
+        ("exit", "error: own crashed (status "),
+        ("memory", "error: MemoryError"),
+        ("raise", "error: KeyError: 'metre'"),
+        ("value", "error: PydanticSerializationError: Unable to serialize"),
+    ],
+)
+def test_a_function_that_fails_costs_its_call(file: Path, how: str, said: str) -> None:
+    with pool_of(file, "misbehave", concurrency=1) as pool:
+        output = ask(pool, how=how)
+        assert output.is_error and output.text.startswith(said)
+        assert ask(pool, how="well").text.startswith("well in ")
+        assert pool.take_counts()["tools/own/errors"] == 1
+
+
+def test_a_function_that_hangs_is_killed_and_the_next_call_answered(file: Path) -> None:
+    with pool_of(file, "misbehave", concurrency=1, timeout_s=3) as pool:
+        assert ask(pool, how="hang").text == "error: own did not answer within 3 s"
+        deadline = time.monotonic() + SOON_S
+        while (output := ask(pool, how="well")).is_error and time.monotonic() < deadline:
+            time.sleep(0.1)  # as long as the killed process's thread counts as hung
+        assert output.text.startswith("well in ")
+        assert pool.take_counts()["tools/own/timeouts"] == 1
+
+
+def test_calls_run_beside_the_run_and_their_processes_end_with_it(file: Path) -> None:
+    with pool_of(file, "misbehave") as pool:
+        said, number, place = ask(pool, how="well").text.rsplit(" ", 2)
+        assert int(number) != os.getpid() and place == "beside" and said == "well in"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number), 0)
+
+
+def test_a_long_output_is_cut_and_calls_that_repeat_run_once_where_they_may(file: Path) -> None:
+    with pool_of(file, "misbehave", max_output_chars=10) as pool:
+        assert ask(pool, how="long").text == "x" * 10 + "\n[cut: the first 10 of 50,000 characters]"
+    for deterministic in (True, False):
+        with pool_of(file, "misbehave", deterministic=deterministic) as pool:
+            assert ask(pool, how="a") and ask(pool, how="a")
+            assert pool.take_counts()["tools/own/cached"] == deterministic
+
+
+def test_a_function_that_cannot_be_a_tool_is_refused_before_a_run(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def f(:")
+    (tmp_path / "ends.py").write_text("raise SystemExit(4)")
+    for where, name, said in (
+        (file, "bare", r"bare\(value\) has no annotation for value"),
+        (file, "silent", "has no docstring"),
+        (file, "rest", r"takes \*values: "),
+        (file, "odd", "has no JSON schema: "),
+        (file, "none", "none is no function of "),
+        (file, "Point", "Point is no function of "),
+        (tmp_path / "none.py", "f", "there is no file "),
+        (tmp_path / "broken.py", "f", "broken.py cannot be imported: SyntaxError: "),
+        (tmp_path / "ends.py", "f", "its process ended with status .* before it was ready"),
+    ):
+        with pytest.raises(ValueError, match=f"^tools.own.function.*{said}"):
+            check_tools(config(where, name), ["own"], ())
+
+
+def test_the_settings_of_own_tools_are_read_as_others_are(file: Path, tmp_path: Path) -> None:
+    for words, said in (
+        (
+            ["tools.serach.kind=index"],
+            r"tools.serach is none of the tools that ship \(search, .* kind is function or mcp",
+        ),
+        (["tools.own={kind: function}"], "tools.own.function: Field required"),
+        (["tools.own={kind: function, function: convert}"], "tools.own.function: String should match"),
+        (["tools.unknown={kind: function, function: a.py:b}"], "tools.unknown: expected a name"),
+        (["tools.own={kind: function, function: a.py:b, timout_s: 3}"], "did you mean tools.own.timeout_s"),
+        (["agents.solver.tools=[own]"], "agents.solver calls the tool own, which is not set: set tools.own.kind"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_config(None, ["orchestration=solver", *words])
+    (tmp_path / "run.yaml").write_text("tools: {own: {kind: function, function: my_tools.py:convert, timeout_s: 3}}")
+    read, _ = read_config(tmp_path / "run.yaml", ["tools.own.cache_mib=1"])
+    assert read.tools.names == ("own",)
+    own = read.tools.given["own"].model_dump()
+    assert (own["function"], own["timeout_s"], own["cache_mib"]) == (f"{tmp_path}/my_tools.py:convert", 3, 1)
+    again = type(read).model_validate(read.model_dump(mode="json"))
+    assert again == read and again.tools.given == read.tools.given
+    assert as_key(["tools", "own", "memory_mib"]) == "tools.<name>.memory_mib" and as_key(["tools", "search", "top_k"])
+    assert (
+        all_keys()["tools.<name>.command"].meaning.startswith("mcp: ")
+        and page_of("tools.<name>.command") == "docs/tools.md"
+    )
