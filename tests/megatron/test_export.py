@@ -52,6 +52,8 @@ def whole_run(folder: Path, *policies: Path) -> RunDirectory:
         ("qwen3", "bfloat16", {}),
         ("qwen3", "float32", {"tie_word_embeddings": False}),
         ("qwen2", "bfloat16", {}),
+        ("llama", "bfloat16", {}),
+        ("mistral", "float32", {}),
     ],
 )
 def test_hf_to_checkpoint_to_hf_is_bit_exact(kind: str, dtype: str, changes: dict[str, object], tmp_path: Path) -> None:
@@ -67,9 +69,23 @@ def test_hf_to_checkpoint_to_hf_is_bit_exact(kind: str, dtype: str, changes: dic
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3"])
-def test_transformers_loads_trained_weights_with_the_trainers_log_probs(kind: str, tmp_path: Path) -> None:
-    policy = learner(save_model(kind, tmp_path / "in"))
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen3_moe", {}),
+        ("qwen3", {}),
+        ("llama", {}),
+        ("llama", {"attention_bias": False}),
+        ("llama", {"mlp_bias": False, "tie_word_embeddings": False}),
+        ("llama", {"attention_bias": False, "mlp_bias": False}),
+        ("mistral", {}),
+        ("mistral", {"head_dim": 16, "sliding_window": 64}),
+    ],
+)
+def test_transformers_loads_trained_weights_with_the_trainers_log_probs(
+    kind: str, changes: dict[str, object], tmp_path: Path
+) -> None:
+    policy = learner(save_model(kind, tmp_path / "in", **changes))
     batch = pack(sequences(3)[:1])
     policy.step([batch], normaliser=1.0)
     policy.save(tmp_path / "main")

@@ -1,4 +1,4 @@
-"""vLLM loads the directory of `marsrl export` as it is, and scores tokens as the trainer does: about 25 s on one core."""
+"""vLLM loads the directory of `marsrl export` as it is, and scores tokens as the trainer does: about 40 s on one core."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, re
 def test_vllm_loads_a_trained_and_exported_model_with_the_trainers_log_probs(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "vocab_size": 128}  # the least that vLLM takes
     asked, expected = {}, {}
-    for kind in ("qwen3_moe", "qwen3"):  # mixtures first: vLLM makes its expert group with a process's first model only
+    for kind in (
+        "qwen3_moe",
+        "qwen3",
+        "llama",
+        "mistral",
+    ):  # mixtures first: vLLM makes its expert group with a process's first model only
         changes = {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {}
         policy = learner(save_model(kind, tmp_path / kind, **sizes, **changes))
         (sample,) = sequences(1, mean=40, vocab=128)

@@ -57,6 +57,11 @@ def test_published_parameter_counts() -> None:
     assert totals["Qwen3-0.6B"] == 596_049_920
     assert totals["Qwen2.5-7B"] == 7_615_616_512
     assert totals["Qwen2.5-3B"] == 3_085_938_688
+    assert totals["Llama-3.1-8B-Instruct"] == 8_030_261_248
+    assert totals["Llama-3.2-1B-Instruct"] == 1_235_814_400
+    assert totals["Llama-3.2-3B-Instruct"] == 3_212_749_824
+    assert totals["Llama-3.3-70B-Instruct"] == 70_553_706_496
+    assert totals["Mistral-7B-Instruct-v0.3"] == 7_248_023_552
     assert 3.0e9 < active_elements(KNOWN["Qwen3-30B-A3B"]) < 3.3e9  # the A3B of the name
 
 
