@@ -34,7 +34,7 @@ def write_model(kind: str, layers: int, folder: Path, **sizes: int) -> Path:
     shape: dict[str, Any] = {
         "vocab_size": 160, "hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
+        "initializer_range": 0.05, "tie_word_embeddings": False,
     }  # fmt: skip
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**shape, **others, **sizes}))
     with torch.no_grad():
