@@ -39,6 +39,7 @@ class ChatRenderer:
     def __init__(self, directory: str | Path) -> None:
         if not Path(directory).is_dir():
             raise ValueError(f"tokenizer directory {directory} does not exist; give a Hugging Face model directory")
+        self._directory = directory
         self._tokenizer = load_tokenizer(Path(directory))
         # What transformers makes where there are no files.
         if not self._tokenizer.encode("7", add_special_tokens=False):
@@ -131,13 +132,14 @@ class ChatRenderer:
         except TemplateError as error:
             roles = ", ".join(message.role for message in messages)
             raise ValueError(
-                f"the chat template refuses these turns ({roles}): {error}; use another template"
+                f"{self._directory}: the chat template refuses these turns ({roles}): {error}; use another template"
             ) from error
         used = [int(index) for index in _PLACEHOLDER_PATTERN.findall(template)]
         if (sorted(used) if may_move else used) != list(range(len(messages))):
             raise ValueError(
-                f"the chat template does not show every message once{'' if may_move else ' and in order'} (it shows {used} of "
-                f"{len(messages)}); this renderer needs that: use a template that keeps system, user and assistant turns"
+                f"{self._directory}: the chat template does not show every message once{'' if may_move else ' and in order'} "
+                f"(it shows {used} of {len(messages)}); this renderer needs that: use a template that keeps system, user and "
+                "assistant turns"
             )
         parts = _PLACEHOLDER_PATTERN.split(template)
         parts[1::2] = [messages[index].content for index in used]

@@ -195,9 +195,12 @@ def test_a_model_that_could_not_be_loaded_is_refused_before_anything_starts(
     assert says in message and "spoiled" in message
 
 
-def test_a_mistral_whose_window_is_shorter_than_a_completion_is_refused(tmp_path: Path, refusal: Refusal) -> None:
+def test_a_mistral_whose_window_is_shorter_than_a_completion_is_refused(
+    tmp_path: Path, refusal: Refusal, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = write_model("mistral", tmp_path / "mistral", vocab_size=320, sliding_window=128)
     write_byte_tokenizer(model)
+    capsys.readouterr()  # transformers' progress
     message = refusal("--dry-run", f"policies.main.model={model}", "rollout.max_response_tokens=128")
     assert "policies.main.model knows 128 positions (max_position_embeddings, or a shorter sliding_window)" in message
 
