@@ -71,7 +71,9 @@ def engine_arguments(
     """
     return {
         "model": str(model_dir),
-        "config_format": "hf",  # what the trainer reads: not params.json, which Mistral's directories have beside it
+        # What the trainer reads, not the params.json and consolidated.safetensors that Mistral's directories have beside it.
+        "config_format": "hf",
+        "load_format": "hf",  # options.extra may say otherwise
         "dtype": dtype,
         "seed": seed,
         "max_model_len": max_model_len,
