@@ -32,6 +32,8 @@ BUILT: list[tuple[str, int, dict[str, int], int]] = [
     ("Qwen3-8B", 16, {"tensor": 8, "pipeline": 2}, 0),
     ("Qwen3-4B", 8, {"tensor": 2, "pipeline": 2}, 1),
     ("Qwen3-0.6B", 1, {}, 0),
+    ("Llama-3.2-1B-Instruct", 8, {"tensor": 4, "pipeline": 2}, 1),
+    ("Mistral-7B-Instruct-v0.3", 8, {"tensor": 8}, 0),
 ]
 
 
@@ -91,6 +93,7 @@ def holds(report: dict[str, Any], tolerance: float) -> None:
         ("qwen3", "full", "float32", {}),
         ("qwen3", "none", "bfloat16", {"intermediate_size": 512}),
         ("qwen2", "none", "bfloat16", {"num_key_value_heads": 8}),
+        ("llama", "none", "bfloat16", {"intermediate_size": 512}),
     ],
 )
 def test_one_rank_holds_what_is_planned(
