@@ -295,7 +295,8 @@ def load_tokenizer(directory: Path) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(str(directory))
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(directory))
+    # not that of mistral_common, which reads tekken.json and has no chat template that could be rendered here
+    return AutoTokenizer.from_pretrained(str(directory), mistral_format=False)
 
 
 def _required_eos(eos_id: int | None, directory: str | Path) -> int:

@@ -144,6 +144,26 @@ def test_mistrals_prompts_have_the_tokens_of_the_whole_string(mistral: Path, cha
     assert text.endswith(f"[INST] {last}{chat[-1].content}[/INST]")
 
 
+def renders_alike_as_published(folder: Path, kind: str, named: str) -> None:
+    """With the class that published ones name, the model's type, and mistral_common's tekken.json beside it."""
+    expected, text = ChatRenderer(folder).render([SYSTEM, ASK])
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": named}))
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    (folder / "tekken.json").write_text("{}")
+    ids, again = ChatRenderer(folder).render([SYSTEM, ASK])
+    assert ids.tolist() == expected.tolist() and again == text
+
+
+def test_a_published_llama_has_the_tokenizer_of_its_tokenizer_json(llama: Path) -> None:
+    renders_alike_as_published(llama, "llama", "PreTrainedTokenizerFast")
+
+
+@pytest.mark.parametrize("named", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
+def test_a_published_mistral_has_the_tokenizer_of_its_tokenizer_json(mistral: Path, named: str) -> None:
+    renders_alike_as_published(mistral, "mistral", named)
+
+
 def test_mistrals_prompts_are_cut_within_the_right_message(mistral: Path) -> None:
     renderer, chat = ChatRenderer(mistral), [SYSTEM, ASK, SAID, Message("user", "and 5 ? " * 20)]
     rendered = renderer.render_cut(chat, len(renderer.render(chat)[0]) - 10, "left")
