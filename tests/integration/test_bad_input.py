@@ -157,6 +157,12 @@ def with_a_template_without_system(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
 
 
+def quantised(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"] = weights["model.layers.1.self_attn.o_proj.weight"].char()
+    save_file(weights, folder / "model.safetensors")
+
+
 def with_yarn(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
@@ -182,6 +188,7 @@ def with_too_many_tokens(folder: Path) -> None:
         (without_a_tokenizer, "tokenizer"),
         (without_a_template, "the tokenizer has no chat template"),
         (with_a_template_without_system, "the chat template refuses these turns (user): no such role"),
+        (quantised, "o_proj.weight is I8; quantised weights are not trained: give them as BF16 or F16 or F32"),
         (with_yarn, "rope type is 'yarn'; supported: 'default', 'llama3'"),
         (with_too_many_tokens, "config.json's vocab_size is 100"),
     ],
