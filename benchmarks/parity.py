@@ -1,10 +1,10 @@
-"""Every parallel layout against one rank, and one rank against transformers: losses, gradients, trained weights.
+"""Every parallel layout against one rank, and one rank of each family against transformers: losses, gradients, trained weights.
 
     python benchmarks/parity.py [--only tp2 cp2 ...] [--json FILE]
 
 Four gloo ranks are forked once, when Megatron is imported, and take the layouts in turn; what a layout leaves over is data
-parallel. float32, a tiny Qwen3-MoE, packed samples of uneven length, clipping against rollout log-probs, DMMPT, the fused
-head. A line a layout:
+parallel. float32, a tiny Qwen3-MoE (against transformers also a Qwen3, a Llama with every bias and a Mistral), packed samples of
+uneven length, clipping against rollout log-probs, DMMPT, the fused head. A line a layout:
 
     loss       |difference| of one step                                                            at most 2e-6
     gradient   largest |difference| over the largest entry, the worst of all parameters' tensors   at most 1.5e-6
@@ -36,8 +36,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from random_models import write_model
 
 WORLD = 4
+VOCABULARY = 323
 # gradient: a dozen ulp of the largest entry. Of the first layer's o_proj, the worst, one rank and transformers are 0.6e-6 to
 # 0.8e-6 apart and two layouts 0.7e-6 to 1.1e-6, by the order in which norms and attention round.
 LIMITS = {"loss": 2e-6, "gradient": 1.5e-6, "sgd": 1e-6}
@@ -229,6 +231,18 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
     return out
 
 
+def against_transformers(title: str, model: Path) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
+    """What one rank found, the samples with their rollout log-probs, and the line, which is printed."""
+    begin = time.perf_counter()
+    given, loss, gradient, masked = reference(model, samples())
+    one = train(str(model), Case("one rank"), given)
+    off = differences(one, {"loss": loss, "gradient": gradient})
+    is_ok = all(off[n] <= limit for n, limit in REFERENCE_LIMITS.items()) and one["masked"] == masked > 0
+    line = {"layout": title, "seconds": time.perf_counter() - begin, **off, "is_ok": is_ok}
+    print(row(line), flush=True)
+    return one, given, line
+
+
 def import_learner() -> None:
     """All that a rank imports, before it is one."""
     from marsrl.trainer.learner.megatron import shim
@@ -332,20 +346,18 @@ def main() -> int:
         ranks = [fork.Process(target=worker, args=(i, *place, is_given), daemon=True) for i in range(WORLD)]
         for each in ranks:
             each.start()
-        model = init_model(InitShape(64, 2, 4, 2, 32, 8, 2, 48, vocab_size=323), "bytes", folder / "model")
-        given, loss, gradient, masked = reference(model, samples())
-        one = train(str(model), Case("one rank"), given)
+        model = init_model(InitShape(64, 2, 4, 2, 32, 8, 2, 48, vocab_size=VOCABULARY), "bytes", folder / "model")
         titles = "".join(f"{title:>10s}" for title in (*LIMITS, "adam"))
         print(f"{'':38s}{titles}\n{'at most':38s}" + "".join(f"{limit:10.1e}" for limit in LIMITS.values()))
-        seconds, off = time.perf_counter() - begin, differences(one, {"loss": loss, "gradient": gradient})
-        is_ok = all(off[n] <= limit for n, limit in REFERENCE_LIMITS.items()) and one["masked"] == masked > 0
-        first = {"layout": "one rank against transformers", "seconds": seconds, **off, "is_ok": is_ok}
-        print(row(first), flush=True)
+        one, given, first = against_transformers("one rank against transformers", model)
+        lines = [first]
+        for kind in ("dense", "llama", "mistral"):
+            other = write_model(kind, 2, folder / kind / "model", vocab_size=VOCABULARY)
+            lines.append(against_transformers(f"the same of a {kind} model", other)[2])
         torch.save(one, folder / "one.pt")
         (folder / "samples").write_bytes(encode(MiniBatch(tuple(given), sum(s.num_sampled for s in given))))
         is_given.set()
         codes = wait(ranks)
-        lines = [first]
         if not any(codes):
             lines += json.loads((folder / "report.json").read_text("utf-8"))
         else:

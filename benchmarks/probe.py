@@ -2,12 +2,13 @@
 
     python benchmarks/probe.py                    # mutation x dtype x model: the statistics, and who notices (10 minutes)
     python benchmarks/probe.py --honest 200       # syncs of random models, none of which may be refused (15 minutes)
-    [--json FILE] [--kinds dense moe] [--layers 2 4 6] [--dtypes float32 bfloat16]
+    [--json FILE] [--kinds dense moe llama mistral] [--layers 2 4 6] [--dtypes float32 bfloat16]
 
-Random Qwen3 and Qwen3-MoE models of width 64, whose weights have a standard deviation of 0.02 to 0.2. An engine is started for
-each shape and dtype; other weights reach it as an update does. The last column says who notices: the probe's statistic that is
-too large (at the first comparison, or by the narrower bound of a later one), `settings` where the engine's own account of what
-it computes with differs, `checksums` where the weights' do, `engine` where vLLM counts cached prefixes right after an update.
+Random Qwen3, Qwen3-MoE, Llama and Mistral models of width 64, whose matrices and biases have a standard deviation of 0.02 to
+0.2. An engine is started for each shape and dtype; other weights reach it as an update does. The last column says who notices:
+the probe's statistic that is too large (at the first comparison, or by the narrower bound of a later one), `settings` where the
+engine's own account of what it computes with differs, `checksums` where the weights' do, `engine` where vLLM counts cached
+prefixes right after an update.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from engine_process import EngineProcess
+from random_models import FAMILIES, write_model
 from safetensors.torch import load_file, save_file
 from spoiled_vllm import SpoiledVllm
 from torch import Tensor
@@ -82,11 +84,11 @@ class Pair:
         self.version = 0
 
     def weights(self, std: float, seed: int) -> Weights:
-        """Matrices of that standard deviation, norms of 0.9 to 1.1; every fourth head makes sharp distributions."""
+        """Matrices and biases of that standard deviation, norms of 0.9 to 1.1; every fourth head makes sharp distributions."""
         generator = torch.Generator().manual_seed(seed)
         shapes = {name: tensor.shape for name, tensor in _tensors(self._model).items()}
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        made = {name: x * std if x.dim() > 1 else 1 + 0.1 * x for name, x in drawn.items()}
+        made = {name: 1 + 0.1 * x if name.endswith("norm.weight") else x * std for name, x in drawn.items()}
         made["lm_head.weight"] *= 10 if seed % 4 == 3 else 1
         return made
 
@@ -124,21 +126,6 @@ class Pair:
 @cache
 def _tensors(folder: Path) -> Weights:
     return load_file(folder / "model.safetensors")
-
-
-def write_model(kind: str, layers: int, folder: Path) -> Path:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shape: dict[str, Any] = {
-        "vocab_size": _VOCABULARY, "hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    if kind == "moe":
-        shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    config = AutoConfig.for_model("qwen3_moe" if kind == "moe" else "qwen3", **shape)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 def moved(weights: Weights, size: float, part: str = "") -> Weights:
@@ -187,8 +174,16 @@ def mutated(pair: Pair) -> Iterator[Row]:
             return pair.row(std, what, trainer, scores, ", ".join(filter(None, (probe, others))))
 
         yield row("honest")
-        for what in ("rope theta x 5", "norm eps x 100", "no q/k norm", "top-k + 1", "top-k - 1"):
-            if pair.kind == "moe" or not what.startswith("top-k"):
+        applies = {
+            "rope theta x 5": True,
+            "rope not stretched": "rope_factor" in pair.settings,
+            "norm eps x 100": True,
+            "no q/k norm": pair.settings["has_qk_norm"],
+            "top-k + 1": pair.kind == "moe",
+            "top-k - 1": pair.kind == "moe",
+        }
+        for what, is_there in applies.items():
+            if is_there:
                 assert pair.process.call("spoil", [(what,)])[0].value
                 told = pair.pool.infos()[0].settings
                 is_told = any(set(values) != {float(pair.settings[name])} for name, values in told.items())
@@ -237,7 +232,7 @@ def _line(row: Row) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--honest", type=int, default=0, help="syncs of random models, over all shapes")
-    parser.add_argument("--kinds", nargs="+", default=["dense", "moe"])
+    parser.add_argument("--kinds", nargs="+", choices=FAMILIES, default=["dense", "moe"])
     parser.add_argument("--layers", type=int, nargs="+", default=None)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--json", help="write every number to this file")
@@ -253,7 +248,7 @@ def main() -> int:
                 rows.append(row)
                 if not args.honest or row.notices:
                     print(
-                        f"{row.kind:5} {row.layers} {row.dtype:8} std {row.std:.2g}  {row.what:34} median/noise {row.ratio:10.3g}"
+                        f"{row.kind:7} {row.layers} {row.dtype:8} std {row.std:.2g}  {row.what:34} median/noise {row.ratio:10.3g}"
                         f"  share {row.share:.3f}  last {row.num_last:2}/16  {row.notices or '-'}",
                         flush=True,
                     )
@@ -261,7 +256,7 @@ def main() -> int:
         if args.honest:
             mine = rows[-2 * num :]
             print(
-                f"{kind:5} {n} {dtype:8} {num} models, {len(mine)} syncs: median/noise {min(r.ratio for r in mine):.2f} to "
+                f"{kind:7} {n} {dtype:8} {num} models, {len(mine)} syncs: median/noise {min(r.ratio for r in mine):.2f} to "
                 f"{max(r.ratio for r in mine):.2f}, share up to {max(r.share for r in mine):.3f}, last tokens up to "
                 f"{max(r.num_last for r in mine)}/16, largest difference {max(r.largest for r in mine):.2g} nats; "
                 f"refused: {sum(bool(r.notices) for r in mine)}",

@@ -27,6 +27,7 @@ class SpoiledVllm(VllmEngine):
         """Number of changed places."""
         ways: dict[str, Callable[[], None]] = {
             "rope theta x 5": self._theta,
+            "rope not stretched": self._unstretched,
             "norm eps x 100": self._eps,
             "top-k + 1": partial(self._top_k, 1),
             "top-k - 1": partial(self._top_k, -1),
@@ -48,7 +49,16 @@ class SpoiledVllm(VllmEngine):
         for module in self._model.modules():
             if hasattr(module, "cos_sin_cache"):
                 self._set(module, "base", module.base * 5)
-                self._set(module, "cos_sin_cache", module._compute_cos_sin_cache().to(module.cos_sin_cache.dtype))
+                self._turn_again(module)
+
+    def _unstretched(self) -> None:
+        for module in self._model.modules():
+            if hasattr(module, "low_freq_factor"):
+                self._set(module, "scaling_factor", 1.0)
+                self._turn_again(module)
+
+    def _turn_again(self, rope: Any) -> None:
+        self._set(rope, "cos_sin_cache", rope._compute_cos_sin_cache().to(rope.cos_sin_cache.dtype))
 
     def _eps(self) -> None:
         for module in self._model.modules():

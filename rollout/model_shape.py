@@ -4,16 +4,63 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-SUPPORTED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+
+@dataclass(frozen=True)
+class _Family:
+    """Differences between architectures, after transformers' modeling files.
+
+    biases_by: {key of config.json: fields of ModelShape that it switches}. fixed: {key: its default, the one supported value};
+    some are read by vLLM alone. sliding_window: default of that key; None: the architecture has none.
+    """
+
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    is_moe: bool = False
+    sliding_window: int | None = None
+    biases_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fixed: Mapping[str, object] = field(default_factory=dict)
+
+
+_FAMILIES = {
+    "Qwen2ForCausalLM": _Family(has_qkv_bias=True),
+    "Qwen3ForCausalLM": _Family(has_qk_norm=True, fixed={"attention_bias": False}),
+    "Qwen3MoeForCausalLM": _Family(
+        has_qk_norm=True,
+        is_moe=True,
+        fixed={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "LlamaForCausalLM": _Family(
+        biases_by={"attention_bias": ("has_qkv_bias", "has_proj_bias"), "mlp_bias": ("has_mlp_bias",)},
+        fixed={"bias": False, "qkv_bias": False},
+    ),
+    "MistralForCausalLM": _Family(
+        sliding_window=4096, fixed={"attention_bias": False, "mlp_bias": False, "llama_4_scaling": None}
+    ),
+}
+_FIXED = {"hidden_act": "silu", "use_sliding_window": False, "partial_rotary_factor": 1.0}  # of all
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretched rotary frequencies (rope type llama3), see rope.py."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: float
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a Qwen2.5, Qwen3 or Qwen3-MoE model. num_experts 0: dense, ffn_size is its MLP's width."""
+    """Sizes of a Llama, Mistral, Qwen2.5, Qwen3 or Qwen3-MoE model. num_experts 0: dense, ffn_size is its MLP's width.
+
+    max_positions: of a sequence; at most the sliding window, within which attention is causal attention.
+    """
 
     architecture: str
     num_layers: int
@@ -32,14 +79,19 @@ class ModelShape:
     num_experts: int = 0
     experts_per_token: int = 0
     normalises_top_k: bool = True  # router weights of the chosen experts sum to 1
+    has_proj_bias: bool = False  # of the attention's output
+    has_mlp_bias: bool = False
+    rope_scaling: RopeScaling | None = None
 
     def settings(self) -> dict[str, float]:
         """Settings that change the numbers but no tensor's name or shape: checksums do not tell them apart."""
         router = {"experts_per_token": self.experts_per_token, "normalises_top_k": self.normalises_top_k}
+        scaling = asdict(self.rope_scaling) if self.rope_scaling else {}
         return {
             "rope_theta": self.rope_theta,
             "norm_eps": self.norm_eps,
             "has_qk_norm": self.has_qk_norm,
+            **{f"rope_{name}": value for name, value in scaling.items()},
             **(router if self.num_experts else {}),
         }
 
@@ -103,21 +155,15 @@ def _listing(folder: Path) -> str:
 def _shape(config: dict[str, Any], path: Path) -> ModelShape:
     found = config.get("architectures") or ["none"]
     architecture = str(found[0])
-    if architecture not in SUPPORTED:
-        supported = ", ".join(SUPPORTED)
+    if architecture not in _FAMILIES:
+        supported = ", ".join(_FAMILIES)
         raise ValueError(f"model: {path}: architecture {architecture} is not supported; supported: {supported}")
-    is_moe = architecture == "Qwen3MoeForCausalLM"
-    is_qwen2 = architecture == "Qwen2ForCausalLM"
-    rope = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or rope
-    _only(path, "rope type", scaling.get("rope_type", scaling.get("type", "default")), ("default",))
-    _only(path, "hidden_act", config.get("hidden_act", "silu"), ("silu",))
-    _only(path, "use_sliding_window", bool(config.get("use_sliding_window")), (False,))
-    if not is_qwen2:
-        _only(path, "attention_bias", bool(config.get("attention_bias")), (False,))
-    if is_moe:
-        _only(path, "decoder_sparse_step", config.get("decoder_sparse_step", 1), (1,))
-        _only(path, "mlp_only_layers", list(config.get("mlp_only_layers") or []), ([],))
+    family = _FAMILIES[architecture]
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = _rope_scaling(rope, path)
+    for name, value in {**_FIXED, **family.fixed}.items():
+        _only(path, name, value if config.get(name) is None else config[name], (value,))
+    biases = {each: bool(config.get(name)) for name, fields in family.biases_by.items() for each in fields}
 
     def key(*names: str) -> int:
         found = next((config[name] for name in names if name in config), None)
@@ -125,7 +171,8 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
             raise ValueError(f"model: {path}: {' or '.join(names)} is {found!r}, expected an integer")
         return found
 
-    heads = key("num_attention_heads")
+    heads, positions = key("num_attention_heads"), key("max_position_embeddings")
+    window = config.get("sliding_window", family.sliding_window) if family.sliding_window else None
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta is None:
         raise ValueError(f"model: {path} has no rope_theta (nor rope_parameters.rope_theta)")
@@ -136,18 +183,35 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         num_heads=heads,
         num_kv_heads=key("num_key_value_heads"),
         head_size=int(config.get("head_dim") or key("hidden_size") // heads),
-        ffn_size=key("moe_intermediate_size") if is_moe else key("intermediate_size"),
+        ffn_size=key("moe_intermediate_size") if family.is_moe else key("intermediate_size"),
         vocab_size=key("vocab_size"),
-        max_positions=key("max_position_embeddings"),
+        max_positions=min(positions, window or positions),
         rope_theta=float(theta),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        has_qkv_bias=is_qwen2,
-        has_qk_norm=not is_qwen2,
-        num_experts=key("num_experts", "num_local_experts") if is_moe else 0,
-        experts_per_token=key("num_experts_per_tok") if is_moe else 0,
+        has_qk_norm=family.has_qk_norm,
+        num_experts=key("num_experts", "num_local_experts") if family.is_moe else 0,
+        experts_per_token=key("num_experts_per_tok") if family.is_moe else 0,
         normalises_top_k=bool(config.get("norm_topk_prob", False)),
+        rope_scaling=scaling,
+        **{"has_qkv_bias": family.has_qkv_bias, **biases},
     )
+
+
+def _rope_scaling(rope: Mapping[str, Any], path: Path) -> RopeScaling | None:
+    """None for frequencies as they are."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    _only(path, "rope type", kind, ("default", "llama3"))
+    if kind == "default":
+        return None
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    values: list[Any] = [rope.get(key) for key in keys]
+    if not all(isinstance(value, int | float) for value in values) or values[1] >= values[2]:
+        found = ", ".join(f"{key} {value}" for key, value in zip(keys, values, strict=True))
+        raise ValueError(
+            f"model: {path}: rope type llama3 wants four numbers, its low_freq_factor below its high_freq_factor; found {found}"
+        )
+    return RopeScaling(*map(float, values))
 
 
 def _only(path: Path, name: str, found: object, supported: tuple[object, ...]) -> None:

@@ -43,6 +43,7 @@ class ChatRenderer:
     def __init__(self, directory: str | Path) -> None:
         if not Path(directory).is_dir():
             raise ValueError(f"tokenizer directory {directory} does not exist; give a Hugging Face model directory")
+        self._directory = directory
         self._tokenizer = load_tokenizer(Path(directory))
         # What transformers makes where there are no files.
         if not self._tokenizer.encode("7", add_special_tokens=False):
@@ -105,7 +106,7 @@ class ChatRenderer:
         The end token is the completion's own, and not repeated, nor is white space that a template writes before it.
         """
         _, _, _, _, after, *rest = self._parts(
-            [Message("user", ""), Message("assistant", ""), *messages], template_options
+            [Message("user", ""), Message("assistant", ""), *messages], template_options, may_move=False
         )
         ends = sorted((word for word, index in self._control.items() if index in self.stop_ids), key=len, reverse=True)
         end = next(filter(after.lstrip().startswith, ends), None)
@@ -132,8 +133,13 @@ class ChatRenderer:
                 '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
             )
 
-    def _parts(self, messages: Sequence[Message], template_options: Mapping[str, TemplateOption]) -> list[str]:
-        """The rendered chat: what the template writes, a content, what it writes, ..., what it writes."""
+    def _parts(
+        self, messages: Sequence[Message], template_options: Mapping[str, TemplateOption], *, may_move: bool = True
+    ) -> list[str]:
+        """The rendered chat: what the template writes, a content, what it writes, ..., what it writes.
+
+        may_move: contents may have another order than the messages: Mistral's templates have the system's in the last turn.
+        """
         turns = [
             {"role": message.role, "content": _PLACEHOLDER.format(index=index)}
             for index, message in enumerate(messages)
@@ -141,17 +147,24 @@ class ChatRenderer:
         options: dict[str, Any] = dict(template_options)
         if "tools" in options:
             options["tools"] = [self._shown(function) for function in options["tools"]]
-        template: str = self._tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, **options
-        )
-        used = [int(index) for index in _PLACEHOLDER_PATTERN.findall(template)]
-        if used != list(range(len(messages))):
+        try:
+            template: str = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True, **options
+            )
+        except TemplateError as error:
+            roles = ", ".join(message.role for message in messages)
             raise ValueError(
-                f"the chat template does not show every message once and in order (it shows {used} of {len(messages)}); "
-                "this renderer needs that: use a template that keeps system, user and assistant turns"
+                f"{self._directory}: the chat template refuses these turns ({roles}): {error}; use another template"
+            ) from error
+        used = [int(index) for index in _PLACEHOLDER_PATTERN.findall(template)]
+        if (sorted(used) if may_move else used) != list(range(len(messages))):
+            raise ValueError(
+                f"{self._directory}: the chat template does not show every message once{'' if may_move else ' and in order'} "
+                f"(it shows {used} of {len(messages)}); this renderer needs that: use a template that keeps system, user and "
+                "assistant turns"
             )
         parts = _PLACEHOLDER_PATTERN.split(template)
-        parts[1::2] = [message.content for message in messages]
+        parts[1::2] = [messages[index].content for index in used]
         return parts
 
     def _shown(self, function: ToolFunction) -> dict[str, object]:
@@ -202,7 +215,9 @@ class ChatRenderer:
                 pieces[start:end] = self._whole_characters(numbers[start:end])
             start = end + 1
         is_spaced = len(pieces) > 1 and self._text(numbers) == " ".join(pieces)  # words, put together with spaces
-        return [" " * (is_spaced and place > 0) + piece for place, piece in enumerate(pieces)]
+        names = map(str, self._tokenizer.convert_ids_to_tokens(numbers))
+        spaced = [is_spaced or _lost_a_space(*each) for each in zip(names, pieces, strict=True)]
+        return [" " * (place > 0 and spaced[place]) + piece for place, piece in enumerate(pieces)]
 
     def _whole_characters(self, numbers: list[int]) -> list[str]:
         """`pieces` of neighbours that each end or begin within a character. A character has 4 bytes at most: so many together."""
@@ -304,6 +319,11 @@ class ChatRenderer:
         return [i for i in ids if i == unknown or i not in self._control_ids]
 
 
+def _lost_a_space(name: str, text: str) -> bool:
+    """SentencePiece, which writes a space as U+2581 in the names of its tokens, decodes a token alone as the first of a text."""
+    return len(name) - len(name.lstrip("\u2581")) > len(text) - len(text.lstrip(" "))
+
+
 def load_tokenizer(directory: Path) -> Any:
     """AutoTokenizer's tokenizer of the directory; without its import, 5 s, where no class of a model's own is named."""
     config = directory / "tokenizer_config.json"
@@ -313,7 +333,8 @@ def load_tokenizer(directory: Path) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(str(directory))
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(directory))
+    # not that of mistral_common, which reads tekken.json and has no chat template that could be rendered here
+    return AutoTokenizer.from_pretrained(str(directory), mistral_format=False)
 
 
 def _required_eos(eos_id: int | None, directory: str | Path) -> int:
@@ -323,8 +344,10 @@ def _required_eos(eos_id: int | None, directory: str | Path) -> int:
 
 
 def _generation_stops(directory: Path) -> list[int]:
-    path = directory / "generation_config.json"
-    if not path.is_file():
+    """End tokens of generation_config.json, or without that file, as transformers has it, of config.json."""
+    paths = (directory / "generation_config.json", directory / "config.json")
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
         return []
     stops = json.loads(path.read_text("utf-8")).get("eos_token_id")
     return [] if stops is None else [int(i) for i in (stops if isinstance(stops, list) else [stops])]

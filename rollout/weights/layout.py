@@ -1,4 +1,4 @@
-"""The parts of a Qwen2.5 / Qwen3 / Qwen3-MoE model's tensors: where an engine has them, and who sends which. Imports no torch.
+"""The parts of a model's tensors: where an engine has them, and who sends which. Imports no torch.
 
 Engines fuse the Hugging Face tensors:
 
@@ -49,7 +49,7 @@ _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$"
 _PART = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")
 _PARTS_OF = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "w13": ("gate", "up"), "w2": ("down",), "": ("",)}
 _STACKED = ("w13_weight", "w2_weight")  # a matrix an expert
-_ROWS = (".q_proj.weight", ".q_proj.bias", ".gate_proj.weight", ".up_proj.weight")
+_ROWS = tuple(f".{part}_proj.{suffix}" for part in ("q", "gate", "up") for suffix in ("weight", "bias"))
 _KV_ROWS = (".k_proj.weight", ".k_proj.bias", ".v_proj.weight", ".v_proj.bias")
 _COLUMNS = (".o_proj.weight", ".down_proj.weight")
 _ROWS_TOGETHER = 8  # a piece is cut at multiples of so many rows, where it can be: words of 8 bytes stay whole

@@ -36,6 +36,10 @@ SHAPE: dict[str, Any] = {
 
 WORDS = WordTokenizer(tuple(f"w{i:03d}" for i in range(5, 160)), gaps=" +", apart="\n")  # the word of token 7 is w007
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 _CHANGES: dict[str, dict[str, Any]] = {
     # head size 32 = hidden / heads
     "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True},
@@ -43,6 +47,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_tied": {"head_dim": 32, "tie_word_embeddings": True},
     "qwen3_moe": {"head_dim": 32, "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
     | _EXPERTS,
+    "llama": {"head_dim": 32, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3},
+    "mistral": {"head_dim": 32, "sliding_window": 256},  # as long as these tests' sequences can be
 }
 
 
@@ -56,8 +62,11 @@ def _save(kind: str, directory: Path) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size="100KB" if kind == "mistral" else "50GB")
     WORDS.write(directory)
+    if kind == "mistral":  # its directories have several files, and the model in another form, which is not read
+        (directory / "params.json").write_text("{}")
+        (directory / "consolidated.safetensors").write_bytes(b"no safetensors")
 
 
 @pytest.fixture(scope="session")
@@ -176,7 +185,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share the real vLLM come last, by model, so that each is started once and no other test makes its own
     process groups meanwhile; MoE first (vLLM makes its expert group with the first model of a process only).
     """
-    order = ["qwen3_moe", "qwen3", "qwen3+engine", "qwen3+fp8", "qwen3_tied", "qwen2"]
+    order = ["qwen3_moe", "qwen3", "qwen3+engine", "qwen3+fp8", "qwen3_tied", "qwen2", "llama", "mistral"]
 
     def place(item: pytest.Item) -> int:
         params = item.callspec.params if hasattr(item, "callspec") else {}

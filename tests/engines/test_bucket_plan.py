@@ -31,7 +31,7 @@ RENDEZVOUS = Rendezvous("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
 def model_shape(*, experts: int, bias: bool, tied: bool) -> ModelShape:
     return ModelShape(
         "Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM", 2, 16, 8, 4, 4, 8, 70, 64,
-        1e4, 1e-6, tied, bias, True, experts, 2 if experts else 0,
+        1e4, 1e-6, tied, bias, True, experts, 2 if experts else 0, has_proj_bias=bias, has_mlp_bias=bias and not experts,
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def test_a_tied_head_is_the_embedding(checkpoint):
     assert sums["lm_head.weight"] == sums["model.embed_tokens.weight"]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "qwen3_tied"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "qwen3_tied", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checksums_without_fusing_are_those_of_the_fused_tensors(checkpoint, kind, dtype):
     tensors = tensors_of(checkpoint(kind))
@@ -142,6 +142,17 @@ def test_a_shard_holds_what_vllm_gives_it():
         assert torch.equal(spread[f"{mlp}experts.w2_weight"], torch.stack([down[e] for e in mine]))
         found = sums_of(tensors, torch.float32, EngineShard.of(part, 4, 2))
         assert found == {name: checksum(tensor) for name, tensor in cut.items()}
+
+
+def test_a_shard_holds_its_part_of_the_biases_of_what_is_cut_by_rows_and_the_others_whole(checkpoint):
+    tensors = tensors_of(checkpoint("llama"))
+    at = "model.layers.1."
+    gate, up = (tensors[f"{at}mlp.{part}_proj.bias"] for part in ("gate", "up"))
+    for part in range(2):
+        held, own = dict(fuse(tensors, shard=EngineShard.of(part, 2, 2))), slice(48 * part, 48 * part + 48)
+        assert torch.equal(held[f"{at}mlp.gate_up_proj.bias"], torch.cat([gate[own], up[own]]))
+        for whole in (f"{at}mlp.down_proj.bias", f"{at}self_attn.o_proj.bias"):
+            assert torch.equal(held[whole], tensors[whole])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
 from marsrl.rollout.types import Finish
 from marsrl.rollout.weights.checksum import fused_checksums
 
-KINDS = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"]
+KINDS = ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "llama", "mistral"]
 
 
 def engine_of(checkpoint, kind, **options):
@@ -62,6 +62,6 @@ def test_an_update_takes_and_reports_what_was_sent(part, checkpoint, judge, tmp_
 
 
 def test_an_unsupported_model_is_refused_by_name(tmp_path):
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*Qwen3MoeForCausalLM"):
+    (tmp_path / "config.json").write_text('{"architectures": ["GemmaForCausalLM"]}')
+    with pytest.raises(ValueError, match=r"GemmaForCausalLM.*Qwen3MoeForCausalLM"):
         LocalEngine(tmp_path, dtype="float32", max_model_len=16)

@@ -32,6 +32,8 @@ GROUPS = {
         "lm_head",
         "norm",
     ),
+    "llama": ("k_proj.bias", "o_proj.bias", "gate_proj.bias", "down_proj.bias", "lm_head", "self_attn"),
+    "mistral": ("self_attn", "mlp"),
 }
 
 
@@ -151,15 +153,16 @@ def test_a_prefix_cache_that_outlives_an_update_is_caught_by_the_probe(
     publish(engine, old, judge, checkpoint(kind), 0)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "llama", "mistral"])
 def test_a_layer_of_vllm_that_computes_with_another_setting_is_named(kind, vllm_engine, checkpoint, monkeypatch):
     engine, settings = vllm_engine(kind), read_shape(checkpoint(kind)).settings()
     assert ("experts_per_token" in settings) == (kind == "qwen3_moe")
     assert engine.info().settings == {name: (float(value),) for name, value in settings.items()}
     layer = model_of(engine).model.layers[1].self_attn
     for setting, part, attribute, value in (
-        ("norm_eps", layer.q_norm, "variance_epsilon", 1e-4),
+        ("norm_eps", model_of(engine).model.norm, "variance_epsilon", 1e-4),
         ("rope_theta", layer.rotary_emb, "base", 5e4),
+        *([("rope_factor", layer.rotary_emb, "scaling_factor", 1.0)] if kind == "llama" else []),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(part, attribute, value)

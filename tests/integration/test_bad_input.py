@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from random_model import write_model
 from safetensors.torch import load_file, save_file
 
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.main import main
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.runs.directory import RunDirectory
@@ -147,6 +149,22 @@ def without_a_template(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def with_a_template_without_system(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+
+
+def quantised(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"] = weights["model.layers.1.self_attn.o_proj.weight"].char()
+    save_file(weights, folder / "model.safetensors")
+
+
+def with_yarn(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+
+
 def with_too_many_tokens(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
@@ -165,6 +183,9 @@ def with_too_many_tokens(folder: Path) -> None:
         (of_another_width, "config.json gives [96, 64]"),
         (without_a_tokenizer, "tokenizer"),
         (without_a_template, "the tokenizer has no chat template"),
+        (with_a_template_without_system, "the chat template refuses these turns (user): no such role"),
+        (quantised, "o_proj.weight is I8; quantised weights are not trained: give them as BF16 or F16 or F32"),
+        (with_yarn, "rope type is 'yarn'; supported: 'default', 'llama3'"),
         (with_too_many_tokens, "config.json's vocab_size is 100"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -175,6 +196,16 @@ def test_a_model_that_could_not_be_loaded_is_refused_before_anything_starts(
     spoil(init_model("tiny", "bytes", tmp_path / "spoiled"))
     message = refusal("--dry-run", f"policies.main.model={tmp_path}/spoiled")
     assert says in message and "spoiled" in message
+
+
+def test_a_mistral_whose_window_is_shorter_than_a_completion_is_refused(
+    tmp_path: Path, refusal: Refusal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model("mistral", tmp_path / "mistral", vocab_size=320, sliding_window=128)
+    write_byte_tokenizer(model)
+    capsys.readouterr()  # transformers' progress
+    message = refusal("--dry-run", f"policies.main.model={model}", "rollout.max_response_tokens=128")
+    assert "policies.main.model knows 128 positions (max_position_embeddings, or a shorter sliding_window)" in message
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ GROUPS = {
                  "pre_mlp_layernorm", "router", "experts", "final_layernorm", "output_layer"),
     "qwen2": ("embedding", "linear_qkv.weight", "linear_qkv.bias", "linear_proj", "mlp.linear_fc1", "mlp.linear_fc2",
               "final_layernorm", "output_layer"),
+    "llama": ("linear_qkv.bias", "linear_proj.bias", "mlp.linear_fc1.bias", "mlp.linear_fc2.bias", "mlp.linear_fc2.weight"),
 }  # fmt: skip
 
 
@@ -72,6 +73,7 @@ CASES = {
     "qwen3moe": {},
     "qwen2": {},
     "qwen2 in halves": {"tensor_parallel": 2},  # both have its one key head
+    "llama in halves": {"tensor_parallel": 2},
     "qwen3moe spread": {"tensor_parallel": 2, "expert_parallel": True},
 }
 

@@ -29,7 +29,8 @@ OF_LEARNER = ("old_policy", "router_replay", "reference_dir")
 
 
 def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> Path:
-    """A random model directory: qwen2 (bias, untied), qwen3 (tied), qwen3_moe (untied)."""
+    """A random model directory: qwen2 (bias, untied), qwen3 (tied), qwen3_moe (untied), llama (every bias, scaled rotary
+    frequencies of which one stays, two are between and five are stretched, tied), mistral (untied, sizes of heads not given)."""
     import transformers  # seconds, which ranks that read batches from here do not spend
 
     torch.manual_seed(seed)
@@ -43,7 +44,7 @@ def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> 
         "max_position_embeddings": 128,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "initializer_range": 0.1,
-        "tie_word_embeddings": kind == "qwen3",
+        "tie_word_embeddings": kind in ("qwen3", "llama"),
     }
     if kind == "qwen2":
         config = transformers.Qwen2Config(**{**shape, **changes})
@@ -51,6 +52,15 @@ def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> 
     elif kind == "qwen3":
         config = transformers.Qwen3Config(**{**shape, "head_dim": 16, **changes})
         model = transformers.Qwen3ForCausalLM(config)
+    elif kind == "llama":
+        scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **scaling}
+        biases = {"attention_bias": True, "mlp_bias": True}
+        config = transformers.LlamaConfig(**{**shape, "head_dim": 16, "rope_parameters": rope, **biases, **changes})
+        model = transformers.LlamaForCausalLM(config)
+    elif kind == "mistral":
+        config = transformers.MistralConfig(**{**shape, "sliding_window": None, **changes})
+        model = transformers.MistralForCausalLM(config)
     else:
         moe = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
         config = transformers.Qwen3MoeConfig(**{**shape, **moe, "norm_topk_prob": True, **changes})

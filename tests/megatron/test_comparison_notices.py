@@ -15,6 +15,7 @@ from torch import Tensor
 
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.rope import rotary_frequencies
 from marsrl.trainer.weights.comparison import EngineComparison, TrainerScores, comparison_sequences, trainer_scores
 
 
@@ -24,11 +25,12 @@ def shapes(shape: ModelShape) -> dict[str, ModelShape]:
         "rope theta x 5": {"rope_theta": 5 * shape.rope_theta},
         "norm eps x 100": {"norm_eps": 100 * shape.norm_eps},
         "no q/k norm": {"has_qk_norm": False},
+        "rope not stretched": {"rope_scaling": None},
         "top-k + 1": {"experts_per_token": shape.experts_per_token + 1},
         "top-k - 1": {"experts_per_token": shape.experts_per_token - 1},
     }
-    applies = {name: each for name, each in wrong.items() if shape.num_experts or not name.startswith("top-k")}
-    return {name: dataclasses.replace(shape, **each) for name, each in applies.items()}  # type: ignore[arg-type]
+    made = {name: dataclasses.replace(shape, **each) for name, each in wrong.items()}  # type: ignore[arg-type]
+    return {name: each for name, each in made.items() if each != shape and ("top-k" not in name or shape.num_experts)}
 
 
 def older(weights: dict[str, Tensor], size: float) -> dict[str, Tensor]:
@@ -53,8 +55,10 @@ def notices(trainer: TrainerScores, engine: LocalEngine) -> bool:
     return False
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(kind, dtype) for kind in ("qwen3", "qwen3_moe") for dtype in ("float32", "bfloat16")] + [("llama", "float32")],
+)
 def test_what_another_program_computes_is_noticed_and_what_it_rounds_is_not(
     kind: str, dtype: str, tmp_path: Path
 ) -> None:
@@ -66,10 +70,10 @@ def test_what_another_program_computes_is_noticed_and_what_it_rounds_is_not(
     shape, weights = model.shape, model.weights
     for what, wrong in shapes(shape).items():
         model.shape = wrong
-        model._inverse_frequency = 1.0 / wrong.rope_theta ** (torch.arange(0, wrong.head_size, 2) / wrong.head_size)
+        model._frequencies = rotary_frequencies(wrong, torch.device("cpu"))
         assert notices(trainer, engine), what
     model.shape = shape
-    model._inverse_frequency = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_size, 2) / shape.head_size)
+    model._frequencies = rotary_frequencies(shape, torch.device("cpu"))
     if shape.num_experts:
         model.weights = swapped(weights)
         assert notices(trainer, engine), "experts swapped"

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from megatron_models import learner, save_model, weights
 from safetensors.torch import load_file, save_file
 
 from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.rope import rotary_frequencies
 
 
 def edited(folder: Path, **changes: object) -> Path:
@@ -22,9 +25,10 @@ def edited(folder: Path, **changes: object) -> Path:
     ("changes", "says"),
     [
         (
-            {"architectures": ["LlamaForCausalLM"]},
-            "LlamaForCausalLM is not supported; supported: Qwen2ForCausalLM, Qwen3F",
+            {"architectures": ["GemmaForCausalLM"]},
+            "GemmaForCausalLM is not supported; supported: Qwen2ForCausalLM, Qwen3ForCausalLM, .*, MistralForCausalLM",
         ),
+        ({"attention_bias": True}, "attention_bias is True; supported: False"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two', expected an integer"),
@@ -34,8 +38,67 @@ def edited(folder: Path, **changes: object) -> Path:
 )
 def test_what_config_json_may_not_say(changes: dict[str, object], says: str, tmp_path: Path) -> None:
     folder = edited(save_model("qwen3", tmp_path / "m"), **changes)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=says) as refusal:
         learner(folder)
+    assert "\n" not in str(refusal.value)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "says"),
+    [
+        ("llama", {"rope_scaling": {**LLAMA3, "factor": None}}, r"rope type llama3 wants four numbers.* factor None"),
+        ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 4}}, "low_freq_factor below its high_freq_factor"),
+        ("llama", {"qkv_bias": True}, "qkv_bias is True; supported: False"),
+        ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5; supported: 1.0"),
+        ("mistral", {"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling is .*; supported: None"),
+        ("mistral", {"mlp_bias": True}, "mlp_bias is True; supported: False"),
+        ("mistral", {"rope_parameters": None}, "has no rope_theta"),
+    ],
+)
+def test_what_config_json_of_llama_and_mistral_may_not_say(
+    kind: str, changes: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    folder = edited(save_model(kind, tmp_path / "m"), **changes)
+    with pytest.raises(ValueError, match=says):
+        read_shape(folder)
+
+
+@pytest.mark.parametrize(
+    ("written", "positions"), [({}, 4096), ({"sliding_window": 64}, 64), ({"sliding_window": None}, 8192)]
+)
+def test_a_mistral_is_used_within_its_sliding_window(
+    written: dict[str, object], positions: int, tmp_path: Path
+) -> None:
+    """Which is 4096 where config.json does not say."""
+    folder = edited(save_model("mistral", tmp_path / "m"), max_position_embeddings=8192)
+    config = json.loads((folder / "config.json").read_text())
+    del config["sliding_window"]
+    (folder / "config.json").write_text(json.dumps(config | written))
+    assert read_shape(folder).max_positions == positions
+
+
+def test_older_files_of_llama_have_the_rope_beside_its_scaling(tmp_path: Path) -> None:
+    folder = save_model("llama", tmp_path / "m")
+    expected = read_shape(folder)
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    edited(folder, rope_parameters=None, rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
+    assert read_shape(folder) == expected and expected.rope_scaling is not None
+
+
+@pytest.mark.parametrize("kind", ["mistral", "llama"])
+def test_rotary_frequencies_are_those_of_transformers_to_the_bit(kind: str, tmp_path: Path) -> None:
+    folder = save_model(kind, tmp_path / "m")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb.inv_freq
+    assert torch.equal(rotary_frequencies(read_shape(folder), torch.device("cpu")), theirs)
 
 
 def test_a_half_there_directory_says_what_is_missing(tmp_path: Path) -> None:

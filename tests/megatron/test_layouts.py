@@ -26,6 +26,7 @@ TWO = {
         "cp2": {"context": 2},
     },
     "qwen3": {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "cp2": {"context": 2}},
+    "llama": {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}},
 }
 
 
@@ -38,6 +39,7 @@ RESUMED = {
         ("pp2", "tp2_etp2"),
         ("dp2", "ep2"),
     ],
+    "llama": [("pp2", "tp2")],
     "qwen3": [("tp2", "dp2"), ("pp2", "tp2"), ("pp2", "pp2")],  # pp2, tied: a padded bucket in the optimizer
 }
 
@@ -87,9 +89,9 @@ def test_two_ranks_train_as_one(reports: dict[str, Any], name: str) -> None:
     # Roundings are drawn anew, their size is the model's.
     assert two["scores"][1] == pytest.approx(one["scores"][1], rel=0.5)
     for n, weight in one["weights"].items():
-        # AdamW's first steps are lr * sign(g) where g is at rounding: a few weights may differ by that.
+        # AdamW's first steps are lr * sign(g) where g is at rounding: a few weights may differ by that, of a bias one.
         off = (two["weights"][n] - weight).abs() > 1e-4
-        assert float(off.float().mean()) < 3e-3, n
+        assert int(off.sum()) <= max(weight.dim() == 1, 3e-3 * weight.numel()), n
 
 
 @pytest.mark.parametrize("name", [f"{kind}/{layout}" for kind, layouts in TWO.items() for layout in layouts])

@@ -32,6 +32,8 @@ BUILT: list[tuple[str, int, dict[str, int], int]] = [
     ("Qwen3-8B", 16, {"tensor": 8, "pipeline": 2}, 0),
     ("Qwen3-4B", 8, {"tensor": 2, "pipeline": 2}, 1),
     ("Qwen3-0.6B", 1, {}, 0),
+    ("Llama-3.2-1B-Instruct", 8, {"tensor": 4, "pipeline": 2}, 1),
+    ("Mistral-7B-Instruct-v0.3", 8, {"tensor": 8}, 0),
 ]
 
 
@@ -57,6 +59,11 @@ def test_published_parameter_counts() -> None:
     assert totals["Qwen3-0.6B"] == 596_049_920
     assert totals["Qwen2.5-7B"] == 7_615_616_512
     assert totals["Qwen2.5-3B"] == 3_085_938_688
+    assert totals["Llama-3.1-8B-Instruct"] == 8_030_261_248
+    assert totals["Llama-3.2-1B-Instruct"] == 1_235_814_400
+    assert totals["Llama-3.2-3B-Instruct"] == 3_212_749_824
+    assert totals["Llama-3.3-70B-Instruct"] == 70_553_706_496
+    assert totals["Mistral-7B-Instruct-v0.3"] == 7_248_023_552
     assert 3.0e9 < active_elements(KNOWN["Qwen3-30B-A3B"]) < 3.3e9  # the A3B of the name
 
 
@@ -86,6 +93,7 @@ def holds(report: dict[str, Any], tolerance: float) -> None:
         ("qwen3", "full", "float32", {}),
         ("qwen3", "none", "bfloat16", {"intermediate_size": 512}),
         ("qwen2", "none", "bfloat16", {"num_key_value_heads": 8}),
+        ("llama", "none", "bfloat16", {"intermediate_size": 512}),
     ],
 )
 def test_one_rank_holds_what_is_planned(

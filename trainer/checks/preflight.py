@@ -166,7 +166,7 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
         return config, warnings
     if policy.model is not None:
         shape = read_shape(policy.model)
-        _check_files(policy.model, shape)
+        _check_files(policy.model, shape, is_trained=trains and not policy.frozen)
         if found := why_not_cut(shape, config.rollout_of(name).vllm):
             raise ConfigError(f"policies.{name}.model: {found}")
         if trains and not policy.frozen:
@@ -284,12 +284,12 @@ def _check_judge(config: RunConfig, problems: RunProblems, *, trains: bool) -> l
     return warnings
 
 
-def _check_files(model: str, shape: ModelShape) -> None:
+def _check_files(model: str, shape: ModelShape, *, is_trained: bool) -> None:
     """The weights are those that config.json describes, by their files' headers; the tokenizer renders chats."""
     from marsrl.trainer.learner.megatron.hf_files import HfReader
 
     with HfReader(model) as reader:
-        reader.check(shape)
+        reader.check(shape, is_trained=is_trained)
     vocab_size = ChatRenderer(model).vocab_size
     if vocab_size > shape.vocab_size:
         raise ConfigError(

@@ -109,7 +109,9 @@ class PriceConfig(Settings):
 
 
 class PolicyConfig(Settings):
-    model: str | None = Field(None, description="HF directory (Qwen2.5, Qwen3, Qwen3-MoE); null: the warm-started one")
+    model: str | None = Field(
+        None, description="HF directory (Qwen2.5, Qwen3, Llama 3, Mistral); null: the warm-started one"
+    )
     shape: Literal["tiny", "cpu_default"] | None = Field(
         None, description="size of the warm-started one, as `marsrl init` names it; default: cpu_default"
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from marsrl.rollout.model_shape import ModelShape, read_shape
+from marsrl.rollout.model_shape import ModelShape, RopeScaling, read_shape
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.schools.schools import school_of
 
@@ -40,6 +40,20 @@ _MOE = {"architecture": "Qwen3MoeForCausalLM", "num_experts": 128, "experts_per_
 _MOE_30B = _like(_DENSE_8B, 48, 2048, 32, 4, 768, **_MOE)
 _QWEN2 = replace(_DENSE_8B, architecture="Qwen2ForCausalLM", has_qkv_bias=True, has_qk_norm=False, max_positions=32768)
 _QWEN25_7B = _like(_QWEN2, 28, 3584, 28, 4, 18944, vocab_size=152064)
+_MISTRAL_7B = _like(
+    replace(_DENSE_8B, architecture="MistralForCausalLM", has_qk_norm=False, max_positions=32768, norm_eps=1e-5),
+    *(32, 4096, 32, 8, 14336),
+    vocab_size=32768,
+)
+_LLAMA_8B = replace(
+    _MISTRAL_7B,
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    max_positions=131072,
+    rope_theta=5e5,
+    rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192.0),
+)
+_LLAMA_SMALL = replace(_LLAMA_8B, is_tied=True, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192.0))
 
 KNOWN = {
     "Qwen3-30B-A3B": _MOE_30B,
@@ -51,6 +65,11 @@ KNOWN = {
     "Qwen2.5-7B": replace(_QWEN25_7B, max_positions=131072),
     "Qwen2.5-7B-Instruct": _QWEN25_7B,
     "Qwen2.5-3B": _like(_QWEN2, 36, 2048, 16, 2, 11008, is_tied=True),
+    "Llama-3.1-8B-Instruct": _LLAMA_8B,
+    "Llama-3.2-1B-Instruct": _like(_LLAMA_SMALL, 16, 2048, 32, 8, 8192, head_size=64),
+    "Llama-3.2-3B-Instruct": _like(_LLAMA_SMALL, 28, 3072, 24, 8, 8192),
+    "Llama-3.3-70B-Instruct": _like(_LLAMA_8B, 80, 8192, 64, 8, 28672),
+    "Mistral-7B-Instruct-v0.3": _MISTRAL_7B,
 }
 
 

@@ -1,1 +1,1 @@
-"""Our own inference-only engine: a Qwen2.5 / Qwen3 / Qwen3-MoE forward with a KV cache, fed by HF-named tensors."""
+"""Our own inference-only engine: the forward of the supported models with a KV cache, fed by HF-named tensors."""

@@ -1,4 +1,4 @@
-"""The forward pass of Qwen2.5 / Qwen3 / Qwen3-MoE for packed tokens, on fused weights. Attention is the caller's."""
+"""The forward pass of the supported models (model_shape.py) for packed tokens, on fused weights. Attention is the caller's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.rope import rotary_frequencies
 from marsrl.rollout.weights.layout import EMBEDDING, HEAD, fuse
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -29,8 +30,7 @@ class LocalModel:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.weights = dict(fuse(tensors, dtype, device))
         _check(shape, self.weights)
-        half = torch.arange(0, shape.head_size, 2, dtype=torch.float32, device=device) / shape.head_size
-        self._inverse_frequency = 1.0 / shape.rope_theta**half  # [D/2]
+        self._frequencies = rotary_frequencies(shape, device)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, experts: Tensor | None = None) -> Tensor:
         """Final hidden states [T, H] of token_ids [T] int64 at positions [T].
@@ -38,7 +38,7 @@ class LocalModel:
         experts: [T, layers, top_k] of an integer type, filled with those that each token went through; None: not wanted.
         """
         w, shape = self.weights, self.shape
-        angle = positions[:, None].float() * self._inverse_frequency
+        angle = positions[:, None].float() * self._frequencies
         cos = torch.cat([angle, angle], -1).cos()[:, None].to(self.dtype)  # [T, 1, D]
         sin = torch.cat([angle, angle], -1).sin()[:, None].to(self.dtype)
         q_rows, kv_rows = shape.num_heads, shape.num_kv_heads
@@ -46,13 +46,13 @@ class LocalModel:
         for layer in range(shape.num_layers):
             at = f"model.layers.{layer}"
             y = self._norm(x, f"{at}.input_layernorm.weight")
-            qkv = F.linear(y, w[f"{at}.self_attn.qkv_proj.weight"], w.get(f"{at}.self_attn.qkv_proj.bias"))
+            qkv = self._linear(y, f"{at}.self_attn.qkv_proj")
             q, k, v = qkv.view(len(x), -1, shape.head_size).split([q_rows, kv_rows, kv_rows], dim=1)
             if shape.has_qk_norm:
                 q = self._norm(q, f"{at}.self_attn.q_norm.weight")
                 k = self._norm(k, f"{at}.self_attn.k_norm.weight")
             q, k = q * cos + _rotate(q) * sin, k * cos + _rotate(k) * sin
-            x = x + F.linear(attend(layer, q, k, v).reshape(len(x), -1), w[f"{at}.self_attn.o_proj.weight"])
+            x = x + self._linear(attend(layer, q, k, v).reshape(len(x), -1), f"{at}.self_attn.o_proj")
             y = self._norm(x, f"{at}.post_attention_layernorm.weight")
             record = None if experts is None else experts[:, layer]
             x = x + (self._experts(y, at, record) if shape.num_experts else self._mlp(y, at))
@@ -66,9 +66,12 @@ class LocalModel:
         scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
         return self.weights[name] * (x.float() * scale).to(x.dtype)
 
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
     def _mlp(self, x: Tensor, at: str) -> Tensor:
-        gate, up = F.linear(x, self.weights[f"{at}.mlp.gate_up_proj.weight"]).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, self.weights[f"{at}.mlp.down_proj.weight"])
+        gate, up = self._linear(x, f"{at}.mlp.gate_up_proj").chunk(2, -1)
+        return self._linear(F.silu(gate) * up, f"{at}.mlp.down_proj")
 
     def _experts(self, x: Tensor, at: str, record: Tensor | None) -> Tensor:
         """Every token through its top experts: tokens sorted by expert, one GEMM an expert, added back in place."""
@@ -100,8 +103,9 @@ def _rotate(x: Tensor) -> Tensor:
 
 def _check(shape: ModelShape, weights: Mapping[str, Tensor]) -> None:
     h, d, width, experts = shape.hidden_size, shape.head_size, shape.ffn_size, shape.num_experts
+    qkv = (shape.num_heads + 2 * shape.num_kv_heads) * d
     of_layer: dict[str, tuple[int, ...]] = {
-        "self_attn.qkv_proj.weight": ((shape.num_heads + 2 * shape.num_kv_heads) * d, h),
+        "self_attn.qkv_proj.weight": (qkv, h),
         "self_attn.o_proj.weight": (h, shape.num_heads * d),
         "input_layernorm.weight": (h,),
         "post_attention_layernorm.weight": (h,),
@@ -112,6 +116,12 @@ def _check(shape: ModelShape, weights: Mapping[str, Tensor]) -> None:
         of_layer |= {"mlp.gate.weight": (experts, h), "mlp.experts.w13_weight": (experts, 2 * width, h)}
     else:
         of_layer |= {"mlp.gate_up_proj.weight": (2 * width, h)}
+    if shape.has_qkv_bias:
+        of_layer["self_attn.qkv_proj.bias"] = (qkv,)
+    if shape.has_proj_bias:
+        of_layer["self_attn.o_proj.bias"] = (h,)
+    if shape.has_mlp_bias:
+        of_layer |= {"mlp.gate_up_proj.bias": (2 * width,), "mlp.down_proj.bias": (h,)}
     layers = [f"model.layers.{layer}." for layer in range(shape.num_layers)]
     expected = {EMBEDDING: (shape.vocab_size, h), HEAD: (shape.vocab_size, h), "model.norm.weight": (h,)}
     expected |= {at + name: size for at in layers for name, size in of_layer.items()}

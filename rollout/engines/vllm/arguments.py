@@ -41,6 +41,7 @@ OWN_ARGUMENTS = {
     "async_scheduling": "rollout.vllm.sampler",
     "return_sampling_mask": "loss.truncation",
     "enable_return_routed_experts": "trainer.router_replay",
+    "config_format": None,
     "skip_tokenizer_init": None,
     "generation_config": None,
     "disable_log_stats": None,
@@ -70,6 +71,9 @@ def engine_arguments(
     """
     return {
         "model": str(model_dir),
+        # What the trainer reads, not the params.json and consolidated.safetensors that Mistral's directories have beside it.
+        "config_format": "hf",
+        "load_format": "hf",  # options.extra may say otherwise
         "dtype": dtype,
         "seed": seed,
         "max_model_len": max_model_len,

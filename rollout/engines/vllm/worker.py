@@ -109,6 +109,10 @@ class WorkerExtension:
             told = {
                 "norm_eps": getattr(module, "variance_epsilon", None),
                 "rope_theta": module.base if hasattr(module, "cos_sin_cache") else None,
+                "rope_factor": getattr(module, "scaling_factor", None),  # these four of Llama3RotaryEmbedding
+                "rope_low_freq_factor": getattr(module, "low_freq_factor", None),
+                "rope_high_freq_factor": getattr(module, "high_freq_factor", None),
+                "rope_original_positions": getattr(module, "orig_max_position", None),
                 "has_qk_norm": hasattr(module, "q_norm") if hasattr(module, "rotary_emb") else None,
                 "experts_per_token": getattr(getattr(module, "router", None), "top_k", None),
                 "normalises_top_k": getattr(getattr(module, "router", None), "renormalize", None),

@@ -127,7 +127,8 @@ def check(config: RunConfig) -> None:
         if policy.openai is None and (positions := read_shape(model).max_positions) < longest:
             raise ConfigError(
                 f"curate.{name}.max_input_tokens + curate.{name}.max_response_tokens is {longest:,}, but "
-                f"policies.{judge.policy}.model knows {positions:,} positions (max_position_embeddings); lower one"
+                f"policies.{judge.policy}.model knows {positions:,} positions (max_position_embeddings, or a shorter "
+                "sliding_window); lower one"
             )
     if section.best_of_n is not None:
         models_given(config.without_curators())

@@ -20,6 +20,7 @@ from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, hf_span, jo
 from marsrl.trainer.runs.directory import sync, sync_tree
 
 SHARD_BYTES = 4 * 10**9  # of one safetensors file, as Hugging Face cuts them; what a writer holds at most
+_TRAINED = ("BF16", "F16", "F32")  # dtypes in safetensors' words
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", "safetensors.index.json")
 
 
@@ -48,22 +49,22 @@ class HfReader:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def check(self, shape: ModelShape) -> None:
-        """Every tensor that config.json asks for is there, in its shape. Reads headers alone.
+    def check(self, shape: ModelShape, *, is_trained: bool) -> None:
+        """Every tensor that config.json asks for is there, in its shape, and is_trained: not quantised. Reads headers alone.
 
         Raises:
-            ValueError: a tensor is missing or has another shape; as `shard` does.
+            ValueError: a tensor is missing or is another; as `shard` does.
         """
         for unit in units(shape, 1):
-            self._check(shape, unit)
+            self._check(shape, unit, is_trained)
 
     def shard(self, shape: ModelShape, unit: Unit, part: int = 0, parts: int = 1) -> Tensor:
         """Part `part` of `parts` of a Megatron tensor, in the view that is cut.
 
         Raises:
-            ValueError: a tensor is missing or has another shape; with its name, file and both shapes.
+            ValueError: a tensor is missing, has another shape or is quantised; with its name, file and both shapes.
         """
-        self._check(shape, unit)
+        self._check(shape, unit, is_trained=True)
         tensors = []
         for name, wanted in zip(unit.hf, hf_shapes(shape, unit), strict=True):
             index = [slice(None)] * len(wanted)
@@ -72,15 +73,21 @@ class HfReader:
             tensors.append(self._read(name, tuple(index)))
         return join(shape, unit, tensors, parts)
 
-    def _check(self, shape: ModelShape, unit: Unit) -> None:
+    def _check(self, shape: ModelShape, unit: Unit, is_trained: bool) -> None:
         missing = [name for name in unit.hf if name not in self._where]
         if missing:
             raise ValueError(f"model: {self._folder} has no tensor {', '.join(missing)}, which config.json asks for")
         for name, wanted in zip(unit.hf, hf_shapes(shape, unit), strict=True):
-            found = tuple(self._where[name].get_slice(name).get_shape())
+            header = self._where[name].get_slice(name)
+            found, dtype = tuple(header.get_shape()), header.get_dtype()
             if found != wanted:
                 raise ValueError(
                     f"model: {self._folder}: {name} has shape {list(found)}, config.json gives {list(wanted)}"
+                )
+            if is_trained and dtype not in _TRAINED:
+                raise ValueError(
+                    f"model: {self._folder}: {name} is {dtype}; quantised weights are not trained: give them as "
+                    f"{' or '.join(_TRAINED)}"
                 )
 
     def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:

@@ -43,8 +43,11 @@ class Swiglu(MegatronModule):
         return swiglu(products)
 
 
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """megatron's local spec with our attention and experts, and norms and linear layers as config.transformer_impl says."""
+def layer_spec(config: TransformerConfig, *, has_mlp_bias: bool) -> TransformerBlockSubmodules:
+    """megatron's local spec with our attention and experts, and norms and linear layers as config.transformer_impl says.
+
+    has_mlp_bias: the layers of a dense MLP have a bias; config.add_bias_linear speaks of the attention.
+    """
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -59,11 +62,24 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         norm, qk_norm = _take_transformer_engine(layer)
     else:
         norm = qk_norm = RMSNorm
+    if has_mlp_bias != config.add_bias_linear and not config.num_moe_experts:
+        mlp = layer.mlp.submodules
+        mlp.linear_fc1, mlp.linear_fc2 = (_biased(each, has_mlp_bias) for each in (mlp.linear_fc1, mlp.linear_fc2))
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if config.qk_layernorm:
         attention = layer.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = qk_norm
     return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=norm)
+
+
+def _biased(linear: Any, has_bias: bool) -> type:
+    """The class of linear layers with a bias, or without: megatron's add_bias_linear is one for the attention and the MLP."""
+
+    class Linear(linear):
+        def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
+            super().__init__(*sizes, bias=has_bias, **options)
+
+    return Linear
 
 
 def _take_transformer_engine(layer: Any) -> tuple[type, type]:

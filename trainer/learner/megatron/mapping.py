@@ -3,9 +3,9 @@
 | Megatron                          | Hugging Face                               | cut over ranks       |
 |-----------------------------------|--------------------------------------------|----------------------|
 | linear_qkv [G, (r+2) D, H]        | per KV group: r query heads, key, value    | TP, dim 0 (G)        |
-| linear_proj                       | o_proj                                     | TP, dim 1            |
+| linear_proj                       | o_proj                                     | TP, dim 1; bias: not |
 | mlp.linear_fc1 [2, F, H]          | gate_proj, up_proj                         | TP, dim 1 (F)        |
-| mlp.linear_fc2                    | down_proj                                  | TP, dim 1            |
+| mlp.linear_fc2                    | down_proj                                  | TP, dim 1; bias: not |
 | experts.gate_up[e] [2, F, H]      | experts.e.gate_proj, experts.e.up_proj     | EP by e, ETP dim 1   |
 | experts.down[e]                   | experts.e.down_proj                        | EP by e, ETP dim 1   |
 | embedding, output_layer           | embed_tokens, lm_head (padded with zeros)  | TP, dim 0            |
@@ -78,6 +78,8 @@ def units(shape: ModelShape, num_stages: int) -> list[Unit]:
             add("self_attention.q_layernorm.weight", "self_attn.q_norm.weight")
             add("self_attention.k_layernorm.weight", "self_attn.k_norm.weight")
         add("self_attention.linear_proj.weight", "self_attn.o_proj.weight", cut=1)
+        if shape.has_proj_bias:
+            add("self_attention.linear_proj.bias", "self_attn.o_proj.bias")
         add("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
         if shape.num_experts:
             add("mlp.router.weight", "mlp.gate.weight")
@@ -88,6 +90,9 @@ def units(shape: ModelShape, num_stages: int) -> list[Unit]:
         if not shape.num_experts:
             add("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", kind="pair", cut=1)
             add("mlp.linear_fc2.weight", "mlp.down_proj.weight", cut=1)
+        if shape.has_mlp_bias:
+            add("mlp.linear_fc1.bias", "mlp.gate_proj.bias", "mlp.up_proj.bias", kind="pair", cut=1)
+            add("mlp.linear_fc2.bias", "mlp.down_proj.bias")
     out.append(Unit("decoder.final_layernorm.weight", ("model.norm.weight",), last))
     if not shape.is_tied:
         out.append(Unit("output_layer.weight", ("lm_head.weight",), last, "vocab", 0))
@@ -102,15 +107,15 @@ def padded_rows(vocab_size: int, parts: int) -> int:
 def hf_shapes(shape: ModelShape, unit: Unit) -> list[tuple[int, ...]]:
     """The shapes of the unit's Hugging Face tensors."""
     s = shape
+    rest = () if unit.name.endswith("bias") else (s.hidden_size,)
     if unit.kind == "vocab":
         return [(s.vocab_size, s.hidden_size)]
     if unit.kind == "qkv":
-        rest = () if unit.name.endswith("bias") else (s.hidden_size,)
         rows = (s.num_heads * s.head_size, s.num_kv_heads * s.head_size, s.num_kv_heads * s.head_size)
         return [(n, *rest) for n in rows]
     if unit.kind == "pair":
-        return [(s.ffn_size, s.hidden_size)] * 2
-    if "linear_proj" in unit.name:
+        return [(s.ffn_size, *rest)] * 2
+    if unit.name.endswith("linear_proj.weight"):
         return [(s.hidden_size, s.num_heads * s.head_size)]
     if unit.cut is not None:
         return [(s.hidden_size, s.ffn_size)]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from marsrl.rollout.model_shape import ModelShape, read_shape
+from marsrl.rollout.rope import rotary_frequencies
 from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.learner.megatron.convert import Converter
 from marsrl.trainer.learner.megatron.head import PolicyModel
@@ -97,7 +98,7 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         gated_linear_unit=True,
         activation_func=silu,
         use_te_activation_func=not shape.num_experts,  # the module that layer_spec.py puts there: ours
-        add_bias_linear=False,
+        add_bias_linear=shape.has_proj_bias,
         add_qkv_bias=shape.has_qkv_bias,
         qk_layernorm=shape.has_qk_norm,
         hidden_dropout=0.0,
@@ -132,7 +133,7 @@ def bare_model(shape: ModelShape, layout: Layout, config: TransformerConfig) -> 
     """This rank's part of the model, parameters uninitialised, on the current device."""
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=layer_spec(config),
+        transformer_layer_spec=layer_spec(config, has_mlp_bias=shape.has_mlp_bias),
         vocab_size=padded_rows(shape.vocab_size, layout.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -140,9 +141,10 @@ def bare_model(shape: ModelShape, layout: Layout, config: TransformerConfig) -> 
         parallel_output=True,
         share_embeddings_and_output_weights=shape.is_tied,
         position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
         real_vocab_size=shape.vocab_size,
     )
+    rope = model.rotary_pos_emb  # megatron's own llama3 knows one factor for all
+    rope.inv_freq = rotary_frequencies(shape, rope.inv_freq.device)
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
             _leave_sorted_rows(layer.mlp.token_dispatcher)

@@ -1,0 +1,45 @@
+"""Small random models of each family, for parity.py and probe.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ROPE = {"rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {}),
+    "moe": ("qwen3_moe", _EXPERTS),
+    "llama": (
+        "llama",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 64, **_ROPE},
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+}
+"""{name: (transformers' model_type, what its config has beside the sizes)}"""
+
+
+def write_model(kind: str, layers: int, folder: Path, **sizes: int) -> Path:
+    """Width 64, vectors (norms, biases) off their first values by 0.1; sizes: of the config, in place of those here."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    name, others = FAMILIES[kind]
+    shape: dict[str, Any] = {
+        "vocab_size": 160, "hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 256,
+        "initializer_range": 0.05, "tie_word_embeddings": False,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**shape, **others, **sizes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
