@@ -18,7 +18,7 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.gateway.workers import WORKER
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.types import Sample
+from marsrl.rollout.types import Finish, Sample
 
 LONG = {"max_response_tokens": 60}
 
@@ -251,3 +251,28 @@ def test_a_worker_from_elsewhere_joins_with_its_key(model: Path, tmp_path: Path)
             samples = played.samples()
             worker.terminate()
     assert set(rewards(samples).values()) == {1.0} and worker.returncode == 0
+
+
+def test_a_call_that_an_engine_gave_up_costs_its_session(model: Path, tmp_path: Path) -> None:
+    text = "def run(problem, client):\n    client.chat('solver', [problem.question])\n    return 1.0\n"
+
+    def fail(request: DecodeRequest) -> str | None:
+        return "no luck" if request.uid.startswith("000001.0/") else None
+
+    engine = ScriptedEngine(lambda request: [5, 6], fail=fail)
+    with playing(model, rollout_config(), {"function": program(tmp_path, text)}, engine=engine) as played:
+        batch = played.batch()
+    samples = {sample.uid: sample for group in batch.groups for sample in group.samples}
+    assert [uid for uid, value in rewards(samples).items() if math.isnan(value)] == ["000001.0/solver:0"]
+    assert samples["000001.0/solver:0"].finish is Finish.ERROR and batch.metrics["rollout/failed_episodes"] == 1
+
+
+def test_a_command_that_hangs_is_killed_with_its_session(model: Path, tmp_path: Path) -> None:
+    script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    external = {"command": [sys.executable, "-c", script], "timeout_s": 2}
+    with playing(model, rollout_config(prompts_per_step=1, group_size=1), external) as played:
+        batch = played.batch()
+        process = int((tmp_path / "pid").read_text())
+        while Path(f"/proc/{process}/cmdline").exists():
+            time.sleep(0.1)
+    assert batch.metrics["rollout/failed_episodes"] == 1 and not batch.groups
