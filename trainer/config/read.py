@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # in a chec
 DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default", "qa": "qa_default"}
 _PATHS = re.compile(
     r"task|orchestration|data\.(train|eval)|policies\.[^.]+\.(model|reference)|tools\.[^.]+\.(corpus|index|function|command)"
-    r"|agents\.[^.]+\.prompt"
+    r"|agents\.[^.]+\.prompt|external\.(function|python)"
 )
 
 
@@ -153,6 +153,7 @@ def _absolute(value: Any, name: str, folder: Path) -> Any:
         or (name == "prompt" and not is_prompt_file(value))
         or (name == "reference" and value in ("none", "start"))
         or (name in ("model", "reference") and is_of_a_hub)
+        or (name == "python" and "/" not in value)
     )
     return value if is_word else path
 
