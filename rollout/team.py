@@ -19,6 +19,7 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode
+from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.player.completion import Completion
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.rewards.judge import Judge
@@ -100,8 +101,13 @@ class Team:
     judge: WatchedJudge
     records_experts: frozenset[str] = frozenset()
     max_turns: int = 256
-    tools: ToolPool | None = None
+    tools: ToolPool | Gateway | None = None
     max_kept: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def gateway(self) -> Gateway | None:
+        """The way to programs that play episodes, where they do."""
+        return self.tools if isinstance(self.tools, Gateway) else None
 
     def renderer(self, agent: str) -> ChatRenderer:
         return self.renderers[self.agents[agent].policy]
@@ -181,10 +187,10 @@ class Team:
     def with_outcome(self, sample: Sample, outcome: float) -> Sample:
         """The sample of an episode that has ended so; it is the reward of what an adviser has said."""
         sample = replace(sample, outcome=outcome)
-        if not self.orchestration.spec(sample.agent).advises or sample.finish is not Finish.STOP:
+        if not self.orchestration.spec(sample.agent).advises or sample.finish is Finish.ERROR:
             return sample
         if not sample.reward.is_missing:
-            return sample  # by a rule of the team's own
+            return sample  # by a rule of the team's own, or overlong
         return replace(sample, reward=self._penalised(sample, Reward(outcome, MISSING, {"outcome": outcome})))
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
@@ -279,10 +285,14 @@ class Team:
     def begin_judging(self, ended: Sequence[Completion]) -> list[Future[Reward] | None]:
         """The judgements that the rewards of these completions' samples rest on; None where they need none."""
         samples = [sample for each in ended if (sample := each.sample) is not None]
-        needed = [sample.finish is not Finish.ERROR and self.orchestration.needs_judge(sample) for sample in samples]
-        pairs = zip(ended, samples, needed, strict=True)
-        judgements = iter(self.judge([(each.episode, sample.answer or "") for each, sample, needs in pairs if needs]))
-        return [next(judgements) if needs else None for needs in needed]
+        pairs = list(zip((each.episode for each in ended), samples, strict=True))
+        answers = [
+            None if sample.finish is Finish.ERROR else self.orchestration.to_judge(episode, sample)
+            for episode, sample in pairs
+        ]
+        asked = [(pair[0], answer) for pair, answer in zip(pairs, answers, strict=True) if answer is not None]
+        judgements = iter(self.judge(asked))
+        return [None if answer is None else next(judgements) for answer in answers]
 
     def rewarded(self, completion: Completion, judgement: Reward | None) -> Sample:
         """Its sample with a reward: the orchestration's rules, over the judgement of the answer where they need one."""

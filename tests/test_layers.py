@@ -40,11 +40,12 @@ def test_nothing_imports_upward() -> None:
 SETTINGS = "trainer/config"
 ROOMS = {
     "rollout/agents": set(),
-    "rollout/orchestrations": {"rollout/agents"},
+    "rollout/gateway": {"rollout/agents"},
+    "rollout/orchestrations": {"rollout/agents", "rollout/gateway"},
     "rollout/engines": {"rollout/agents", "rollout/weights"},
     "rollout/pool": {"rollout/agents", "rollout/engines"},
     "rollout/rewards": {"rollout/agents", "rollout/engines", "rollout/pool"},
-    "rollout/player": {"rollout/engines", "rollout/tasks"},
+    "rollout/player": {"rollout/engines", "rollout/gateway", "rollout/tasks"},
     "rollout/tasks": {"rollout/agents", "rollout/rewards", "rollout/tools"},
     "rollout/tools": set(),
     "rollout/weights": set(),

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import socket
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import torch
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.refusals import RankHost, TrainerHost
+from marsrl.rollout.gateway.agents import agents_of
+from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.rollout import Rollout
@@ -31,6 +34,7 @@ from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.tasks.data import right_answers
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools
+from marsrl.rollout.tools.pool import ToolPool
 from marsrl.trainer.checks.preflight import Checked
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.driver import Driver
@@ -229,8 +233,10 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             )
             stack.callback(model.close)
             judge = WatchedJudge(checked.task.judge, model)
-        tools = None
-        if orchestration.tools:
+        tools: ToolPool | Gateway | None = None
+        if config.external is not None:
+            tools = stack.enter_context(_gateway(config, renderers))
+        elif orchestration.tools:
             tools = build_tools(config.tools, orchestration.tools, checked.task.documents, checked.task.papers)
             stack.callback(tools.close)
         yield Team(
@@ -244,6 +250,19 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             tools,
             config.max_kept,
         )
+
+
+def _gateway(config: RunConfig, renderers: dict[str, ChatRenderer]) -> AbstractContextManager[Gateway]:
+    """The door of the programs that play, with its workers."""
+    from marsrl.rollout.gateway.server import (
+        open_gateway,
+    )  # here: most runs do without FastAPI
+
+    assert config.external is not None
+    key = os.environ[config.external.key_env] if config.external.key_env else None
+    parsers = {name: (policy.tool_parser, policy.reasoning_parser) for name, policy in config.policies.items()}
+    agents = agents_of(config.agents, renderers, config.rollout.max_response_tokens, parsers)
+    return open_gateway(config.external, agents, key)
 
 
 def open_pool(

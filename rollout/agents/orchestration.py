@@ -48,8 +48,10 @@ class Orchestration:
         """orchestration_options of this team."""
 
     name: ClassVar[str] = ""
-    agents: ClassVar[tuple[AgentSpec, ...]] = ()
+    agents: tuple[AgentSpec, ...] = ()
     is_one_episode: ClassVar[bool] = False
+    plays_sessions: ClassVar[bool] = False
+    """A program that is not ours plays its episodes, and calls agents when it likes."""
     tools: tuple[str, ...] = ()
     """Tools that `follow` calls (episode.call), by the names that `tools` of the config has; all have to be set there."""
     optional_tools: ClassVar[tuple[str, ...]] = ()
@@ -259,6 +261,10 @@ class Orchestration:
         """Does `reward` want the task's judgement of this parsed sample's answer?"""
         gives_verdicts = self.spec(sample.agent).gives_verdicts
         return sample.finish is Finish.STOP and sample.answer is not None and not gives_verdicts
+
+    def to_judge(self, episode: Episode, sample: Sample) -> str | None:
+        """The text that the task judges for `reward` of this parsed sample; None where it needs no judgement."""
+        return sample.answer if self.needs_judge(sample) else None
 
     def is_readable(self, sample: Sample) -> bool:
         """True where this parsed sample has an answer, a verdict or an adviser's words; with `parser: compat`, which always

@@ -24,6 +24,7 @@ from marsrl.rollout.types import IntArray, Message
 
 _PLACEHOLDER = "MARSRLCONTENT{index}ENDCONTENT"
 _PLACEHOLDER_PATTERN = re.compile(r"MARSRLCONTENT(\d+)ENDCONTENT")
+_ANSWER = "MARSRLANSWER"  # stands for a completion in a chat that is rendered for what follows it
 _BYTES = (1, 2, 3, 4)  # of a character in UTF-8
 _TOKENS_TOGETHER = 1 << 20  # are decoded: as Python's numbers they take 36 bytes each
 _NO_CLASS = re.compile(r'"tokenizer_class":\s*"TokenizersBackend"')  # transformers' own word for it
@@ -38,7 +39,7 @@ class ChatRenderer:
     def __init__(self, directory: str | Path) -> None:
         if not Path(directory).is_dir():
             raise ValueError(f"tokenizer directory {directory} does not exist; give a Hugging Face model directory")
-        self._tokenizer = load_tokenizer(Path(directory))
+        self._tokenizer = self.tokenizer = load_tokenizer(Path(directory))
         # What transformers makes where there are no files.
         if not self._tokenizer.encode("7", add_special_tokens=False):
             found = ", ".join(sorted(path.name for path in Path(directory).iterdir())[:12])
@@ -102,9 +103,71 @@ class ChatRenderer:
         _, _, _, _, after, *rest = self._parts(
             [Message("user", ""), Message("assistant", ""), *messages], template_options
         )
+        return self._filled([self._without_end(after), *rest])[0]
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), **template_options: bool | str
+    ) -> tuple[IntArray, str]:
+        """As `render`, of messages and tools as OpenAI's API has them: the chat template sees contents as they are, but for the
+        control words in them, which it gets back as ordinary text."""
+        return self._filled(self._chat_parts(messages, tools, template_options))
+
+    def next_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, has_ended: bool, **template_options: bool | str
+    ) -> IntArray:
+        """As `next_turn`, of messages as OpenAI's API has them.
+
+        has_ended: the completion has its end token; else it was cut off, and the token is put behind it.
+        """
+        turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *messages]
+        parts = self._chat_parts(turns, (), template_options)
+        place = next(i for i, text in enumerate(parts) if _ANSWER in text)
+        after = parts[place].partition(_ANSWER)[2]
+        return self._filled([self._without_end(after) if has_ended else after, *parts[place + 1 :]])[0]
+
+    def turn_text(self, message: Mapping[str, Any], tools: Sequence[Any] = (), **template_options: bool | str) -> str:
+        """An assistant's turn as the chat template writes it behind the content, without its end."""
+        around = {"role": "user", "content": ""}
+        parts = self._chat_parts([around, {**message, "content": _ANSWER}, around], tools, template_options)
+        after = "".join(parts).partition(_ANSWER)[2]
+        ends = [after.index(word) for word, index in self._control.items() if index in self.stop_ids and word in after]
+        return after[: min(ends, default=None)]
+
+    def _chat_parts(
+        self, messages: Sequence[Any], tools: Sequence[Any], template_options: Mapping[str, bool | str]
+    ) -> list[str]:
+        """The rendered chat: what the template writes, a control word in a content, what it writes, ..., what it writes."""
+        words: list[str] = []
+        controls = [] if self._control_pattern is None else [self._control_pattern.pattern]
+        pattern = re.compile("|".join([_PLACEHOLDER_PATTERN.pattern, *controls]))
+
+        def hidden(value: Any) -> Any:
+            if isinstance(value, str):
+                return pattern.sub(hide, value)
+            if isinstance(value, Mapping):
+                return {hidden(key): hidden(each) for key, each in value.items()}
+            return [hidden(each) for each in value] if isinstance(value, list | tuple) else value
+
+        def hide(match: re.Match[str]) -> str:
+            words.append(match[0])
+            return _PLACEHOLDER.format(index=len(words) - 1)
+
+        template: str = self._tokenizer.apply_chat_template(
+            hidden(messages),
+            tools=hidden(tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **template_options,
+        )
+        parts = _PLACEHOLDER_PATTERN.split(template)
+        parts[1::2] = [words[int(index)] for index in parts[1::2]]
+        return parts
+
+    def _without_end(self, text: str) -> str:
+        """What a template writes behind an answer, without the end token and white space before it."""
         ends = sorted((word for word, index in self._control.items() if index in self.stop_ids), key=len, reverse=True)
-        end = next(filter(after.lstrip().startswith, ends), None)
-        return self._filled([after if end is None else after.lstrip().removeprefix(end), *rest])[0]
+        end = next(filter(text.lstrip().startswith, ends), None)
+        return text if end is None else text.lstrip().removeprefix(end)
 
     def _filled(self, parts: Sequence[str]) -> tuple[IntArray, str]:
         pieces: list[int | str | None] = []

@@ -11,6 +11,7 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, OptionValues, RolloutConfig, Settings, problems_of
 from marsrl.rollout.orchestrations.debate import Debate
 from marsrl.rollout.orchestrations.dual_system import DualSystem
+from marsrl.rollout.orchestrations.external import External
 from marsrl.rollout.orchestrations.search_team import SearchTeam
 from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.orchestrations.solver_verifier import SolverVerifier
@@ -18,7 +19,7 @@ from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
 from marsrl.rollout.own_classes import is_own, own_class
 
 ORCHESTRATIONS: Mapping[str, type[Orchestration]] = {
-    kind.name: kind for kind in (VerifierCorrector, Solver, SolverVerifier, Debate, SearchTeam, DualSystem)
+    kind.name: kind for kind in (VerifierCorrector, Solver, SolverVerifier, Debate, SearchTeam, DualSystem, External)
 }
 
 
@@ -33,7 +34,7 @@ def find_orchestration(name: str) -> type[Orchestration]:
 
 
 def agent_names(orchestration: str) -> tuple[str, ...]:
-    """Agents of the orchestration of this name, in the order of play."""
+    """Agents of the orchestration of this name, in the order of play; none of one whose agents the settings name."""
     return tuple(spec.name for spec in find_orchestration(orchestration).agents)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from marsrl.rollout.config import MOST_TOKENS
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
 from marsrl.rollout.episode import Episode
+from marsrl.rollout.gateway.calls import Call
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Ask, BoolArray, Finish, FloatArray, IntArray, Sample, Segment
@@ -39,6 +41,7 @@ class Completion:
     kept_tokens: of the completion's N places; None as long as no segment recorded them.
     num_decoded: tokens of the present segment that were decoded before it was aborted. seconds: of an engine.
     finish, error: how it ended, and why where it failed. sample: while it is judged (without a reward), and once it is over.
+    call, call_start: a program's call that its present turn answers, and the token of the completion with which that begins.
     """
 
     state: State = State.DUE
@@ -54,6 +57,8 @@ class Completion:
     finish: Finish = Finish.UNFINISHED
     error: str = ""
     sample: Sample | None = None
+    call: Call | None = field(default=None, init=False, repr=False)
+    call_start: int = field(default=0, init=False)
     of: OpenAsk = field(init=False, repr=False)
     index: int = field(init=False)  # among the samples of the ask
 
@@ -71,8 +76,18 @@ class Completion:
 
     def request(self, max_new_tokens: int, sampling: Sampling, seed: int, **more: Any) -> DecodeRequest:
         """Its next segment. more: other fields of the request."""
+        if self.call is not None:
+            sampling = replace(sampling, stop=(*sampling.stop, *self.call.stop))
+            max_new_tokens = min(max_new_tokens, self.tokens_left_of_call)
         tokens = np.concatenate([self.of.prompt_ids, self.token_ids]).astype(np.int32, copy=False)
         return DecodeRequest(self.uid, tokens, max_new_tokens, sampling, seed, self.of.ask.id, **more)
+
+    @property
+    def tokens_left_of_call(self) -> int:
+        """Tokens that the program's call leaves to its answer."""
+        if self.call is None or self.call.max_tokens is None:
+            return MOST_TOKENS
+        return self.call_start + self.call.max_tokens - len(self.token_ids)
 
     def extend(self, result: DecodeResult) -> None:
         """Append one segment, and what was recorded with it. A segment without tokens (an engine gave up at once)

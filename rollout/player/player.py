@@ -22,6 +22,7 @@ import numpy as np
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.player.completion import Completion, OpenAsk, State
+from marsrl.rollout.player.sessions import OpenSessions
 from marsrl.rollout.team import Prompt, Team
 from marsrl.rollout.types import Ask, Finish, Reward, Sample, ToolCall, ToolOutput
 
@@ -93,6 +94,8 @@ class Player:
         self._complete: list[OpenAsk] = []  # to be closed
         self._ended: list[Episode] = []
         self._dirty: dict[int, Episode] = {}  # in which completions wait, and something has happened
+        gateway = team.gateway
+        self._sessions = None if gateway is None else OpenSessions(gateway, self.open, self.counts)
 
     @property
     def is_decoding(self) -> bool:
@@ -129,6 +132,8 @@ class Player:
         """Go on with what a checkpoint kept: what was being decoded is decoded again, what was judged is judged again, and calls
         of tools that have no output are made again."""
         self.open = opened
+        if self._sessions is not None:
+            self._sessions.restore(opened, episodes)
         by_id = {episode.id: episode for episode in episodes}
         judging = []
         for ask in opened.values():
@@ -201,6 +206,9 @@ class Player:
         """Results that the engines have; without any it waits for them, timeout_s at most, or for judges and tools. Nothing of
         the player changes."""
         pools = [pool for pool in self.team.pools.values() if pool.num_under_way]
+        if not pools and self._sessions is not None:
+            self._sessions.wait(min(timeout_s, _BESIDE_S) if self._judging else timeout_s)
+            return []
         if not pools:
             futures: list[Future[Any]] = [each for each in self._judging.values() if each is not None]
             wait([*futures, *self._calling], timeout_s, FIRST_COMPLETED)
@@ -216,6 +224,8 @@ class Player:
         for result in results:
             each, request = self._decoding.pop(result.uid)
             self._count(each, request, result)
+            if self.open.get(each.of.ask.id) is not each.of:
+                continue  # its session was lost meanwhile
             each.extend(result)
             each.finish, each.error = self._finish(each, result), result.error
             if each.finish is not Finish.UNFINISHED:
@@ -281,13 +291,15 @@ class Player:
     def _finish(self, each: Completion, result: DecodeResult) -> Finish:
         if result.finish in (Finish.STOP, Finish.ERROR):
             return result.finish
-        is_full = len(each.token_ids) >= self._game.most_tokens(each.agent)
+        is_full = len(each.token_ids) >= self._game.most_tokens(each.agent) or each.tokens_left_of_call <= 0
         if is_full or (result.finish is Finish.LENGTH and not self._game.has_segments):
             return Finish.LENGTH
         return Finish.UNFINISHED
 
     def _end(self, ended: Sequence[Completion]) -> None:
         """Completions have ended or paused: their samples are judged, or wait."""
+        if self._sessions is not None:
+            ended = [each for each in ended if not self._sessions.hold(each)]
         if not ended:
             return
         unjudged = []
@@ -305,6 +317,7 @@ class Player:
         """Take in results once; True if requests followed, so that more may."""
         self._take_judged()
         self._take_outputs()
+        self._take_calls()
         if self._in_step and self.is_working:
             return False
         complete, self._complete = self._complete, []
@@ -330,8 +343,20 @@ class Player:
     def _take_outputs(self) -> None:
         for future in [future for future in self._calling if future.done()]:  # in the order of the calls
             episode, call = self._calling.pop(future)
-            episode.outputs[call.id] = future.result()
+            episode.outputs[call.id] = output = future.result()
+            if self._sessions is not None:
+                episode.error = output.text if output.is_error else ""
+                self._end(self._sessions.end(episode))
             self._game.followed(episode, self._follow(episode))
+
+    def _take_calls(self) -> None:
+        """Take in what programs have asked for."""
+        if self._sessions is not None and self._calling and not self.is_resting:
+            versions = {name: self.versions[agent.policy] for name, agent in self.team.agents.items()}
+            due, dropped = self._sessions.take(versions)
+            for each in dropped:
+                self._due.pop(each, None)
+            self.due(due)
 
     def _over(self, episode: Episode, ask: Ask, samples: tuple[Sample, ...]) -> list[Ask]:
         episode.close(ask, samples)
@@ -351,6 +376,8 @@ class Player:
     def _call(self, episode: Episode, calls: Sequence[ToolCall]) -> None:
         for call in calls:
             assert self.team.tools is not None  # Team.follow lets no call through else
+            if self._sessions is not None:
+                self._sessions.begin(episode)
             self._calling[self.team.tools.submit(call)] = (episode, call)
 
     def _mark(self, episode: Episode) -> None:

@@ -98,9 +98,10 @@ class RolloutState:
 
 @dataclass(slots=True)
 class _Stage:
-    """A stage under way: the completions that it waits for, their number at its beginning, and those that have finished."""
+    """A stage under way: completions (or the ids of episodes) that it waits for, their number at its beginning, and those that
+    have finished."""
 
-    awaited: set[Completion]
+    awaited: set[Completion | str]
     num_awaited: int
     num_finished: int = 0
 
@@ -109,16 +110,17 @@ class StageRule:
     """When a stage is over, and when the next one may begin.
 
     in_step: rollout.overlap = 0; a stage is over with all that it began, and the engines rest.
+    of_sessions: programs play episodes; a stage is over with the episodes that it began.
     """
 
-    def __init__(self, config: RolloutConfig) -> None:
+    def __init__(self, config: RolloutConfig, *, of_sessions: bool = False) -> None:
         self._config = config
-        self.in_step = config.overlap == 0
+        self.in_step = config.overlap == 0 and not of_sessions
         self._stages: deque[_Stage] = deque()  # under way, the oldest first
 
-    def begin(self, completions: Iterable[Completion]) -> None:
+    def begin(self, unfinished: Iterable[Completion | str]) -> None:
         """A stage begins, with these unfinished."""
-        awaited = set(completions)
+        awaited = set(unfinished)
         self._stages.append(_Stage(awaited, len(awaited)))
 
     def segment_ended(self, completion: Completion) -> None:
@@ -133,11 +135,11 @@ class StageRule:
         for stage in self._stages:
             stage.awaited.difference_update(completions)
 
-    def finished(self, completion: Completion) -> None:
-        """A completion is over."""
+    def finished(self, each: Completion | str) -> None:
+        """A completion, or an episode, is over."""
         for stage in self._stages:
-            stage.num_finished += completion in stage.awaited
-            stage.awaited.discard(completion)
+            stage.num_finished += each in stage.awaited
+            stage.awaited.discard(each)
 
     @property
     def has_share(self) -> bool:
@@ -182,7 +184,8 @@ class Stages:
         self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int, trains_whole: bool = False
     ) -> None:
         self.config, self.team, self.source, self.seed, self.trains_whole = config, team, source, seed, trains_whole
-        self.rule = StageRule(config)
+        self._plays_sessions = team.orchestration.plays_sessions
+        self.rule = StageRule(config, of_sessions=self._plays_sessions)
         is_urgent = not self.rule.in_step or config.finish_share < 1
         self.player = Player(team, self, in_step=self.rule.in_step, is_urgent=is_urgent)
         self.state = StagesState(open=self.player.open)
@@ -315,6 +318,7 @@ class Stages:
         """With the last episode of an instance, what was held of it is trained."""
         if self.on_episode is not None:
             self.on_episode(episode.id, True)
+        self.rule.finished(episode.id)
         counts = self.player.counts
         counts["rollout/episodes"] += 1
         counts.update({f"team/{name}": value for name, value in self.team.metrics(episode).items()})
@@ -367,7 +371,10 @@ class Stages:
         """All that is unfinished is of this stage."""
         unfinished = self._unfinished()
         self.player.due(each for each in unfinished if each.state is State.DUE)
-        self.rule.begin(unfinished)
+        if self._plays_sessions:
+            self.rule.begin(name for instance in self.state.instances.values() for name in instance.episodes)
+        else:
+            self.rule.begin(unfinished)
 
     def _num_new(self) -> int:
         """New problems of the stage that begins; with rollout.stage_size=total, samples that go on take places of theirs."""
@@ -402,6 +409,8 @@ class Stages:
             self._ask_for_waiting()
         if not self.rule.is_over(self.player):
             return
+        if self.config.overlap == 0 and not self.rule.in_step:
+            self.player.rest()
         groups: Sequence[Group] = state.closed
         if self.rule.in_step:
             self.player.put_off()

@@ -474,7 +474,8 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, said: str)
 
 
 def test_every_team_asks_its_first_agent_about_a_new_problem() -> None:
-    for name, kind in ORCHESTRATIONS.items():
+    ours = {name: kind for name, kind in ORCHESTRATIONS.items() if not kind.plays_sessions}
+    for name, kind in ours.items():
         team = build_orchestration(name, {}, "qa")
         first, *_ = team.follow(Episode("000001", "000001", PROBLEM))
         assert first.agent == kind.agents[0].name and not first.inputs

@@ -164,7 +164,7 @@ def test_who_names_another_orchestration_leaves_the_agents_below_behind(tmp_path
     back = read_config(written(tmp_path, text), ["orchestration=verifier_corrector"])[0]
     assert len(back.agents) == 5 and back.agents["solver"].temperature == 0.5
     assert "has no such agent" in refusal(written(tmp_path, "agents: {verifer1: {}}"), "orchestration=solver")
-    assert "orchestration is 'debates'; there are debate, dual_system, search_team, sol" in refusal(
+    assert "orchestration is 'debates'; there are debate, dual_system, external, search_team, sol" in refusal(
         None, "orchestration=debates"
     )
     config, _ = read_config(None, ["orchestration=debate", "orchestration_options.rounds=3"])

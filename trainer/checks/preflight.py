@@ -18,6 +18,9 @@ from marsrl.rollout.config import Settings
 from marsrl.rollout.engines.refusals import TrainerHost, this_host, why_not_cut
 from marsrl.rollout.engines.vllm.arguments import who_draws
 from marsrl.rollout.episode import Episode
+from marsrl.rollout.gateway.agents import agents_of
+from marsrl.rollout.gateway.config import ExternalConfig
+from marsrl.rollout.gateway.workers import check_program
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.own_classes import is_own
@@ -124,10 +127,14 @@ def preflight(
         tools=config.tools.names,
     )
     check_tools(config.tools, orchestration.tools, task.documents, task.papers)
+    if config.external is not None:
+        _check_external(config.external)
     warnings = list(problems.warnings)
     for name in config.policies:
         config, found = _checked_policy(config, name, world_size, trains=trains)
         warnings += found
+    if any(policy.tool_parser or policy.reasoning_parser for policy in config.policies.values()):
+        _check_parsers(config)
     warnings += _check_judge(config, problems, trains=trains)
     if (reason := why_not_backend(config, has_cuda=has_cuda)) is not None:
         raise ConfigError(reason)
@@ -226,6 +233,35 @@ def _check_something_trains(config: RunConfig) -> None:
         )
 
 
+def _check_external(external: ExternalConfig) -> None:
+    """The program can be started, on the rank that will do so, and the port and the key are there."""
+    from marsrl.rollout.http_server import listen
+
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    if external.key_env is not None and not os.environ.get(external.key_env):
+        raise ConfigError(f"external.key_env names {external.key_env}, which is not set: put the workers' key into it")
+    try:
+        listen(external.host, external.port).close()
+    except OSError as error:
+        raise ConfigError(f"external.host={external.host}, external.port={external.port}: {error}") from error
+    check_program(external)
+
+
+def _check_parsers(config: RunConfig) -> None:
+    """vLLM's parsers find what the models' chat templates write."""
+    for name, policy in config.policies.items():
+        if (policy.tool_parser or policy.reasoning_parser) and (policy.model is None or config.external is None):
+            raise ConfigError(
+                f"policies.{name}.tool_parser and reasoning_parser are for orchestration=external and a policy with a model "
+                "of its own: leave them out"
+            )
+    renderers = {name: ChatRenderer(policy.model) for name, policy in config.policies.items() if policy.model}
+    parsers = {name: (policy.tool_parser, policy.reasoning_parser) for name, policy in config.policies.items()}
+    agents = {name: agent for name, agent in config.agents.items() if agent.policy in renderers}
+    agents_of(agents, renderers, config.rollout.max_response_tokens, parsers)
+
+
 def _check_layouts(config: RunConfig) -> None:
     """All trained policies are cut alike: every rank holds them all, on one set of process groups."""
     first, *others = config.trained_policies
@@ -315,6 +351,8 @@ def _check_first_prompts(config: RunConfig, task: Task, orchestration: Orchestra
 
     num_problems: of the data; 0: the task makes them.
     """
+    if orchestration.plays_sessions:  # a program says what it asks
+        return []
     source = task.problems(config.run.seed)
     (ask, *_) = _first_asks(
         orchestration, Episode("preflight", "preflight", task.problems(config.run.seed).next_problem())

@@ -41,6 +41,7 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
     for name, agent in config.agents.items():
         _check_agent(config, name, agent, is_trained=trains and config.credit.trains(name))
     _check_tools(config)
+    _check_external(config)
     if config.judge is not None:
         _check_judge(config, config.judge)
     _check_sync(config.sync, config.rollout)
@@ -104,6 +105,19 @@ def _check_tools(config: RunConfig) -> None:
                 f"orchestration={config.orchestration} calls the tool {name}, which is not set: set {how_to_set(name)} "
                 "(docs/tools.md)"
             )
+
+
+def _check_external(config: RunConfig) -> None:
+    if (config.external is not None) != find_orchestration(config.orchestration).plays_sessions:
+        raise ValueError(
+            f"orchestration is {config.orchestration}, and the section external is {'set' if config.external else 'not set'}: "
+            "orchestration=external and the program (external.function or external.command) go together"
+        )
+    if config.external is not None and config.rollout.group_completion != "wait":
+        raise ValueError(
+            f"rollout.group_completion is {config.rollout.group_completion}, and with orchestration=external a group is over "
+            "with its sessions: set wait (external.timeout_s ends what takes too long)"
+        )
 
 
 def _check_judge(config: RunConfig, judge: JudgeConfig) -> None:

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
 from marsrl.rollout.engines.protocol import Records
+from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
 from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tools.config import ToolsConfig
@@ -43,7 +44,8 @@ class RunConfig(Settings):
         "verifier_corrector",
         description="verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL); solver: a Solver alone, "
         "plain RL; solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer agent over a search tool "
-        "(Dr. MAS; docs/search.md); debate; or your own, FILE.py:CLASS (docs/own_team.md)",
+        "(Dr. MAS; docs/search.md); debate; external: any program (docs/external.md); or your own, FILE.py:CLASS "
+        "(docs/own_team.md)",
     )
     orchestration_options: dict[str, int | float | str | bool | None] = Field(
         default_factory=dict,
@@ -54,6 +56,9 @@ class RunConfig(Settings):
         default_factory=dict,
         validate_default=True,
         description="the orchestration's agents; defaults for those not given",
+    )
+    external: ExternalConfig | None = Field(
+        None, description="the program that plays with orchestration=external (docs/external.md)"
     )
     tools: ToolsConfig = Field(ToolsConfig(), description="what the orchestration's agents can call")
     judge: JudgeConfig | None = Field(
@@ -73,8 +78,9 @@ class RunConfig(Settings):
     @property
     def trains_whole(self) -> bool:
         """True where all samples of a rollout instance are trained in one step: their credit needs them all, or the outcome."""
-        advisers = any(spec.advises for spec in find_orchestration(self.orchestration).agents)
-        return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome" or advisers
+        team = find_orchestration(self.orchestration)
+        needs_outcome = team.plays_sessions or any(spec.advises for spec in team.agents)
+        return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome" or needs_outcome
 
     @property
     def curators(self) -> dict[str, PolicyConfig]:

@@ -110,9 +110,10 @@ def reward_rules(config: RunConfig) -> list[str]:
 def first_update_line(config: RunConfig) -> list[str]:
     """First step of a dry run that has samples to train on, with made-up answers of one segment each; [] for step 1.
 
-    Teams that call tools are not asked: a tool may be a paid service. With overlap a step waits for groups that have ended.
+    Teams that call tools are not asked, a tool may be a paid service, and no program is. With overlap a step waits for groups
+    that have ended.
     """
-    if config.tools.names or config.rollout.overlap:
+    if config.tools.names or config.rollout.overlap or config.external is not None:
         return []
     num_steps = config.run.steps
     with _scripted(config, {}, "", "", pipeline=config.rollout.pipeline) as (rollout, _):

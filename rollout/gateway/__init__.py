@@ -1,0 +1,1 @@
+"""Programs of others play: their calls by OpenAI's and Anthropic's protocols are agents', with the tokens that were sampled."""

@@ -1,0 +1,50 @@
+"""Agents as programs know them, from the settings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.gateway.chats import Agent, PlainReader, Reader
+
+
+def agents_of(
+    agents: Mapping[str, AgentConfig],
+    renderers: Mapping[str, ChatRenderer],
+    max_response_tokens: int,
+    parsers: Mapping[str, tuple[str | None, str | None]] | None = None,
+) -> dict[str, Agent]:
+    """The agents of these settings.
+
+    Args:
+        renderers: by policy.
+        max_response_tokens: of agents that say nothing of it.
+        parsers: by policy, vLLM's names of what reads calls of tools, and thoughts.
+
+    Raises:
+        ValueError: a parser does not go with its model.
+    """
+
+    def reader(agent: AgentConfig) -> Reader:
+        tools, thoughts = (parsers or {}).get(agent.policy, (None, None))
+        if tools is None and thoughts is None:
+            return PlainReader()
+        from marsrl.rollout.gateway.vllm_reader import VllmReader  # here: vLLM takes ten seconds
+
+        return VllmReader(renderers[agent.policy], tools, thoughts, agent.template_options)
+
+    return {
+        name: Agent(
+            name,
+            renderers[agent.policy],
+            agent.max_input_tokens,
+            agent.max_response_tokens or max_response_tokens,
+            agent.temperature,
+            agent.top_p,
+            tuple(agent.stop),
+            agent.template_options,
+            reader(agent),
+        )
+        for name, agent in agents.items()
+    }

@@ -1,0 +1,96 @@
+"""What a program asks of an agent and what it is told, whatever protocol it speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.gateway.history import ChatMessage
+from marsrl.rollout.types import FloatArray, IntArray
+
+
+class Refused(Exception):
+    """A request that is not served. status: of HTTP; code: OpenAI's word for some of them."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request. messages and tools as OpenAI's chat API has them; or a prompt as it is: its tokens [N], or its text, in which
+    control words are control tokens.
+
+    calls_tools: False where calls in the answer stay text.
+    """
+
+    agent: str
+    messages: Sequence[ChatMessage] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    prompt: IntArray | str | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    calls_tools: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An agent's turn as its reader finds it in the text. calls: as `tool_calls` of OpenAI's messages."""
+
+    content: str
+    reasoning: str | None = None
+    calls: Sequence[Mapping[str, Any]] = ()
+
+
+class Reader(Protocol):
+    """Finds thoughts and calls of tools in the text of a turn."""
+
+    reads_calls: bool
+
+    def __call__(self, text: str, token_ids: IntArray, ask: Ask) -> Said: ...
+
+
+class PlainReader:
+    """All of it is content."""
+
+    reads_calls = False
+
+    def __call__(self, text: str, token_ids: IntArray, ask: Ask) -> Said:
+        return Said(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A turn that ended.
+
+    id: by which a program may reward it; uid: of its sample. finish: stop, length or tool_calls. num_prompt: tokens before it.
+    logprobs in nats; pieces: gives the text of each token.
+    """
+
+    id: str
+    uid: str
+    agent: str
+    said: Said
+    finish: str
+    num_prompt: int
+    token_ids: IntArray
+    logprobs: FloatArray
+    pieces: Callable[[], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """An agent as programs know it. temperature, top_p: those that it is sampled with, whatever a program asks for."""
+
+    name: str
+    renderer: ChatRenderer
+    max_input_tokens: int
+    max_response_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    template_options: Mapping[str, bool | str] = field(default_factory=dict)
+    reader: Reader = field(default_factory=PlainReader)

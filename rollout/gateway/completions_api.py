@@ -1,0 +1,111 @@
+"""POST /v1/completions of OpenAI, by texts or tokens, and /inference/v1/generate of vLLM, by tokens alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from marsrl.rollout.gateway.chat_api import agent_of, check_fields, event, stops_of, usage_of, whole_number
+from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
+from marsrl.rollout.types import IntArray
+
+_COMPLETIONS = {"model", "prompt", "max_tokens", "stop", "stream", "stream_options", "logprobs", "temperature", "top_p"}
+_GENERATE = {"model", "token_ids", "sampling_params", "stream", "request_id"}
+_SAMPLING = {
+    "max_tokens",
+    "stop",
+    "temperature",
+    "top_p",
+    "logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+}
+
+
+def read_completion(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
+    """What is asked.
+
+    Raises:
+        Refused: it asks for what is not done here, or is malformed.
+    """
+    check_fields(body, _COMPLETIONS)
+    agent, prompt = agent_of(body, agents), body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        (prompt,) = prompt
+    if not isinstance(prompt, str):
+        prompt = _token_ids("prompt", prompt, agent)
+    if (body.get("logprobs") or 0) > 1:
+        raise Refused(400, f"logprobs={body['logprobs']} is not served here; 0 and 1 are, those of the tokens sampled")
+    max_tokens = whole_number(body, "max_tokens")
+    return Ask(agent.name, prompt=prompt, max_tokens=max_tokens, stop=stops_of(body.get("stop")), calls_tools=False)
+
+
+def completion_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer as a text_completion."""
+    logprobs = None
+    if body.get("logprobs") is not None:
+        values = [float(value) for value in answer.logprobs]
+        logprobs = {"tokens": answer.pieces(), "token_logprobs": values, "top_logprobs": None, "text_offset": []}
+    choice = {"index": 0, "text": answer.said.content, "finish_reason": answer.finish, "logprobs": logprobs}
+    head = {"id": f"cmpl-{answer.id}", "object": "text_completion", "created": int(time.time()), "model": answer.agent}
+    return {**head, "choices": [choice], "usage": usage_of(answer)}
+
+
+def completion_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
+    """The answer as one event."""
+    whole = completion_reply(answer, body)
+    usage = whole.pop("usage")
+    yield event(whole)
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield event({**whole, "choices": [], "usage": usage})
+    yield b"data: [DONE]\n\n"
+
+
+def read_generate(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
+    """As read_completion, of token ids."""
+    sampling = body.get("sampling_params") or {}
+    check_fields(body, _GENERATE)
+    if not isinstance(sampling, Mapping):
+        raise Refused(400, "sampling_params: expected an object")
+    check_fields(sampling, _SAMPLING)
+    if (sampling.get("logprobs") or 0) > 1 or body.get("stream"):
+        raise Refused(400, "sampling_params.logprobs above 1 and stream are not served here")
+    agent = agent_of({**sampling, "model": body.get("model")}, agents)
+    return Ask(
+        agent.name,
+        prompt=_token_ids("token_ids", body.get("token_ids"), agent),
+        max_tokens=whole_number(sampling, "max_tokens"),
+        stop=stops_of(sampling.get("stop")),
+        calls_tools=False,
+    )
+
+
+def generate_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer as vLLM's GenerateResponse, with the log-prob of each token."""
+    token_ids = answer.token_ids.tolist()
+    logprobs = [
+        {"token_id": token, "logprob": float(value), "top_logprobs": []}
+        for token, value in zip(token_ids, answer.logprobs, strict=True)
+    ]
+    choice = {"index": 0, "token_ids": token_ids, "finish_reason": answer.finish, "logprobs": {"content": logprobs}}
+    head = {"request_id": answer.id, "model": answer.agent, "created": int(time.time()), "output_mode": "tokens"}
+    return {**head, "choices": [choice], "usage": usage_of(answer)}
+
+
+def no_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
+    """Of a protocol that is not streamed: its reader refuses."""
+    return iter(())
+
+
+def _token_ids(name: str, given: Any, agent: Agent) -> IntArray:
+    size = agent.renderer.vocab_size
+    is_ids = isinstance(given, list) and all(isinstance(each, int) and 0 <= each < size for each in given)
+    if not is_ids or not given:
+        raise Refused(
+            400, f"{name} is {json.dumps(given)[:100]}; expected token ids below {size}, or one text where texts go"
+        )
+    return np.asarray(given, np.int32)

@@ -1,0 +1,63 @@
+"""Settings of programs that play in place of an orchestration of ours. Import-light: pydantic only."""
+
+from __future__ import annotations
+
+import sys
+
+from pydantic import Field, field_validator, model_validator
+
+from marsrl.rollout.config import MOST_MIB, Count, CountOr0, Seconds, Settings, variable_name
+
+
+class ExternalConfig(Settings):
+    """The program of orchestration=external, and the workers that play sessions of it: one a play of a problem."""
+
+    function: str | None = Field(
+        None,
+        description="FILE.py:FUNCTION that plays a session, `run(problem, client)`; may be async (docs/external.md)",
+    )
+    command: list[str] = Field(
+        default_factory=list,
+        description="in place of a function: a program that is started once a session, with the problem on its standard input",
+    )
+    python: str = Field(
+        sys.executable,
+        description="interpreter of the workers, 3.9 or later: of a virtual environment of its own; default: this one",
+    )
+    workers: CountOr0 = Field(
+        1, description="worker processes started here; 0: only those that join from elsewhere (worker.py --url)"
+    )
+    concurrency: Count = Field(64, description="sessions that a worker plays at once")
+    timeout_s: Seconds = Field(
+        600.0,
+        description="a session fails that takes longer, without the time in which a call of it was being answered",
+    )
+    max_calls: Count = Field(256, description="calls of a session; further ones are refused")
+    attempts: Count = Field(3, description="workers that may be lost with a session before it fails")
+    host: str = Field("127.0.0.1", description="address on which workers and programs are answered")
+    port: int = Field(0, ge=0, le=65535, description="0: any that is free")
+    key_env: str | None = Field(
+        None,
+        description="environment variable with the key by which workers from elsewhere join; default: a random key",
+    )
+    max_body_mib: int = Field(16, gt=0, le=MOST_MIB, description="a larger request is refused, MiB")
+
+    @field_validator("key_env")
+    @classmethod
+    def _is_a_name(cls, value: str | None) -> str | None:
+        return None if value is None else variable_name("external.key_env", value)
+
+    @model_validator(mode="after")
+    def _say_who_plays(self) -> ExternalConfig:
+        if self.function is not None and self.function.count(":") == 0:
+            raise ValueError(f"external.function is {self.function!r}; expected FILE.py:FUNCTION")
+        if bool(self.function) + bool(self.command) != (self.workers > 0):
+            raise ValueError(
+                f"external.function is {self.function}, external.command {self.command} and external.workers {self.workers}: "
+                "give one of the first two for workers that are started here, none of them with workers=0"
+            )
+        if not self.workers and not (self.port and self.key_env):
+            raise ValueError(
+                "external.workers is 0: set external.port and external.key_env, by which workers from elsewhere join"
+            )
+        return self

@@ -1,0 +1,180 @@
+"""Sessions between the player, in its thread, and workers and programs, in the server's.
+
+player's thread                      server's thread
+submit: a session waits        ->    hand_out: a worker plays it
+take: calls, lost sessions     <-    of_key(...).ask; lose, where a worker is lost
+replies                        ->
+the output of the session      <-    end; tick, where it has taken too long
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from marsrl.rollout.gateway.calls import Call, Taken
+from marsrl.rollout.gateway.chats import Agent
+from marsrl.rollout.gateway.config import ExternalConfig
+from marsrl.rollout.gateway.session import Session
+from marsrl.rollout.types import ToolCall, ToolOutput
+
+_log = logging.getLogger(__name__)
+
+SILENCE_S = 30.0  # a worker that asks for nothing for so long is lost
+_MOST_SHOWN = 2000  # characters of a program's error
+
+
+class Gateway:
+    """See the module. It is to the player a pool of one tool, whose calls are sessions.
+
+    agents: by name, which is the model that programs ask for.
+    """
+
+    def __init__(self, config: ExternalConfig, agents: Mapping[str, Agent]) -> None:
+        self.config, self.agents = config, agents
+        self._news = threading.Condition()  # its lock guards all that both threads touch
+        self._waiting: deque[Session] = deque()
+        self._calls: dict[str, list[Call]] = {}  # not taken yet, by session
+        self._lost: list[str] = []
+        self._has_news = False
+        self._error: str | None = None
+        # The server's thread alone.
+        self._playing: dict[str, Session] = {}  # by key
+        self._workers: dict[str, float] = {}  # when each was last heard
+        self._over: dict[str, list[str]] = {}  # by worker, sessions that it need not play on
+
+    # The player's side.
+
+    def submit(self, call: ToolCall) -> Future[ToolOutput]:
+        """A session may begin; the future has its end."""
+        session = Session(
+            call.episode_id, json.loads(call.arguments), Future(), self.agents, self._send, self.config.max_calls
+        )
+        with self._news:
+            self._waiting.append(session)
+        return session.output
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when there is something to take, or a session is over."""
+        with self._news:
+            self._news.wait_for(lambda: self._has_news, timeout_s)
+            self._has_news = False
+
+    def take(self, sessions: Collection[str]) -> Taken:
+        """What has come of these sessions since the last time.
+
+        Raises:
+            RuntimeError: there are no workers any more.
+        """
+        with self._news:
+            if self._error is not None:
+                raise RuntimeError(self._error)
+            lost = [name for name in self._lost if name in sessions]
+            self._lost = [name for name in self._lost if name not in sessions]
+            names = [name for name in self._calls if name in sessions]
+            return Taken(lost, [call for name in names for call in self._calls.pop(name)])
+
+    def take_counts(self) -> Mapping[str, float]:
+        return {}
+
+    def last_errors(self) -> Mapping[str, str]:
+        return {}
+
+    def apart(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    # The server's side.
+
+    def of_key(self, key: str) -> Session | None:
+        """The session that goes on under this key."""
+        return self._playing.get(key)
+
+    def hand_out(self, worker: str, room: int) -> tuple[list[Session], list[str]]:
+        """(sessions that this worker plays now, those that it need not play on). room: how many it can begin."""
+        self._workers[worker] = time.monotonic()
+        with self._news:
+            sessions = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        for session in sessions:
+            session.start(worker)
+            self._playing[session.key] = session
+        return sessions, self._over.pop(worker, [])
+
+    def end(self, session: Session, said: Mapping[str, Any]) -> None:
+        """The session is over, as its worker says."""
+        self._finish(session, session.end(said))
+
+    def lose(self, worker: str, reason: str) -> None:
+        """The worker is lost; its sessions are played by another."""
+        self._workers.pop(worker, None)
+        for session in [each for each in self._playing.values() if each.worker == worker]:
+            if session.attempt + 1 >= self.config.attempts:
+                text = f"{reason}; it was the last of external.attempts = {self.config.attempts}"
+                self._finish(session, ToolOutput(text, is_error=True))
+                continue
+            self._stop(session)
+            again = Session(
+                session.id,
+                session.problem,
+                session.output,
+                self.agents,
+                self._send,
+                self.config.max_calls,
+                session.attempt + 1,
+            )
+            with self._news:
+                self._lost.append(session.id)
+                self._waiting.append(again)
+                self._tell()
+        _log.warning("worker %s is lost: %s", worker, reason)
+
+    def tick(self) -> None:
+        """End what takes too long; called again and again."""
+        now, most = time.monotonic(), self.config.timeout_s
+        for worker in [name for name, seen in self._workers.items() if now - seen > SILENCE_S]:
+            self.lose(worker, f"it has asked for nothing for {SILENCE_S:g} s")
+        for session in [each for each in self._playing.values() if each.seconds_alone() > most]:
+            self._over.setdefault(session.worker, []).append(session.id)
+            text = f"it took longer than external.timeout_s = {most:g} s"
+            self._finish(session, ToolOutput(text, is_error=True))
+
+    def fail(self, error: str) -> None:
+        """No session can be played any more; the player is told."""
+        with self._news:
+            self._error = error
+            self._tell()
+
+    def close(self) -> None:
+        """Give up all sessions."""
+        for session in list(self._playing.values()):
+            self._stop(session)
+
+    def _send(self, call: Call) -> None:
+        with self._news:
+            self._calls.setdefault(call.session, []).append(call)
+            self._tell()
+
+    def _finish(self, session: Session, output: ToolOutput) -> None:
+        self._stop(session)
+        if output.is_error:
+            _log.warning("session %s failed: %s", session.id, output.text[-_MOST_SHOWN:])
+        session.output.set_result(output)
+        with self._news:
+            self._tell()
+
+    def _stop(self, session: Session) -> None:
+        """Its key opens nothing, and its calls are dropped."""
+        self._playing.pop(session.key, None)
+        session.cancel()
+        with self._news:
+            self._calls.pop(session.id, None)
+
+    def _tell(self) -> None:
+        self._has_news = True
+        self._news.notify_all()

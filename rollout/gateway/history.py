@@ -1,0 +1,142 @@
+"""The samples of a session by the chats that led to them: does a call go on with one, and behind which of its tokens?
+
+Clients send the whole chat with every call, and write earlier turns in their own way. A chat is compared by what all of them
+keep:
+
+    role, content                        null is ""
+    calls of an assistant's turn         by id; not their order, nor the arguments, which some write anew
+    thoughts of an assistant's turn      only where they come back
+    an empty turn of the assistant       may be missing
+    the agent, and the tools             templates write them into the prompt
+
+So a call whose chat begins with one that was answered is a sample that goes on, or, where that has gone on without it already, a
+new sample whose prompt begins with the same tokens. What was sampled is never tokenised again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from marsrl.rollout.types import IntArray
+
+ChatMessage = Mapping[str, Any]
+"""A turn as OpenAI's API has it, with `content` a text, and `reasoning` beside it where there is a thought."""
+
+
+@dataclass(slots=True, eq=False)
+class Strand:
+    """The tokens of a sample, of which the first num_prompt are its prompt. is_busy: a call goes on behind them.
+
+    text: of a sample that was called by its text, all that its client knows of it.
+    """
+
+    token_ids: IntArray
+    num_prompt: int
+    uid: str = ""
+    is_busy: bool = True
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The end of an answer in a strand. thoughts: of all assistant's turns of the chat up to here."""
+
+    strand: Strand
+    num_tokens: int
+    thoughts: tuple[str | None, ...]
+
+    @property
+    def is_tip(self) -> bool:
+        """Can the sample go on from here?"""
+        return not self.strand.is_busy and self.num_tokens == len(self.strand.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An answered chat that a call begins with. token_ids [N]: its tokens; new: messages that are behind it. strand: its sample,
+    where that can go on; None: a new one begins with the same tokens."""
+
+    token_ids: IntArray
+    new: Sequence[ChatMessage]
+    strand: Strand | None
+
+
+@dataclass(slots=True)
+class History:
+    """See the module."""
+
+    _places: dict[bytes, list[_Place]] = field(default_factory=dict)  # by digest of the chat
+    _strands: dict[str, list[Strand]] = field(default_factory=dict)  # by agent, of those that were called by prompts
+
+    def find(self, agent: str, tools: Any, messages: Sequence[ChatMessage]) -> Found | None:
+        """The longest answered chat that these messages begin with and go on from."""
+        digests = _digests(agent, tools, messages)
+        for length in range(len(messages) - 1, 0, -1):
+            thoughts = _thoughts(messages[:length])
+            new = messages[length:]
+            if all(map(_is_empty, new)) or new[0]["role"] == "assistant":
+                continue
+            places = [each for each in self._places.get(digests[length], ()) if _agree(thoughts, each.thoughts)]
+            if places:
+                place = next((each for each in places if each.is_tip), places[-1])
+                strand = place.strand if place.is_tip else None
+                return Found(place.strand.token_ids[: place.num_tokens], new, strand)
+        return None
+
+    def answered(self, agent: str, tools: Any, messages: Sequence[ChatMessage], strand: Strand) -> None:
+        """A chat whose last message is the answer at the end of the strand's tokens."""
+        place = _Place(strand, len(strand.token_ids), _thoughts(messages))
+        self._places.setdefault(_digests(agent, tools, messages)[-1], []).append(place)
+
+    def find_prompt(self, agent: str, prompt: IntArray | str) -> Strand | None:
+        """The sample that goes on with this prompt; for clients that send tokens or texts."""
+        strands = [each for each in self._strands.get(agent, ()) if not each.is_busy and _goes_on(each, prompt)]
+        return max(strands, key=lambda each: len(each.token_ids), default=None)
+
+    def add(self, agent: str, strand: Strand) -> None:
+        """A sample that was called by its tokens or its text."""
+        self._strands.setdefault(agent, []).append(strand)
+
+
+def _goes_on(strand: Strand, prompt: IntArray | str) -> bool:
+    """Is there something behind the strand in the prompt?"""
+    if isinstance(prompt, str):
+        return strand.text is not None and len(prompt) > len(strand.text) and prompt.startswith(strand.text)
+    length = len(strand.token_ids)
+    return strand.text is None and len(prompt) > length and np.array_equal(prompt[:length], strand.token_ids)
+
+
+def _is_empty(message: ChatMessage) -> bool:
+    return message["role"] == "assistant" and not message["content"] and not message.get("tool_calls")
+
+
+def _thoughts(messages: Sequence[ChatMessage]) -> tuple[str | None, ...]:
+    return tuple(each.get("reasoning") for each in messages if each["role"] == "assistant" and not _is_empty(each))
+
+
+def _agree(given: Sequence[str | None], known: Sequence[str | None]) -> bool:
+    return all(one is None or one == other for one, other in zip(given, known, strict=True))
+
+
+def _digests(agent: str, tools: Any, messages: Sequence[ChatMessage]) -> list[bytes]:
+    """The digest of the first 0, 1, 2, ... messages."""
+    digests = [_digest(b"", agent, tools or None)]
+    for message in messages:
+        digests.append(digests[-1] if _is_empty(message) else _digest(digests[-1], *_kept_by_all(message)))
+    return digests
+
+
+def _kept_by_all(message: ChatMessage) -> tuple[Any, ...]:
+    calls = sorted(str(each.get("id") or each["function"]) for each in message.get("tool_calls") or ())
+    return message["role"], message["content"], calls, message.get("tool_call_id"), message.get("name")
+
+
+def _digest(before: bytes, *parts: Any) -> bytes:
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.blake2b(before + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -1,0 +1,142 @@
+"""POST /v1/messages of Anthropic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from marsrl.rollout.gateway.chat_api import (
+    agent_of,
+    chat_message,
+    check_fields,
+    event,
+    read_tools,
+    stops_of,
+    text_of,
+    whole_number,
+)
+from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
+from marsrl.rollout.gateway.history import ChatMessage
+
+_SERVED = {"model", "messages", "system", "max_tokens", "tools", "tool_choice", "stop_sequences", "stream"}
+_SERVED |= {"temperature", "top_p", "thinking"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
+    """What is asked.
+
+    Raises:
+        Refused: it asks for what is not done here, or is malformed.
+    """
+    check_fields(body, _SERVED)
+    if (body.get("thinking") or {}).get("type", "disabled") != "disabled":
+        raise Refused(400, "thinking is not served here: agents think as agents.<name>.template_options say")
+    agent, given = agent_of(body, agents), body.get("messages")
+    if not isinstance(given, list) or not given or not all(isinstance(each, Mapping) for each in given):
+        raise Refused(400, "messages: expected a list of at least one message")
+    turns: list[ChatMessage] = []
+    if body.get("system"):
+        turns.append({"role": "system", "content": text_of(body["system"])})
+    turns += [turn for message in given for turn in _turns(message)]
+    functions = [
+        {
+            "type": "function" if "input_schema" in tool else tool.get("type"),
+            "function": {
+                "name": tool.get("name"),
+                "description": tool.get("description"),
+                "parameters": tool.get("input_schema"),
+            },
+        }
+        for tool in body.get("tools") or ()
+    ]
+    choice = body.get("tool_choice") or {"type": "auto"}
+    choice = choice["type"] if choice in ({"type": "auto"}, {"type": "none"}) else choice
+    tools, calls_tools = read_tools(functions, choice, agent)
+    return Ask(
+        agent.name,
+        [chat_message(turn) for turn in turns],
+        tools,
+        max_tokens=whole_number(body, "max_tokens"),
+        stop=stops_of(body.get("stop_sequences")),
+        calls_tools=calls_tools,
+    )
+
+
+def _turns(message: Mapping[str, Any]) -> Sequence[ChatMessage]:
+    """A message in the terms of OpenAI's chat: outputs of tools are messages of their own, before the text beside them."""
+    content = message.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    texts = [block for block in blocks if block.get("type") == "text"]
+    outputs = [
+        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text_of(block.get("content"))}
+        for block in blocks
+        if block.get("type") == "tool_result"
+    ]
+    calls = [
+        {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
+        for block in blocks
+        if block.get("type") == "tool_use"
+    ]
+    thoughts = [str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking"]
+    if len(texts) + len(outputs) + len(calls) + len(thoughts) < len(blocks):
+        raise Refused(
+            400, f"messages: blocks other than text, tool_use, tool_result and thinking: {json.dumps(blocks)[:200]}"
+        )
+    turn: dict[str, Any] = {"role": message.get("role"), "content": text_of(texts)}
+    turn |= {"tool_calls": calls} if calls else {}
+    turn |= {"reasoning": "".join(thoughts)} if thoughts else {}
+    return [*outputs, *([turn] if texts or calls or thoughts or not outputs else [])]
+
+
+def messages_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer as a message."""
+    said = answer.said
+    content: list[dict[str, Any]] = []
+    if said.reasoning:
+        content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
+    if said.content or not said.calls:
+        content.append({"type": "text", "text": said.content})
+    for call in said.calls:
+        arguments = json.loads(call["function"]["arguments"])
+        content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.agent,
+        "content": content,
+        "stop_reason": _STOP_REASONS[answer.finish],
+        "stop_sequence": None,
+        "usage": {"input_tokens": answer.num_prompt, "output_tokens": len(answer.token_ids)},
+    }
+
+
+def messages_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
+    """The answer as the events of a streamed message."""
+    whole = messages_reply(answer, body)
+
+    def named(kind: str, **fields: Any) -> bytes:
+        return event({"type": kind, **fields}, kind)
+
+    yield named("message_start", message={**whole, "content": [], "stop_reason": None})
+    for index, block in enumerate(whole["content"]):
+        start, deltas = _deltas(block)
+        yield named("content_block_start", index=index, content_block=start)
+        for delta in deltas:
+            yield named("content_block_delta", index=index, delta=delta)
+        yield named("content_block_stop", index=index)
+    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield named("message_delta", delta=ended, usage={"output_tokens": whole["usage"]["output_tokens"]})
+    yield named("message_stop")
+
+
+def _deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(the block as it starts, what comes to it)."""
+    if block["type"] == "tool_use":
+        return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+    if block["type"] == "thinking":
+        delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+        return {**block, "thinking": ""}, [delta]
+    return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]

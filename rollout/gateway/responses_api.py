@@ -1,0 +1,123 @@
+"""POST /v1/responses of OpenAI, as far as openai-agents needs it: the whole input comes with each call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from marsrl.rollout.gateway.chat_api import (
+    agent_of,
+    chat_message,
+    check_fields,
+    event,
+    read_tools,
+    text_of,
+    usage_of,
+    whole_number,
+)
+from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
+from marsrl.rollout.gateway.history import ChatMessage
+
+_SERVED = {
+    "model",
+    "instructions",
+    "input",
+    "tools",
+    "tool_choice",
+    "stream",
+    "max_output_tokens",
+    "temperature",
+    "top_p",
+}
+
+
+def read_responses(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
+    """What is asked.
+
+    Raises:
+        Refused: it asks for what is not done here, or is malformed.
+    """
+    check_fields(body, _SERVED)
+    agent, given = agent_of(body, agents), body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items or not all(isinstance(item, Mapping) for item in items):
+        raise Refused(400, "input: expected a text or a list of items")
+    if body.get("instructions"):
+        items = [{"role": "system", "content": body["instructions"]}, *items]
+    functions = [
+        {"type": tool.get("type"), "function": {k: v for k, v in tool.items() if k != "type"}}
+        for tool in body.get("tools") or ()
+    ]
+    tools, calls_tools = read_tools(functions, body.get("tool_choice"), agent)
+    max_tokens = whole_number(body, "max_output_tokens")
+    return Ask(agent.name, _messages(items), tools, max_tokens=max_tokens, calls_tools=calls_tools)
+
+
+def _messages(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+    """Items as messages: those of the assistant that follow each other are one turn."""
+    turns: list[dict[str, Any]] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "function_call_output":
+            content = item.get("output")
+            turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            continue
+        if kind == "message" and item.get("role") != "assistant":
+            turns.append({"role": item.get("role"), "content": item.get("content")})
+            continue
+        if not turns or turns[-1]["role"] != "assistant":
+            turns.append({"role": "assistant", "content": ""})
+        turn = turns[-1]
+        if kind == "message":
+            turn["content"] += text_of(item.get("content"))
+        elif kind == "reasoning":
+            turn["reasoning"] = "".join(str(part.get("text", "")) for part in item.get("content") or ())
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
+        else:
+            raise Refused(400, f"input: items of type {kind!r} are not served here")
+    return [chat_message(turn) for turn in turns]
+
+
+def responses_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer as a response."""
+    said, done = answer.said, {"status": "completed"}
+    output: list[dict[str, Any]] = []
+    if said.reasoning:
+        thought = [{"type": "reasoning_text", "text": said.reasoning}]
+        output.append({"type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "content": thought})
+    if said.content or not said.calls:
+        part = {"type": "output_text", "text": said.content, "annotations": []}
+        output.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "content": [part], **done})
+    for call in said.calls:
+        function = {"call_id": call["id"], **call["function"]}
+        output.append({"type": "function_call", "id": f"fc_{call['id']}", **function, **done})
+    usage, is_cut = usage_of(answer), answer.finish == "length"
+    return {
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": answer.agent,
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": output,
+        "tools": body.get("tools") or [],
+        "tool_choice": body.get("tool_choice") or "auto",
+        "parallel_tool_calls": True,
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+
+
+def responses_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
+    """The answer as the event that clients wait for."""
+    response = responses_reply(answer, body)
+    kind = f"response.{response['status']}"
+    yield event({"type": kind, "sequence_number": 0, "response": response}, kind)

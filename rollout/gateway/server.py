@@ -1,0 +1,216 @@
+"""The gateway's HTTP: OpenAI's and Anthropic's protocols for programs, GET /next and POST /end for their workers.
+
+    GET  /next?worker=ID&room=N    workers' key      {"sessions": [{session, api_key, problem, agents}], "over": [session]}
+    POST /end                      a session's key   {reward | rewards | answer | error}
+    POST /v1/chat/completions      a session's key   and so on: see APIS
+
+An answer takes as long as engines do, also while weights change: its status and headers go at once, and then blanks, or comments
+of a stream, that keep the client from giving up. A call that gets no answer is cut off, which clients repeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from marsrl.rollout.gateway import chat_api, completions_api, messages_api, responses_api
+from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
+from marsrl.rollout.gateway.config import ExternalConfig
+from marsrl.rollout.gateway.gateway import Gateway
+from marsrl.rollout.gateway.session import Session
+from marsrl.rollout.gateway.workers import Workers
+from marsrl.rollout.http_server import listen
+
+_QUIET_S = 10.0  # at most, between two signs of life of an answer that is waited for
+_POLL_S, _POLLS = 0.05, 100  # of a worker's GET /next: it waits 5 s for a session
+_TICK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """A protocol. read: what is asked; reply: the answer as JSON; events: as a stream."""
+
+    read: Callable[[Mapping[str, Any], Mapping[str, Agent]], Ask]
+    reply: Callable[[Answer, Mapping[str, Any]], Mapping[str, Any]]
+    events: Callable[[Answer, Mapping[str, Any]], Iterator[bytes]]
+
+
+APIS = {
+    "/v1/chat/completions": Api(chat_api.read_chat, chat_api.chat_reply, chat_api.chat_events),
+    "/v1/responses": Api(responses_api.read_responses, responses_api.responses_reply, responses_api.responses_events),
+    "/v1/messages": Api(messages_api.read_messages, messages_api.messages_reply, messages_api.messages_events),
+    "/v1/completions": Api(
+        completions_api.read_completion, completions_api.completion_reply, completions_api.completion_events
+    ),
+    "/inference/v1/generate": Api(
+        completions_api.read_generate, completions_api.generate_reply, completions_api.no_events
+    ),
+}
+
+
+def make_app(gateway: Gateway, key: str) -> FastAPI:
+    """The application. key: the workers'."""
+    app = FastAPI(title="marsrl gateway", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(Refused)
+    def refused(_: Request, error: Refused) -> Response:
+        said = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
+        headers = {"x-should-retry": "false"} if error.status == 429 else None
+        return JSONResponse({"error": said}, error.status, headers)
+
+    def session_of(request: Request) -> Session:
+        session = gateway.of_key(_key_of(request))
+        if session is None:
+            raise Refused(401, "no session that goes on has this key")
+        return session
+
+    async def body_of(request: Request) -> tuple[dict[str, Any], bytes]:
+        """The body as JSON, and its digest."""
+        most, data = gateway.config.max_body_mib << 20, bytearray()
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > most:
+                raise Refused(413, f"the request is larger than external.max_body_mib = {gateway.config.max_body_mib}")
+        try:
+            body = json.loads(data)
+        except ValueError as error:
+            raise Refused(400, f"the request is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise Refused(400, "the request is no JSON object")
+        return body, hashlib.blake2b(request.url.path.encode() + data, digest_size=16).digest()
+
+    @app.get("/next")
+    async def hand_out(request: Request, worker: str, room: int) -> Response:
+        if not secrets.compare_digest(_key_of(request).encode(), key.encode()):
+            raise Refused(401, "this is not the workers' key")
+        sessions, over = gateway.hand_out(worker, room)
+        for _ in range(_POLLS if room else _POLLS // 10):
+            if sessions or over or await request.is_disconnected():
+                break
+            await asyncio.sleep(_POLL_S)
+            sessions, over = gateway.hand_out(worker, room)
+        given = [
+            {"session": each.id, "api_key": each.key, "problem": each.problem, "agents": list(gateway.agents)}
+            for each in sessions
+        ]
+        return JSONResponse({"sessions": given, "over": over})
+
+    @app.post("/end")
+    async def end(request: Request) -> Response:
+        session = session_of(request)
+        gateway.end(session, (await body_of(request))[0])
+        return JSONResponse({})
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        session_of(request)
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "marsrl"} for name in gateway.agents]
+        return JSONResponse({"object": "list", "data": data})
+
+    def add(path: str, api: Api) -> None:
+        @app.post(path)
+        async def call(request: Request) -> Response:
+            session = session_of(request)
+            body, digest = await body_of(request)
+            is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+            task = session.ask(api.read(body, gateway.agents), digest, is_retry=is_retry)
+            streams = bool(body.get("stream"))
+
+            def said(answer: Answer) -> Iterator[bytes]:
+                if streams:
+                    yield from api.events(answer, body)
+                else:
+                    yield json.dumps(api.reply(answer, body)).encode()
+
+            parts = _waited(task, said, b": waiting\n\n" if streams else b" ", _quiet_s(request))
+            kind = "text/event-stream" if streams else "application/json"
+            return StreamingResponse(_read(parts, session, digest, task), media_type=kind)
+
+    for path, api in APIS.items():
+        add(path, api)
+    return app
+
+
+async def _waited(
+    task: asyncio.Task[Answer], said: Callable[[Answer], Iterator[bytes]], blank: bytes, quiet_s: float
+) -> AsyncIterator[bytes]:
+    """The answer in bytes, and blanks as long as there is none. A call that has none raises, which cuts the connection."""
+    while not (await asyncio.wait([task], timeout=quiet_s))[0]:
+        yield blank
+    for part in said(task.result()):
+        yield part
+
+
+async def _read(
+    parts: AsyncIterator[bytes], session: Session, digest: bytes, task: asyncio.Task[Answer]
+) -> AsyncIterator[bytes]:
+    """The parts, and then the note that they were read."""
+    async for part in parts:
+        yield part
+    session.note_read(digest, task)
+
+
+def _quiet_s(request: Request) -> float:
+    """A third of the client's own timeout, where it tells one."""
+    with suppress(ValueError):
+        return min(_QUIET_S, float(request.headers.get("x-stainless-read-timeout", "inf")) / 3)
+    return _QUIET_S
+
+
+def _key_of(request: Request) -> str:
+    bearer = request.headers.get("authorization", "")
+    return bearer.removeprefix("Bearer ") if bearer else request.headers.get("x-api-key", "")
+
+
+@contextmanager
+def open_gateway(config: ExternalConfig, agents: Mapping[str, Agent], key: str | None = None) -> Iterator[Gateway]:
+    """A gateway that answers in a thread of its own, with the workers that are started here.
+
+    key: of workers; None: a random one.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
+    key = key or secrets.token_urlsafe(24)
+    gateway = Gateway(config, agents)
+    with listen(config.host, config.port) as listening:
+        url = f"http://{config.host}:{listening.getsockname()[1]}"
+        workers = Workers(config, url, key)
+        settings = uvicorn.Config(
+            make_app(gateway, key), log_level="critical", access_log=False, server_header=False, lifespan="off"
+        )
+        server = uvicorn.Server(settings)
+
+        async def answer() -> None:
+            serving = asyncio.ensure_future(server.serve([listening]))
+            while not (await asyncio.wait([serving], timeout=_TICK_S))[0]:
+                gateway.tick()
+                workers.watch(gateway)
+            gateway.close()
+
+        def run() -> None:
+            try:
+                asyncio.run(answer())
+            except BaseException as error:
+                gateway.fail(f"the gateway has failed: {type(error).__name__}: {error}")
+                raise
+
+        thread = threading.Thread(target=run, name="marsrl-gateway", daemon=True)
+        thread.start()
+        try:
+            yield gateway
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join()
+            workers.close()

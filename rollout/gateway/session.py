@@ -1,0 +1,255 @@
+"""One session: the calls of a program that plays a problem, the samples that they become, and the limits of both.
+
+Everything here happens in the server's thread, but that replies come from the player's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from marsrl.rollout.gateway.calls import Call, Reply, SessionEnd
+from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
+from marsrl.rollout.gateway.history import History, Strand
+from marsrl.rollout.types import Finish, IntArray, ToolOutput
+
+_FINISH = {Finish.STOP: "stop", Finish.LENGTH: "length"}
+
+
+class CallLost(Exception):
+    """A call that gets no answer: an engine gave it up."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """See the module. id: of the episode; key: what its requests show; problem: as the worker gets it.
+
+    worker: who plays it, "" as long as nobody does. output: resolved when it is over. send: gives a call to the player.
+    """
+
+    id: str
+    problem: Mapping[str, Any]
+    output: Future[ToolOutput]
+    agents: Mapping[str, Agent]
+    send: Callable[[Call], None]
+    max_calls: int
+    attempt: int = 0
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    worker: str = ""
+    began_s: float = field(default_factory=time.monotonic)
+    num_calls: int = 0
+    own_s: float = 0.0  # without the time in which calls were open
+    _idle_since: float = field(default_factory=time.monotonic)
+    _history: History = field(default_factory=History)
+    _numbers: Counter[str] = field(default_factory=Counter)  # of samples begun, by agent
+    _read: dict[str, None] = field(default_factory=dict)  # uids whose last turn was read, in that order
+    _uids: dict[str, str] = field(default_factory=dict)  # of answers, by their ids
+    _open: set[asyncio.Task[Answer]] = field(default_factory=set)
+    _by_body: dict[bytes, list[asyncio.Task[Answer]]] = field(default_factory=dict)  # of calls not read yet
+    _told: dict[bytes, asyncio.Task[Answer]] = field(default_factory=dict)  # the last that was read
+
+    def start(self, worker: str) -> None:
+        """A worker plays it from now."""
+        self.worker, self.began_s = worker, time.monotonic()
+        self._idle_since = self.began_s
+
+    def seconds_alone(self) -> float:
+        """Seconds in which no call was open."""
+        return self.own_s + (0.0 if self._open else time.monotonic() - self._idle_since)
+
+    def ask(self, ask: Ask, body: bytes, *, is_retry: bool) -> asyncio.Task[Answer]:
+        """Begin a call; a retry gets the answer of the call of the same body.
+
+        Args:
+            body: a digest of the request.
+
+        Raises:
+            Refused: there is no such agent, it cannot read so much, or the session has made its calls.
+        """
+        if is_retry:
+            if unread := self._by_body.get(body):
+                return unread[0]
+            if body in self._told:
+                return self._told[body]
+        if self.num_calls >= self.max_calls:
+            raise Refused(429, f"the session has made external.max_calls = {self.max_calls} calls")
+        coroutine = self._begin(self.agents[ask.agent], ask)
+        self.num_calls += 1
+        if not self._open:
+            self.own_s += time.monotonic() - self._idle_since
+        task = asyncio.ensure_future(coroutine)
+        self._open.add(task)
+        self._by_body.setdefault(body, []).append(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def note_read(self, body: bytes, task: asyncio.Task[Answer]) -> None:
+        """The program has read the answer."""
+        if task in (unread := self._by_body.get(body, [])):
+            unread.remove(task)
+            self._told[body] = task
+        uid = task.result().uid
+        self._read.pop(uid, None)
+        self._read[uid] = None
+
+    def end(self, said: Mapping[str, Any]) -> ToolOutput:
+        """How it ended, by what its worker says: {reward | rewards | answer | error}; an error where that cannot be used."""
+        seconds = time.monotonic() - self.began_s
+        try:
+            if said.get("error") is not None:
+                raise ValueError(str(said["error"]))
+            end = SessionEnd(
+                None if said.get("reward") is None else _number(said["reward"]),
+                self._rewards(said.get("rewards") or {}),
+                None if said.get("answer") is None else str(said["answer"]),
+                tuple(self._read),
+                self.num_calls,
+            )
+        except (ValueError, TypeError, AttributeError) as error:
+            return ToolOutput(f"the program failed: {error}", is_error=True, seconds=seconds)
+        return ToolOutput(end.encode(), seconds=seconds)
+
+    def cancel(self) -> None:
+        """Nobody waits for its calls any more."""
+        for task in list(self._open):
+            task.cancel()
+
+    def _rewards(self, given: Mapping[str, Any]) -> dict[str, float]:
+        """Rewards by agent, or by sample: the mean of its answers that have one."""
+        rewards: dict[str, float] = {}
+        by_uid: dict[str, list[float]] = {}
+        for name, value in given.items():
+            if name in self.agents:
+                rewards[name] = _number(value)
+            elif (uid := self._uids.get(re.split("[-_]", name)[-1])) is not None:  # chatcmpl-ID, msg_ID, ...
+                by_uid.setdefault(uid, []).append(_number(value))
+            else:
+                raise ValueError(f"it rewards {name!r}, which is neither an agent nor the id of an answer")
+        return rewards | {uid: sum(values) / len(values) for uid, values in by_uid.items()}
+
+    def _begin(self, agent: Agent, ask: Ask) -> Coroutine[Any, Any, Answer]:
+        """Send the call; its answer."""
+        strand, call = self._by_chat(agent, ask) if ask.prompt is None else self._by_prompt(agent, ask, ask.prompt)
+        self._read.pop(strand.uid, None)
+        self.send(call)
+        return self._answer(agent, ask, strand, call.reply)
+
+    def _by_chat(self, agent: Agent, ask: Ask) -> tuple[Strand, Call]:
+        found = self._history.find(agent.name, ask.tools, ask.messages)
+        options = agent.template_options
+        if found is None:
+            token_ids, text = agent.renderer.render_chat(ask.messages, ask.tools, **options)
+            return self._new(agent, ask, token_ids, text)
+        has_ended = int(found.token_ids[-1]) in agent.renderer.stop_ids
+        new = agent.renderer.next_chat(found.new, has_ended=has_ended, **options)
+        if found.strand is not None:
+            return self._go_on(agent, ask, found.strand, new)
+        token_ids = np.concatenate([found.token_ids, new])
+        return self._new(agent, ask, token_ids, agent.renderer.decode(token_ids))
+
+    def _by_prompt(self, agent: Agent, ask: Ask, prompt: IntArray | str) -> tuple[Strand, Call]:
+        strand = self._history.find_prompt(agent.name, prompt)
+        is_new, start = strand is None, 0
+        if strand is not None:
+            start = len(strand.token_ids) if strand.text is None else len(strand.text)
+        rest = agent.renderer.encode_trusted(prompt[start:]) if isinstance(prompt, str) else prompt[start:]
+        if strand is None:
+            strand, call = self._new(
+                agent, ask, rest, prompt if isinstance(prompt, str) else agent.renderer.decode(rest)
+            )
+        else:
+            strand, call = self._go_on(agent, ask, strand, rest)
+        strand.text = prompt if isinstance(prompt, str) else None
+        if is_new:
+            self._history.add(agent.name, strand)
+        return strand, call
+
+    def _new(self, agent: Agent, ask: Ask, token_ids: IntArray, text: str) -> tuple[Strand, Call]:
+        if not 0 < len(token_ids) <= agent.max_input_tokens:
+            raise Refused(
+                400,
+                f"the prompt has {len(token_ids)} tokens, agents.{agent.name}.max_input_tokens is {agent.max_input_tokens}",
+                "context_length_exceeded",
+            )
+        number = self._numbers[agent.name]
+        self._numbers[agent.name] += 1
+        call = Call(
+            self.id, agent.name, number, self.attempt, token_ids, text=text, max_tokens=ask.max_tokens, stop=ask.stop
+        )
+        return Strand(token_ids, len(token_ids)), call
+
+    def _go_on(self, agent: Agent, ask: Ask, strand: Strand, new: IntArray) -> tuple[Strand, Call]:
+        num_tokens = len(strand.token_ids) - strand.num_prompt + len(new)
+        if num_tokens >= agent.max_response_tokens:
+            raise Refused(
+                400,
+                f"the sample has {num_tokens} tokens with what is new, and its most are {agent.max_response_tokens} "
+                f"(agents.{agent.name}.max_response_tokens, rollout.max_response_tokens)",
+                "context_length_exceeded",
+            )
+        strand.is_busy = True
+        strand.token_ids = np.concatenate([strand.token_ids, new])
+        return strand, Call(
+            self.id, agent.name, 0, self.attempt, new, strand.uid, max_tokens=ask.max_tokens, stop=ask.stop
+        )
+
+    async def _answer(self, agent: Agent, ask: Ask, strand: Strand, reply: Future[Reply]) -> Answer:
+        got = await asyncio.wrap_future(reply)
+        strand.uid = got.uid
+        if got.finish is Finish.ERROR:
+            raise CallLost(got.error)  # the strand stays busy: nothing goes on behind it
+        num_prompt = len(strand.token_ids)
+        strand.token_ids = np.concatenate([strand.token_ids, got.token_ids])
+        strand.is_busy = False
+        text = _without_stop(agent.renderer.decode(got.token_ids), (*agent.stop, *ask.stop))
+        said = agent.reader(text, got.token_ids, ask)
+        if strand.text is not None:
+            strand.text += said.content
+        if ask.prompt is None:
+            message = {"role": "assistant", "content": said.content, "tool_calls": said.calls}
+            if said.reasoning is not None:
+                message["reasoning"] = said.reasoning
+            self._history.answered(agent.name, ask.tools, [*ask.messages, message], strand)
+        answer = Answer(
+            secrets.token_hex(12),
+            got.uid,
+            agent.name,
+            said,
+            "tool_calls" if said.calls else _FINISH[got.finish],
+            num_prompt,
+            got.token_ids,
+            got.logprobs,
+            lambda: agent.renderer.pieces(got.token_ids),
+        )
+        self._uids[answer.id] = got.uid
+        return answer
+
+    def _note_end(self, task: asyncio.Task[Answer]) -> None:
+        self._open.discard(task)
+        if not self._open:
+            self._idle_since = time.monotonic()
+        if not task.cancelled():
+            task.exception()  # those who wait for it are told
+
+
+def _without_stop(text: str, stops: tuple[str, ...]) -> str:
+    """The text without the stop text that ended it: a client is not told it."""
+    places = [text.rfind(stop) for stop in stops if stop in text]
+    return text[: max(places)] if places else text
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if math.isinf(number):
+        raise ValueError(f"a reward is {number}; expected a finite number, or NaN where there is none")
+    return number

@@ -1,0 +1,90 @@
+"""Thoughts and calls of tools, read by vLLM's own parsers, as its server reads them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.gateway.chats import Ask, Said
+from marsrl.rollout.types import IntArray
+
+_PROBE = {"type": "function", "function": {"name": "look_up", "arguments": {"place": "Lima"}}}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks up.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+
+
+class VllmReader:
+    """Reads turns of a policy's model.
+
+    Args:
+        tool_parser, reasoning_parser: names as `vllm serve` has them; None: that is not looked for.
+
+    Raises:
+        ValueError: there is no such parser, or it does not find a call that the model's chat template writes: with the wrong
+            one, calls are text and nothing says so.
+    """
+
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        template_options: Mapping[str, bool | str],
+    ) -> None:
+        from vllm.parser import ParserManager
+
+        self.reads_calls = tool_parser is not None
+        self._renderer, self._options = renderer, dict(template_options)
+        named = f"tool_parser={tool_parser}, reasoning_parser={reasoning_parser}"
+        try:
+            kind = ParserManager.get_parser(
+                tool_parser_name=tool_parser,
+                reasoning_parser_name=reasoning_parser,
+                enable_auto_tools=self.reads_calls,
+                tokenizer=renderer.tokenizer,
+            )
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{named}: {error}") from error
+        assert kind is not None, named
+        self._kind = kind
+        if self.reads_calls:
+            text = renderer.turn_text({"role": "assistant", "tool_calls": [_PROBE]}, [_TOOL], **template_options)
+            found = self(text, renderer.encode_trusted(text), Ask("", tools=[_TOOL]))
+            calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found.calls]
+            if calls != [("look_up", {"place": "Lima"})]:
+                raise ValueError(f"{named}: it does not find the call that the model's chat template writes: {text!r}")
+
+    def __call__(self, text: str, token_ids: IntArray, ask: Ask) -> Said:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        tools = [dict(tool) for tool in ask.tools]
+        request = ChatCompletionRequest(
+            messages=[{"role": "user", "content": ""}],
+            tools=tools or None,
+            tool_choice="auto" if tools and ask.calls_tools else "none",
+            chat_template_kwargs=self._options,
+        )
+        parser = self._kind(self._renderer.tokenizer, list(request.tools or ()), chat_template_kwargs=self._options)
+        reasoning, content, calls = parser.parse(
+            text,
+            request,
+            enable_auto_tools=bool(tools) and ask.calls_tools,
+            model_output_token_ids=token_ids.tolist(),
+        )
+        found = [
+            {
+                "id": f"call_{secrets.token_hex(8)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls or ()
+        ]
+        return Said(content or "", reasoning, found)

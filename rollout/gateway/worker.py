@@ -1,0 +1,228 @@
+"""Plays sessions of a program. Of Python's standard library alone (3.9 or later): it runs in any environment, on any host.
+
+    python worker.py --url http://HOST:PORT --function my_agent.py:run        key: environment variable MARSRL_WORKER_KEY
+    python worker.py --url http://HOST:PORT --command python my_agent.py
+
+A function is called with the problem and a client, once a session; several sessions are played at once, each in a thread, or
+as a task where the function is async. A command is started once a session, with the problem as JSON on its standard input, and
+OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY in its environment; the last line that it prints, where
+it is JSON, is what a function would return:
+
+    None             the task judges the last answer of the session
+    "a text"         the task judges this answer
+    0.5              the reward of every agent
+    {"solver": 1.0}  rewards by agent, or by id of an answer (`chatcmpl-...`)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+UNUSABLE = 78  # exit code
+_LONGEST_S = 24 * 3600.0  # of a call: the gateway keeps it alive
+_RETRY_S = 1.0
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_MOST_SHOWN = 4000  # characters of an error
+
+
+class Client:
+    """The session as a function sees it.
+
+    base_url, api_key: for any client of OpenAI's or Anthropic's protocol. agents: their names, to be given as the model.
+    """
+
+    def __init__(self, base_url: str, api_key: str, session: str, agents: list[str]) -> None:
+        self.base_url, self.api_key, self.session, self.agents = base_url, api_key, session, agents
+
+    def chat(self, agent: str, messages: list[Any], **more: Any) -> SimpleNamespace:
+        """The agent's turn by /v1/chat/completions: id, message (a dict, to be appended to the messages), text, finish.
+
+        A text among messages is a user's turn.
+        """
+        turns = [{"role": "user", "content": each} if isinstance(each, str) else each for each in messages]
+        body = {"model": agent, "messages": turns, **more}
+        reply = _request(f"{self.base_url}/chat/completions", self.api_key, body, _LONGEST_S)
+        choice = reply["choices"][0]
+        message = {name: value for name, value in choice["message"].items() if value is not None}
+        return SimpleNamespace(
+            id=reply["id"], message=message, text=message.get("content") or "", finish=choice["finish_reason"]
+        )
+
+    async def achat(self, agent: str, messages: list[Any], **more: Any) -> SimpleNamespace:
+        """As `chat`, for async functions."""
+        return await asyncio.get_running_loop().run_in_executor(None, lambda: self.chat(agent, messages, **more))
+
+    def openai(self, **options: Any) -> Any:
+        """openai.OpenAI of this session, where that is installed."""
+        import openai
+
+        return openai.OpenAI(base_url=self.base_url, api_key=self.api_key, **options)
+
+    def async_openai(self, **options: Any) -> Any:
+        """openai.AsyncOpenAI of this session."""
+        import openai
+
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
+
+
+def _request(url: str, key: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    try:
+        with _DIRECT.open(urllib.request.Request(url, data, headers), timeout=timeout_s) as reply:
+            return json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace")
+        raise RuntimeError(f"HTTP {error.code} of {url}: {said[:_MOST_SHOWN]}") from None
+
+
+class Worker:
+    """Asks for sessions as long as it has room, and plays them side by side."""
+
+    def __init__(self, url: str, key: str, name: str, room: int, play: Callable[..., Any]) -> None:
+        self._url, self._key, self._name, self._room, self._play = url.rstrip("/"), key, name, room, play
+        self._open: dict[str, Callable[[], None]] = {}  # sessions under way, and what ends each
+        self._loop = asyncio.new_event_loop()  # of async functions
+        self._loop.set_default_executor(ThreadPoolExecutor(4 * room))
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def run(self, is_wanted: Callable[[], bool]) -> None:
+        """Play until nobody wants it any more."""
+        while is_wanted():
+            room = max(0, self._room - len(self._open))
+            try:
+                news = _request(f"{self._url}/next?worker={self._name}&room={room}", self._key, None, 60.0)
+            except (OSError, ValueError):  # the run has ended, or has not begun
+                time.sleep(_RETRY_S)
+                continue
+            for given in news["sessions"]:
+                self._open[given["session"]] = lambda: None
+                threading.Thread(target=self._session, args=(given,), daemon=True).start()
+            for name in news["over"]:
+                self._open.pop(name, lambda: None)()
+
+    def _session(self, given: dict[str, Any]) -> None:
+        name = given["session"]
+        try:
+            client = Client(f"{self._url}/v1", given["api_key"], name, given["agents"])
+            found = self._play(SimpleNamespace(**given["problem"]), client, lambda end: self._open.update({name: end}))
+            if inspect.isawaitable(found):
+                task = asyncio.run_coroutine_threadsafe(_awaited(found), self._loop)
+                self._open[name] = task.cancel  # type: ignore[assignment]
+                found = task.result()
+            said = _as_end(found)
+        except BaseException as error:
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            said = {"error": text[-_MOST_SHOWN:]}
+        if self._open.pop(name, None) is None:
+            return  # it was over before
+        for _ in range(60):
+            try:
+                _request(f"{self._url}/end", given["api_key"], said, 60.0)
+                return
+            except RuntimeError:  # it is over
+                return
+            except OSError:
+                time.sleep(_RETRY_S)
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def _as_end(found: Any) -> dict[str, Any]:
+    """What a function returned, for POST /end."""
+    if found is None:
+        return {}
+    if isinstance(found, str):
+        return {"answer": found}
+    if isinstance(found, dict):
+        return {"rewards": {str(name): float(value) for name, value in found.items()}}
+    return {"reward": float(found)}
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """The function that FILE.py:FUNCTION names, with its folder on sys.path."""
+    place, _, attribute = name.rpartition(":")
+    path = os.path.abspath(place)
+    sys.path.insert(0, os.path.dirname(path))
+    spec = importlib.util.spec_from_file_location("marsrl_program", path)
+    if spec is None or spec.loader is None or not os.path.isfile(path):
+        raise ValueError(f"there is no Python file {place}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ValueError(f"{place} has no function {attribute}")
+    return lambda problem, client, on_end: function(problem, client)
+
+
+def command_of(words: list[str]) -> Callable[..., Any]:
+    """Plays a session by a program of its own, in a process group of its own."""
+
+    def play(problem: SimpleNamespace, client: Client, on_end: Callable[[Callable[[], None]], None]) -> Any:
+        server = client.base_url[: -len("/v1")]
+        environment = {**os.environ, "OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key}
+        environment.update(ANTHROPIC_BASE_URL=server, ANTHROPIC_API_KEY=client.api_key)
+        environment.pop("MARSRL_WORKER_KEY", None)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True, text=True
+        )
+        on_end(lambda: os.killpg(process.pid, signal.SIGKILL))
+        said, errors = process.communicate(json.dumps(vars(problem)))
+        if process.returncode != 0:
+            raise RuntimeError(f"{words[0]} ended with code {process.returncode}: {errors[-_MOST_SHOWN:]}")
+        lines = [line for line in said.splitlines() if line.strip()]
+        try:
+            return json.loads(lines[-1]) if lines else None
+        except ValueError:
+            return None
+
+    return play
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plays sessions of a program for a marsrl run.")
+    parser.add_argument("--url", default="", help="http://HOST:PORT of the run (external.host, external.port)")
+    parser.add_argument("--function", help="FILE.py:FUNCTION")
+    parser.add_argument("--command", nargs=argparse.REMAINDER, help="a program and its words; the last option")
+    parser.add_argument("--name", default=f"{os.uname().nodename}-{os.getpid()}", help="of this worker, a unique one")
+    parser.add_argument("--room", type=int, default=64, help="sessions at once")
+    parser.add_argument("--with-parent", action="store_true", help="end when the process that started it has ended")
+    parser.add_argument("--check", action="store_true", help="import the function, and end")
+    words = parser.parse_args()
+    parent = os.getppid()
+    try:
+        play = command_of(words.command) if words.command else function_of(words.function or "")
+    except BaseException as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        print(f"{words.function}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})", file=sys.stderr)
+        return UNUSABLE
+    if words.check:
+        return 0
+    worker = Worker(words.url, os.environ.get("MARSRL_WORKER_KEY", ""), words.name, words.room, play)
+    worker.run(lambda: not words.with_parent or os.getppid() == parent)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Worker processes that are started here: kept running, and ended with the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from marsrl.rollout.gateway.config import ExternalConfig
+from marsrl.rollout.gateway.gateway import Gateway
+
+WORKER = Path(__file__).with_name("worker.py")
+_MOST_RESTARTS = 100  # of all workers; then the program, not bad luck, ends them
+_BEGIN_S = 2.0  # between a worker's end and the start of another in its place
+_END_S = 5.0
+
+
+class Workers:
+    """The processes. url: of the gateway; key: the workers'."""
+
+    def __init__(self, config: ExternalConfig, url: str, key: str) -> None:
+        self._config, self._url, self._key = config, url, key
+        self._num_started = 0
+        self._due_s = 0.0
+        self._running: dict[str, subprocess.Popen[bytes]] = {}  # by their names
+
+    def watch(self, gateway: Gateway) -> None:
+        """Start those that are missing; what those that ended were playing is played by others."""
+        for name, process in list(self._running.items()):
+            if (code := process.poll()) is not None:
+                del self._running[name]
+                self._due_s = time.monotonic() + _BEGIN_S
+                reason = f"its process ended with code {code}"
+                gateway.lose(name, reason)
+                if code == UNUSABLE or self._num_started > _MOST_RESTARTS:
+                    gateway.fail(f"external: workers cannot play: {reason}; what they said stands above")
+        while len(self._running) < self._config.workers and time.monotonic() >= self._due_s:
+            self._start()
+
+    def close(self) -> None:
+        """End them, and what they started."""
+        for process in self._running.values():
+            process.terminate()
+        for process in self._running.values():
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self) -> None:
+        name = f"worker{self._num_started}"
+        self._num_started += 1
+        options = ["--url", self._url, "--name", name, "--with-parent", "--room", str(self._config.concurrency)]
+        environment = {**os.environ, "MARSRL_WORKER_KEY": self._key}
+        self._running[name] = subprocess.Popen(
+            worker_words(self._config, *options), env=environment, stdin=subprocess.DEVNULL
+        )
+
+
+UNUSABLE = 78
+"""Exit code of a worker whose function cannot be imported (EX_CONFIG)."""
+
+
+def worker_words(config: ExternalConfig, *options: str) -> list[str]:
+    """The command line of a worker."""
+    words = [config.python, str(WORKER), *options]
+    return [*words, "--function", config.function] if config.function else [*words, "--command", *config.command]
+
+
+def check_program(config: ExternalConfig) -> None:
+    """Refuse a program that workers could not start: a function that cannot be imported by `external.python`.
+
+    Raises:
+        ValueError: says why.
+    """
+    if not config.workers:
+        return
+    try:
+        done = subprocess.run(
+            worker_words(config, "--check"), capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+        )
+    except OSError as error:
+        raise ValueError(f"external.python is {config.python}: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"external.function is {config.function}: its import took longer than 120 s") from error
+    if done.returncode != 0:
+        raise ValueError(f"external.function, external.command: {done.stderr.strip()[-2000:]}")

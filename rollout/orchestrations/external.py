@@ -1,0 +1,110 @@
+"""A program that is not ours plays the episode: it calls agents by HTTP, and says what they are worth (docs/external.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.parsers import visible
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.gateway.calls import SESSION, SessionEnd
+from marsrl.rollout.types import MISSING, Ask, Finish, Reward, Sample, ToolCall
+
+
+class External(Orchestration):
+    """The agents are those of the section `agents`; a session with the program is one call of a tool, during which it asks them.
+
+    A sample ends with its session. Its reward is what the program says; else, for all samples, what the task says of the
+    program's answer, or of the last one that an agent gave.
+    """
+
+    name = "external"
+    plays_sessions = True
+
+    def __init__(self, agents: Mapping[str, AgentConfig], *given: Any, **options: Any) -> None:
+        self.agents = tuple(AgentSpec(name, Role.ADVISER) for name in agents)
+        super().__init__(agents, *given, **options)
+        self.tools = (SESSION,)
+
+    @classmethod
+    def whole_team(cls, agents: Mapping[str, AgentConfig]) -> dict[str, AgentConfig]:
+        if not agents or not all(name.replace("-", "_").isidentifier() for name in agents):
+            raise ValueError(
+                f"agents: orchestration=external has the agents that are named there, found {', '.join(agents) or 'none'}; "
+                "expected at least one, names of letters, digits, _ and -, which programs give as the model"
+            )
+        return dict(agents)
+
+    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
+        problem = episode.problem
+        given = {"id": problem.id, "question": problem.question, "answer": problem.answer, "task": problem.task}
+        given["purpose"] = episode.purpose
+        return [ToolCall(f"{episode.id}/{SESSION}", SESSION, json.dumps(given)), *episode.asks.values()]
+
+    def parse(self, sample: Sample) -> Sample:
+        """The answer of the last turn, as the task's prompt set reads it."""
+        shown = visible(sample.turn_text, sample.in_thought)
+        read = replace(sample, shown=shown or "", answer=None, verdict=None)
+        parser = self._prompts[sample.agent].parsers.get("answer")
+        if parser is None or shown is None or sample.finish is not Finish.STOP:
+            return read
+        said = parser.read(shown)
+        return replace(read, answer=said if isinstance(said, str) else None)
+
+    def to_judge(self, episode: Episode, sample: Sample) -> str | None:
+        end = self.end(episode)
+        if end is None or end.is_judged or sample.uid not in end.read:
+            return None
+        if end.answer is None:
+            return sample.answer
+        return end.answer if sample.uid == end.read[-1] else None
+
+    def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
+        """Reward that the program gives; else what the task says of its answer, or of the last one that an agent gave."""
+        end = self.end(episode)
+        if end is None:
+            return Reward(MISSING, MISSING, note=episode.error)
+        if sample.uid not in end.read:
+            return Reward(MISSING, MISSING, note="the program has not read its last turn")
+        if not end.is_judged:
+            correct = MISSING if judged is None else judged.correct
+            return Reward(MISSING, correct, note="" if judged is None else judged.note)
+        value = end.reward_of(sample.uid, sample.agent)
+        if value is None:
+            return Reward(MISSING, MISSING, note="the program gave it no reward")
+        return Reward(value, min(max(value, 0.0), 1.0), {"program": value})
+
+    def outcome(self, episode: Episode) -> Sample | None:
+        """The last sample, or, where the task judges agents' answers, the last one with an answer."""
+        end = self.end(episode)
+        samples = [] if end is None else [episode.sample(uid) for uid in end.read]
+        if end is not None and not end.is_judged and end.answer is None:
+            samples = [sample for sample in samples if sample.answer is not None]
+        return samples[-1] if samples else None
+
+    def outcomes(self, episode: Episode) -> dict[str, float]:
+        end, outcomes = self.end(episode), super().outcomes(episode)
+        if end is None:
+            return {}
+        if end.is_judged:
+            return {
+                uid: value
+                for uid in outcomes
+                if uid in end.read and (value := end.reward_of(uid, episode.sample(uid).agent)) is not None
+            }
+        return {uid: value for uid, value in outcomes.items() if uid in end.read}
+
+    def metrics(self, episode: Episode) -> Mapping[str, float]:
+        """Samples that a session became, and calls in it."""
+        end = self.end(episode)
+        return {"samples": len(episode.asks), "calls": 0 if end is None else end.num_calls}
+
+    def end(self, episode: Episode) -> SessionEnd | None:
+        """How its session ended; None as long as it goes on, and where it failed."""
+        output = episode.outputs.get(f"{episode.id}/{SESSION}")
+        return None if output is None or output.is_error else SessionEnd.decode(output.text)

@@ -1,0 +1,102 @@
+"""The player's side of programs that play episodes: which are open, and what their calls become.
+
+    call   -> a new sample of the agent, or one that goes on behind foreign tokens
+    turn   -> its tokens are the reply; the sample waits for the session's next call
+    end    -> all samples of the session end, are judged, and its asks are over
+    lost   -> nothing of it is kept; it begins anew, with other names of its samples
+
+No sample of a session ends before the session, so that a checkpoint has whole sessions, and none of one that goes on: that is
+played again from its beginning.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.gateway.calls import Call, Reply
+from marsrl.rollout.gateway.gateway import Gateway
+from marsrl.rollout.player.completion import Completion, OpenAsk, State
+from marsrl.rollout.types import Ask
+
+
+class OpenSessions:
+    """See the module. open: the player's asks that are not over, by id. counts: the player's metrics."""
+
+    def __init__(self, gateway: Gateway, open_asks: dict[str, OpenAsk], counts: Counter[str]) -> None:
+        self._gateway, self._open, self._counts = gateway, open_asks, counts
+        self._episodes: dict[str, Episode] = {}  # of sessions that go on
+
+    def restore(self, open_asks: dict[str, OpenAsk], episodes: Sequence[Episode]) -> None:
+        """Go on with what a checkpoint kept, and take out of it what there is of sessions that were not over."""
+        self._open = open_asks
+        for episode in episodes:
+            if episode.open_calls:
+                for name in episode.asks:
+                    open_asks.pop(name, None)
+                episode.asks.clear()
+
+    def begin(self, episode: Episode) -> None:
+        """Its session goes on from now."""
+        self._episodes[episode.id] = episode
+
+    def end(self, episode: Episode) -> list[Completion]:
+        """Its session is over: the completions that waited for a further call. Others end with the turn that is decoded."""
+        del self._episodes[episode.id]
+        return [each for each in self._completions(episode) if each.state is State.WAITING]
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when programs have news, or after this long."""
+        self._gateway.wait(timeout_s)
+
+    def take(self, version_of: dict[str, int]) -> tuple[list[Completion], list[Completion]]:
+        """(completions whose next turn is to be decoded, those of lost sessions). version_of: the policy version by agent."""
+        taken = self._gateway.take(self._episodes)
+        dropped = [each for name in taken.lost for each in self._forget(self._episodes[name])]
+        due = [self._asked(self._episodes[call.session], call, version_of[call.agent]) for call in taken.calls]
+        return due, dropped
+
+    def hold(self, each: Completion) -> bool:
+        """The end of a turn: reply, and True where the session goes on and the completion waits."""
+        if each.call is not None:
+            tokens, logprobs = each.token_ids[each.call_start :], each.logprobs[each.call_start :]
+            if each.call.reply.set_running_or_notify_cancel():
+                each.call.reply.set_result(Reply(each.uid, tokens, logprobs, each.finish, each.error))
+            each.call = None
+        if each.episode.id not in self._episodes:
+            return False
+        each.state = State.WAITING
+        return True
+
+    def _asked(self, episode: Episode, call: Call, version: int) -> Completion:
+        if call.uid:
+            each = self._open[call.uid.rpartition(":")[0]].completions[0]
+            self._counts["rollout/foreign_tokens"] += len(call.token_ids)
+            each.go_on_with(call.token_ids)
+            each.state = State.DUE
+        else:
+            ask = episode.ask(call.agent, turn=call.number, index=call.attempt)
+            each = Completion()
+            of = OpenAsk(ask, call.token_ids, call.text, version, [each])
+            of.episode = episode
+            self._open[ask.id] = of
+            episode.enter([ask])
+        each.call, each.call_start = call, len(each.token_ids)
+        return each
+
+    def _forget(self, episode: Episode) -> list[Completion]:
+        """All completions of the session, which are no longer of it; what engines still decode of them is nobody's."""
+        self._counts["rollout/replayed_sessions"] += 1
+        dropped = list(self._completions(episode))
+        for ask in self._asks(episode):
+            del self._open[ask.id]
+            del episode.asks[ask.id]
+        return dropped
+
+    def _completions(self, episode: Episode) -> Iterator[Completion]:
+        for ask in self._asks(episode):
+            yield from self._open[ask.id].completions
+
+    def _asks(self, episode: Episode) -> list[Ask]:
+        return [ask for ask in episode.asks.values() if ask.id in self._open]

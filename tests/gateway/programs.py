@@ -1,0 +1,126 @@
+"""Programs that play sessions of a small team: real workers, a real port, a real engine with random weights."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.config import AgentConfig, RolloutConfig
+from marsrl.rollout.engines.local.engine import LocalEngine
+from marsrl.rollout.engines.protocol import Engine
+from marsrl.rollout.gateway.agents import agents_of
+from marsrl.rollout.gateway.config import ExternalConfig
+from marsrl.rollout.gateway.gateway import Gateway
+from marsrl.rollout.gateway.server import open_gateway
+from marsrl.rollout.orchestrations.external import External
+from marsrl.rollout.player.stages import Stages, StepBatch
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas
+from marsrl.rollout.rewards.judge import known
+from marsrl.rollout.tasks.arithmetic import ArithmeticTask
+from marsrl.rollout.tasks.config import ArithmeticOptions
+from marsrl.rollout.team import Team, WatchedJudge
+from marsrl.rollout.types import Problem, Reward, Sample
+
+AGENTS = {"solver": AgentConfig(max_input_tokens=1500), "verifier": AgentConfig(max_input_tokens=1500)}
+VERSIONS = {"main": 0}
+
+
+def judge(problem: Problem, answer: str) -> Future[Reward]:
+    right = float(answer == problem.answer)
+    return known(Reward(right, right))
+
+
+def rollout_config(**options: Any) -> RolloutConfig:
+    base = {
+        "prompts_per_step": 2,
+        "group_size": 2,
+        "max_response_tokens": 1500,
+        "engine": "local",
+        "placement": "local",
+    }
+    return RolloutConfig.model_validate(base | options)
+
+
+@dataclass
+class Played:
+    """A team that plays. played: its batches so far."""
+
+    stages: Stages
+    team: Team
+
+    def batch(self, versions: Mapping[str, int] = VERSIONS) -> StepBatch:
+        self.stages.resume(versions)
+        self.stages.want()
+        while (batch := self.stages.take()) is None:
+            self.stages.advance(0.2)
+        return batch
+
+    def samples(self, steps: int = 1) -> dict[str, Sample]:
+        batches = [self.batch() for _ in range(steps)]
+        return {sample.uid: sample for batch in batches for group in batch.groups for sample in group.samples}
+
+
+def program(folder: Path, text: str) -> str:
+    """A function `run` in a file of its own, as external.function."""
+    path = folder / "program.py"
+    path.write_text(textwrap.dedent(text))
+    return f"{path}:run"
+
+
+def team_of(
+    model: Path,
+    config: RolloutConfig,
+    orchestration: Callable[..., Orchestration] = External,
+    gateway: Gateway | None = None,
+    agents: Mapping[str, AgentConfig] = AGENTS,
+    engine: Engine | None = None,
+) -> Team:
+    engine = engine or LocalEngine(model, dtype="float32", max_model_len=4096)
+    pool = EnginePool(LocalReplicas([engine]), slots=64, deadline_s=config.deadline_s)
+    team, renderers = orchestration(agents, "chain", None, config), {"main": ChatRenderer(model)}
+    return Team(agents, team, renderers, {"main": pool}, WatchedJudge(judge), tools=gateway)
+
+
+@contextmanager
+def playing(
+    model: Path,
+    config: RolloutConfig,
+    external: Mapping[str, Any],
+    *,
+    agents: Mapping[str, AgentConfig] = AGENTS,
+    engine: Engine | None = None,
+    seed: int = 3,
+) -> Iterator[Played]:
+    """Sessions of these settings, ready for the first batch."""
+    settings = ExternalConfig.model_validate(external)
+    doors = agents_of(agents, {"main": ChatRenderer(model)}, config.max_response_tokens)
+    with open_gateway(settings, doors) as gateway:
+        team = team_of(model, config, gateway=gateway, agents=agents, engine=engine)
+        source = ArithmeticTask(ArithmeticOptions()).problems(seed)
+        yield Played(Stages(config, team, source, seed=seed, trains_whole=True), team)
+
+
+def natively(model: Path, config: RolloutConfig, kind: type[Orchestration], seed: int = 3) -> Played:
+    """The same, by an orchestration of ours."""
+    team = team_of(model, config, kind)
+    source = ArithmeticTask(ArithmeticOptions()).problems(seed)
+    return Played(Stages(config, team, source, seed=seed, trains_whole=True), team)
+
+
+def turns_of(sample: Sample) -> Sequence[int]:
+    """The lengths of its runs of tokens, its own and others' in turn."""
+    lengths, last = list[int](), None
+    for own in sample.is_sampled.tolist():
+        if own != last:
+            lengths.append(0)
+        lengths[-1] += 1
+        last = own
+    return lengths
