@@ -9,7 +9,12 @@ _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _THINK = ("<think>", "</think>")  # ordinary added tokens, as in Qwen: they are part of the text
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}<|im_start|>system\n# Tools\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>"
+    "<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message['tool_calls'] %}\n<tool_call>\n"
+    '{"name": "{{ call[\'function\'][\'name\'] }}", "arguments": {{ call[\'function\'][\'arguments\'] | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
