@@ -67,9 +67,12 @@ def agent_of(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Agent:
 
 def whole_number(body: Mapping[str, Any], *names: str) -> int | None:
     """The first of these fields that is given, at least 1."""
-    given = next((body[name] for name in names if body.get(name) is not None), None)
-    if given is not None and (not isinstance(given, int) or given < 1):
-        raise Refused(400, f"{names[0]} is {given!r}; expected a whole number from 1 on")
+    name = next((name for name in names if body.get(name) is not None), None)
+    if name is None:
+        return None
+    given = body[name]
+    if not isinstance(given, int) or given < 1:
+        raise Refused(400, f"{name} is {given!r}; expected a whole number from 1 on")
     return given
 
 

@@ -45,6 +45,7 @@ class Gateway:
         self._lost: list[str] = []
         self._has_news = False
         self._error: str | None = None
+        self.num_over = 0  # sessions that came to their end
         # The server's thread alone.
         self._playing: dict[str, Session] = {}  # by key
         self._workers: dict[str, float] = {}  # when each was last heard
@@ -162,6 +163,7 @@ class Gateway:
 
     def _finish(self, session: Session, output: ToolOutput) -> None:
         self._stop(session)
+        self.num_over += 1
         if output.is_error:
             _log.warning("session %s failed: %s", session.id, output.text[-_MOST_SHOWN:])
         session.output.set_result(output)

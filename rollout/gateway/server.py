@@ -194,10 +194,13 @@ def open_gateway(config: ExternalConfig, agents: Mapping[str, Agent], key: str |
 
         async def answer() -> None:
             serving = asyncio.ensure_future(server.serve([listening]))
-            while not (await asyncio.wait([serving], timeout=_TICK_S))[0]:
-                gateway.tick()
-                workers.watch(gateway)
-            gateway.close()
+            try:
+                while not (await asyncio.wait([serving], timeout=_TICK_S))[0]:
+                    gateway.tick()
+                    workers.watch(gateway)
+            finally:
+                gateway.close()
+                workers.close()
 
         def run() -> None:
             try:
@@ -213,4 +216,3 @@ def open_gateway(config: ExternalConfig, agents: Mapping[str, Agent], key: str |
         finally:
             server.should_exit = server.force_exit = True
             thread.join()
-            workers.close()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import importlib.util
 import inspect
 import json
@@ -90,6 +91,8 @@ def _request(url: str, key: str, body: dict[str, Any] | None, timeout_s: float) 
         with _DIRECT.open(urllib.request.Request(url, data, headers), timeout=timeout_s) as reply:
             return json.loads(reply.read())
     except urllib.error.HTTPError as error:
+        if error.code >= 500:
+            raise  # an OSError: the run is ending
         said = error.read().decode(errors="replace")
         raise RuntimeError(f"HTTP {error.code} of {url}: {said[:_MOST_SHOWN]}") from None
 
@@ -110,7 +113,7 @@ class Worker:
             room = max(0, self._room - len(self._open))
             try:
                 news = _request(f"{self._url}/next?worker={self._name}&room={room}", self._key, None, 60.0)
-            except (OSError, ValueError):  # the run has ended, or has not begun
+            except (OSError, ValueError, http.client.HTTPException):  # the run has ended, or has not begun
                 time.sleep(_RETRY_S)
                 continue
             for given in news["sessions"]:
@@ -118,6 +121,11 @@ class Worker:
                 threading.Thread(target=self._session, args=(given,), daemon=True).start()
             for name in news["over"]:
                 self._open.pop(name, lambda: None)()
+
+    def end(self) -> None:
+        """End what is under way."""
+        for end in list(self._open.values()):
+            end()
 
     def _session(self, given: dict[str, Any]) -> None:
         name = given["session"]
@@ -140,7 +148,7 @@ class Worker:
                 return
             except RuntimeError:  # it is over
                 return
-            except OSError:
+            except (OSError, http.client.HTTPException):
                 time.sleep(_RETRY_S)
 
 
@@ -281,7 +289,14 @@ def main() -> int:
     if words.check:
         return 0
     worker = Worker(words.url, os.environ.get("MARSRL_WORKER_KEY", ""), words.name, words.room, play)
-    worker.run(lambda: not words.with_parent or os.getppid() == parent)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        worker.run(lambda: not words.with_parent or os.getppid() == parent)
+    except (RuntimeError, KeyboardInterrupt) as error:
+        print(f"worker {words.name}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        worker.end()
     return 0
 
 

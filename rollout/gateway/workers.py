@@ -11,7 +11,7 @@ from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 
 WORKER = Path(__file__).with_name("worker.py")
-_MOST_RESTARTS = 100  # of all workers; then the program, not bad luck, ends them
+_MOST_IN_VAIN = 10  # workers that end, one after the other, while no session comes to its end
 _BEGIN_S = 2.0  # between a worker's end and the start of another in its place
 _END_S = 5.0
 
@@ -21,7 +21,7 @@ class Workers:
 
     def __init__(self, config: ExternalConfig, url: str, key: str) -> None:
         self._config, self._url, self._key = config, url, key
-        self._num_started = 0
+        self._num_started = self._num_in_vain = self._num_over = 0
         self._due_s = 0.0
         self._running: dict[str, subprocess.Popen[bytes]] = {}  # by their names
 
@@ -33,8 +33,10 @@ class Workers:
                 self._due_s = time.monotonic() + _BEGIN_S
                 reason = f"its process ended with code {code}"
                 gateway.lose(name, reason)
-                if code == UNUSABLE or self._num_started > _MOST_RESTARTS:
-                    gateway.fail(f"external: workers cannot play: {reason}; what they said stands above")
+                self._num_in_vain = self._num_in_vain + 1 if gateway.num_over == self._num_over else 0
+                self._num_over = gateway.num_over
+                if code == UNUSABLE or self._num_in_vain >= _MOST_IN_VAIN:
+                    gateway.fail(f"external: workers end before their sessions: {reason}; what they said stands above")
         while len(self._running) < self._config.workers and time.monotonic() >= self._due_s:
             self._start()
 

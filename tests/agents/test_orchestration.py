@@ -366,7 +366,8 @@ def test_an_outcome_is_the_mean_final_correctness_of_the_leaves_below() -> None:
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match=r"debate, dual_system, external, search_team, solver, .*, verifier_corrector, and your own as FILE"
+        ValueError,
+        match=r"debate, dual_system, external, search_team, solver, .*, verifier_corrector, and your own as FILE",
     ):
         build_orchestration("debates", {}, "math")
     with pytest.raises(ValueError, match="corrector2"):

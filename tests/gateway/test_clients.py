@@ -1,0 +1,251 @@
+"""Clients of OpenAI's and Anthropic's protocols play with tools, thoughts and streams; turns go on with the tokens sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from programs import playing, program, rollout_config
+from qwen import write_qwen
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.types import Sample
+
+THOUGHT = "<think>\nI add.\n</think>"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a":  3, "b": 1e3}}\n</tool_call>'
+SAYS = " It is 1003.\n"
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen(tmp_path_factory.mktemp("models") / "qwen")
+
+
+def scripted(model: Path) -> ScriptedEngine:
+    """Thinks and calls the tool, and then says what it says."""
+    renderer = ChatRenderer(model)
+
+    def script(request: DecodeRequest) -> list[int]:
+        text = renderer.decode(request.token_ids)
+        said = SAYS
+        if "<tools>" in text:
+            said = f"{THOUGHT}{SAYS}" if "<tool_response>" in text else f"{THOUGHT}{CALL}"
+        return [*renderer.encode_trusted(said).tolist(), renderer.eos_id]
+
+    return ScriptedEngine(script)
+
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+
+CHAT = f"""
+import json
+from openai import OpenAI
+
+TOOLS = [{ADD}]
+
+def run(problem, client):
+    llm = OpenAI(base_url=client.base_url, api_key=client.api_key)
+    turns = [{{"role": "system", "content": "You solve."}}, {{"role": "user", "content": "3 + 1000?"}}]
+    message = llm.chat.completions.create(model="solver", messages=turns, tools=TOOLS, logprobs=True).choices[0].message
+    assert message.content == "" and message.reasoning == "\\nI add.\\n", message
+    call, = message.tool_calls
+    turns += [message, {{"role": "tool", "tool_call_id": call.id, "content": "1003"}}]
+    text, usage = "", None
+    for chunk in llm.chat.completions.create(
+        model="solver", messages=turns, tools=TOOLS, stream=True, stream_options={{"include_usage": True}}
+    ):
+        text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+        usage = chunk.usage or usage
+    assert text == {SAYS!r} and usage.completion_tokens == {len(THOUGHT) - 13 + len(SAYS) + 1}, (text, usage)
+    report = llm.chat.completions.create(model="verifier", messages=[{{"role": "user", "content": text}}])
+    assert report.choices[0].finish_reason == "stop" and [m.id for m in llm.models.list()] == ["solver", "verifier"]
+    return {{"solver": sum(json.loads(call.function.arguments).values()), "verifier": 1.0}}
+"""
+
+RESPONSES = f"""
+import json
+from openai import OpenAI
+
+TOOL = {{"type": "function", "strict": True, **{ADD["function"]}}}
+
+def run(problem, client):
+    llm = OpenAI(base_url=client.base_url, api_key=client.api_key)
+    items = [{{"role": "user", "content": "3 + 1000?"}}]
+    given = dict(model="solver", instructions="You solve.", tools=[TOOL], include=[])
+    said = llm.responses.create(input=items, **given)
+    thought, call = said.output
+    assert (thought.type, call.type) == ("reasoning", "function_call"), said
+    items += [each.model_dump(exclude_none=True) for each in said.output]
+    items.append({{"type": "function_call_output", "call_id": call.call_id, "output": "1003"}})
+    *_, last = llm.responses.create(input=items, stream=True, **given)
+    assert last.response.output_text == {SAYS!r}, last
+    llm.responses.create(model="verifier", input=last.response.output_text)
+    return {{"solver": sum(json.loads(call.arguments).values()), last.response.id: 1003.0, "verifier": 1.0}}
+"""
+
+MESSAGES = f"""
+from anthropic import Anthropic
+
+TOOL = {{"name": "add", "input_schema": {ADD["function"]["parameters"]}}}
+
+def run(problem, client):
+    llm = Anthropic(base_url=client.base_url[:-3], api_key=client.api_key)
+    turns = [{{"role": "user", "content": "3 + 1000?"}}]
+    given = dict(model="solver", system="You solve.", tools=[TOOL], max_tokens=500)
+    said = llm.messages.create(messages=turns, **given)
+    thought, call = said.content
+    assert (thought.type, call.type, said.stop_reason) == ("thinking", "tool_use", "tool_use"), said
+    turns += [
+        {{"role": "assistant", "content": [each.model_dump() for each in said.content]}},
+        {{"role": "user", "content": [{{"type": "tool_result", "tool_use_id": call.id, "content": "1003"}}]}},
+    ]
+    with llm.messages.stream(messages=turns, **given) as stream:
+        text = "".join(stream.text_stream)
+    assert text == {SAYS!r}, text
+    llm.messages.create(model="verifier", messages=[{{"role": "user", "content": text}}], max_tokens=500)
+    return {{"solver": sum(call.input.values()), "verifier": 1.0}}
+"""
+
+
+@pytest.mark.parametrize("text", [CHAT, RESPONSES, MESSAGES], ids=["chat", "responses", "messages"])
+def test_a_client_with_a_tool_makes_one_sample_of_exact_tokens(qwen: Path, tmp_path: Path, text: str) -> None:
+    config = rollout_config(prompts_per_step=1)
+    external = {"function": program(tmp_path, text)}
+    with playing(qwen, config, external, engine=scripted(qwen), parsers=("hermes", "qwen3")) as played:
+        batch = played.batch()
+    assert batch.metrics["rollout/failed_episodes"] == 0
+    samples = {sample.uid: sample for group in batch.groups for sample in group.samples}
+    assert sorted(samples) == [f"000001.{i}/{agent}:0" for i in (0, 1) for agent in ("solver", "verifier")]
+    renderer = ChatRenderer(qwen)
+    for i in (0, 1):
+        solver = samples[f"000001.{i}/solver:0"]
+        assert solver.reward.value == 1003.0 and samples[f"000001.{i}/verifier:0"].reward.value == 1.0
+        whole = renderer.decode(solver.token_ids)
+        assert whole == (
+            f"{THOUGHT}{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n1003\n</tool_response><|im_end|>\n"
+            f"<|im_start|>assistant\n{THOUGHT}{SAYS}"
+        )
+        own = "".join(renderer.decode(run) for run in runs(solver))
+        assert own == f"{THOUGHT}{CALL}{THOUGHT}{SAYS}"
+        prompt = renderer.decode(solver.prompt_ids)
+        assert prompt.startswith("<|im_start|>system\nYou solve.\n\n# Tools\n<tools>\n{") and "strict" not in prompt
+
+
+def runs(sample: Sample) -> list:  # type: ignore[type-arg]
+    """Its own tokens, turn by turn."""
+    import numpy as np
+
+    cuts = np.flatnonzero(np.diff(sample.is_sampled)) + 1
+    return [
+        ids
+        for ids, own in zip(np.split(sample.token_ids, cuts), np.split(sample.is_sampled, cuts), strict=True)
+        if own[0]
+    ]
+
+
+COMPLETIONS = f"""
+from openai import OpenAI
+
+def run(problem, client):
+    llm = OpenAI(base_url=client.base_url, api_key=client.api_key)
+    prompt = "<|im_start|>user\\nhello<|im_end|>\\n<|im_start|>assistant\\n"
+    said = llm.completions.create(model="solver", prompt=prompt, logprobs=0).choices[0]
+    assert said.text == {SAYS!r} and len(said.logprobs.token_logprobs) == len(said.text) + 1
+    prompt += said.text + "<|im_end|>\\n<|im_start|>user\\nmore<|im_end|>\\n<|im_start|>assistant\\n"
+    *_, last = llm.completions.create(model="solver", prompt=prompt, stream=True)
+    assert last.choices[0].text == {SAYS!r}
+    return 1.0
+"""
+
+GENERATE = """
+import json, urllib.request
+
+def run(problem, client):
+    def generate(ids):
+        body = json.dumps({"model": "solver", "token_ids": ids, "sampling_params": {"max_tokens": 200, "logprobs": 1}})
+        request = urllib.request.Request(
+            client.base_url[:-3] + "/inference/v1/generate", body.encode(), {"authorization": "Bearer " + client.api_key}
+        )
+        with urllib.request.urlopen(request) as reply:
+            return json.loads(reply.read())["choices"][0]
+
+    ids = [257, 65, 66, 258]
+    said = generate(ids)
+    assert len(said["logprobs"]["content"]) == len(said["token_ids"]), said
+    generate([*ids, *said["token_ids"], 65, 66])
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("text", [COMPLETIONS, GENERATE], ids=["completions", "generate"])
+def test_prompts_of_text_and_of_tokens_go_on_too(qwen: Path, tmp_path: Path, text: str) -> None:
+    config, external = rollout_config(prompts_per_step=1), {"function": program(tmp_path, text)}
+    with playing(qwen, config, external, engine=scripted(qwen)) as played:
+        samples = played.samples()
+    assert sorted(samples) == ["000001.0/solver:0", "000001.1/solver:0"]
+    for sample in samples.values():
+        assert sample.reward.value == 1.0 and sample.turn == 1 and len(runs(sample)) == 2
+
+
+PARALLEL = """
+import concurrent.futures
+
+def run(problem, client):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        said = list(pool.map(lambda _: client.chat("solver", ["hello"]), range(4)))
+    turns = ["hello", said[0].message]
+    for word in ("one", "two"):
+        client.chat("solver", [*turns, word])
+    return 1.0
+"""
+
+ASYNC = """
+import asyncio
+
+async def run(problem, client):
+    said = await asyncio.gather(*(client.achat("solver", ["hello"]) for _ in range(4)))
+    for word in ("one", "two"):
+        await client.achat("solver", ["hello", said[0].message, word])
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("text", [PARALLEL, ASYNC], ids=["threads", "async"])
+def test_equal_calls_side_by_side_are_samples_of_their_own(qwen: Path, tmp_path: Path, text: str) -> None:
+    """Their answers are equal, so that each of the two that go on goes on with one of them."""
+    config, external = rollout_config(prompts_per_step=1), {"function": program(tmp_path, text)}
+    with playing(qwen, config, external, engine=scripted(qwen)) as played:
+        samples = played.samples()
+    assert len(samples) == 8 and sum(sample.turn for sample in samples.values()) == 4
+
+
+def test_a_command_is_played_once_a_session(qwen: Path, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(
+        """
+import json, sys
+from openai import OpenAI
+
+problem = json.load(sys.stdin)
+said = OpenAI().chat.completions.create(model="solver", messages=[{"role": "user", "content": problem["question"]}])
+print("thinking aloud")
+print(json.dumps({"solver": len(said.choices[0].message.content)}))
+"""
+    )
+    command: Callable[[], list[str]] = lambda: ["python", str(tmp_path / "agent.py")]  # noqa: E731
+    config = rollout_config(prompts_per_step=1)
+    with playing(qwen, config, {"command": command()}, engine=scripted(qwen)) as played:
+        samples = played.samples()
+    assert {sample.reward.value for sample in samples.values()} == {float(len(SAYS))} and len(samples) == 2

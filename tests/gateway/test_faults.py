@@ -1,0 +1,197 @@
+"""Programs and workers that fail cost their sessions and no more."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from programs import VERSIONS, Played, playing, program, rollout_config
+
+from marsrl.rollout.player.stages import RolloutState
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.types import Sample
+
+LONG = {"max_response_tokens": 60}
+
+
+def rewards(samples: dict[str, Sample]) -> dict[str, float]:
+    return {uid: sample.reward.value for uid, sample in samples.items()}
+
+
+def test_a_session_that_raises_or_hangs_has_missing_rewards_and_the_others_are_trained(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = """
+    import time
+
+    def run(problem, client):
+        client.chat("solver", [problem.question])
+        if client.session == "000001.0":
+            raise KeyError("no such thing")
+        if client.session == "000002.1":
+            time.sleep(600)
+        return 0.5
+    """
+    external = {"function": program(tmp_path, text), "timeout_s": 3}
+    with playing(model, rollout_config(**LONG), external) as played:
+        batch = played.batch()
+    samples = {sample.uid: sample for group in batch.groups for sample in group.samples}
+    missing = {uid for uid, value in rewards(samples).items() if math.isnan(value)}
+    assert missing == {"000001.0/solver:0", "000002.1/solver:0"} and len(samples) == 4
+    assert batch.metrics["rollout/failed_episodes"] == 2
+    assert "KeyError: 'no such thing'" in caplog.text and "external.timeout_s = 3 s" in caplog.text
+
+
+def test_sessions_of_a_killed_worker_are_played_again(model: Path, tmp_path: Path) -> None:
+    text = f"""
+    import os, pathlib, signal
+
+    def run(problem, client):
+        client.chat("solver", [problem.question])
+        mark = pathlib.Path({str(tmp_path)!r}, "killed")
+        if client.session == "000002.1" and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        client.chat("verifier", [problem.question])
+        return 1.0
+    """
+    with playing(model, rollout_config(**LONG), {"function": program(tmp_path, text)}) as played:
+        batch = played.batch()
+    samples = [sample for group in batch.groups for sample in group.samples]
+    assert batch.metrics["rollout/replayed_sessions"] >= 1 and batch.metrics["rollout/failed_episodes"] == 0
+    assert len(samples) == 8 and all(sample.reward.value == 1.0 for sample in samples)
+
+
+def test_a_session_that_kills_every_worker_fails_in_the_end(model: Path, tmp_path: Path) -> None:
+    text = """
+    import os, signal
+
+    def run(problem, client):
+        if client.session == "000001.0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        client.chat("solver", [problem.question])
+        return 1.0
+    """
+    config = rollout_config(prompts_per_step=1, group_size=2, **LONG)
+    with playing(model, config, {"function": program(tmp_path, text), "attempts": 2, "concurrency": 1}) as played:
+        batch = played.batch()
+    assert [len(group.samples) for group in batch.groups] == [1] and batch.metrics["rollout/failed_episodes"] == 1
+
+
+def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
+    text = """
+    import json, urllib.error, urllib.request
+
+    def post(client, path, body, key=None, **headers):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {"authorization": "Bearer " + (key or client.api_key), **headers}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(client.base_url + path, data, sent)) as reply:
+                return reply.status, json.loads(reply.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())["error"]["message"]
+
+    def run(problem, client):
+        chat = {"model": "solver", "messages": [{"role": "user", "content": problem.question}]}
+        path = "/chat/completions"
+        for body, status, said in (
+            ({**chat, "model": "nobody"}, 404, "there are solver, verifier"),
+            ({**chat, "n": 2}, 400, "n=2 is not served here; 1 is"),
+            ({**chat, "response_format": {"type": "json_object"}}, 400, "response_format="),
+            ({**chat, "seed": 1}, 400, "seed=1"),
+            ({**chat, "tool_choice": "required", "tools": [{}]}, 400, "tool_choice="),
+            ({**chat, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tool_parser"),
+            ({**chat, "messages": []}, 400, "messages: expected"),
+            ({**chat, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "expected texts"),
+            ({**chat, "messages": [{"role": "user", "content": "a 1 " * 900}]}, 400, "max_input_tokens is 1500"),
+            ({**chat, "max_tokens": 0}, 400, "max_tokens"),
+            (b"{", 400, "not JSON"),
+            (b" " * (2 << 20), 413, "external.max_body_mib = 1"),
+        ):
+            got = post(client, path, body)
+            assert got[0] == status and said in got[1], (body, got)
+        assert post(client, path, chat, key="wrong")[0] == 401
+        assert post(client, "/responses", {"model": "solver", "input": "x", "previous_response_id": "r"})[0] == 400
+        more = {"n": 1, "top_logprobs": None, "user": "me", "response_format": {"type": "text"}, "temperature": 0.3}
+        status, first = post(client, path, {**chat, **more})
+        assert status == 200
+        status, again = post(client, path, {**chat, **more}, **{"x-stainless-retry-count": "1"})
+        assert status == 200 and again["id"] == first["id"]
+        status, other = post(client, path, {**chat, **more})
+        assert status == 200 and other["id"] != first["id"]
+        status, said = post(client, path, chat)
+        assert status == 429 and "external.max_calls = 2" in said
+        return {first["id"]: 3.0, other["id"]: 5.0}
+    """
+    external = {"function": program(tmp_path, text), "max_calls": 2, "max_body_mib": 1}
+    with playing(model, rollout_config(prompts_per_step=1, **LONG), external) as played:
+        batch = played.batch()
+    (group,) = batch.groups
+    assert batch.metrics["rollout/failed_episodes"] == 0
+    assert {sample.uid: sample.reward.value for sample in group.samples} == {
+        "000001.0/solver:0": 3.0,
+        "000001.0/solver#1:0": 5.0,
+        "000001.1/solver:0": 3.0,
+        "000001.1/solver#1:0": 5.0,
+    }
+
+
+def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path) -> None:
+    text = """
+    import http.client, json, urllib.parse
+
+    def run(problem, client):
+        host = urllib.parse.urlsplit(client.base_url).netloc
+        line = http.client.HTTPConnection(host)
+        messages = [{"role": "user", "content": problem.question}]
+        body = json.dumps({"model": "solver", "messages": messages, "stream": True})
+        line.request("POST", "/v1/chat/completions", body, {"authorization": "Bearer " + client.api_key})
+        line.sock.close()
+        line.close()
+        client.chat("verifier", [problem.question])
+        return 1.0
+    """
+    with playing(model, rollout_config(prompts_per_step=1), {"function": program(tmp_path, text)}) as played:
+        samples = played.samples()
+    read = {uid for uid, sample in samples.items() if sample.reward.value == 1.0}
+    assert read == {"000001.0/verifier:0", "000001.1/verifier:0"}
+    assert all("not read its last turn" in samples[uid].reward.note for uid in samples.keys() - read)
+
+
+TWO_CALLS = """
+import pathlib
+
+def run(problem, client):
+    first = client.chat("solver", [problem.question])
+    while client.session.endswith(".1") and not pathlib.Path({folder!r}, "go").exists():
+        pass
+    client.chat("verifier", [problem.question])
+    return {{"solver": len(first.text), "verifier": 1.0}}
+"""
+
+
+def test_a_resume_plays_open_sessions_anew_and_none_that_was_over(model: Path, tmp_path: Path) -> None:
+    external = {"function": program(tmp_path, TWO_CALLS.format(folder=str(tmp_path)))}
+    config = rollout_config(**LONG)
+
+    def begin(played: Played) -> None:
+        played.stages.resume(VERSIONS)
+        played.stages.want()
+
+    with playing(model, config, external) as played:
+        begin(played)
+        while len([each for i in played.stages.state.instances.values() for each in i.held]) < 4:
+            played.stages.advance(0.05)
+        kept = encode(played.stages.snapshot())
+    (tmp_path / "go").touch()
+    with playing(model, config, external) as played:
+        played.stages.restore(decode(RolloutState, kept))
+        open_ones = {name for i in played.stages.state.instances.values() for name in i.episodes}
+        resumed = played.batch()
+    with playing(model, config, external) as played:
+        unbroken = played.batch()
+    assert open_ones == {"000001.1", "000002.1"}
+    assert resumed.metrics["rollout/episodes"] == 2
+    tokens = [{s.uid: s.token_ids.tolist() for g in batch.groups for s in g.samples} for batch in (resumed, unbroken)]
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 8
