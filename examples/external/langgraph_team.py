@@ -14,7 +14,7 @@ class State(MessagesState):
 
 async def run(problem, client):
     def model(agent):
-        return ChatOpenAI(model=agent, base_url=client.base_url, api_key=client.api_key)
+        return ChatOpenAI(model=agent, base_url=client.base_url, api_key=client.api_key, max_tokens=40)
 
     solver, verifier = model("solver"), model("verifier")
 

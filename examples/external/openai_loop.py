@@ -9,7 +9,8 @@ def run(problem, client):
     with OpenAI(base_url=client.base_url, api_key=client.api_key) as openai:
         messages = [{"role": "user", "content": problem.question}]
         for failures in range(TRIES):
-            reply = openai.chat.completions.create(model="solver", messages=messages)  # the model is the agent's name
+            # The model is the name of an agent.
+            reply = openai.chat.completions.create(model="solver", messages=messages, max_tokens=40)
             message = reply.choices[0].message
             if message.content.rpartition("Answer:")[2].strip() == problem.answer:
                 return 1 - failures / TRIES  # the reward

@@ -1,13 +1,18 @@
 """An environment of one's own: tic-tac-toe, which two agents play against each other."""
 
+import random
+
 LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
 
 
 class TicTacToe:
     """The fields are 0 to 8, row by row; a move is the last word of what a player writes."""
 
+    max_tokens = 40  # of a turn
+
     def reset(self, problem):
-        self.moves = {"x": "", "o": ""}
+        fields = "".join(random.Random(problem.id).sample("012345678", 4))
+        self.moves = {"x": fields[:2], "o": fields[2:]}  # an opening, the same in all games of a problem
         return {"x": self.board("x")}
 
     def step(self, text):

@@ -180,6 +180,7 @@ def environment_of(name: str) -> Callable[..., Any]:
         step(text) -> messages         to the agent that wrote the text; or {agent: messages}, as above
                    -> 0.5              the end, with the reward of every agent; or {agent: 1.0}; or None: the task judges
         close()                        where there is one: the session is over, or has failed
+        max_tokens                     where there is one: of a text
 
     messages: a text, which is a user's turn, or a list of them and of messages as OpenAI's API has them.
     """
@@ -199,6 +200,7 @@ def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
     """The rewards with which the environment ends. Each agent has a chat of its own."""
     chats: dict[str, list[Any]] = {agent: [] for agent in client.agents}
     agent = client.agents[0] if len(client.agents) == 1 else None
+    most = getattr(environment, "max_tokens", None)
     heard = environment.reset(problem)
     while not _is_end(heard):
         if not isinstance(heard, dict):
@@ -210,7 +212,7 @@ def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
                 raise ValueError(f"the environment has a player {name!r}; the agents are {', '.join(chats)}")
             chats[name] += [messages] if isinstance(messages, str) else messages
         agent = next(iter(heard))
-        reply = client.chat(agent, chats[agent])
+        reply = client.chat(agent, chats[agent], max_tokens=most)
         chats[agent].append(reply.message)
         heard = environment.step(reply.text)
     return heard

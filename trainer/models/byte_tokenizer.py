@@ -1,4 +1,4 @@
-"""A tokenizer for models without a vocabulary: one token a byte, with a ChatML template like Qwen's."""
+"""A tokenizer for models without a vocabulary: one token a byte, with a ChatML template like Qwen's, calls of tools included."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ _SIZE = 320  # 256 bytes and room for control tokens; a multiple of 64, so that 
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _THINK = ("<think>", "</think>")  # ordinary added tokens, as in Qwen: they are part of the text
 
-CHAT_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n# Tools\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>"
-    "<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "{% for call in message['tool_calls'] %}\n<tool_call>\n"
-    '{"name": "{{ call[\'function\'][\'name\'] }}", "arguments": {{ call[\'function\'][\'arguments\'] | tojson }}}'
-    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHAT_TEMPLATE = """\
+{% if tools %}<|im_start|>system
+# Tools
+<tools>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}</tools><|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}
+{{ message['content'] }}{% for call in message['tool_calls'] %}{{ '\\n' }}<tool_call>
+{"name": "{{ call['function']['name'] }}", "arguments": {{ call['function']['arguments'] | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 
 def write_byte_tokenizer(directory: str | Path) -> None:
