@@ -1,18 +1,11 @@
-"""A Solver and a Verifier, as a program of its own: the Solver goes on where the Verifier says that it is wrong."""
+"""A Solver and a Verifier: the Solver goes on where the Verifier says no. The task judges the last answer, for both."""
 
 
 def run(problem, client):
-    turns = [{"role": "user", "content": problem.question}]
+    turns = [{"role": "user", "content": f"{problem.question} Put the answer into \\boxed{{}}."}]
     solution = client.chat("solver", turns)
-    shown = f"{problem.question} \n {solution.text}"
-    report = client.chat("verifier", [{"role": "system", "content": "grade"}, {"role": "user", "content": shown}])
-    says_right, is_right = "correct" in report.text, answers(solution, problem)
-    if not says_right:
-        turns += [solution.message, {"role": "user", "content": f"{report.text} fix"}]
-        solution = client.chat("solver", turns)
-    return {"solver": answers(solution, problem), "verifier": says_right == is_right}
-
-
-def answers(solution, problem):
-    """Does the solution end in the right answer?"""
-    return solution.text.rpartition("Answer:")[2].strip() == problem.answer
+    shown = f"Problem: {problem.question}\nSolution: {solution.text}\nIs it right? Say yes or no, and why."
+    report = client.chat("verifier", [shown])
+    if "no" in report.text.lower():
+        turns += [solution.message, {"role": "user", "content": report.text}]
+        client.chat("solver", turns)

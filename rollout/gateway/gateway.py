@@ -40,7 +40,7 @@ class Gateway:
     def __init__(self, config: ExternalConfig, agents: Mapping[str, Agent]) -> None:
         self.config, self.agents = config, agents
         self._news = threading.Condition()  # its lock guards all that both threads touch
-        self._waiting: deque[Session] = deque()
+        self._waiting: dict[bool, deque[Session]] = {True: deque(), False: deque()}  # by Session.trains
         self._calls: dict[str, list[Call]] = {}  # not taken yet, by session
         self._lost: list[str] = []
         self._has_news = False
@@ -59,7 +59,7 @@ class Gateway:
             call.episode_id, json.loads(call.arguments), Future(), self.agents, self._send, self.config.max_calls
         )
         with self._news:
-            self._waiting.append(session)
+            self._waiting[session.trains].append(session)
         return session.output
 
     def wait(self, timeout_s: float) -> None:
@@ -97,11 +97,18 @@ class Gateway:
         """The session that goes on under this key."""
         return self._playing.get(key)
 
-    def hand_out(self, worker: str, room: int) -> tuple[list[Session], list[str]]:
-        """(sessions that this worker plays now, those that it need not play on). room: how many it can begin."""
+    def hand_out(self, worker: str, most: int) -> tuple[list[Session], list[str]]:
+        """(sessions that this worker plays now, those that it need not play on).
+
+        Args:
+            most: sessions at once; so many of an evaluation beside those of training, which rest meanwhile.
+        """
         self._workers[worker] = time.monotonic()
-        with self._news:
-            sessions = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        sessions: list[Session] = []
+        for trains, waiting in self._waiting.items():
+            room = most - sum(each.worker == worker and each.trains == trains for each in self._playing.values())
+            with self._news:
+                sessions += [waiting.popleft() for _ in range(min(max(0, room), len(waiting)))]
         for session in sessions:
             session.start(worker)
             self._playing[session.key] = session
@@ -131,7 +138,7 @@ class Gateway:
             )
             with self._news:
                 self._lost.append(session.id)
-                self._waiting.append(again)
+                self._waiting[again.trains].append(again)
                 self._tell()
         _log.warning("worker %s is lost: %s", worker, reason)
 

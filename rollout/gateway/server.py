@@ -1,6 +1,6 @@
 """The gateway's HTTP: OpenAI's and Anthropic's protocols for programs, GET /next and POST /end for their workers.
 
-    GET  /next?worker=ID&room=N    workers' key      {"sessions": [{session, api_key, problem, agents}], "over": [session]}
+    GET  /next?worker=ID&most=N    workers' key      {"sessions": [{session, api_key, problem, agents}], "over": [session]}
     POST /end                      a session's key   {reward | rewards | answer | error}
     POST /v1/chat/completions      a session's key   and so on: see APIS
 
@@ -91,15 +91,15 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
         return body, hashlib.blake2b(request.url.path.encode() + data, digest_size=16).digest()
 
     @app.get("/next")
-    async def hand_out(request: Request, worker: str, room: int) -> Response:
+    async def hand_out(request: Request, worker: str, most: int) -> Response:
         if not secrets.compare_digest(_key_of(request).encode(), key.encode()):
             raise Refused(401, "this is not the workers' key")
-        sessions, over = gateway.hand_out(worker, room)
-        for _ in range(_POLLS if room else _POLLS // 10):
+        sessions, over = gateway.hand_out(worker, most)
+        for _ in range(_POLLS):
             if sessions or over or await request.is_disconnected():
                 break
             await asyncio.sleep(_POLL_S)
-            sessions, over = gateway.hand_out(worker, room)
+            sessions, over = gateway.hand_out(worker, most)
         given = [
             {"session": each.id, "api_key": each.key, "problem": each.problem, "agents": list(gateway.agents)}
             for each in sessions

@@ -63,6 +63,11 @@ class Session:
         self.worker, self.began_s = worker, time.monotonic()
         self._idle_since = self.began_s
 
+    @property
+    def trains(self) -> bool:
+        """False of an evaluation's."""
+        return bool(self.problem["purpose"] == "train")
+
     def seconds_alone(self) -> float:
         """Seconds in which no call was open."""
         return self.own_s + (0.0 if self._open else time.monotonic() - self._idle_since)

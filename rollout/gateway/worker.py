@@ -98,21 +98,20 @@ def _request(url: str, key: str, body: dict[str, Any] | None, timeout_s: float) 
 
 
 class Worker:
-    """Asks for sessions as long as it has room, and plays them side by side."""
+    """Asks for sessions again and again, which says that it lives, and plays them side by side."""
 
-    def __init__(self, url: str, key: str, name: str, room: int, play: Callable[..., Any]) -> None:
-        self._url, self._key, self._name, self._room, self._play = url.rstrip("/"), key, name, room, play
+    def __init__(self, url: str, key: str, name: str, most: int, play: Callable[..., Any]) -> None:
+        self._url, self._key, self._name, self._most, self._play = url.rstrip("/"), key, name, most, play
         self._open: dict[str, Callable[[], None]] = {}  # sessions under way, and what ends each
         self._loop = asyncio.new_event_loop()  # of async functions
-        self._loop.set_default_executor(ThreadPoolExecutor(4 * room))
+        self._loop.set_default_executor(ThreadPoolExecutor(4 * most))
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def run(self, is_wanted: Callable[[], bool]) -> None:
         """Play until nobody wants it any more."""
         while is_wanted():
-            room = max(0, self._room - len(self._open))
             try:
-                news = _request(f"{self._url}/next?worker={self._name}&room={room}", self._key, None, 60.0)
+                news = _request(f"{self._url}/next?worker={self._name}&most={self._most}", self._key, None, 60.0)
             except (OSError, ValueError, http.client.HTTPException):  # the run has ended, or has not begun
                 time.sleep(_RETRY_S)
                 continue
@@ -273,7 +272,7 @@ def main() -> int:
     parser.add_argument("--environment", help="FILE.py:CLASS")
     parser.add_argument("--command", nargs=argparse.REMAINDER, help="a program and its words; the last option")
     parser.add_argument("--name", default=f"{os.uname().nodename}-{os.getpid()}", help="of this worker, a unique one")
-    parser.add_argument("--room", type=int, default=64, help="sessions at once")
+    parser.add_argument("--most", type=int, default=64, help="sessions at once")
     parser.add_argument("--with-parent", action="store_true", help="end when the process that started it has ended")
     parser.add_argument("--check", action="store_true", help="import the function or the environment, and end")
     words = parser.parse_args()
@@ -290,7 +289,7 @@ def main() -> int:
         return UNUSABLE
     if words.check:
         return 0
-    worker = Worker(words.url, os.environ.get("MARSRL_WORKER_KEY", ""), words.name, words.room, play)
+    worker = Worker(words.url, os.environ.get("MARSRL_WORKER_KEY", ""), words.name, words.most, play)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         worker.run(lambda: not words.with_parent or os.getppid() == parent)

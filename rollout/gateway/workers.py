@@ -54,7 +54,7 @@ class Workers:
     def _start(self) -> None:
         name = f"worker{self._num_started}"
         self._num_started += 1
-        options = ["--url", self._url, "--name", name, "--with-parent", "--room", str(self._config.concurrency)]
+        options = ["--url", self._url, "--name", name, "--with-parent", "--most", str(self._config.concurrency)]
         environment = {**os.environ, "MARSRL_WORKER_KEY": self._key}
         self._running[name] = subprocess.Popen(
             worker_words(self._config, *options), env=environment, stdin=subprocess.DEVNULL

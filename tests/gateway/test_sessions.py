@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from programs import AGENTS, natively, playing, program, rollout_config, turns_of
+import pytest
+from programs import AGENTS, VERSIONS, natively, playing, program, rollout_config, turns_of
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.types import Ask, Finish, Message, Reward, Sample
+from marsrl.rollout.player.evaluation import EvaluationPlay
+from marsrl.rollout.types import Ask, Finish, Message, Problem, Reward, Sample
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.credit import credit
 
@@ -112,3 +116,68 @@ def test_a_team_of_ours_and_the_same_as_a_program_are_trained_on_equal_tokens_an
         assert sequence.advantage == other.advantage
         np.testing.assert_allclose(sequence.rollout_logprobs, other.rollout_logprobs, atol=1e-5)
     assert sum(len(turns_of(s)) == 3 for group in theirs.groups for s in group.samples) == 8
+
+
+ONE = """
+def run(problem, client):
+    turns = [{"role": "user", "content": problem.question}]
+    for _ in range(2):
+        said = client.chat("solver", turns, max_tokens=40)
+        turns += [said.message, {"role": "user", "content": "fix"}]
+    return RETURNED
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "solver_rewards"),
+    [("None", {0.0}), ("'no'", {0.0}), ("problem.answer", {1.0}), ("0.25", {0.25}), ("{said.id: 2}", {2.0})],
+)
+def test_a_reward_is_the_program_s_or_the_task_s_of_its_answer(
+    model: Path, tmp_path: Path, returned: str, solver_rewards: set[float]
+) -> None:
+    """Random weights never say `Answer:`, so that their own answers are wrong."""
+    external = {"function": program(tmp_path, ONE.replace("RETURNED", returned))}
+    with playing(model, rollout_config(prompts_per_step=4), external) as played:
+        samples = played.samples()
+    assert len(samples) == 8 and {sample.reward.value for sample in samples.values()} == solver_rewards
+
+
+@pytest.mark.parametrize(
+    "options", [{"overlap": 1}, {"overlap": 2, "finish_share": 0.5}, {"finish_share": 0.5}], ids=str
+)
+def test_sessions_span_stages_and_versions(model: Path, tmp_path: Path, options: dict[str, float]) -> None:
+    text = """
+    import time
+
+    def run(problem, client):
+        turns = [{"role": "user", "content": problem.question}]
+        for _ in range(3):
+            said = client.chat("solver", turns, max_tokens=20)
+            turns += [said.message, {"role": "user", "content": "fix"}]
+            time.sleep(0.3 * client.session.endswith(".1"))
+        return 1.0
+    """
+    config = rollout_config(**options)
+    trained = Counter[str]()
+    with playing(model, config, {"function": program(tmp_path, text)}) as played:
+        while len(trained) < 8:
+            batch = played.batch()
+            trained.update(sample.uid for group in batch.groups for sample in group.samples)
+            assert all(len(group.samples) == 2 for group in batch.groups)
+            played.stages.rest()
+    assert set(trained.values()) == {1}
+
+
+def test_an_evaluation_plays_programs(model: Path, tmp_path: Path) -> None:
+    external = {"function": program(tmp_path, ONE.replace("RETURNED", "problem.answer"))}
+    ended = []
+    with playing(model, rollout_config(), external) as played:
+        play = EvaluationPlay(played.team, VERSIONS, 1500, Sampling(), on_end=ended.append, most_open=3)
+        problem = Problem("p", "a 3 b *7", "1", "arithmetic")
+        play.add([Episode(f"eval{i}.0", f"eval{i}.0", problem, purpose="evaluate") for i in range(5)], seed=1)
+        play.finish()
+    assert len(ended) == 5
+    for each in ended:
+        outcome = played.team.outcome(each.episode)
+        assert outcome is not None and outcome.reward.correct == 1.0 and not each.episode.error
+        assert [sample.turn for sample in each.samples] == [1]

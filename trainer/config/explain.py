@@ -21,6 +21,7 @@ _PAGES = {
     "curate": "curate",
     "data": "data",
     "evaluate": "evaluate",
+    "external": "external",
     "judge": "judge",
     "loss": "credit",
     "mpt": "credit",

@@ -1,0 +1,45 @@
+"""Who plays which session, without a port: sessions that wait, workers that are lost."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+
+from marsrl.rollout.gateway.calls import SESSION
+from marsrl.rollout.gateway.config import ExternalConfig
+from marsrl.rollout.gateway.gateway import Gateway
+from marsrl.rollout.types import ToolCall, ToolOutput
+
+
+def submit(gateway: Gateway, name: str, purpose: str = "train") -> Future[ToolOutput]:
+    return gateway.submit(ToolCall(f"{name}/{SESSION}", SESSION, json.dumps({"id": "p", "purpose": purpose})))
+
+
+def gateway_of(**options: object) -> Gateway:
+    return Gateway(ExternalConfig.model_validate({"command": ["true"], **options}), {})
+
+
+def test_sessions_of_an_evaluation_do_not_wait_for_those_of_training() -> None:
+    """With overlap these wait for the evaluation to end."""
+    gateway = gateway_of()
+    for name in ("1", "2", "3"):
+        submit(gateway, name)
+    submit(gateway, "4", "evaluate")
+    sessions, _ = gateway.hand_out("worker", 2)
+    assert [each.id for each in sessions] == ["1", "2", "4"]
+    assert gateway.hand_out("worker", 2) == ([], [])
+    gateway.end(sessions[0], {"reward": 1.0})
+    assert [each.id for each in gateway.hand_out("worker", 2)[0]] == ["3"]
+
+
+def test_a_lost_worker_s_sessions_begin_anew_and_its_keys_open_nothing() -> None:
+    gateway = gateway_of(attempts=2)
+    output = submit(gateway, "1")
+    (first,), _ = gateway.hand_out("worker", 8)
+    gateway.lose("worker", "it died")
+    assert gateway.of_key(first.key) is None and gateway.take({"1"}).lost == ["1"]
+    (second,), _ = gateway.hand_out("another", 8)
+    assert second.key != first.key and second.attempt == 1 and not output.done()
+    gateway.lose("another", "it died too")
+    assert output.result().is_error and "external.attempts = 2" in output.result().text
+    assert gateway.hand_out("third", 8) == ([], [])
