@@ -30,7 +30,7 @@ TESTS = (
         "external/test_programs.py::test_a_handoff_of_openai_agents_is_played_by_two_policies",
     ),
     (
-        ".* --config examples/(external/.*|own_environment/run.yaml)",
+        ".* --config examples/(external/(openai_loop|langgraph_team|verifiers_env).yaml|own_environment/run.yaml)",
         "external/test_programs.py::test_a_program_is_trained_and_evaluated",
     ),
     (".* --config examples/.*", "docs/test_examples.py::test_an_example_trains"),

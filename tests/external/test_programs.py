@@ -31,20 +31,27 @@ SMALL = ("run.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2", "e
 TRAINS = "loss.entropy_coef=0.01"  # also where all rewards of a model with random weights are equal
 
 
+Made = Callable[[str], Path]
+
+
 @pytest.fixture(scope="session")
-def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the documents' commands have made their virtual environments, in place of /tmp."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """made("/tmp/agents"): the virtual environment that a command of the documents makes there, in a folder of the tests."""
     folder = tmp_path_factory.mktemp("environments")
+    commands = {shlex.split(each)[3]: each for each in run_by("test_an_environment_has_what_its_programs_import")}
     paths = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    for command in run_by("test_an_environment_has_what_its_programs_import"):
-        done = subprocess.run(
-            command.replace("/tmp/", f"{folder}/"), shell=True, env=paths, capture_output=True, text=True, timeout=1200
-        )
+
+    @functools.cache
+    def make(name: str) -> Path:
+        command = commands[name].replace("/tmp/", f"{folder}/")
+        done = subprocess.run(command, shell=True, env=paths, capture_output=True, text=True)
         assert done.returncode == 0, f"{command}: {done.stderr[-4000:]}"
-    return folder
+        return folder / Path(name).name
+
+    return make
 
 
-def settings_of(command: str, environments: Path, model: Callable[[str], Path]) -> list[str]:
+def settings_of(command: str, made: Made, model: Made) -> list[str]:
     """The command's words, with paths filled in: model(tokenizer) for the model of every policy."""
     _, _, option, path = shlex.split(command)
     written = yaml.safe_load((ROOT / path).read_text())
@@ -52,32 +59,30 @@ def settings_of(command: str, environments: Path, model: Callable[[str], Path]) 
     words = [option, str(ROOT / path), *SMALL]
     for policy in {agent["policy"] for agent in written["agents"].values()}:
         words += [f"policies.{policy}.model={directory}", f"policies.{policy}.shape=null"]
-    if "python" in written["external"]:
-        words.append("external.python=" + written["external"]["python"].replace("/tmp/", f"{environments}/"))
+    if python := written["external"].get("python"):
+        words.append(f"external.python={made(python.removesuffix('/bin/python'))}/bin/python")
     return words
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Callable[[str], Path]:
-    def made(tokenizer: str) -> Path:
+def model(tmp_path: Path) -> Made:
+    def random_model(tokenizer: str) -> Path:
         init_model("tiny", tokenizer, tmp_path / "model")
         return tmp_path / "model"
 
-    return made
+    return random_model
 
 
 @pytest.mark.parametrize("command", run_by("test_an_environment_has_what_its_programs_import"))
-def test_an_environment_has_what_its_programs_import(command: str, environments: Path) -> None:
-    name = command.split()[3].removeprefix("/tmp/")
-    modules = {"agents": "openai, agents, langgraph, langchain_openai", "verifiers": "verifiers.v1, openai"}[name]
-    subprocess.run([environments / name / "bin/python", "-c", f"import {modules}"], check=True)
+def test_an_environment_has_what_its_programs_import(command: str, made: Made) -> None:
+    name = shlex.split(command)[3]
+    modules = "verifiers.v1" if "verifiers" in name else "agents, langgraph, langchain_openai"
+    subprocess.run([made(name) / "bin/python", "-c", f"import openai, {modules}"], check=True)
 
 
 @pytest.mark.parametrize("command", run_by("test_a_program_is_trained_and_evaluated"))
-def test_a_program_is_trained_and_evaluated(
-    command: str, environments: Path, tmp_path: Path, model: Callable[[str], Path]
-) -> None:
-    run_here([*settings_of(command, environments, model), f"run.dir={tmp_path}", "run.name=played", TRAINS])
+def test_a_program_is_trained_and_evaluated(command: str, made: Made, tmp_path: Path, model: Made) -> None:
+    run_here([*settings_of(command, made, model), f"run.dir={tmp_path}", "run.name=played", TRAINS])
     run = RunDirectory(tmp_path / "played")
     samples, (row,) = samples_of(run), rows_of(run)
     agents = set(yaml.safe_load(Path(shlex.split(command)[3]).read_text())["agents"])
@@ -111,12 +116,12 @@ def says(request: DecodeRequest) -> str:
 @pytest.mark.parametrize("command", run_by("test_a_handoff_of_openai_agents_is_played_by_two_policies"))
 def test_a_handoff_of_openai_agents_is_played_by_two_policies(
     command: str,
-    environments: Path,
+    made: Made,
     tmp_path: Path,
-    model: Callable[[str], Path],
+    model: Made,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    words = settings_of(command, environments, model)
+    words = settings_of(command, made, model)
     renderer = ChatRenderer(tmp_path / "model")
     engine = functools.partial(
         ScriptedWithWeights, tmp_path / "model", says, encode=lambda text: renderer.encode_trusted(text).tolist()
