@@ -123,7 +123,7 @@ class Team:
             for each in asked:
                 self._check(episode, each)
             num_turns = len({each.id for each in asked}.union(episode.asks, episode.calls))
-            if num_turns > self.max_turns:
+            if num_turns > self.max_turns and self.gateway is None:  # which counts itself
                 raise ValueError(f"{num_turns} calls of agents and tools, at most rollout.max_turns = {self.max_turns}")
             return episode.enter(asked)
         except Exception as error:

@@ -47,7 +47,7 @@ class Desk:
         (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / "mine.yaml").write_text((ROOT / "rollout/agents/prompt_sets/math.yaml").read_text())
         (folder / "held_out.jsonl").write_text(json.dumps({"question": "What is 8?", "answer": "8"}) + "\n")
-        for name, page in (("team", "own_team"), ("task", "own_task"), ("seeker", "waiting")):
+        for name, page in (("team", "own_team"), ("task", "own_task"), ("seeker", "waiting"), ("program", "external")):
             page = f"docs/{page}.md:"
             (own,) = (block for block in python_blocks() if block.where.startswith(page))
             (folder / f"my_{name}.py").write_text(own.text)

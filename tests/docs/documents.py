@@ -118,7 +118,7 @@ def config_blocks() -> list[Found]:
 
 def python_blocks() -> list[Found]:
     """Blocks that are files of Python."""
-    return [block for page in PAGES for block in blocks(page) if block.text.startswith(("from ", "import "))]
+    return [block for page in PAGES for block in blocks(page) if block.text.startswith(("from ", "import ", "def "))]
 
 
 def other_blocks() -> list[Found]:

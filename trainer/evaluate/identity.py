@@ -22,6 +22,10 @@ def team_identity(config: RunConfig) -> dict[str, Any]:
     for agent in team["agents"].values():
         if is_prompt_file(agent["prompt"]):
             agent["prompt"] = digest_of(agent["prompt"])
+    if config.external is not None:
+        function, command = config.external.function, config.external.command
+        file = function.rpartition(":")[0] if function else ""
+        team["program"] = [function, command, digest_of(file) if file else None]
     return {
         **team,
         "policies": {name: policy_identity(policy) for name, policy in config.policies.items()},
