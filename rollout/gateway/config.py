@@ -37,7 +37,9 @@ class ExternalConfig(Settings):
         600.0,
         description="a session fails that takes longer, without the time in which a call of it was being answered",
     )
-    max_calls: Count = Field(256, description="calls of a session (in place of rollout.max_turns); further ones are refused")
+    max_calls: Count = Field(
+        256, description="calls of a session (in place of rollout.max_turns); further ones are refused"
+    )
     attempts: Count = Field(3, description="workers that may be lost with a session before it fails")
     host: str = Field("127.0.0.1", description="address on which workers and programs are answered")
     port: int = Field(0, ge=0, le=65535, description="0: any that is free")

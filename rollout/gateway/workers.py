@@ -90,6 +90,8 @@ def check_program(config: ExternalConfig) -> None:
     except OSError as error:
         raise ValueError(f"external.python is {config.python}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"external: the import of {config.function or config.environment} took longer than 120 s") from error
+        raise ValueError(
+            f"external: the import of {config.function or config.environment} took longer than 120 s"
+        ) from error
     if done.returncode != 0:
         raise ValueError(f"external.function, external.environment: {done.stderr.strip()[-2000:]}")

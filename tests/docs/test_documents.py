@@ -20,6 +20,7 @@ PICTURES = {
     "README.md": "kernels/     fused tensor",
     "docs/prompts.md": "answer: boxed\nverdict:",
     "docs/dual_system.md": "<think>Who is the teacher",
+    "docs/external.md": "class Guess:",  # tests/gateway/test_environments.py plays it
 }
 
 

@@ -88,7 +88,7 @@ def test_a_program_is_trained_and_evaluated(command: str, made: Made, tmp_path: 
     agents = set(yaml.safe_load(Path(shlex.split(command)[3]).read_text())["agents"])
     assert {sample.agent for sample in samples} <= agents and row["rollout/episodes"] == 4
     assert row["rollout/failed_episodes"] == 0 and all(sample.reward is not None for sample in samples)
-    assert row["actor/empty_steps"] == 0 and row["actor/tokens"] > 0
+    assert {value for name, value in row.items() if name.endswith("actor/empty_steps")} == {0}  # of each policy
     calls = row["team/calls"] * row["rollout/episodes"]
     match Path(command).stem:
         case "openai_loop":  # a model with random weights is wrong each time, but for a lucky one
@@ -142,4 +142,4 @@ def test_a_handoff_of_openai_agents_is_played_by_two_policies(
             assert "Solve the problem step by step" in answered.prompt and CALL in answered.prompt
             assert "Hand a hard problem off" not in answered.prompt and "transfer_to_expert" not in clerk.prompt[-40:]
     assert 0 < sum("expert" in session for session in by_session.values()) < 32
-    assert row["actor/clerk/tokens"] > 0 and row["actor/expert/tokens"] > 0
+    assert row["clerk/actor/tokens"] > 0 and row["expert/actor/tokens"] > 0

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import ROOT
+from documents import ROOT, other_blocks
 from programs import playing, program, rollout_config, turns_of
 
 from marsrl.rollout.config import AgentConfig
@@ -114,3 +114,18 @@ def test_tic_tac_toe_is_won_drawn_and_ended_by_a_move_that_is_not_allowed() -> N
         assert heard == rewards, moves
     game.reset(problem)
     assert game.step("") == {"x": -1.0, "o": 0.0}
+
+
+def test_the_environment_of_the_page_is_played_as_it_says() -> None:
+    (block,) = (block.text for block in other_blocks() if block.where.startswith("docs/external.md:"))
+    names: dict[str, Any] = {}
+    exec(block, names)
+    for guesses, heard in (
+        ("7", [1.0]),
+        ("397", ["Higher.", "Lower.", pytest.approx(1 / 3)]),
+        ("0000", ["Higher."] * 3 + [0.0]),
+        ("x", [-1.0]),
+    ):
+        game = names["Guess"]()
+        assert game.reset(Problem(id="p", question="?", answer="7", task="math")).startswith("I think of a number")
+        assert [game.step(f"{guess} ") for guess in guesses] == heard
