@@ -277,6 +277,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="import the function or the environment, and end")
     words = parser.parse_args()
     parent = os.getppid()
+    own = os.path.dirname(
+        os.path.abspath(__file__)
+    )  # whose files are not the packages of the same names (openai-agents: agents)
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
     try:
         if words.command:
             play = command_of(words.command)

@@ -121,14 +121,14 @@ def test_a_handoff_of_openai_agents_is_played_by_two_policies(
     model: Made,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    words = settings_of(command, made, model)
+    _, config, *words = settings_of(command, made, model)
     renderer = ChatRenderer(tmp_path / "model")
     engine = functools.partial(
         ScriptedWithWeights, tmp_path / "model", says, encode=lambda text: renderer.encode_trusted(text).tolist()
     )
     monkeypatch.setattr(build, "make_pool", pools_of(engine))
-    own = [f"data.train={sevens(tmp_path)}", "rollout.prompts_per_step=4", "rollout.group_size=8", "run.resume=never"]
-    run = train_here(tmp_path, [*words, *own])
+    own = [f"data.train={sevens(tmp_path)}", "rollout.prompts_per_step=4", "rollout.group_size=8"]
+    run = train_here(tmp_path, [*words, *own], config)
     (row,) = rows_of(run)
     by_session: dict[str, dict[str, SampleRecord]] = {}
     for sample in samples_of(run):

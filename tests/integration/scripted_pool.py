@@ -56,9 +56,9 @@ def sevens(folder: Path) -> Path:
     return path
 
 
-def train_here(folder: Path, words: Sequence[str]) -> RunDirectory:
-    """A run called `scripted` in folder/runs, as trainer/main.py starts it, in this process; to its end."""
-    checked = preflight(read_config(None, words)[0], world_size=1)
+def train_here(folder: Path, words: Sequence[str], config: str | None = None) -> RunDirectory:
+    """A run called `scripted` in folder/runs, as trainer/main.py starts it, in this process; to its end. config: a file."""
+    checked = preflight(read_config(config, words)[0], world_size=1)
     directory = RunDirectory.create(folder / "runs", "scripted", "math_default", checked.config.run.resume)
     directory.write_config(checked.config.model_dump(mode="json"))
     with build.open_run(checked, directory) as run:
