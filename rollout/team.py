@@ -187,7 +187,8 @@ class Team:
     def with_outcome(self, sample: Sample, outcome: float) -> Sample:
         """The sample of an episode that has ended so; it is the reward of what an adviser has said."""
         sample = replace(sample, outcome=outcome)
-        if not self.orchestration.spec(sample.agent).advises or sample.finish is Finish.ERROR:
+        is_whole = sample.finish is Finish.STOP or self.orchestration.plays_sessions
+        if not self.orchestration.spec(sample.agent).advises or not is_whole or sample.finish is Finish.ERROR:
             return sample
         if not sample.reward.is_missing:
             return sample  # by a rule of the team's own, or overlong

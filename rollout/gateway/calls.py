@@ -8,11 +8,10 @@ player <-- Future[ToolOutput], whose text is a SessionEnd ------            the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-
-import msgspec
+from dataclasses import asdict, dataclass, field
 
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -60,7 +59,8 @@ class Taken:
     calls: Sequence[Call] = ()
 
 
-class SessionEnd(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
     """How a session ended, as its ToolOutput keeps it.
 
     reward: of every sample; rewards: by agent or uid, which come first. Where there is neither, the task judges: `answer`, or
@@ -69,9 +69,9 @@ class SessionEnd(msgspec.Struct, frozen=True):
     """
 
     reward: float | None = None
-    rewards: Mapping[str, float] = {}
+    rewards: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
-    read: tuple[str, ...] = ()
+    read: Sequence[str] = ()
     num_calls: int = 0
 
     @property
@@ -84,8 +84,8 @@ class SessionEnd(msgspec.Struct, frozen=True):
         return self.rewards.get(uid, self.rewards.get(agent, self.reward))
 
     def encode(self) -> str:
-        return msgspec.json.encode(self).decode()
+        return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> SessionEnd:
-        return msgspec.json.decode(text, type=cls)
+        return cls(**json.loads(text))

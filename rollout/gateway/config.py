@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from pydantic import Field, field_validator, model_validator
 
 from marsrl.rollout.config import MOST_MIB, Count, CountOr0, Seconds, Settings, variable_name
@@ -25,8 +23,8 @@ class ExternalConfig(Settings):
         default_factory=list,
         description="in place of both: a program that is started once a session, with the problem on its standard input",
     )
-    python: str = Field(
-        sys.executable,
+    python: str | None = Field(
+        None,
         description="interpreter of the workers, 3.9 or later: of a virtual environment of its own; default: this one",
     )
     workers: CountOr0 = Field(

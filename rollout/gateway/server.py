@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -28,13 +29,16 @@ from marsrl.rollout.gateway import chat_api, completions_api, messages_api, resp
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
-from marsrl.rollout.gateway.session import Session
+from marsrl.rollout.gateway.session import CallLost, Session
 from marsrl.rollout.gateway.workers import Workers
 from marsrl.rollout.http_server import listen
+
+_log = logging.getLogger(__name__)
 
 _QUIET_S = 10.0  # at most, between two signs of life of an answer that is waited for
 _POLL_S, _POLLS = 0.05, 100  # of a worker's GET /next: it waits 5 s for a session
 _TICK_S = 0.5
+_KEEP_S = 600  # for which an idle connection stays open: clients keep theirs, and a closed one costs them a retry
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +73,21 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
         headers = {"x-should-retry": "false"} if error.status == 429 else None
         return JSONResponse({"error": said}, error.status, headers)
 
-    def session_of(request: Request) -> Session:
+    @app.exception_handler(Exception)
+    def failed(request: Request, error: Exception) -> Response:
+        if not isinstance(error, CallLost):
+            _log.warning("%s fails: %r", request.url.path, error, exc_info=error)
+        return JSONResponse({"error": {"message": "the gateway has failed", "type": "server_error"}}, 500)
+
+    def known(request: Request) -> Session:
         session = gateway.of_key(_key_of(request))
         if session is None:
             raise Refused(401, "no session that goes on has this key")
         return session
 
-    async def body_of(request: Request) -> tuple[dict[str, Any], bytes]:
-        """The body as JSON, and its digest."""
+    async def session_of(request: Request) -> tuple[Session, dict[str, Any], bytes]:
+        """(the session, the body of its request as JSON, and its digest)."""
+        known(request)
         most, data = gateway.config.max_body_mib << 20, bytearray()
         async for chunk in request.stream():
             data += chunk
@@ -88,7 +99,8 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
             raise Refused(400, f"the request is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise Refused(400, "the request is no JSON object")
-        return body, hashlib.blake2b(request.url.path.encode() + data, digest_size=16).digest()
+        digest = hashlib.blake2b(request.url.path.encode() + data, digest_size=16).digest()
+        return known(request), body, digest  # it may have ended meanwhile
 
     @app.get("/next")
     async def hand_out(request: Request, worker: str, most: int) -> Response:
@@ -108,57 +120,38 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
 
     @app.post("/end")
     async def end(request: Request) -> Response:
-        session = session_of(request)
-        gateway.end(session, (await body_of(request))[0])
+        session, body, _ = await session_of(request)
+        gateway.end(session, body)
         return JSONResponse({})
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        session_of(request)
+        known(request)
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "marsrl"} for name in gateway.agents]
         return JSONResponse({"object": "list", "data": data})
 
     def add(path: str, api: Api) -> None:
         @app.post(path)
         async def call(request: Request) -> Response:
-            session = session_of(request)
-            body, digest = await body_of(request)
+            session, body, digest = await session_of(request)
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             task = session.ask(api.read(body, gateway.agents), digest, is_retry=is_retry)
-            streams = bool(body.get("stream"))
+            streams, quiet_s = bool(body.get("stream")), _quiet_s(request)
 
-            def said(answer: Answer) -> Iterator[bytes]:
-                if streams:
-                    yield from api.events(answer, body)
-                else:
-                    yield json.dumps(api.reply(answer, body)).encode()
+            async def parts() -> AsyncIterator[bytes]:
+                """The answer, blanks before it, and at its end the note that it was read; cut off where there is none."""
+                while not (await asyncio.wait([task], timeout=quiet_s))[0]:
+                    yield b": waiting\n\n" if streams else b" "
+                answer = task.result()
+                for part in api.events(answer, body) if streams else [json.dumps(api.reply(answer, body)).encode()]:
+                    yield part
+                session.note_read(digest, task)
 
-            parts = _waited(task, said, b": waiting\n\n" if streams else b" ", _quiet_s(request))
-            kind = "text/event-stream" if streams else "application/json"
-            return StreamingResponse(_read(parts, session, digest, task), media_type=kind)
+            return StreamingResponse(parts(), media_type="text/event-stream" if streams else "application/json")
 
     for path, api in APIS.items():
         add(path, api)
     return app
-
-
-async def _waited(
-    task: asyncio.Task[Answer], said: Callable[[Answer], Iterator[bytes]], blank: bytes, quiet_s: float
-) -> AsyncIterator[bytes]:
-    """The answer in bytes, and blanks as long as there is none. A call that has none raises, which cuts the connection."""
-    while not (await asyncio.wait([task], timeout=quiet_s))[0]:
-        yield blank
-    for part in said(task.result()):
-        yield part
-
-
-async def _read(
-    parts: AsyncIterator[bytes], session: Session, digest: bytes, task: asyncio.Task[Answer]
-) -> AsyncIterator[bytes]:
-    """The parts, and then the note that they were read."""
-    async for part in parts:
-        yield part
-    session.note_read(digest, task)
 
 
 def _quiet_s(request: Request) -> float:
@@ -188,7 +181,12 @@ def open_gateway(config: ExternalConfig, agents: Mapping[str, Agent], key: str |
         url = f"http://{config.host}:{listening.getsockname()[1]}"
         workers = Workers(config, url, key)
         settings = uvicorn.Config(
-            make_app(gateway, key), log_level="critical", access_log=False, server_header=False, lifespan="off"
+            make_app(gateway, key),
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_keep_alive=_KEEP_S,
         )
         server = uvicorn.Server(settings)
 

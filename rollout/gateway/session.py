@@ -14,14 +14,17 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from jinja2 import TemplateError
 
 from marsrl.rollout.gateway.calls import Call, Reply, SessionEnd
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
 from marsrl.rollout.gateway.history import History, Strand
 from marsrl.rollout.types import Finish, IntArray, ToolOutput
+
+Rendered = TypeVar("Rendered")
 
 _FINISH = {Finish.STOP: "stop", Finish.LENGTH: "length"}
 
@@ -153,10 +156,10 @@ class Session:
         found = self._history.find(agent.name, ask.tools, ask.messages)
         options = agent.template_options
         if found is None:
-            token_ids, text = agent.renderer.render_chat(ask.messages, ask.tools, **options)
+            token_ids, text = _rendered(agent, lambda: agent.renderer.render_chat(ask.messages, ask.tools, **options))
             return self._new(agent, ask, token_ids, text)
         has_ended = int(found.token_ids[-1]) in agent.renderer.stop_ids
-        new = agent.renderer.next_chat(found.new, has_ended=has_ended, **options)
+        new = _rendered(agent, lambda: agent.renderer.next_chat(found.new, has_ended=has_ended, **options))
         if found.strand is not None:
             return self._go_on(agent, ask, found.strand, new)
         token_ids = np.concatenate([found.token_ids, new])
@@ -245,6 +248,14 @@ class Session:
             self._idle_since = time.monotonic()
         if not task.cancelled():
             task.exception()  # those who wait for it are told
+
+
+def _rendered(agent: Agent, render: Callable[[], Rendered]) -> Rendered:
+    """What `render` makes of a program's messages; a chat template may refuse their roles or their order."""
+    try:
+        return render()
+    except (TemplateError, TypeError, KeyError) as error:
+        raise Refused(400, f"the chat template of agent {agent.name} does not take these messages: {error}") from error
 
 
 def _without_stop(text: str, stops: tuple[str, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -67,7 +68,7 @@ UNUSABLE = 78
 
 def worker_words(config: ExternalConfig, *options: str) -> list[str]:
     """The command line of a worker."""
-    words = [config.python, str(WORKER), *options]
+    words = [config.python or sys.executable, str(WORKER), *options]
     if config.function:
         return [*words, "--function", config.function]
     if config.environment:

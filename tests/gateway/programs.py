@@ -98,12 +98,13 @@ def playing(
     agents: Mapping[str, AgentConfig] = AGENTS,
     engine: Engine | None = None,
     parsers: tuple[str | None, str | None] = (None, None),
+    key: str | None = None,
     seed: int = 3,
 ) -> Iterator[Played]:
-    """Sessions of these settings, ready for the first batch. parsers: of tool calls, and of thoughts."""
+    """Sessions of these settings, ready for the first batch. parsers: of tool calls, and of thoughts; key: the workers'."""
     settings = ExternalConfig.model_validate(external)
     doors = agents_of(agents, {"main": ChatRenderer(model)}, config.max_response_tokens, {"main": parsers})
-    with open_gateway(settings, doors) as gateway:
+    with open_gateway(settings, doors, key) as gateway:
         team = team_of(model, config, gateway=gateway, agents=agents, engine=engine)
         source = ArithmeticTask(ArithmeticOptions()).problems(seed)
         yield Played(Stages(config, team, source, seed=seed, trains_whole=True), team)

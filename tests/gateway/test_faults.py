@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from programs import VERSIONS, Played, playing, program, rollout_config
 
+from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.gateway.workers import WORKER
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.types import Sample
+from marsrl.rollout.types import Finish, Sample
 
 LONG = {"max_response_tokens": 60}
 
@@ -195,3 +203,76 @@ def test_a_resume_plays_open_sessions_anew_and_none_that_was_over(model: Path, t
     assert resumed.metrics["rollout/episodes"] == 2
     tokens = [{s.uid: s.token_ids.tolist() for g in batch.groups for s in g.samples} for batch in (resumed, unbroken)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 8
+
+
+def test_a_client_is_kept_waiting_by_blanks_until_the_engine_answers(model: Path, tmp_path: Path) -> None:
+    text = f"""
+    import http.client, json, pathlib, urllib.parse
+
+    def run(problem, client):
+        for streams, blank in ((False, b" "), (True, b": waiting")):
+            go = pathlib.Path({str(tmp_path)!r}, "go")
+            go.unlink(missing_ok=True)
+            line = http.client.HTTPConnection(urllib.parse.urlsplit(client.base_url).netloc)
+            messages = [{{"role": "user", "content": problem.question}}]
+            headers = {{"authorization": "Bearer " + client.api_key, "x-stainless-read-timeout": "0.3"}}
+            body = json.dumps({{"model": "solver", "messages": messages, "stream": streams}})
+            line.request("POST", "/v1/chat/completions", body, headers)
+            reply = line.getresponse()
+            assert reply.read(len(blank)) == blank
+            go.touch()
+            rest = reply.read().decode()
+            assert json.loads(rest)["choices"] if not streams else rest.endswith("data: [DONE]\\n\\n"), rest
+        return 1.0
+    """
+
+    def script(request: DecodeRequest) -> list[int]:
+        while not (tmp_path / "go").exists():
+            time.sleep(0.01)
+        return [5, 6]
+
+    config = rollout_config(prompts_per_step=1, group_size=1)
+    with playing(model, config, {"function": program(tmp_path, text)}, engine=ScriptedEngine(script)) as played:
+        assert set(rewards(played.samples()).values()) == {1.0}
+
+
+def test_a_worker_from_elsewhere_joins_with_its_key(model: Path, tmp_path: Path) -> None:
+    function = program(tmp_path, "def run(problem, client):\n    client.chat('solver', ['hello'])\n    return 1.0\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    external = {"workers": 0, "port": port, "key_env": "KEY"}
+    command = [sys.executable, str(WORKER), "--url", f"http://127.0.0.1:{port}", "--function", function]
+    with playing(model, rollout_config(**LONG), external, key="secret") as played:
+        wrong = subprocess.run(
+            command, env={**os.environ, "MARSRL_WORKER_KEY": "other"}, capture_output=True, text=True
+        )
+        assert wrong.returncode == 1 and "not the workers' key" in wrong.stderr
+        with subprocess.Popen(command, env={**os.environ, "MARSRL_WORKER_KEY": "secret"}) as worker:
+            samples = played.samples()
+            worker.terminate()
+    assert set(rewards(samples).values()) == {1.0} and worker.returncode == 0
+
+
+def test_a_call_that_an_engine_gave_up_costs_its_session(model: Path, tmp_path: Path) -> None:
+    text = "def run(problem, client):\n    client.chat('solver', [problem.question])\n    return 1.0\n"
+
+    def fail(request: DecodeRequest) -> str | None:
+        return "no luck" if request.uid.startswith("000001.0/") else None
+
+    engine = ScriptedEngine(lambda request: [5, 6], fail=fail)
+    with playing(model, rollout_config(), {"function": program(tmp_path, text)}, engine=engine) as played:
+        batch = played.batch()
+    samples = {sample.uid: sample for group in batch.groups for sample in group.samples}
+    assert [uid for uid, value in rewards(samples).items() if math.isnan(value)] == ["000001.0/solver:0"]
+    assert samples["000001.0/solver:0"].finish is Finish.ERROR and batch.metrics["rollout/failed_episodes"] == 1
+
+
+def test_a_command_that_hangs_is_killed_with_its_session(model: Path, tmp_path: Path) -> None:
+    script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    external = {"command": [sys.executable, "-c", script], "timeout_s": 2}
+    with playing(model, rollout_config(prompts_per_step=1, group_size=1), external) as played:
+        batch = played.batch()
+        process = int((tmp_path / "pid").read_text())
+        while Path(f"/proc/{process}/cmdline").exists():
+            time.sleep(0.1)
+    assert batch.metrics["rollout/failed_episodes"] == 1 and not batch.groups

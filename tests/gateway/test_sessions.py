@@ -130,16 +130,24 @@ def run(problem, client):
 
 @pytest.mark.parametrize(
     ("returned", "solver_rewards"),
-    [("None", {0.0}), ("'no'", {0.0}), ("problem.answer", {1.0}), ("0.25", {0.25}), ("{said.id: 2}", {2.0})],
+    [
+        ("None", {0.0}),
+        ("'no'", {0.0}),
+        ("problem.answer", {1.0}),
+        ("0.25", {0.25}),
+        ("{said.id: 2}", {2.0}),
+        ("{'solver': float('nan')}", {None}),
+    ],
 )
 def test_a_reward_is_the_program_s_or_the_task_s_of_its_answer(
-    model: Path, tmp_path: Path, returned: str, solver_rewards: set[float]
+    model: Path, tmp_path: Path, returned: str, solver_rewards: set[float | None]
 ) -> None:
     """Random weights never say `Answer:`, so that their own answers are wrong."""
     external = {"function": program(tmp_path, ONE.replace("RETURNED", returned))}
     with playing(model, rollout_config(prompts_per_step=4), external) as played:
         samples = played.samples()
-    assert len(samples) == 8 and {sample.reward.value for sample in samples.values()} == solver_rewards
+    values = [sample.reward.value for sample in samples.values()]
+    assert len(samples) == 8 and {None if value != value else value for value in values} == solver_rewards
 
 
 @pytest.mark.parametrize(
