@@ -71,6 +71,35 @@ def test_sessions_of_a_killed_worker_are_played_again(model: Path, tmp_path: Pat
     assert len(samples) == 8 and all(sample.reward.value == 1.0 for sample in samples)
 
 
+def test_what_engines_decode_of_a_lost_session_is_nobody_s(model: Path, tmp_path: Path) -> None:
+    text = f"""
+    import os, pathlib, signal, threading, time
+
+    def run(problem, client):
+        if not pathlib.Path({str(tmp_path)!r}, "asked").exists():
+            threading.Thread(target=client.chat, args=("solver", [problem.question]), daemon=True).start()
+            while not pathlib.Path({str(tmp_path)!r}, "asked").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        client.chat("verifier", [problem.question])
+        return 1.0
+    """
+
+    def script(request: DecodeRequest) -> list[int]:
+        if "/verifier" in request.uid:
+            return [5, 6]
+        (tmp_path / "asked").touch()
+        return [5] * 200_000  # for longer than the session lasts
+
+    config = rollout_config(prompts_per_step=1, group_size=1, max_response_tokens=1_000_000)
+    engine = ScriptedEngine(script, tokens_per_step=3)
+    with playing(model, config, {"function": program(tmp_path, text)}, engine=engine) as played:
+        first, second = played.batch(), played.batch()
+    assert first.metrics["rollout/replayed_sessions"] == 1 and first.metrics["cost/solver/output_tokens"] > 0
+    assert [group.agent for group in (*first.groups, *second.groups)] == ["verifier", "verifier"]
+    assert not second.metrics.get("cost/solver/output_tokens") and not second.metrics["rollout/unfinished"]
+
+
 def test_a_session_that_kills_every_worker_fails_in_the_end(model: Path, tmp_path: Path) -> None:
     text = """
     import os, signal
@@ -168,12 +197,15 @@ def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path) -
 
 
 TWO_CALLS = """
-import pathlib
+import pathlib, time
 
 def run(problem, client):
     first = client.chat("solver", [problem.question])
-    while client.session.endswith(".1") and not pathlib.Path({folder!r}, "go").exists():
-        pass
+    go = pathlib.Path({folder!r}, "go")
+    if client.session.endswith(".1") and not go.exists():
+        client.chat("solver", ["not asked a second time"])
+        while not go.exists():
+            time.sleep(0.01)
     client.chat("verifier", [problem.question])
     return {{"solver": len(first.text), "verifier": 1.0}}
 """
@@ -200,7 +232,7 @@ def test_a_resume_plays_open_sessions_anew_and_none_that_was_over(model: Path, t
     with playing(model, config, external) as played:
         unbroken = played.batch()
     assert open_ones == {"000001.1", "000002.1"}
-    assert resumed.metrics["rollout/episodes"] == 2
+    assert resumed.metrics["rollout/episodes"] == 2 and resumed.metrics["rollout/unfinished"] == 0
     tokens = [{s.uid: s.token_ids.tolist() for g in batch.groups for s in g.samples} for batch in (resumed, unbroken)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 8
 

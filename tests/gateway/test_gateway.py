@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from concurrent.futures import Future
 
-from marsrl.rollout.gateway.calls import SESSION
+import numpy as np
+
+from marsrl.rollout.gateway.calls import SESSION, Call
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.types import ToolCall, ToolOutput
@@ -43,3 +45,16 @@ def test_a_lost_worker_s_sessions_begin_anew_and_its_keys_open_nothing() -> None
     gateway.lose("another", "it died too")
     assert output.result().is_error and "external.attempts = 2" in output.result().text
     assert gateway.hand_out("third", 8) == ([], [])
+
+
+def test_what_a_lost_session_asked_is_not_answered() -> None:
+    gateway = gateway_of()
+    for name in ("1", "2"):
+        submit(gateway, name)
+    first, second = gateway.hand_out("worker", 8)[0]
+    for session in (first, second):
+        session.send(Call(session.id, "solver", 0, 0, np.zeros(1, np.int32)))
+    gateway.end(second, {})
+    gateway.lose("worker", "it died")
+    taken = gateway.take({"1", "2"})
+    assert taken.lost == ["1"] and not taken.calls
