@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from programs import VERSIONS, Played, playing, program, rollout_config
 
-from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.gateway.workers import WORKER
 from marsrl.rollout.player.stages import RolloutState
@@ -71,6 +71,12 @@ def test_sessions_of_a_killed_worker_are_played_again(model: Path, tmp_path: Pat
     assert len(samples) == 8 and all(sample.reward.value == 1.0 for sample in samples)
 
 
+class SlowEngine(ScriptedEngine):
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        time.sleep(0.005)
+        return super().collect(timeout_s)
+
+
 def test_what_engines_decode_of_a_lost_session_is_nobody_s(model: Path, tmp_path: Path) -> None:
     text = f"""
     import os, pathlib, signal, threading, time
@@ -89,10 +95,10 @@ def test_what_engines_decode_of_a_lost_session_is_nobody_s(model: Path, tmp_path
         if "/verifier" in request.uid:
             return [5, 6]
         (tmp_path / "asked").touch()
-        return [5] * 200_000  # for longer than the session lasts
+        return [5] * 4000  # at 5 ms each: for longer than the session lasts
 
-    config = rollout_config(prompts_per_step=1, group_size=1, max_response_tokens=1_000_000)
-    engine = ScriptedEngine(script, tokens_per_step=3)
+    config = rollout_config(prompts_per_step=1, group_size=1, max_response_tokens=5000)
+    engine = SlowEngine(script, tokens_per_step=1)
     with playing(model, config, {"function": program(tmp_path, text)}, engine=engine) as played:
         first, second = played.batch(), played.batch()
     assert first.metrics["rollout/replayed_sessions"] == 1 and first.metrics["cost/solver/output_tokens"] > 0
