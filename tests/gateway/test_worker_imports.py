@@ -29,7 +29,3 @@ def test_a_name_that_the_file_does_not_have_is_refused(tmp_path: Path) -> None:
     named = program(tmp_path, "class run: ...\n").replace(":run", ":Env")
     with pytest.raises(ValueError, match=r"program\.py has no Env"):
         checked(environment=named)
-    with pytest.raises(ValueError, match=r"external\.environment is 'env\.py'; expected FILE\.py:NAME"):
-        checked(environment="env.py")
-    with pytest.raises(ValueError, match="give one of the first three"):
-        checked(environment=named, function=named)
