@@ -55,12 +55,10 @@ class Gateway:
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
         """A session may begin; the future has its end."""
-        session = Session(
-            call.episode_id, json.loads(call.arguments), Future(), self.agents, self._send, self.config.max_calls
-        )
+        output: Future[ToolOutput] = Future()
         with self._news:
-            self._waiting[session.trains].append(session)
-        return session.output
+            self._wait_for_worker(call.episode_id, json.loads(call.arguments), output, attempt=0)
+        return output
 
     def wait(self, timeout_s: float) -> None:
         """Return when there is something to take, or a session is over."""
@@ -127,18 +125,9 @@ class Gateway:
                 self._finish(session, ToolOutput(text, is_error=True))
                 continue
             self._stop(session)
-            again = Session(
-                session.id,
-                session.problem,
-                session.output,
-                self.agents,
-                self._send,
-                self.config.max_calls,
-                session.attempt + 1,
-            )
             with self._news:
                 self._lost.append(session.id)
-                self._waiting[again.trains].append(again)
+                self._wait_for_worker(session.id, session.problem, session.output, session.attempt + 1)
                 self._tell()
         _log.warning("worker %s is lost: %s", worker, reason)
 
@@ -162,6 +151,10 @@ class Gateway:
         """Give up all sessions."""
         for session in list(self._playing.values()):
             self._stop(session)
+
+    def _wait_for_worker(self, name: str, problem: Mapping[str, Any], output: Future[ToolOutput], attempt: int) -> None:
+        session = Session(name, problem, output, self.agents, self._send, self.config.max_calls, attempt)
+        self._waiting[session.trains].append(session)
 
     def _send(self, call: Call) -> None:
         with self._news:

@@ -145,7 +145,7 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
                 answer = task.result()
                 for part in api.events(answer, body) if streams else [json.dumps(api.reply(answer, body)).encode()]:
                     yield part
-                session.note_read(digest, task)
+                session.note_read(task)
 
             return StreamingResponse(parts(), media_type="text/event-stream" if streams else "application/json")
 

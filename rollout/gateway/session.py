@@ -58,8 +58,8 @@ class Session:
     _read: dict[str, None] = field(default_factory=dict)  # uids whose last turn was read, in that order
     _uids: dict[str, str] = field(default_factory=dict)  # of answers, by their ids
     _open: set[asyncio.Task[Answer]] = field(default_factory=set)
-    _by_body: dict[bytes, list[asyncio.Task[Answer]]] = field(default_factory=dict)  # of calls not read yet
-    _told: dict[bytes, asyncio.Task[Answer]] = field(default_factory=dict)  # the last that was read
+    _by_body: dict[bytes, list[asyncio.Task[Answer]]] = field(default_factory=dict)
+    _told: set[asyncio.Task[Answer]] = field(default_factory=set)  # whose answers were read
 
     def start(self, worker: str) -> None:
         """A worker plays it from now."""
@@ -76,7 +76,7 @@ class Session:
         return self.own_s + (0.0 if self._open else time.monotonic() - self._idle_since)
 
     def ask(self, ask: Ask, body: bytes, *, is_retry: bool) -> asyncio.Task[Answer]:
-        """Begin a call; a retry gets the answer of the call of the same body.
+        """Begin a call; a retry gets the answer of the call of the same body, but where that was lost.
 
         Args:
             body: a digest of the request.
@@ -84,11 +84,9 @@ class Session:
         Raises:
             Refused: there is no such agent, it cannot read so much, or the session has made its calls.
         """
-        if is_retry:
-            if unread := self._by_body.get(body):
-                return unread[0]
-            if body in self._told:
-                return self._told[body]
+        same = [task for task in self._by_body.get(body, ()) if not _is_lost(task)]
+        if is_retry and same:
+            return next((task for task in same if task not in self._told), same[-1])
         if self.num_calls >= self.max_calls:
             raise Refused(429, f"the session has made external.max_calls = {self.max_calls} calls")
         coroutine = self._begin(self.agents[ask.agent], ask)
@@ -101,11 +99,9 @@ class Session:
         task.add_done_callback(self._note_end)
         return task
 
-    def note_read(self, body: bytes, task: asyncio.Task[Answer]) -> None:
+    def note_read(self, task: asyncio.Task[Answer]) -> None:
         """The program has read the answer."""
-        if task in (unread := self._by_body.get(body, [])):
-            unread.remove(task)
-            self._told[body] = task
+        self._told.add(task)
         uid = task.result().uid
         self._read.pop(uid, None)
         self._read[uid] = None
@@ -256,6 +252,10 @@ def _rendered(agent: Agent, render: Callable[[], Rendered]) -> Rendered:
         return render()
     except (TemplateError, TypeError, KeyError) as error:
         raise Refused(400, f"the chat template of agent {agent.name} does not take these messages: {error}") from error
+
+
+def _is_lost(task: asyncio.Task[Answer]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _without_stop(text: str, stops: tuple[str, ...]) -> str:

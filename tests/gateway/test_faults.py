@@ -314,3 +314,24 @@ def test_a_command_that_hangs_is_killed_with_its_session(model: Path, tmp_path: 
         while Path(f"/proc/{process}/cmdline").exists():
             time.sleep(0.1)
     assert batch.metrics["rollout/failed_episodes"] == 1 and not batch.groups
+
+
+def test_a_client_that_repeats_a_lost_call_gets_another_sample(model: Path, tmp_path: Path) -> None:
+    text = """
+    def run(problem, client):
+        messages = [{"role": "user", "content": problem.question}]
+        client.openai().chat.completions.create(model="solver", messages=messages)
+        return 1.0
+    """
+
+    def fail(request: DecodeRequest) -> str | None:
+        return "no luck" if request.uid.endswith("/solver:0") else None
+
+    engine, config = ScriptedEngine(lambda request: [5, 6], fail=fail), rollout_config(prompts_per_step=1)
+    with playing(model, config, {"function": program(tmp_path, text)}, engine=engine) as played:
+        batch = played.batch()
+    samples = {sample.uid: sample for group in batch.groups for sample in group.samples}
+    assert batch.metrics["rollout/failed_episodes"] == 0 and len(samples) == 4
+    lost = samples["000001.0/solver:0"]
+    assert lost.finish is Finish.ERROR and math.isnan(lost.reward.value)
+    assert samples["000001.0/solver#1:0"].reward.value == 1.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import sys
 from concurrent.futures import Future
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy as np
 from marsrl.rollout.gateway.calls import SESSION, Call
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
+from marsrl.rollout.gateway.workers import WORKER
 from marsrl.rollout.types import ToolCall, ToolOutput
 
 
@@ -58,3 +61,13 @@ def test_what_a_lost_session_asked_is_not_answered() -> None:
     gateway.lose("worker", "it died")
     taken = gateway.take({"1", "2"})
     assert taken.lost == ["1"] and not taken.calls
+
+
+def test_a_worker_is_one_file_of_python_3_9_and_its_standard_library() -> None:
+    """It runs in environments that have nothing of ours."""
+    tree = ast.parse(WORKER.read_text("utf-8"), feature_version=(3, 9))
+    first, *_ = (node for node in tree.body if isinstance(node, ast.ImportFrom))
+    assert first.module == "__future__"  # annotations of later versions are never evaluated
+    names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
