@@ -14,9 +14,14 @@ class ExternalConfig(Settings):
         None,
         description="FILE.py:FUNCTION that plays a session, `run(problem, client)`; may be async (docs/external.md)",
     )
+    environment: str | None = Field(
+        None,
+        description="in place of a function: FILE.py:CLASS with reset(problem) and step(text), which agents act in "
+        "(docs/external.md)",
+    )
     command: list[str] = Field(
         default_factory=list,
-        description="in place of a function: a program that is started once a session, with the problem on its standard input",
+        description="in place of both: a program that is started once a session, with the problem on its standard input",
     )
     python: str | None = Field(
         None,
@@ -49,12 +54,14 @@ class ExternalConfig(Settings):
 
     @model_validator(mode="after")
     def _say_who_plays(self) -> ExternalConfig:
-        if self.function is not None and self.function.count(":") == 0:
-            raise ValueError(f"external.function is {self.function!r}; expected FILE.py:FUNCTION")
-        if bool(self.function) + bool(self.command) != (self.workers > 0):
+        for key, name in (("function", self.function), ("environment", self.environment)):
+            if name is not None and ":" not in name:
+                raise ValueError(f"external.{key} is {name!r}; expected FILE.py:NAME")
+        if bool(self.function) + bool(self.environment) + bool(self.command) != (self.workers > 0):
             raise ValueError(
-                f"external.function is {self.function}, external.command {self.command} and external.workers {self.workers}: "
-                "give one of the first two for workers that are started here, none of them with workers=0"
+                f"external.function is {self.function}, external.environment {self.environment}, external.command {self.command} "
+                f"and external.workers {self.workers}: give one of the first three for workers that are started here, none of "
+                "them with workers=0"
             )
         if not self.workers and not (self.port and self.key_env):
             raise ValueError(

@@ -1,6 +1,7 @@
 """Plays sessions of a program. Of Python's standard library alone (3.9 or later): it runs in any environment, on any host.
 
     python worker.py --url http://HOST:PORT --function my_agent.py:run        key: environment variable MARSRL_WORKER_KEY
+    python worker.py --url http://HOST:PORT --environment my_env.py:Env
     python worker.py --url http://HOST:PORT --command python my_agent.py
 
 A function is called with the problem and a client, once a session; several sessions are played at once, each in a thread, or
@@ -166,7 +167,64 @@ def _as_end(found: Any) -> dict[str, Any]:
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """The function that FILE.py:FUNCTION names, with its folder on sys.path."""
+    """Plays a session by a function, FILE.py:FUNCTION."""
+    function = _attribute(name)
+    return lambda problem, client, on_end: function(problem, client)
+
+
+def environment_of(name: str) -> Callable[..., Any]:
+    """Plays a session in an environment, FILE.py:CLASS, of which each session has an object of its own.
+
+        reset(problem) -> messages     to the only agent; or {agent: messages}: the first one is on turn, all of them hear theirs
+        step(text) -> messages         to the agent that wrote the text; or {agent: messages}, as above
+                   -> 0.5              the end, with the reward of every agent; or {agent: 1.0}; or None: the task judges
+        close()                        where there is one: the session is over, or has failed
+        max_tokens                     where there is one: of a text
+
+    messages: a text, which is a user's turn, or a list of them and of messages as OpenAI's API has them.
+    """
+    kind = _attribute(name)
+
+    def play(problem: SimpleNamespace, client: Client, on_end: Callable[..., None]) -> Any:
+        environment = kind()
+        try:
+            return _played(environment, problem, client)
+        finally:
+            getattr(environment, "close", lambda: None)()
+
+    return play
+
+
+def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
+    """The rewards with which the environment ends. Each agent has a chat of its own."""
+    chats: dict[str, list[Any]] = {agent: [] for agent in client.agents}
+    agent = client.agents[0] if len(client.agents) == 1 else None
+    most = getattr(environment, "max_tokens", None)
+    heard = environment.reset(problem)
+    while not _is_end(heard):
+        if not isinstance(heard, dict):
+            if agent is None:
+                raise ValueError(f"reset: expected {{agent: messages}} of {', '.join(chats)}, found {heard!r}")
+            heard = {agent: heard}
+        for name, messages in heard.items():
+            if name not in chats:
+                raise ValueError(f"the environment has a player {name!r}; the agents are {', '.join(chats)}")
+            chats[name] += [messages] if isinstance(messages, str) else messages
+        agent = next(iter(heard))
+        reply = client.chat(agent, chats[agent], max_tokens=most)
+        chats[agent].append(reply.message)
+        heard = environment.step(reply.text)
+    return heard
+
+
+def _is_end(heard: Any) -> bool:
+    """Is it rewards, not messages?"""
+    values = heard.values() if isinstance(heard, dict) else [heard]
+    return not any(isinstance(each, (str, list)) for each in values)
+
+
+def _attribute(name: str) -> Callable[..., Any]:
+    """The function or class that FILE.py:NAME names, with its folder on sys.path."""
     place, _, attribute = name.rpartition(":")
     path = os.path.abspath(place)
     sys.path.insert(0, os.path.dirname(path))
@@ -178,8 +236,8 @@ def function_of(name: str) -> Callable[..., Any]:
     spec.loader.exec_module(module)
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise ValueError(f"{place} has no function {attribute}")
-    return lambda problem, client, on_end: function(problem, client)
+        raise ValueError(f"{place} has no {attribute}")
+    return function
 
 
 def command_of(words: list[str]) -> Callable[..., Any]:
@@ -211,18 +269,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Plays sessions of a program for a marsrl run.")
     parser.add_argument("--url", default="", help="http://HOST:PORT of the run (external.host, external.port)")
     parser.add_argument("--function", help="FILE.py:FUNCTION")
+    parser.add_argument("--environment", help="FILE.py:CLASS")
     parser.add_argument("--command", nargs=argparse.REMAINDER, help="a program and its words; the last option")
     parser.add_argument("--name", default=f"{os.uname().nodename}-{os.getpid()}", help="of this worker, a unique one")
     parser.add_argument("--most", type=int, default=64, help="sessions at once")
     parser.add_argument("--with-parent", action="store_true", help="end when the process that started it has ended")
-    parser.add_argument("--check", action="store_true", help="import the function, and end")
+    parser.add_argument("--check", action="store_true", help="import the function or the environment, and end")
     words = parser.parse_args()
     parent = os.getppid()
+    own = os.path.dirname(
+        os.path.abspath(__file__)
+    )  # whose files are not the packages of the same names (openai-agents: agents)
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
     try:
-        play = command_of(words.command) if words.command else function_of(words.function or "")
+        if words.command:
+            play = command_of(words.command)
+        else:
+            play = environment_of(words.environment) if words.environment else function_of(words.function or "")
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        print(f"{words.function}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})", file=sys.stderr)
+        name = words.environment or words.function
+        print(f"{name}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})", file=sys.stderr)
         return UNUSABLE
     if words.check:
         return 0

@@ -69,7 +69,11 @@ UNUSABLE = 78
 def worker_words(config: ExternalConfig, *options: str) -> list[str]:
     """The command line of a worker."""
     words = [config.python or sys.executable, str(WORKER), *options]
-    return [*words, "--function", config.function] if config.function else [*words, "--command", *config.command]
+    if config.function:
+        return [*words, "--function", config.function]
+    if config.environment:
+        return [*words, "--environment", config.environment]
+    return [*words, "--command", *config.command]
 
 
 def check_program(config: ExternalConfig) -> None:
@@ -87,6 +91,8 @@ def check_program(config: ExternalConfig) -> None:
     except OSError as error:
         raise ValueError(f"external.python is {config.python}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"external.function is {config.function}: its import took longer than 120 s") from error
+        raise ValueError(
+            f"external: the import of {config.function or config.environment} took longer than 120 s"
+        ) from error
     if done.returncode != 0:
-        raise ValueError(f"external.function, external.command: {done.stderr.strip()[-2000:]}")
+        raise ValueError(f"external.function, external.environment: {done.stderr.strip()[-2000:]}")

@@ -25,6 +25,15 @@ TESTS = (
     ("marsrl try .*/guessing.py.*", "docs/test_examples.py::test_a_game_ends_when_it_is_won"),
     ("marsrl try .*/library.py.*", "docs/test_examples.py::test_a_reader_reads_what_a_tool_found"),
     ("marsrl plan .*", "docs/test_commands.py::test_a_command_does_what_it_says"),
+    ("python -m venv .*", "external/test_programs.py::test_an_environment_has_what_its_programs_import"),
+    (
+        ".* --config examples/external/openai_agents.yaml",
+        "external/test_programs.py::test_a_handoff_of_openai_agents_is_played_by_two_policies",
+    ),
+    (
+        ".* --config examples/(external/(openai_loop|langgraph_team|verifiers_env).yaml|own_environment/run.yaml)",
+        "external/test_programs.py::test_a_program_is_trained_and_evaluated",
+    ),
     (".* --config examples/.*", "docs/test_examples.py::test_an_example_trains"),
     ("(torchrun|python) .* --config (configs/|mars).*", "docs/test_commands.py::test_a_run_on_gpus_passes_its_checks"),
     (

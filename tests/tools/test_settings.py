@@ -118,6 +118,10 @@ def test_agents_call_tools_where_their_template_shows_them_and_their_team_leaves
             "dual_system says itself what its waiting samples",
         ),
         (
+            ["orchestration=external", "external.function=agent.py:run", "agents={solver: {tools: [echo]}}"],
+            "external says itself what its waiting samples",
+        ),
+        (
             ["orchestration=solver_verifier", "agents.verifier={tools: [echo], parser: compat}"],
             "reads all of a completion",
         ),

@@ -120,7 +120,7 @@ def _check_external(config: RunConfig) -> None:
     if (config.external is not None) != find_orchestration(config.orchestration).plays_sessions:
         raise ValueError(
             f"orchestration is {config.orchestration}, and the section external is {'set' if config.external else 'not set'}: "
-            "orchestration=external and the program (external.function or external.command) go together"
+            "orchestration=external and the program (external.function, environment or command) go together"
         )
     if config.external is not None and config.rollout.group_completion != "wait":
         raise ValueError(

@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # in a chec
 DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default", "qa": "qa_default"}
 _PATHS = re.compile(
     r"task|orchestration|data\.(train|eval)|policies\.[^.]+\.(model|reference)|tools\.[^.]+\.(corpus|index|function|command)"
-    r"|agents\.[^.]+\.prompt|external\.(function|python)"
+    r"|agents\.[^.]+\.prompt|external\.(function|environment|python)"
 )
 
 
@@ -141,7 +141,7 @@ def _absolute(value: Any, name: str, folder: Path) -> Any:
         return {key: _absolute(each, name, folder) if key == "path" else each for key, each in value.items()}
     if not isinstance(value, str) or not value:
         return value
-    is_class = name in ("task", "orchestration", "function")
+    is_class = name in ("task", "orchestration", "function", "environment")
     file, colon, kind = value.rpartition(":") if is_class else (value, "", "")
     path = f"{os.path.normpath(folder / Path(file).expanduser())}{colon}{kind}"
     is_of_a_hub = (

@@ -1,4 +1,4 @@
-"""A tokenizer for models without a vocabulary: one token a byte, with a ChatML template like Qwen's."""
+"""A tokenizer for models without a vocabulary: one token a byte, with a ChatML template like Qwen's, calls of tools included."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ _SIZE = 320  # 256 bytes and room for control tokens; a multiple of 64, so that 
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _THINK = ("<think>", "</think>")  # ordinary added tokens, as in Qwen: they are part of the text
 
-CHAT_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n# Tools\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>\n"
-    'Call one so: <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n{% endif %}'
-    "{% for message in messages %}"
-    "{% if message['role'] == 'tool' %}<|im_start|>user\n<tool_response>\n{{ message['content'] }}\n</tool_response><|im_end|>\n"
-    "{% else %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHAT_TEMPLATE = """\
+{% if tools %}<|im_start|>system
+# Tools
+<tools>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}</tools>
+Call one so: <tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% endif %}{% for message in messages %}{% if message['role'] == 'tool' %}<|im_start|>user
+<tool_response>
+{{ message['content'] }}
+</tool_response>{% else %}<|im_start|>{{ message['role'] }}
+{{ message['content'] }}{% for call in message['tool_calls'] %}{{ '\\n' }}<tool_call>
+{"name": "{{ call['function']['name'] }}", "arguments": {{ call['function']['arguments'] | tojson }}}
+</tool_call>{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 
 def write_byte_tokenizer(directory: str | Path) -> None:
