@@ -130,7 +130,8 @@ class Trial:
         return [
             "task=math", "orchestration=external", f"data.train={problems}", "agents={solver: {}, verifier: {}}",
             f"external={{function: {MISCHIEF}:run, workers: {NUM_WORKERS}, attempts: 1000, max_calls: {MOST_CALLS}}}",
-            "external.max_body_mib=1", "credit.normalise=agent", f"policies={{main: {{model: {model}, dtype: float32}}}}",
+            "external.max_body_mib=1", "external.concurrency=6", "credit.normalise=agent",
+            f"policies={{main: {{model: {model}, dtype: float32}}}}",
             "rollout={engine: local, placement: local, prompts_per_step: 3, max_response_tokens: 200}",
             f"rollout.group_size={GROUP_SIZE}",
         ]  # fmt: skip
