@@ -2,6 +2,7 @@
 
     python tests/chaos.py --minutes 20 --seed 7
     python tests/chaos.py --faults 2 --kinds kill-engine kill-gcs --engine local
+    python tests/chaos.py --external --faults 50 --kinds kill-trainer kill-worker kill-both
 
 Runs are started, resumed and stopped as a user does it, with settings drawn from the seed: overlap 0 or 1, segments 1 or 2,
 ranks 1 or 2, engines 1 or 2. Each gets some faults, one after the other, and goes on by the words that its last line says;
@@ -13,6 +14,10 @@ then it is brought to its end. After every end of a process, and at the end of t
     checkpoints  all files as the manifests say, `latest` names one
     left behind  no process, nothing of ours in /dev/shm, nothing in the temporary directory
     last line    as docs/faults.md has it
+
+With --external a program plays the runs (integration/mischief.py), in workers that are struck, too; and as well:
+
+    sessions     none that was over is played again, none is trained twice, none fails
 
 Prints a line a fault and a summary; the exit status is 1 when anything was lost. As root each run gets a small disk of its
 own (tmpfs) that can be filled; else that kind is left out.
@@ -37,11 +42,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.remove(str(Path(__file__).resolve().parent))  # its folders would hide packages of their names
+sys.path.insert(0, str(Path(__file__).resolve().parent / "docs"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "integration"))
 
 import psutil
 from books import Loss
-from trial import NO_STEP, SILENCE_S, WORDS, Trial
+from trial import NO_STEP, NUM_WORKERS, SILENCE_S, WORDS, Trial
 
 from marsrl.trainer.report.metrics import read_metrics
 
@@ -49,7 +55,7 @@ GRACE_S = 10.0  # a silent rank's run is over so long after run.silence_s, and w
 START_S = 600.0  # for a run to come to its first step on a loaded machine
 END_S = 300.0  # for one to end after a fault that ends it
 SURVIVE_S = 400.0  # for one to train again after a fault that it survives
-FAULTS_A_RUN = 8
+FAULTS_A_RUN, FAULTS_A_PROGRAM = 8, 50
 
 # The kinds of faults. Each strikes a run that trains, and returns what the user sees. What it means is in docs/faults.md.
 
@@ -207,8 +213,74 @@ def remove_latest(run: Trial) -> str:
     return run.ended(START_S, rf"latest (is missing|names {NO_STEP}).*run\.resume=previous")
 
 
+def a_worker(run: Trial) -> psutil.Process:
+    while not (workers := run.workers()):
+        time.sleep(0.1)
+    return run.rng.choice(workers)
+
+
+def kill_worker(run: Trial) -> str:
+    struck = a_worker(run)
+    struck.kill()
+    return played_on(run, struck)
+
+
+def hang_worker(run: Trial) -> str:
+    struck = a_worker(run)
+    struck.suspend()
+    return played_on(run, struck)
+
+
+def played_on(run: Trial, struck: psutil.Process) -> str:
+    """The worker is gone, another plays in its place, and the run trains on."""
+    end = time.monotonic() + SURVIVE_S
+    while struck in (workers := run.workers()) or len(workers) != NUM_WORKERS:
+        if time.monotonic() > end:
+            raise Loss(f"worker {struck.pid} was not replaced: there are {[each.pid for each in workers]}")
+        time.sleep(0.2)
+    return trained_on(run)
+
+
+def trained_on(run: Trial) -> str:
+    """Two steps more, in which no session failed."""
+    before = run.row()
+    run.train_on(2, SURVIVE_S)
+    rows = [row for row in read_metrics(run.directory.metrics) if row.step >= before]
+    if failed := [row.step for row in rows if row.values.get("rollout/failed_episodes")]:
+        raise Loss(f"sessions failed in the steps {failed}")
+    return f"trains on, {sum(row.values.get('rollout/replayed_sessions') or 0 for row in rows):.0f} session(s) played again"
+
+
+def kill_both(run: Trial) -> None:
+    struck = [one_trainer(run), a_worker(run)]
+    for process in run.rng.sample(struck, 2):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def mischief(name: str) -> Callable[[Trial], str]:
+    """The program does this in the first session of each problem, for as long as it takes two sessions to have done it."""
+
+    def struck(run: Trial) -> str:
+        assert run.sessions is not None
+        told, end = run.sessions.path.with_suffix(".mischief"), time.monotonic() + SURVIVE_S
+        done = sum(line.endswith(name) for line in run.sessions.lines()) + 2
+        told.write_text(name)
+        try:
+            while sum(line.endswith(name) for line in run.sessions.lines()) < done:
+                if time.monotonic() > end:
+                    raise Loss(f"no session has come to its end that should {name}")
+                time.sleep(0.2)
+        finally:
+            told.unlink()
+        return trained_on(run)
+
+    return struck
+
+
+SIGKILL = rf"^$|{STOPPING}|interrupted|run failed|rank \d stops"
 KINDS: dict[str, Callable[[Trial], str]] = {
-    "kill-trainer": ends(rf"^$|{STOPPING}|interrupted|run failed|rank \d stops", lambda run: one_trainer(run).kill()),
+    "kill-trainer": ends(SIGKILL, lambda run: one_trainer(run).kill()),
     "kill-torchrun": ends(rf"^$|{STOPS}|rank \d stops: .*{GO_ON}", lambda run: torchrun(run).kill()),
     "kill-engine": kill_engine,
     "kill-raylet": ends(RAY_IS_GONE, lambda run: run.processes("raylet")[0].kill()),
@@ -224,7 +296,13 @@ KINDS: dict[str, Callable[[Trial], str]] = {
     "limit-files": limit_files,
     "second-start": second_start,
     "remove-latest": remove_latest,
+    "kill-worker": kill_worker,
+    "hang-worker": hang_worker,
+    "kill-both": ends(SIGKILL, kill_both),
+    **{name: mischief(name) for name in ("call-a-thousand-times", "disconnect", "send-100-mib")},
 }
+OF_SESSIONS = list(KINDS)[list(KINDS).index("kill-worker") :]
+BESIDE_SESSIONS = ["kill-trainer", "kill-torchrun", "sigterm-torchrun", "sigterm-rank", "ctrl-c", "second-start"]
 AT_ANY_TIME = ("kill-trainer", "kill-torchrun", "sigterm-torchrun", "ctrl-c")  # also while a run starts
 
 
@@ -275,8 +353,13 @@ def main() -> int:
     parser.add_argument(
         "--engine", choices=("vllm", "local"), default="vllm", help="rollout.engine (default: %(default)s)"
     )
+    parser.add_argument("--external", action="store_true", help="runs of an external program, up to 50 faults on each")
     parser.add_argument("--keep", action="store_true", help="keep runs and logs also where nothing was lost")
     words = parser.parse_args()
+    of_sessions = {*OF_SESSIONS, *BESIDE_SESSIONS} if words.external else KINDS.keys() - OF_SESSIONS
+    words.kinds = [kind for kind in words.kinds if kind in of_sessions]
+    if not words.kinds:
+        parser.error("--kinds: the faults of sessions go with --external, and those of engines without it")
     # A shell's background jobs ignore it, and so would the runs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -289,11 +372,11 @@ def main() -> int:
     is_interrupted = False
     while not is_interrupted and time.monotonic() < end and sum(counts.values()) != words.faults:
         num_runs += 1
-        run = Trial(f"run{num_runs}", folder, cache, words.engine, rng)
+        run = Trial(f"run{num_runs}", folder, cache, words.engine, rng, words.external)
         print(f"# {run}", flush=True)
         kind = "start"
         try:
-            for _ in range(FAULTS_A_RUN):
+            for _ in range(FAULTS_A_PROGRAM if words.external else FAULTS_A_RUN):
                 if time.monotonic() > end or sum(counts.values()) == words.faults:
                     break
                 kind = next(kinds)

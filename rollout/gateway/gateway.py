@@ -49,7 +49,7 @@ class Gateway:
         # The server's thread alone.
         self._playing: dict[str, Session] = {}  # by key
         self._workers: dict[str, float] = {}  # when each was last heard
-        self._over: dict[str, list[str]] = {}  # by worker, sessions that it need not play on
+        self._over: dict[str, list[str]] = {}  # by worker, keys of sessions that it need not play on
 
     # The player's side.
 
@@ -96,7 +96,7 @@ class Gateway:
         return self._playing.get(key)
 
     def hand_out(self, worker: str, most: int) -> tuple[list[Session], list[str]]:
-        """(sessions that this worker plays now, those that it need not play on).
+        """(sessions that this worker plays now, keys of those that it need not play on).
 
         Args:
             most: sessions at once; so many of an evaluation beside those of training, which rest meanwhile.
@@ -131,15 +131,17 @@ class Gateway:
                 self._tell()
         _log.warning("worker %s is lost: %s", worker, reason)
 
-    def tick(self) -> None:
-        """End what takes too long; called again and again."""
+    def tick(self) -> list[str]:
+        """End what takes too long; called again and again. Workers that are lost now, since they said nothing."""
         now, most = time.monotonic(), self.config.timeout_s
-        for worker in [name for name, seen in self._workers.items() if now - seen > SILENCE_S]:
+        silent = [name for name, seen in self._workers.items() if now - seen > SILENCE_S]
+        for worker in silent:
             self.lose(worker, f"it has asked for nothing for {SILENCE_S:g} s")
         for session in [each for each in self._playing.values() if each.seconds_alone() > most]:
-            self._over.setdefault(session.worker, []).append(session.id)
+            self._over.setdefault(session.worker, []).append(session.key)
             text = f"it took longer than external.timeout_s = {most:g} s"
             self._finish(session, ToolOutput(text, is_error=True))
+        return silent
 
     def fail(self, error: str) -> None:
         """No session can be played any more; the player is told."""

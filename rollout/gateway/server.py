@@ -1,6 +1,6 @@
 """The gateway's HTTP: OpenAI's and Anthropic's protocols for programs, GET /next and POST /end for their workers.
 
-    GET  /next?worker=ID&most=N    workers' key      {"sessions": [{session, api_key, problem, agents}], "over": [session]}
+    GET  /next?worker=ID&most=N    workers' key      {"sessions": [{session, api_key, problem, agents}], "over": [key]}
     POST /end                      a session's key   {reward | rewards | answer | error}
     POST /v1/chat/completions      a session's key   and so on: see APIS
 
@@ -194,7 +194,7 @@ def open_gateway(config: ExternalConfig, agents: Mapping[str, Agent], key: str |
             serving = asyncio.ensure_future(server.serve([listening]))
             try:
                 while not (await asyncio.wait([serving], timeout=_TICK_S))[0]:
-                    gateway.tick()
+                    workers.end_hanging(gateway.tick())
                     workers.watch(gateway)
             finally:
                 gateway.close()

@@ -102,7 +102,9 @@ class Worker:
 
     def __init__(self, url: str, key: str, name: str, most: int, play: Callable[..., Any]) -> None:
         self._url, self._key, self._name, self._most, self._play = url.rstrip("/"), key, name, most, play
-        self._open: dict[str, Callable[[], None]] = {}  # sessions under way, and what ends each
+        self._open: dict[
+            str, Callable[[], None]
+        ] = {}  # what ends each session under way, by key: one may come a second time
         self._loop = asyncio.new_event_loop()  # of async functions
         self._loop.set_default_executor(ThreadPoolExecutor(4 * most))
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -116,10 +118,10 @@ class Worker:
                 time.sleep(_RETRY_S)
                 continue
             for given in news["sessions"]:
-                self._open[given["session"]] = lambda: None
+                self._open[given["api_key"]] = lambda: None
                 threading.Thread(target=self._session, args=(given,), daemon=True).start()
-            for name in news["over"]:
-                self._open.pop(name, lambda: None)()
+            for key in news["over"]:
+                self._open.pop(key, lambda: None)()
 
     def end(self) -> None:
         """End what is under way."""
@@ -127,23 +129,23 @@ class Worker:
             end()
 
     def _session(self, given: dict[str, Any]) -> None:
-        name = given["session"]
+        key = given["api_key"]
         try:
-            client = Client(f"{self._url}/v1", given["api_key"], name, given["agents"])
-            found = self._play(SimpleNamespace(**given["problem"]), client, lambda end: self._open.update({name: end}))
+            client = Client(f"{self._url}/v1", key, given["session"], given["agents"])
+            found = self._play(SimpleNamespace(**given["problem"]), client, lambda end: self._open.update({key: end}))
             if inspect.isawaitable(found):
                 task = asyncio.run_coroutine_threadsafe(_awaited(found), self._loop)
-                self._open[name] = task.cancel  # type: ignore[assignment]
+                self._open[key] = task.cancel  # type: ignore[assignment]
                 found = task.result()
             said = _as_end(found)
         except BaseException as error:
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             said = {"error": text[-_MOST_SHOWN:]}
-        if self._open.pop(name, None) is None:
+        if self._open.pop(key, None) is None:
             return  # it was over before
         for _ in range(60):
             try:
-                _request(f"{self._url}/end", given["api_key"], said, 60.0)
+                _request(f"{self._url}/end", key, said, 60.0)
                 return
             except RuntimeError:  # it is over
                 return

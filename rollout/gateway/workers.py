@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from marsrl.rollout.gateway.config import ExternalConfig
@@ -40,6 +41,11 @@ class Workers:
                     gateway.fail(f"external: workers end before their sessions: {reason}; what they said stands above")
         while len(self._running) < self._config.workers and time.monotonic() >= self._due_s:
             self._start()
+
+    def end_hanging(self, names: Sequence[str]) -> None:
+        """End those of these workers that were started here: others come in their places."""
+        for name in self._running.keys() & set(names):
+            self._running[name].kill()
 
     def close(self) -> None:
         """End them, and what they started."""

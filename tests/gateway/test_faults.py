@@ -106,6 +106,60 @@ def test_what_engines_decode_of_a_lost_session_is_nobody_s(model: Path, tmp_path
     assert not second.metrics.get("cost/solver/output_tokens") and not second.metrics["rollout/unfinished"]
 
 
+HANGS = """
+import os, pathlib, signal
+
+def run(problem, client):
+    client.chat("solver", [problem.question])
+    mark = pathlib.Path({folder!r}, "hung")
+    if not mark.exists():
+        mark.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0
+"""
+
+
+def test_a_worker_that_hangs_is_ended_and_another_plays_its_sessions(model: Path, tmp_path: Path) -> None:
+    """Also where it was the only one."""
+    config = rollout_config(prompts_per_step=1, **LONG)
+    with playing(model, config, {"function": program(tmp_path, HANGS.format(folder=str(tmp_path)))}) as played:
+        batch = played.batch()
+        assert not Path("/proc", (tmp_path / "hung").read_text()).exists()
+    assert batch.metrics["rollout/replayed_sessions"] >= 1 and batch.metrics["rollout/failed_episodes"] == 0
+
+
+def test_a_worker_that_was_lost_and_is_back_may_get_its_session_again(model: Path, tmp_path: Path) -> None:
+    """What it began before the loss ends later, and does not end what it plays now."""
+    text = f"""
+    import pathlib, time
+
+    BEGUN = []
+
+    def run(problem, client):
+        BEGUN.append(client.session)
+        if len(BEGUN) == 1:
+            pathlib.Path({str(tmp_path)!r}, "begun").touch()
+            while len(BEGUN) < 2:
+                time.sleep(0.01)
+            return 0.0
+        time.sleep(3)
+        client.chat("solver", [problem.question])
+        return 1.0
+    """
+    config = rollout_config(prompts_per_step=1, group_size=1, **LONG)
+    with playing(model, config, {"function": program(tmp_path, text), "timeout_s": 60}) as played:
+        played.stages.resume(VERSIONS)
+        played.stages.want()
+        while not (tmp_path / "begun").exists():
+            played.stages.advance(0.05)
+        gateway = played.team.gateway
+        assert gateway is not None
+        gateway.lose("worker0", "its network was gone for a while")
+        batch = played.batch()
+    assert batch.metrics["rollout/replayed_sessions"] == 1 and batch.metrics["rollout/failed_episodes"] == 0
+    assert [sample.reward.value for group in batch.groups for sample in group.samples] == [1.0]
+
+
 def test_a_session_that_kills_every_worker_fails_in_the_end(model: Path, tmp_path: Path) -> None:
     text = """
     import os, signal
