@@ -78,7 +78,7 @@ class OpenSessions:
         else:
             ask = episode.ask(call.agent, turn=call.number, index=call.attempt)
             each = Completion()
-            of = OpenAsk(ask, call.token_ids, call.text, version, [each])
+            of = OpenAsk(ask, call.token_ids, call.text, version, [each], call.behind)
             of.episode = episode
             self._open[ask.id] = of
             episode.enter([ask])

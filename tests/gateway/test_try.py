@@ -61,7 +61,9 @@ def test_the_tree_has_each_call_in_its_sample_and_the_program_s_rewards(tried: T
     assert lines[verifier].startswith("verifier:0  1 call  reward none (the program gave it no reward)")
     assert lines[verifier + 1].startswith("call 2 reads ") and lines[verifier + 1].endswith("'no'")
     other = next(i for i, line in enumerate(lines) if line.startswith("solver#1:0  1 call  reward 0.5"))
-    assert lines[other + 1].startswith("call 4 reads ")
+    assert (
+        lines[other + 1].startswith("call 4 reads ") and at < other < verifier
+    )  # below solver:0, with whose tokens it begins
     assert lines == tried(external, answers=ANSWERS)
 
 
