@@ -142,7 +142,7 @@ class OpenAsk:
     prompt_text: str
     opened_version: int
     completions: list[Completion]
-    behind: str = ""
+    behind: str = field(default="", init=False)  # for people: a checkpoint does not keep it
     episode: Episode = field(init=False, repr=False)  # whoever plays it sets it
 
     def __post_init__(self) -> None:

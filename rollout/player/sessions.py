@@ -78,8 +78,8 @@ class OpenSessions:
         else:
             ask = episode.ask(call.agent, turn=call.number, index=call.attempt)
             each = Completion()
-            of = OpenAsk(ask, call.token_ids, call.text, version, [each], call.behind)
-            of.episode = episode
+            of = OpenAsk(ask, call.token_ids, call.text, version, [each])
+            of.episode, of.behind = episode, call.behind
             self._open[ask.id] = of
             episode.enter([ask])
         each.call, each.call_start = call, len(each.token_ids)
