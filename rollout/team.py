@@ -301,7 +301,7 @@ class Team:
             problem_id=episode.problem.id,
             agent=ask.agent,
             group_id=ask.group,
-            parent_uid=ask.parent_uid,
+            parent_uid=ask.parent_uid or each.of.behind or None,
             prompt_ids=each.of.prompt_ids,
             token_ids=each.token_ids,
             is_sampled=each.is_sampled,

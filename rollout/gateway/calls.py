@@ -34,9 +34,10 @@ class Reply:
 class Call:
     """A program's call of an agent.
 
-    uid: of the sample that goes on; "": a new one begins, the agent's `number`-th in this session. attempt: how often the
-    session was begun anew. token_ids [N]: the new sample's prompt, or what goes behind the sample's tokens. text: the prompt for
-    people. max_tokens, stop: of this turn, beside the agent's own.
+    uid: of the sample that goes on; "": a new one begins, the agent's `number`-th in this session. behind: of the sample with
+    whose tokens the new one begins; "": of none. attempt: how often the session was begun anew. token_ids [N]: the new sample's
+    prompt, or what goes behind the sample's tokens. text: the prompt for people. max_tokens, stop: of this turn, beside the
+    agent's own.
     """
 
     session: str
@@ -45,6 +46,7 @@ class Call:
     attempt: int
     token_ids: IntArray
     uid: str = ""
+    behind: str = ""
     text: str = ""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()

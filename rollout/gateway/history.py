@@ -59,11 +59,12 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An answered chat that a call begins with. token_ids [N]: its tokens; new: messages that are behind it. strand: its sample,
-    where that can go on; None: a new one begins with the same tokens."""
+    """An answered chat that a call begins with. token_ids [N]: its tokens; new: messages that are behind it. uid: of its sample.
+    strand: that sample, where it can go on; None: a new one begins with the same tokens."""
 
     token_ids: IntArray
     new: Sequence[ChatMessage]
+    uid: str
     strand: Strand | None
 
 
@@ -86,7 +87,7 @@ class History:
             if places:
                 place = next((each for each in places if each.is_tip), places[-1])
                 strand = place.strand if place.is_tip else None
-                return Found(place.strand.token_ids[: place.num_tokens], new, strand)
+                return Found(place.strand.token_ids[: place.num_tokens], new, place.strand.uid, strand)
         return None
 
     def answered(self, agent: str, tools: Any, messages: Sequence[ChatMessage], strand: Strand) -> None:

@@ -159,7 +159,7 @@ class Session:
         if found.strand is not None:
             return self._go_on(agent, ask, found.strand, new)
         token_ids = np.concatenate([found.token_ids, new])
-        return self._new(agent, ask, token_ids, agent.renderer.decode(token_ids))
+        return self._new(agent, ask, token_ids, agent.renderer.decode(token_ids), found.uid)
 
     def _by_prompt(self, agent: Agent, ask: Ask, prompt: IntArray | str) -> tuple[Strand, Call]:
         strand = self._history.find_prompt(agent.name, prompt)
@@ -178,7 +178,7 @@ class Session:
             self._history.add(agent.name, strand)
         return strand, call
 
-    def _new(self, agent: Agent, ask: Ask, token_ids: IntArray, text: str) -> tuple[Strand, Call]:
+    def _new(self, agent: Agent, ask: Ask, token_ids: IntArray, text: str, behind: str = "") -> tuple[Strand, Call]:
         if not 0 < len(token_ids) <= agent.max_input_tokens:
             raise Refused(
                 400,
@@ -188,7 +188,15 @@ class Session:
         number = self._numbers[agent.name]
         self._numbers[agent.name] += 1
         call = Call(
-            self.id, agent.name, number, self.attempt, token_ids, text=text, max_tokens=ask.max_tokens, stop=ask.stop
+            self.id,
+            agent.name,
+            number,
+            self.attempt,
+            token_ids,
+            behind=behind,
+            text=text,
+            max_tokens=ask.max_tokens,
+            stop=ask.stop,
         )
         return Strand(token_ids, len(token_ids)), call
 

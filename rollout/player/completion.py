@@ -133,7 +133,8 @@ class Completion:
 class OpenAsk:
     """An ask that is not over: what its agent reads, and its completions by index.
 
-    opened_version: the policy version at which it was first submitted; its age is counted from there.
+    opened_version: the policy version at which it was first submitted; its age is counted from there. behind: uid of the sample
+    with whose tokens a program's prompt begins; "": of none.
     """
 
     ask: Ask
@@ -141,6 +142,7 @@ class OpenAsk:
     prompt_text: str
     opened_version: int
     completions: list[Completion]
+    behind: str = field(default="", init=False)  # for people: a checkpoint does not keep it
     episode: Episode = field(init=False, repr=False)  # whoever plays it sets it
 
     def __post_init__(self) -> None:

@@ -79,7 +79,7 @@ class OpenSessions:
             ask = episode.ask(call.agent, turn=call.number, index=call.attempt)
             each = Completion()
             of = OpenAsk(ask, call.token_ids, call.text, version, [each])
-            of.episode = episode
+            of.episode, of.behind = episode, call.behind
             self._open[ask.id] = of
             episode.enter([ask])
         each.call, each.call_start = call, len(each.token_ids)

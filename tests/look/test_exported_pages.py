@@ -173,3 +173,33 @@ def test_a_browser_shows_a_hostile_run_from_one_file_and_complains_of_nothing(br
     assert "PWNED" not in page.title() and not seen.complaints and seen.asked == [file.as_uri()]
     page.evaluate("fetch('http://example.invalid/').catch(() => 0)")  # the check itself: this is seen
     assert "Content Security Policy" in " ".join(seen.complaints)
+
+
+def test_a_program_s_sessions_are_lines_and_a_branch_stands_below_the_sample_that_it_begins_with(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    run.write_config({"external": {"function": "my_program.py:run"}, "agents": {"solver": {}, "verifier": {}}})
+    names = {"solver": ["0/solver:0", "0/solver#1:0", "1/solver:0"], "verifier": ["0/verifier:0"]}
+    parents = {"0/solver#1:0": "000001.0/solver:0"}
+    groups = [
+        make_group(
+            *(
+                make_sample(f"000001.{name}", agent, rollout_id="000001", group_id=agent, parent_uid=parents.get(name))
+                for name in own
+            )
+        )
+        for agent, own in names.items()
+    ]
+    write_samples(run, 0, groups)
+    seen = Watched(browser.new_context(viewport={"width": 1280, "height": 900}))
+    seen.page.goto(write_report(run.path).as_uri())
+    seen.page.get_by_role("link", name="samples").click()
+    seen.page.wait_for_selector(".tree .line")
+    lines = [" ".join(text.split()) for text in seen.page.locator(".tree .line").all_inner_texts()]
+    assert lines == [
+        "session 000001.0 solver 1 verifier 1",
+        "solver on solver:0 solver 1",
+        "session 000001.1 solver 1",
+    ]
+    assert not seen.complaints

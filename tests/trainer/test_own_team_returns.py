@@ -33,7 +33,7 @@ def play(tmp_path: Path, method: str, otherwise: str) -> dict[str, Sample]:
     path = tmp_path / "my_team.py"
     path.write_text(TEAM + "\n" + textwrap.indent(textwrap.dedent(method).strip(), "    ") + "\n")
     config, _ = read_config(None, [f"orchestration={path}:Pair", "rollout.group_size=2", *otherwise.split()])
-    _, credited, _ = rehearse(config, {"solver": ["\\boxed{7} Answer: 7"], "critic": ["Verdict: correct"]})
+    credited = rehearse(config, {"solver": ["\\boxed{7} Answer: 7"], "critic": ["Verdict: correct"]}).credited
     return {sample.uid: sample for group in credited.groups for sample in group.samples}
 
 
@@ -214,7 +214,7 @@ def test_an_agent_that_gives_no_answer_earns_the_outcome_of_its_episode(
     words = [f"orchestration={path}:Planned", "rollout.group_size=2"]
     config, _ = read_config(None, words)
     answers = {"planner": ["First add. \\boxed{1} Answer: 5"], "solver": ["Answer: 1", "Answer: 2"]}
-    _, credited, _ = rehearse(config, answers, question="a 3 b *7", reference="1")
+    credited = rehearse(config, answers, question="a 3 b *7", reference="1").credited
     samples = {sample.uid: sample for group in credited.groups for sample in group.samples}
     rewards = {uid.partition("/")[2]: [] for uid in samples}
     for uid, sample in samples.items():
@@ -237,6 +237,6 @@ def test_a_team_imports_what_lies_beside_it_even_late(tmp_path: Path) -> None:
     body += "        import guess_late\n        return [Message('user', WORD + guess_late.WORD)]\n"
     path.write_text(body)
     config, _ = read_config(None, [f"orchestration={path}:Guesser", "rollout.group_size=2"])
-    _, credited, _ = rehearse(config, {"solver": ["Answer: 7"], "critic": ["Verdict: correct"]})
+    credited = rehearse(config, {"solver": ["Answer: 7"], "critic": ["Verdict: correct"]}).credited
     prompts = [sample.prompt_text for group in credited.groups for sample in group.samples]
     assert len(prompts) == 4 and all("Guess!Late!" in text for text in prompts)

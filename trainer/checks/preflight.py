@@ -129,7 +129,7 @@ def preflight(
     )
     functions = check_tools(config.tools, orchestration.tools, task.documents, task.papers)
     if config.external is not None:
-        _check_external(config.external)
+        check_external(config.external)
     warnings = list(problems.warnings)
     for name in config.policies:
         config, found = _checked_policy(config, name, world_size, trains=trains)
@@ -235,12 +235,12 @@ def _check_something_trains(config: RunConfig) -> None:
         )
 
 
-def _check_external(external: ExternalConfig) -> None:
-    """The program can be started, on the rank that will do so, and the port and the key are there."""
+def check_external(external: ExternalConfig) -> str | None:
+    """The workers' key, None for a random one; the program can be started, on the rank that will do so, and the port is there."""
     from marsrl.rollout.http_server import listen
 
     if int(os.environ.get("RANK", "0")) != 0:
-        return
+        return None
     if external.key_env is not None and not os.environ.get(external.key_env):
         raise ConfigError(f"external.key_env names {external.key_env}, which is not set: put the workers' key into it")
     try:
@@ -248,6 +248,7 @@ def _check_external(external: ExternalConfig) -> None:
     except OSError as error:
         raise ConfigError(f"external.host={external.host}, external.port={external.port}: {error}") from error
     check_program(external)
+    return os.environ[external.key_env] if external.key_env is not None else None
 
 
 def _check_parsers(config: RunConfig) -> None:

@@ -10,25 +10,31 @@ import contextlib
 import json
 import random
 import re
+import secrets
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import yaml
 from rich.text import Text
 from rich.tree import Tree
 
-from marsrl.rollout.agents.parsers import VerdictParser
+from marsrl.rollout.agents.parsers import VerdictParser, all_tagged
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.agents.roles import READS, Role
-from marsrl.rollout.config import MOST_TOKENS
+from marsrl.rollout.agents.roles import READS, AgentSpec, Role
+from marsrl.rollout.config import MOST_TOKENS, AgentConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
+from marsrl.rollout.gateway.agents import agents_of
+from marsrl.rollout.gateway.chats import Ask, Said
+from marsrl.rollout.gateway.config import ExternalConfig
+from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.pool.pool import EnginePool
@@ -39,7 +45,8 @@ from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools, check_tools
-from marsrl.rollout.types import Problem, Sample, ToolFunction
+from marsrl.rollout.tools.pool import ToolPool
+from marsrl.rollout.types import Group, IntArray, Problem, Sample, ToolFunction
 from marsrl.trainer.checks.problems import read_data
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
@@ -73,12 +80,25 @@ def read_answers(path: Path, agents: Sequence[str]) -> Answers:
     return dict(table)
 
 
+class Turn(NamedTuple):
+    """One call of an agent by a program. number: of the call in its session, from 1; num_new: tokens that it read, of a turn that
+    goes on without those before it; text: what was answered."""
+
+    number: int
+    num_new: int
+    text: str
+
+
 class Rehearsal(NamedTuple):
-    """A problem as it was played. errors: by episode, why one ended where the team's own code failed."""
+    """A problem as it was played.
+
+    errors: by episode, why one ended where the team's own code or the program failed. turns: by sample, where a program plays.
+    """
 
     problem: Problem
     credited: Credited
     errors: dict[str, str]
+    turns: Mapping[str, Sequence[Turn]]
 
 
 def rehearse(config: RunConfig, answers: Answers, *, question: str = "", reference: str = "") -> Rehearsal:
@@ -87,7 +107,8 @@ def rehearse(config: RunConfig, answers: Answers, *, question: str = "", referen
     Raises:
         ValueError: the task has no problems of its own.
     """
-    with _scripted(config, answers, question, reference, pipeline="trajectory") as (rollout, problem):
+    asked: list[str] = []
+    with _scripted(config, answers, question, reference, pipeline="trajectory", asked=asked) as (rollout, problem):
         episodes: dict[str, Episode] = {}
 
         def note(name: str, has_ended: bool) -> None:
@@ -95,9 +116,31 @@ def rehearse(config: RunConfig, answers: Answers, *, question: str = "", referen
 
         rollout.stages.on_episode = note
         groups = rollout.next_batch({"main": 0}).groups
+        turns = _turns(groups, asked, rollout.stages.team.renderers["main"]) if config.external is not None else {}
     errors = {name: episode.error for name, episode in episodes.items() if episode.error}
     size, seed = config.rollout.group_size, config.run.seed
-    return Rehearsal(problem, credit(groups, config.credit, config.agents, group_size=size, seed=seed), errors)
+    credited = credit(groups, config.credit, config.agents, group_size=size, seed=seed)
+    return Rehearsal(problem, credited, errors, turns)
+
+
+def _turns(groups: Sequence[Group], asked: Sequence[str], renderer: ChatRenderer) -> dict[str, list[Turn]]:
+    """The turns of each sample. asked: uids, call by call."""
+    calls: Counter[str] = Counter()  # by episode
+    numbers: dict[str, list[int]] = {}
+    for uid in asked:
+        episode = uid.partition("/")[0]
+        calls[episode] += 1
+        numbers.setdefault(uid, []).append(calls[episode])
+    turns: dict[str, list[Turn]] = {}
+    for sample in (sample for group in groups for sample in group.samples):
+        places = (np.flatnonzero(np.diff(sample.is_sampled)) + 1).tolist()
+        runs = np.split(sample.token_ids, places)  # its own and others' in turn
+        read = [sample.prompt_ids, *runs[1::2]]
+        turns[sample.uid] = [
+            Turn(number, len(new), renderer.decode(own))
+            for number, new, own in zip(numbers[sample.uid], read, runs[::2], strict=False)
+        ]
+    return turns
 
 
 def reward_rules(config: RunConfig) -> list[str]:
@@ -105,7 +148,12 @@ def reward_rules(config: RunConfig) -> list[str]:
     kind = find_orchestration(config.orchestration)
     if config.credit.reward_scheme == "outcome":
         return ["reward of every agent: the outcome of its episode (credit.reward_scheme)"]
-    return [f"reward of {spec.name}: {kind.reward_rule(spec)}" for spec in kind.agents]
+    return [f"reward of {spec.name}: {kind.reward_rule(spec)}" for spec in _specs(config)]
+
+
+def _specs(config: RunConfig) -> Sequence[AgentSpec]:
+    """The agents; those of a program answer the problem, as far as anybody knows."""
+    return find_orchestration(config.orchestration).agents or [AgentSpec(name) for name in config.agents]
 
 
 def first_update_line(config: RunConfig) -> list[str]:
@@ -130,9 +178,15 @@ def first_update_line(config: RunConfig) -> list[str]:
 
 @contextlib.contextmanager
 def _scripted(
-    config: RunConfig, answers: Answers, question: str, reference: str, *, pipeline: Literal["agentic", "trajectory"]
+    config: RunConfig,
+    answers: Answers,
+    question: str,
+    reference: str,
+    *,
+    pipeline: Literal["agentic", "trajectory"],
+    asked: list[str] | None = None,
 ) -> Iterator[tuple[Rollout, Problem]]:
-    """The run's rollout with one problem, whose engine is a script."""
+    """The run's rollout with one problem, whose engine is a script. asked: takes in uids, request by request."""
     given = Problem("given", question, reference or None, config.task)
     train = [given] if question else read_data(config).train
     task = build_task(config.task, config.task_options, train, train)
@@ -140,11 +194,11 @@ def _scripted(
     called = {name for agent in config.agents.values() for name in agent.tools}
     names = [name for name in config.tools.names if name in (*kind.tools, *kind.optional_tools, *called)]
     functions = check_tools(config.tools, names, task.documents, task.papers)
-    with (
-        contextlib.closing(task),
-        contextlib.closing(build_tools(config.tools, names, task.documents, task.papers)) as tools,
-        tempfile.TemporaryDirectory() as folder,
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(task))
+        tools: ToolPool | Gateway = build_tools(config.tools, names, task.documents, task.papers)
+        stack.callback(tools.close)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         write_byte_tokenizer(Path(folder))
         renderer = ChatRenderer(folder)
         problem = given if question else task.problems(config.run.seed).next_problem()
@@ -155,18 +209,28 @@ def _scripted(
                 agent.stop,
                 functions[agent.tools[0]][0] if agent.tools else None,
             )
-            for spec, agent in ((spec, config.agents[spec.name]) for spec in kind.agents if spec.name not in answers)
+            for spec, agent in ((spec, config.agents[spec.name]) for spec in _specs(config) if spec.name not in answers)
         }
         engine = ScriptedEngine(
-            _script(problem, answers, words, config.run.seed),
+            _script(
+                problem,
+                answers,
+                words,
+                config.run.seed,
+                [] if asked is None else asked,
+                is_whole=config.external is not None,
+            ),
             encode=lambda text: renderer.completion_ids(text).tolist(),
             decode=renderer.decode,
         )
         bounds = {"max_response_tokens": MOST_TOKENS, "segments": 1, "segment_length": None, "overlap": 0}
         rollout = config.rollout.model_copy(update={"prompts_per_step": 1, "pipeline": pipeline, **bounds})
         own = {"policy": "main", "max_input_tokens": MOST_TOKENS, "max_response_tokens": None, "template_options": {}}
+        agents = {name: agent.model_copy(update=own) for name, agent in config.agents.items()}
+        if config.external is not None:
+            tools = stack.enter_context(_gateway(config.external, agents, renderer))
         team = Team(
-            {name: agent.model_copy(update=own) for name, agent in config.agents.items()},
+            agents,
             build_orchestration(
                 config.orchestration,
                 config.agents,
@@ -186,35 +250,79 @@ def _scripted(
         yield Rollout(rollout, team, again, seed=config.run.seed, trains_whole=config.trains_whole), problem
 
 
+def _gateway(
+    external: ExternalConfig, agents: Mapping[str, AgentConfig], renderer: ChatRenderer
+) -> contextlib.AbstractContextManager[Gateway]:
+    """The door of the program, which one worker plays, a session after the other: seeded answers are the same every time."""
+    from marsrl.rollout.gateway.server import open_gateway  # here: most teams do without FastAPI
+    from marsrl.trainer.checks.preflight import check_external
+
+    if external.workers:
+        external = external.model_copy(update={"workers": 1, "concurrency": 1, "host": "127.0.0.1", "port": 0})
+    key = check_external(external)
+    known = agents_of(agents, {"main": renderer}, MOST_TOKENS)
+    return open_gateway(external, {name: replace(agent, reader=_CallReader()) for name, agent in known.items()}, key)
+
+
+class _CallReader:
+    """Finds calls of tools in the form of most chat templates; what is malformed stays text."""
+
+    reads_calls = True
+
+    def __call__(self, text: str, token_ids: IntArray, ask: Ask) -> Said:
+        calls = []
+        for written in all_tagged("tool_call", text) if ask.tools and ask.calls_tools else []:
+            try:
+                said = json.loads(written)
+                function = {"name": said["name"], "arguments": json.dumps(said["arguments"])}
+            except (ValueError, TypeError, KeyError):
+                return Said(text)
+            calls.append({"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function})
+        return Said(text.partition("<tool_call>")[0].strip() if calls else text, None, calls)
+
+
 def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
     """The tree of what was said: a branch an episode, below each sample those that were asked about it, and what failed."""
-    problem, credited, errors = rehearsal
+    problem, credited, errors, turns = rehearsal
     reference = "" if problem.answer is None else f"   (answer: {problem.answer})"
     tree = Tree(Text(f"{problem.question}{reference}"))
     samples = {s.uid: s for group in credited.groups for s in group.samples}
     nodes: dict[str, Tree] = {}
-    for uid in sorted(samples, key=lambda uid: (uid.count("/"), uid)):
+    begun = {uid: of_sample[0].number for uid, of_sample in turns.items()}
+    for uid in sorted(samples, key=lambda uid: (uid.count("/"), uid.partition("/")[0], begun.get(uid, 0), uid)):
         sample = samples[uid]
         episode = uid.partition("/")[0]
         above = nodes.get(sample.parent_uid or episode)
         if above is None:
             above = nodes[episode] = tree.add(Text(f"episode {episode}"))
-        nodes[uid] = above.add(_line(sample, credited.advantages.get(uid)))
+        num_calls = len(turns.get(uid, ()))
+        says = f"{num_calls} call{'s' * (num_calls != 1)}" if uid in turns else _short(sample.text)
+        nodes[uid] = above.add(_line(sample, credited.advantages.get(uid), says, errors.get(episode)))
         if with_prompts:
             nodes[uid].add(Text(f"it read: {sample.prompt_text}", style="dim"))
+        for turn in turns.get(uid, ()):
+            does = "reads" if turn.number == begun[uid] else "goes on with"
+            nodes[uid].add(Text(f"call {turn.number} {does} {turn.num_new} bytes: {_short(turn.text)}"))
+    if not samples and not errors:
+        tree.add(Text("no agent was asked"))
     for episode, error in sorted(errors.items()):
         (nodes.get(episode) or tree.add(Text(f"episode {episode}"))).add(
-            Text(f"the episode ends: {error}", style="red")
+            Text(f"the episode ends: {error.rstrip()}", style="red")
         )
     return tree
 
 
-def _line(sample: Sample, advantage: float | None) -> Text:
+def _short(text: str) -> str:
+    return repr(" ".join(text.split())[:200])
+
+
+def _line(sample: Sample, advantage: float | None, says: str, error: str | None) -> Text:
+    """error: of its episode, which stands below."""
     reward = "none" if sample.reward.is_missing else f"{sample.reward.value:g}"
     trained = "" if advantage is None else f", advantage {advantage:+.2f}"
-    note = f" ({sample.reward.note})" if sample.reward.note else ""
+    note = f" ({sample.reward.note})" if sample.reward.note not in ("", error) else ""
     name = sample.uid.rpartition("/")[2]
-    return Text.assemble((name, "bold"), f"  {' '.join(sample.text.split())[:200]!r}  reward {reward}{note}{trained}")
+    return Text.assemble((name, "bold"), f"  {says}  reward {reward}{note}{trained}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,19 +387,22 @@ def _example(schema: Mapping[str, Any], text: str) -> object:
 
 
 def _script(
-    problem: Problem, answers: Answers, words: Mapping[str, _MadeUp], seed: int
+    problem: Problem, answers: Answers, words: Mapping[str, _MadeUp], seed: int, asked: list[str], *, is_whole: bool
 ) -> Callable[[DecodeRequest], str]:
+    """asked: takes in uids, request by request. is_whole: every turn of a sample is an answer of its own."""
     calls: Counter[str] = Counter()
     turns: Counter[str] = Counter()  # by uid
 
     def says(request: DecodeRequest) -> str:
         agent = request.uid.rpartition("/")[2].partition(":")[0].partition("#")[0]
+        asked.append(request.uid)
         calls[agent] += 1
         if agent in answers:
             return answers[agent][(calls[agent] - 1) % len(answers[agent])]
         turns[request.uid] += 1
-        coin = random.Random(derive_seed(seed, "try", request.uid))
-        return words[agent].words(problem, turns[request.uid] - 1, coin)
+        turn = turns[request.uid] - 1
+        coin = random.Random(derive_seed(seed, "try", request.uid, *([turn] if is_whole and turn else [])))
+        return words[agent].words(problem, 0 if is_whole else turn, coin)
 
     return says
 

@@ -40,6 +40,14 @@ def agents_of(config: Path) -> tuple[str, ...]:
         return ()
 
 
+def plays_sessions(config: Path) -> bool:
+    """Does a program play the episodes of the run of this config.yaml? False where it cannot be read."""
+    try:
+        return yaml.safe_load(config.read_bytes())["external"] is not None
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return False
+
+
 def series_colors(labels: Iterable[str], agents: Sequence[str] = ()) -> dict[str, str]:
     """The colour of each series of a chart, by its label.
 

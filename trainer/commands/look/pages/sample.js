@@ -30,7 +30,7 @@ export function Sample({ run, step, line, url }) {
     <h2>${row.agent} <span class="muted">on</span> <a href="?" class="plain" title="every sample of this problem"
       onClick=${(e) => { e.preventDefault(); go({ problem: row.problem_key }); }}>${row.problem}</a>
       <button class="more small" onClick=${() => go({ page: "pipeline", life: row.rollout_key })}>its life in the pipeline</button></h2>
-    <${Tree} rows=${data.tree} place=${place} />
+    <${Tree} rows=${data.tree} place=${place} sessions=${data.sessions} />
     <p class="facts">
       <span class=${`pill ${pillOf(row.reward)}`}>reward ${row.reward === null ? "missing" : number(row.reward)}</span>
       <span class="pill">A ${signed(row.advantage)}</span>
@@ -54,29 +54,30 @@ export function Sample({ run, step, line, url }) {
 
 const Back = () => html`<button class="back more" onClick=${() => go({ sample: null })}>‹ list</button>`;
 
-// Groups as lines of chips, each below the sample that it is about.
-function Tree({ rows, place }) {
+// Groups as lines of chips, each below the sample that it is about, or with whose tokens it begins; a program's sessions as lines.
+function Tree({ rows, place, sessions }) {
   const known = new Set(rows.map((row) => row.uid));
   const below = new Map();
   for (const row of rows) {
     const parent = known.has(row.parent) ? row.parent : null;
     if (!below.has(parent)) below.set(parent, new Map());
     const groups = below.get(parent);
-    if (!groups.has(row.agent)) groups.set(row.agent, []);
-    groups.get(row.agent).push(row);
+    const name = sessions && parent === null ? `session ${row.uid.split("/")[0]}` : row.agent;
+    if (!groups.has(name)) groups.set(name, []);
+    groups.get(name).push(row);
   }
   const chip = (row) => html`<button class=${`chip ${pillOf(row.reward)} ${`${row.step}.${row.line}` === place ? "here" : ""}`}
     aria-label=${`${row.agent}, reward ${row.reward}`} title=${`${row.uid}: reward ${row.reward === null ? "missing" : number(row.reward)}, step ${row.step}`}
-    onClick=${() => go({ sample: `${row.step}.${row.line}` })}>${row.verdict === null ? (row.reward === null ? "?" : number(row.reward, 2)) : row.verdict ? "✓" : "✗"}</button>`;
+    onClick=${() => go({ sample: `${row.step}.${row.line}` })}>${sessions && `${row.agent} `}${row.verdict === null ? (row.reward === null ? "?" : number(row.reward, 2)) : row.verdict ? "✓" : "✗"}</button>`;
   const self = useRef(null);
   useEffect(() => self.current?.querySelector(".chip.here")?.scrollIntoView({ block: "nearest" }), [place]);
   const lines = [];
   const walk = (parent, depth) => {
     const groups = below.get(parent);
     below.delete(parent); // a damaged log with a ring of parents cannot make us go round
-    for (const [agent, members] of groups ?? []) {
+    for (const [name, members] of groups ?? []) {
       const about = parent === null ? "" : ` on ${parent.slice(parent.lastIndexOf("/") + 1)}`;
-      lines.push(html`<div class=${`line d${Math.min(depth, 6)}`}><span class="muted small name">${agent}${about}</span>${members.map(chip)}</div>`);
+      lines.push(html`<div class=${`line d${Math.min(depth, 6)}`}><span class="muted small name">${name}${about}</span>${members.map(chip)}</div>`);
       for (const member of members) walk(member.uid, depth + 1);
     }
   };

@@ -1,0 +1,126 @@
+"""`marsrl try` of a program: a real worker plays it, and its calls get made-up answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from programs import program
+
+from marsrl.trainer.commands.cli import main
+
+ANSWERS = {"solver": ["Answer: 1", "Answer: 2"], "verifier": ["no"]}
+
+
+Tried = Callable[..., list[str]]
+
+
+@pytest.fixture
+def tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Tried:
+    """What `marsrl try` prints of one problem that these external settings play, without the guides of its tree."""
+
+    def run(external: dict[str, object], *words: str, answers: dict[str, list[str]] | None = None) -> list[str]:
+        agents = {"solver": {"policy": "main"}, "verifier": {"policy": "main"}}
+        config, table = tmp_path / "try.yaml", tmp_path / "answers.yaml"
+        config.write_text(yaml.dump({"orchestration": "external", "external": external, "agents": agents}))
+        table.write_text(yaml.dump(answers or {}))
+        given = ["--question", "a 3 b *7", "--reference", "1", "rollout.group_size=1", *words]
+        assert main(["try", "--config", str(config), "--answers", str(table), *given]) == 0, capsys.readouterr().err
+        shown = capsys.readouterr()
+        assert "failed" not in shown.err  # it is in the tree
+        return [line.lstrip("│├└─ ").rstrip() for line in shown.out.splitlines() if not line.startswith("#")]
+
+    return run
+
+
+TWO = """
+def run(problem, client):
+    turns = [{"role": "user", "content": problem.question}]
+    first = client.chat("solver", turns)
+    report = client.chat("verifier", [f"{problem.question} {first.text}"])
+    again = client.chat("solver", [*turns, first.message, "again: " + report.text])
+    client.chat("solver", [*turns, first.message, "or else"])
+    return {"solver": 0.5, first.id: 2.0}
+"""
+
+
+def test_the_tree_has_each_call_in_its_sample_and_the_program_s_rewards(tried: Tried, tmp_path: Path) -> None:
+    external = {"function": program(tmp_path, TWO)}
+    lines = tried(external, answers=ANSWERS)
+    assert lines[0] == "a 3 b *7   (answer: 1)"
+    assert lines[1] == "episode 000001.0"
+    goes_on = next(line for line in lines if line.startswith("call 3"))
+    assert goes_on.startswith("call 3 goes on with ") and goes_on.endswith(" bytes: 'Answer: 2'")
+    at = lines.index(goes_on)
+    assert lines[at - 2].startswith("solver:0  2 calls  reward 2")
+    assert lines[at - 1].startswith("call 1 reads ") and lines[at - 1].endswith("'Answer: 1'")
+    verifier = next(i for i, line in enumerate(lines) if line.startswith("verifier:0"))
+    assert lines[verifier].startswith("verifier:0  1 call  reward none (the program gave it no reward)")
+    assert lines[verifier + 1].startswith("call 2 reads ") and lines[verifier + 1].endswith("'no'")
+    other = next(i for i, line in enumerate(lines) if line.startswith("solver#1:0  1 call  reward 0.5"))
+    assert (
+        lines[other + 1].startswith("call 4 reads ") and at < other < verifier
+    )  # below solver:0, with whose tokens it begins
+    assert lines == tried(external, answers=ANSWERS)
+
+
+def test_answers_are_made_up_and_the_task_judges_the_last_one(tried: Tried, tmp_path: Path) -> None:
+    text = """
+    def run(problem, client):
+        client.chat("solver", [problem.question])
+    """
+    lines = tried({"function": program(tmp_path, text)}, "rollout.group_size=6")
+    said = [line.endswith("'Answer: 1'") for line in lines if line.startswith("call 1")]
+    judged = ["reward 1" in line for line in lines if line.startswith("solver:0")]
+    assert len(said) == 6 and said == judged and set(said) == {True, False}
+
+
+def test_an_error_of_the_program_is_shown_in_full_below_the_calls_before_it(tried: Tried, tmp_path: Path) -> None:
+    text = """
+    def run(problem, client):
+        client.chat("solver", [problem.question])
+        return deeper({"what": "no"})
+
+    def deeper(found):
+        return found["answer"]
+    """
+    lines = tried({"function": program(tmp_path, text)})
+    assert any(line == "solver:0  1 call  reward none" for line in lines)
+    error = lines[lines.index("the episode ends: the program failed: Traceback (most recent call last):") :]
+    assert 'return found["answer"]' in error and error[-1] == "KeyError: 'answer'"
+
+
+def test_a_table_s_calls_of_tools_reach_the_program(tried: Tried, tmp_path: Path) -> None:
+    text = """
+    TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+    def run(problem, client):
+        turns = [{"role": "user", "content": problem.question}]
+        while True:
+            said = client.chat("solver", turns, tools=[TOOL])
+            if said.finish != "tool_calls":
+                return said.text
+            (call,) = said.message["tool_calls"]
+            turns += [said.message, {"role": "tool", "tool_call_id": call["id"], "content": call["function"]["arguments"]}]
+    """
+    call = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+    lines = tried({"function": program(tmp_path, text)}, answers={"solver": [call, "<tool_call>1</tool_call>"]})
+    assert [line.rpartition("bytes: ")[2] for line in lines if line.startswith("call")] == [
+        repr(call),
+        "'<tool_call>1</tool_call>'",
+    ]
+    assert any(line.startswith("solver:0  2 calls  reward 0") for line in lines)
+
+
+def test_a_command_is_tried_as_well_and_may_ask_nobody(tried: Tried) -> None:
+    lines = tried({"command": [sys.executable, "-c", "print(0.5)"]})
+    assert lines[1:] == ["no agent was asked"]
+
+
+def test_a_program_that_cannot_be_imported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["orchestration=external", f"external.function={program(tmp_path, 'import nowhere')}"]
+    assert main(["try", *words, "agents.solver.policy=main"]) == 2
+    assert "No module named 'nowhere'" in capsys.readouterr().err
