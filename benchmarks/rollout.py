@@ -99,10 +99,10 @@ def checked_config(problems: int, *settings: str) -> Checked:
 
 
 class Child:
-    """One side, in a process of its own: it says a word when it is ready, then answers each line with one."""
+    """One side, this script in a process of its own: it says a word when it is ready, then answers each line with one."""
 
     def __init__(self, *arguments: object) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), *map(str, arguments)]
+        command = [sys.executable, str(Path(sys.argv[0]).resolve()), *map(str, arguments)]
         self._name = f"the side {' '.join(map(str, arguments))}"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - for the life of the process
         self._process = subprocess.Popen(

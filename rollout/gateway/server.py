@@ -99,7 +99,7 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
             raise Refused(400, f"the request is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise Refused(400, "the request is no JSON object")
-        digest = hashlib.blake2b(request.url.path.encode() + data, digest_size=16).digest()
+        digest = hashlib.blake2b(request.scope["path"].encode() + data, digest_size=16).digest()
         return known(request), body, digest  # it may have ended meanwhile
 
     @app.get("/next")
@@ -131,7 +131,6 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
         return JSONResponse({"object": "list", "data": data})
 
     def add(path: str, api: Api) -> None:
-        @app.post(path)
         async def call(request: Request) -> Response:
             session, body, digest = await session_of(request)
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -148,6 +147,8 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
                 session.note_read(task)
 
             return StreamingResponse(parts(), media_type="text/event-stream" if streams else "application/json")
+
+        app.add_route(path, call, methods=["POST"])  # without FastAPI's own steps: nothing of them is used
 
     for path, api in APIS.items():
         add(path, api)
@@ -185,6 +186,7 @@ def open_gateway(config: ExternalConfig, agents: Mapping[str, Agent], key: str |
             log_level="critical",
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             lifespan="off",
             timeout_keep_alive=_KEEP_S,
         )

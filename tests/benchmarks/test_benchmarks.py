@@ -140,6 +140,7 @@ def test_the_probe_lets_honest_syncs_pass() -> None:
         ("curate.py", "--rows 2000"),
         ("view.py", "--samples 2000 --folder {}"),
         ("weight_sync.py", "--mib 8 --repeats 1 --bucket-mib 1"),
+        ("gateway.py", "--sessions 8 --rounds 1"),
     ],
 )
 def test_a_benchmark_measures(script: str, words: str, tmp_path: Path) -> None:
@@ -151,6 +152,10 @@ def test_a_benchmark_measures(script: str, words: str, tmp_path: Path) -> None:
         assert found["recall"] > 0.97 and found["precision"] > 0.97 and found["dropped_unplanted"] == 0
     elif script == "view.py":
         assert found["samples"] == 2000 and all(seconds > 0 for seconds in found["filters_s"].values())
+    elif script == "gateway.py":  # all calls are answered, else it ends with an error
+        (row,) = found["calls"]
+        assert row["sessions"] == 8 and len(row["rounds"]) == 1 and 0 < row["session_bytes"] < 2**21
+        assert all(number > 0 for each in row["rounds"] for number in each.values())
     else:
         assert [row["backend"] for row in found["rows"]] == ["shm", "ipc", "nccl"]
         assert len({row["num_bytes"] for row in found["rows"]}) == 1 and "not measured: 61 GB" in done.stdout

@@ -1,0 +1,207 @@
+"""Programs that play through the gateway: calls a second, what rank 0 pays for one, and tokens a second beside a team of ours.
+
+    python benchmarks/gateway.py [--json FILE] [--sessions 64 256 1024] [--rounds 5]
+    python benchmarks/gateway.py --turns 5 [...]           # and tokens/s over the native team's; takes vLLM
+
+Calls: so many sessions at once, each of 8 calls with 320 tokens in an answer, to a Solver whose sample goes on and a Critic that
+begins anew; one worker process, engines that cost nothing, a tokenizer of Qwen's size. Rank 0's CPU time is that of the player
+and the gateway's server, without the engines'. Memory is what Python has allocated at most while a stage is played.
+
+Tokens/s: a Solver, a Verifier and the Solver again with the default CPU model, rollout.overlap=1, 256 sessions a stage, as a
+program and as an orchestration with the same prompts. Both have a process of their own and take turns; `ratio:` is the median of
+the turns' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+from rollout import Child, closed
+
+HERE = Path(__file__).resolve()
+GROUP = 8  # sessions of a problem
+PAIRS = 4  # of calls in a session
+TOKENS = 1 << 16  # that a turn decodes at least
+SESSIONS = 256  # of a stage, where tokens are counted
+
+
+def alternate(problem: Any, client: Any) -> float:
+    """Program of the calls: each report goes to the Solver, whose sample goes on."""
+    turns: list[Any] = [problem.question]
+    for _ in range(PAIRS):
+        solution = client.chat("solver", turns)
+        report = client.chat("critic", [f"{problem.question}\n{solution.text}"])
+        turns += [solution.message, report.text[:200]]
+    return 1.0
+
+
+def in_turn(problem: Any, client: Any) -> float:
+    """Program of the tokens: in_turn.py's team."""
+    solution = client.chat("solver", [problem.question])
+    report = client.chat("verifier", [f"{problem.question}\n{solution.text}"])
+    client.chat("solver", [f"{problem.question}\n{solution.text}\n{report.text}"])
+    return 1.0
+
+
+def calls(sessions: int, rounds: int) -> dict[str, Any]:
+    """Child: stages of so many sessions, the first a warm-up, and one more whose memory is measured."""
+    from costless_engines import POLL_S, SHORTEST, CostlessEngines, write_tokenizer
+    from simulation.lengths import Lengths
+    from simulation.simulated_team import judge, problem_stream
+
+    from marsrl.rollout.agents.render import ChatRenderer
+    from marsrl.rollout.config import AgentConfig, RolloutConfig
+    from marsrl.rollout.gateway.agents import agents_of
+    from marsrl.rollout.gateway.config import ExternalConfig
+    from marsrl.rollout.gateway.server import open_gateway
+    from marsrl.rollout.orchestrations.external import External
+    from marsrl.rollout.player.stages import Stages
+    from marsrl.rollout.pool.pool import EnginePool
+    from marsrl.rollout.team import Team, WatchedJudge
+
+    agents = {name: AgentConfig(max_input_tokens=8192) for name in ("solver", "critic")}
+    stage = {"prompts_per_step": sessions // GROUP, "group_size": GROUP, "max_response_tokens": 8192}
+    config = RolloutConfig.model_validate(stage)
+    external = ExternalConfig(function=f"{HERE}:{alternate.__name__}", concurrency=sessions)
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(folder)
+        renderers = {"main": ChatRenderer(folder)}
+    engines = CostlessEngines(8, Lengths(1.0), 1, SHORTEST, renderers["main"])
+    pools = {"main": EnginePool(engines, slots=256)}
+    with open_gateway(external, agents_of(agents, renderers, config.max_response_tokens)) as gateway:
+        orchestration = External(agents, "math", None, config)
+        team = Team(agents, orchestration, renderers, pools, WatchedJudge(judge), tools=gateway)
+        questions = problem_stream(lambda n: f"What is {n} modulo 7? " + "Think step by step. " * 5)
+        stages = Stages(config, team, questions, seed=0, trains_whole=True)
+
+        def play() -> dict[str, float]:
+            engines.own_cpu_s, wall_s, cpu_s = 0.0, time.perf_counter(), time.process_time()
+            stages.resume({"main": 0})
+            stages.want()
+            while (batch := stages.take()) is None:
+                stages.advance(POLL_S)
+            wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s - engines.own_cpu_s
+            num_calls = batch.metrics["team/calls"]
+            if num_calls != 2 * PAIRS * sessions:
+                raise SystemExit(f"{num_calls:g} calls of {2 * PAIRS * sessions} were answered")
+            return {"calls_per_s": num_calls / wall_s, "cpu_ms": 1e3 * cpu_s / num_calls}
+
+        played = [play() for _ in range(rounds + 1)][1:]
+        tracemalloc.start()
+        play()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    workers = resource.getrusage(resource.RUSAGE_CHILDREN)
+    worker_ms = 1e3 * (workers.ru_utime + workers.ru_stime) / (2 * PAIRS * sessions * (rounds + 2))
+    return {"sessions": sessions, "rounds": played, "worker_cpu_ms": worker_ms, "session_bytes": peak / sessions}
+
+
+def play(model_dir: str, orchestration: str) -> None:
+    """Child: a line in; {"tokens", "seconds"} of the next TOKENS, or some more, a line out."""
+    import os
+
+    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # Ray and vLLM print to stdout
+    os.dup2(2, 1)
+    from marsrl.rollout.player.rollout import Rollout
+    from marsrl.trainer.build import open_team
+    from marsrl.trainer.checks.preflight import preflight
+    from marsrl.trainer.config.read import read_config
+
+    settings = [f"rollout.prompts_per_step={SESSIONS // GROUP}", f"rollout.group_size={GROUP}", "rollout.overlap=1"]
+    settings += ["rollout.max_response_tokens=56", f"orchestration={orchestration}"]
+    settings += [
+        f"agents.{agent}.{key}" for agent in ("solver", "verifier") for key in ("policy=main", "max_input_tokens=400")
+    ]
+    if orchestration == "external":
+        settings += [f"external.function={HERE}:{in_turn.__name__}", f"external.concurrency={2 * SESSIONS}"]
+    checked = preflight(read_config(None, settings)[0], world_size=1)
+    with open_team(checked, {"main": model_dir}) as team:
+        rollout, pool = Rollout(checked.config.rollout, team, checked.task.problems(0), seed=0), team.pools["main"]
+        answer: Any = "ready"
+        while True:
+            with rollout.resting():  # the other side has its turn
+                print(json.dumps(answer), file=out, flush=True)
+                if not sys.stdin.readline():
+                    break
+            before, start = sum(pool.num_decoded()), time.perf_counter()
+            while (tokens := sum(pool.num_decoded()) - before) < TOKENS:
+                rollout.next_batch({"main": 0})
+            answer = {"tokens": tokens, "seconds": time.perf_counter() - start}
+        rollout.close()
+
+
+def over_native(turns: int) -> list[dict[str, Any]]:
+    """Turns of the program and of the native team, without the warm-up."""
+    from marsrl.trainer.models.init_model import init_model
+
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        init_model("cpu_default", "arithmetic", Path(folder), seed=0, dtype="float32")
+        names = ("external", f"{HERE.with_name('in_turn.py')}:InTurn")
+        with closed(*(Child("--play", folder, name) for name in names)) as sides:
+            for turn in range(turns + 1):
+                told = [side.ask(turn) for side in sides]
+                speeds = [each["tokens"] / each["seconds"] for each in told]
+                row = {"sides": told, "speeds": speeds, "ratio": speeds[0] / speeds[1]}
+                print(
+                    f"{f'turn {turn}' if turn else 'warm-up'}: program "
+                    f"{speeds[0]:,.0f} tokens/s, native {speeds[1]:,.0f} tokens/s, ratio {row['ratio']:.3f}",
+                    flush=True,
+                )
+                rows += [row] if turn else []
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write every number to this file")
+    parser.add_argument(
+        "--sessions", type=int, nargs="*", default=[64, 256, 1024], help=f"at once; multiples of {GROUP}"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="stages that are timed, of each number of sessions")
+    parser.add_argument("--turns", type=int, default=0, help="turns of the program and the native team; 0: calls alone")
+    parser.add_argument("--calls", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--play", nargs=2, help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.calls:
+        print(json.dumps(calls(words.calls, words.rounds)))
+        return 0
+    if words.play:
+        play(*words.play)
+        return 0
+    from marsrl.trainer.machine import commit, device_name
+
+    record: dict[str, Any] = {"device": device_name(), "commit": commit(), "calls": []}
+    for sessions in words.sessions:
+        command = [sys.executable, str(HERE), "--calls", str(sessions), "--rounds", str(words.rounds)]
+        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        record["calls"].append(found)
+        speeds, cpu = ([each[name] for each in found["rounds"]] for name in ("calls_per_s", "cpu_ms"))
+        print(
+            f"{sessions:,} sessions: {statistics.median(speeds):,.0f} calls/s ({min(speeds):,.0f} to {max(speeds):,.0f}); a call "
+            f"takes {statistics.median(cpu):.2f} ms of rank 0's CPU ({min(cpu):.2f} to {max(cpu):.2f}), "
+            f"{found['worker_cpu_ms']:.2f} of the worker's; {found['session_bytes'] / 2**10:,.0f} KiB a session",
+            flush=True,
+        )
+    if words.turns:
+        record["turns"] = over_native(words.turns)
+    if words.json:
+        words.json.write_text(json.dumps(record, indent=1))
+    if words.turns:
+        ratios = [row["ratio"] for row in record["turns"]]
+        print(f"spread of the turns: {min(ratios):.3f} to {max(ratios):.3f}\nratio: {statistics.median(ratios):.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
