@@ -154,7 +154,7 @@ _OTHER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
     """vllm_engine("qwen3") -> real vLLM on that checkpoint, one at a time; "qwen3+...": with _OTHER_OPTIONS."""
     pytest.importorskip("vllm")
@@ -182,9 +182,8 @@ def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], A
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share the real vLLM come last, by model, so that each is started once and no other test makes its own
-    process groups meanwhile; MoE first (vLLM makes its expert group with the first model of a process only).
-    """
+    """Tests that share the real vLLM come last, by model, so that each is started once in its module, and no other test makes
+    process groups meanwhile."""
     order = ["qwen3_moe", "qwen3", "qwen3+engine", "qwen3+fp8", "qwen3_tied", "qwen2", "llama", "mistral"]
 
     def place(item: pytest.Item) -> int:

@@ -14,6 +14,8 @@ from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
 from marsrl.rollout.engines.protocol import WrongVersion
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.build import make_pool
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import FileSync
 
@@ -37,6 +39,21 @@ def test_our_engine_goes_by_its_own_settings_and_not_by_vllms(checkpoint):
     config = local_config(placement="local", vllm=VllmOptions(dtype="bfloat16", max_num_seqs=3))
     with make_pool("main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128) as pool:
         assert (pool.infos()[0].dtype, pool.num_slots) == ("float32", 64)
+
+
+@pytest.mark.slow
+def test_training_may_follow_in_a_process_whose_vllm_engines_are_closed(checkpoint):
+    """With process groups of its own: those of vLLM meet in a file that is gone."""
+    if torch.distributed.is_initialized():
+        pytest.skip("another test's process groups stand")
+    options = VllmOptions(max_num_seqs=4, kv_cache_mib=32)
+    config = RolloutConfig(engine="vllm", placement="local", threads=1, engines=2, vllm=options)
+    with make_pool("main", str(checkpoint("qwen3")), config, dtype="float32", max_model_len=64) as pool:
+        assert torch.distributed.is_initialized()
+        generate(pool, [request(f"{i}.0", prompt(5), 3) for i in range(2)], version=0)
+    parallel.start(Layout(1, 1, 1, 1, 1), seed=0)
+    parallel.stop()
+    assert not torch.distributed.is_initialized()
 
 
 def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, judge):

@@ -95,6 +95,17 @@ class _Running:
     told: list[EngineCoreOutput] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Process:
+    """The engines of this process that are open. made_groups: vLLM has made process groups for them; else the trainer had."""
+
+    num_open: int = 0
+    made_groups: bool = False
+
+
+_process = _Process()
+
+
 class VllmEngine:
     """One vLLM replica of one policy. See marsrl.rollout.engines.protocol.Engine for the contract."""
 
@@ -149,6 +160,7 @@ class VllmEngine:
         self._has_new_weights = False  # and nothing was computed with them yet
         self._device, self._options, self._records = device, options, records
         self._draws = options.sampler_on(device)
+        has_groups = torch.distributed.is_initialized()
         self._llm: Any = LLM(
             **engine_arguments(
                 model_dir,
@@ -161,6 +173,8 @@ class VllmEngine:
                 records=records,
             )
         )
+        _process.num_open += 1
+        _process.made_groups |= not has_groups and torch.distributed.is_initialized()
         rendezvous = self._llm.collective_rpc("marsrl_started")[0]
         self._rendezvous = Path(rendezvous) if rendezvous else None
         if options.tensor_parallel == 1:
@@ -289,9 +303,20 @@ class VllmEngine:
         self._llm.wake_up(tags=[part])
 
     def close(self) -> None:
-        """Shut vLLM's core and its workers down; the engine is not used afterwards."""
+        """Shut vLLM's core and its workers down; the engine is not used afterwards.
+
+        The last engine of a process takes the process groups with it that vLLM has made there: what comes next in the process,
+        as training after an evaluation, makes its own.
+        """
         self._core.shutdown()
         self._forget_rendezvous()
+        _process.num_open -= 1
+        if _process.made_groups and not _process.num_open:
+            from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+            destroy_model_parallel()
+            destroy_distributed_environment()
+            _process.made_groups = False
 
     def _forget_rendezvous(self) -> None:
         if self._rendezvous is not None:
