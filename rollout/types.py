@@ -156,7 +156,7 @@ class ToolFunction:
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """What a tool said: text that a model can read, of an error too.
+    """A tool's words: text that a model can read, of an error too.
 
         ToolOutput("12.5")                          a text
         ToolOutput.of(["first page", "second"])     pages or papers: parts, which can be read one by one
@@ -249,7 +249,7 @@ class Sample:
 
     @property
     def turn_text(self) -> str:
-        """What it has written in its present turn; nothing in it is a stranger's."""
+        """Its own words in its present turn; nothing in it is a stranger's."""
         return self.text[self.turn_start :]
 
     @property
@@ -257,7 +257,7 @@ class Sample:
         return min(segment.version for segment in self.segments)
 
     def without_tokens(self) -> Sample:
-        """What later agents, rewards and picks need of it: no arrays, neither prompt nor thought."""
+        """The part that later agents, rewards and picks need: no arrays, neither prompt nor thought."""
         return replace(
             self,
             prompt_ids=_NO_TOKENS,

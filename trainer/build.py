@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import socket
 from collections import Counter
 from collections.abc import Iterator
@@ -254,15 +253,13 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
 
 def _gateway(config: RunConfig, renderers: dict[str, ChatRenderer]) -> AbstractContextManager[Gateway]:
     """The door of the programs that play, with its workers."""
-    from marsrl.rollout.gateway.server import (
-        open_gateway,
-    )  # here: most runs do without FastAPI
+    from marsrl.rollout.gateway.server import open_gateway  # here: most runs do without FastAPI
+    from marsrl.rollout.gateway.workers import workers_key
 
     assert config.external is not None
-    key = os.environ[config.external.key_env] if config.external.key_env else None
     parsers = {name: (policy.tool_parser, policy.reasoning_parser) for name, policy in config.policies.items()}
     agents = agents_of(config.agents, renderers, config.rollout.max_response_tokens, parsers)
-    return open_gateway(config.external, agents, key)
+    return open_gateway(config.external, agents, workers_key(config.external))
 
 
 def open_pool(

@@ -170,7 +170,7 @@ class ChatRenderer:
         return parts
 
     def _without_end(self, text: str) -> str:
-        """What a template writes behind an answer, without the end token and white space before it."""
+        """The text behind an answer, as a template writes it, without the end token and white space before it."""
         ends = sorted((word for word, index in self._control.items() if index in self.stop_ids), key=len, reverse=True)
         end = next(filter(text.lstrip().startswith, ends), None)
         return text if end is None else text.lstrip().removeprefix(end)

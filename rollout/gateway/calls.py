@@ -63,7 +63,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """How a session ended, as its ToolOutput keeps it.
+    """The end of a session, as its ToolOutput keeps it.
 
     reward: of every sample; rewards: by agent or uid, which come first. Where there is neither, the task judges: `answer`, or
     else the last answer of the session. read: uids of the samples whose last turn the program has read, in the order of these

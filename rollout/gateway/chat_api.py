@@ -85,7 +85,7 @@ def stops_of(value: Any) -> tuple[str, ...]:
 
 
 def read_chat(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """What is asked.
+    """Read a request.
 
     Raises:
         Refused: it asks for what is not done here, or is malformed.

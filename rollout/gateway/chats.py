@@ -1,4 +1,4 @@
-"""What a program asks of an agent and what it is told, whatever protocol it speaks."""
+"""A program's request to an agent and the answer, whatever protocol it speaks."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _SAMPLING = {
 
 
 def read_completion(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """What is asked.
+    """Read a request.
 
     Raises:
         Refused: it asks for what is not done here, or is malformed.
@@ -97,7 +97,7 @@ def generate_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def no_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """Of a protocol that is not streamed: its reader refuses."""
+    """No events: the protocol is not streamed, and its reader refuses."""
     return iter(())
 
 

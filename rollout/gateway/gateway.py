@@ -67,7 +67,7 @@ class Gateway:
             self._has_news = False
 
     def take(self, sessions: Collection[str]) -> Taken:
-        """What has come of these sessions since the last time.
+        """News of these sessions since the last time.
 
         Raises:
             RuntimeError: there are no workers any more.

@@ -25,7 +25,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """What is asked.
+    """Read a request.
 
     Raises:
         Refused: it asks for what is not done here, or is malformed.

@@ -33,7 +33,7 @@ _SERVED = {
 
 
 def read_responses(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """What is asked.
+    """Read a request.
 
     Raises:
         Refused: it asks for what is not done here, or is malformed.

@@ -43,7 +43,7 @@ _KEEP_S = 600  # for which an idle connection stays open: clients keep theirs, a
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """A protocol. read: what is asked; reply: the answer as JSON; events: as a stream."""
+    """A protocol. read: the request; reply: the answer as JSON; events: as a stream."""
 
     read: Callable[[Mapping[str, Any], Mapping[str, Agent]], Ask]
     reply: Callable[[Answer, Mapping[str, Any]], Mapping[str, Any]]

@@ -107,7 +107,7 @@ class Session:
         self._read[uid] = None
 
     def end(self, said: Mapping[str, Any]) -> ToolOutput:
-        """How it ended, by what its worker says: {reward | rewards | answer | error}; an error where that cannot be used."""
+        """Its output, by what its worker says: {reward | rewards | answer | error}; an error where that cannot be used."""
         seconds = time.monotonic() - self.began_s
         try:
             if said.get("error") is not None:
@@ -255,7 +255,7 @@ class Session:
 
 
 def _rendered(agent: Agent, render: Callable[[], Rendered]) -> Rendered:
-    """What `render` makes of a program's messages; a chat template may refuse their roles or their order."""
+    """Render a program's messages; Refused where the chat template refuses their roles or their order."""
     try:
         return render()
     except (TemplateError, TypeError, KeyError) as error:

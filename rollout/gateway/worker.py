@@ -37,7 +37,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-UNUSABLE = 78  # exit code
+UNUSABLE = 78
+"""Exit code of a worker whose function cannot be imported (EX_CONFIG)."""
 _LONGEST_S = 24 * 3600.0  # of a call: the gateway keeps it alive
 _RETRY_S = 1.0
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -102,9 +103,8 @@ class Worker:
 
     def __init__(self, url: str, key: str, name: str, most: int, play: Callable[..., Any]) -> None:
         self._url, self._key, self._name, self._most, self._play = url.rstrip("/"), key, name, most, play
-        self._open: dict[
-            str, Callable[[], None]
-        ] = {}  # what ends each session under way, by key: one may come a second time
+        # what ends each session under way, by key: one may come a second time
+        self._open: dict[str, Callable[[], None]] = {}
         self._loop = asyncio.new_event_loop()  # of async functions
         self._loop.set_default_executor(ThreadPoolExecutor(4 * most))
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -158,7 +158,7 @@ async def _awaited(found: Any) -> Any:
 
 
 def _as_end(found: Any) -> dict[str, Any]:
-    """What a function returned, for POST /end."""
+    """The body of POST /end for what a function returned."""
     if found is None:
         return {}
     if isinstance(found, str):
@@ -279,9 +279,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="import the function or the environment, and end")
     words = parser.parse_args()
     parent = os.getppid()
-    own = os.path.dirname(
-        os.path.abspath(__file__)
-    )  # whose files are not the packages of the same names (openai-agents: agents)
+    # this file's folder, whose other files are not the packages of the same names (openai-agents: agents)
+    own = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
     try:
         if words.command:

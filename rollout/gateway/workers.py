@@ -11,6 +11,8 @@ from pathlib import Path
 
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
+from marsrl.rollout.gateway.worker import UNUSABLE
+from marsrl.rollout.http_line import read_key
 
 WORKER = Path(__file__).with_name("worker.py")
 _MOST_IN_VAIN = 10  # workers that end, one after the other, while no session comes to its end
@@ -68,8 +70,9 @@ class Workers:
         )
 
 
-UNUSABLE = 78
-"""Exit code of a worker whose function cannot be imported (EX_CONFIG)."""
+def workers_key(config: ExternalConfig) -> str | None:
+    """The key by which workers from elsewhere join; None: they do not. ValueError where its variable holds none."""
+    return None if config.key_env is None else read_key(config.key_env, "external.key_env")
 
 
 def worker_words(config: ExternalConfig, *options: str) -> list[str]:

@@ -105,6 +105,6 @@ class External(Orchestration):
         return {"samples": len(episode.asks), "calls": 0 if end is None else end.num_calls}
 
     def end(self, episode: Episode) -> SessionEnd | None:
-        """How its session ended; None as long as it goes on, and where it failed."""
+        """The end of its session; None as long as it goes on, and where it failed."""
         output = episode.outputs.get(f"{episode.id}/{SESSION}")
         return None if output is None or output.is_error else SessionEnd.decode(output.text)

@@ -147,7 +147,7 @@ class McpTools:
 
 
 def _text(result: CallToolResult) -> str:
-    """What a model can read of a result: texts as they are; of anything else, that it is there."""
+    """A result as a model can read it: texts as they are; of anything else, that it is there."""
     shown = [each.text if isinstance(each, TextContent) else f"[{each.type}, not shown]" for each in result.content]
     if not shown and result.structured_content is not None:
         return to_json(result.structured_content).decode()

@@ -20,7 +20,7 @@ from marsrl.rollout.engines.vllm.arguments import who_draws
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.gateway.agents import agents_of
 from marsrl.rollout.gateway.config import ExternalConfig
-from marsrl.rollout.gateway.workers import check_program
+from marsrl.rollout.gateway.workers import check_program, workers_key
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.own_classes import is_own
@@ -241,14 +241,13 @@ def check_external(external: ExternalConfig) -> str | None:
 
     if int(os.environ.get("RANK", "0")) != 0:
         return None
-    if external.key_env is not None and not os.environ.get(external.key_env):
-        raise ConfigError(f"external.key_env names {external.key_env}, which is not set: put the workers' key into it")
+    key = workers_key(external)
     try:
         listen(external.host, external.port).close()
     except OSError as error:
         raise ConfigError(f"external.host={external.host}, external.port={external.port}: {error}") from error
     check_program(external)
-    return os.environ[external.key_env] if external.key_env is not None else None
+    return key
 
 
 def _check_parsers(config: RunConfig) -> None:

@@ -92,7 +92,7 @@ class Passes:
 
     @torch.no_grad()
     def prepare(self, update: Update, *, is_first: bool) -> Work:
-        """What the update reads of the present weights, which are those before the step.
+        """Read what the update needs of the present weights, which are those before the step.
 
         is_first: of the step, so that the old policy is the present one anyway (pois).
 
