@@ -7,7 +7,7 @@ Calls: so many sessions at once, each of 8 calls with 320 tokens in an answer, t
 begins anew; one worker process, engines that cost nothing, a tokenizer of Qwen's size. Rank 0's CPU time is that of the player
 and the gateway's server, without the engines'. Memory is what Python has allocated at most while a stage is played.
 
-Tokens/s: a Solver, a Verifier and the Solver again with the default CPU model, rollout.overlap=1, 256 sessions a stage, as a
+Tokens/s: a Solver, a Verifier and the Solver again with the default CPU model, rollout.overlap=2, 256 sessions a stage, as a
 program and as an orchestration with the same prompts. Both have a process of their own and take turns; `ratio:` is the median of
 the turns' ratios.
 """
@@ -33,6 +33,7 @@ GROUP = 8  # sessions of a problem
 PAIRS = 4  # of calls in a session
 TOKENS = 1 << 16  # that a turn decodes at least
 SESSIONS = 256  # of a stage, where tokens are counted
+OVERLAP = 2  # a stage is over with its longest session: with 1, engines idle before that
 
 
 def alternate(problem: Any, client: Any) -> float:
@@ -55,19 +56,22 @@ def in_turn(problem: Any, client: Any) -> float:
 
 def calls(sessions: int, rounds: int) -> dict[str, Any]:
     """Child: stages of so many sessions, the first a warm-up, and one more whose memory is measured."""
-    from costless_engines import POLL_S, SHORTEST, CostlessEngines, write_tokenizer
-    from simulation.lengths import Lengths
-    from simulation.simulated_team import judge, problem_stream
+    from marsrl.rollout.imports import imports_for_good
 
-    from marsrl.rollout.agents.render import ChatRenderer
-    from marsrl.rollout.config import AgentConfig, RolloutConfig
-    from marsrl.rollout.gateway.agents import agents_of
-    from marsrl.rollout.gateway.config import ExternalConfig
-    from marsrl.rollout.gateway.server import open_gateway
-    from marsrl.rollout.orchestrations.external import External
-    from marsrl.rollout.player.stages import Stages
-    from marsrl.rollout.pool.pool import EnginePool
-    from marsrl.rollout.team import Team, WatchedJudge
+    with imports_for_good():
+        from costless_engines import POLL_S, SHORTEST, CostlessEngines, write_tokenizer
+        from simulation.lengths import Lengths
+        from simulation.simulated_team import judge, problem_stream
+
+        from marsrl.rollout.agents.render import ChatRenderer
+        from marsrl.rollout.config import AgentConfig, RolloutConfig
+        from marsrl.rollout.gateway.agents import agents_of
+        from marsrl.rollout.gateway.config import ExternalConfig
+        from marsrl.rollout.gateway.server import open_gateway
+        from marsrl.rollout.orchestrations.external import External
+        from marsrl.rollout.player.stages import Stages
+        from marsrl.rollout.pool.pool import EnginePool
+        from marsrl.rollout.team import Team, WatchedJudge
 
     agents = {name: AgentConfig(max_input_tokens=8192) for name in ("solver", "critic")}
     stage = {"prompts_per_step": sessions // GROUP, "group_size": GROUP, "max_response_tokens": 8192}
@@ -112,18 +116,25 @@ def play(model_dir: str, orchestration: str) -> None:
 
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # Ray and vLLM print to stdout
     os.dup2(2, 1)
-    from marsrl.rollout.player.rollout import Rollout
-    from marsrl.trainer.build import open_team
-    from marsrl.trainer.checks.preflight import preflight
-    from marsrl.trainer.config.read import read_config
+    from marsrl.rollout.imports import imports_for_good
 
-    settings = [f"rollout.prompts_per_step={SESSIONS // GROUP}", f"rollout.group_size={GROUP}", "rollout.overlap=1"]
+    with imports_for_good():  # as a run does
+        from marsrl.rollout.player.rollout import Rollout
+        from marsrl.trainer.build import open_team
+        from marsrl.trainer.checks.preflight import preflight
+        from marsrl.trainer.config.read import read_config
+
+    settings = [
+        f"rollout.prompts_per_step={SESSIONS // GROUP}",
+        f"rollout.group_size={GROUP}",
+        f"rollout.overlap={OVERLAP}",
+    ]
     settings += ["rollout.max_response_tokens=56", f"orchestration={orchestration}"]
     settings += [
         f"agents.{agent}.{key}" for agent in ("solver", "verifier") for key in ("policy=main", "max_input_tokens=400")
     ]
     if orchestration == "external":
-        settings += [f"external.function={HERE}:{in_turn.__name__}", f"external.concurrency={2 * SESSIONS}"]
+        settings += [f"external.function={HERE}:{in_turn.__name__}", f"external.concurrency={(OVERLAP + 1) * SESSIONS}"]
     checked = preflight(read_config(None, settings)[0], world_size=1)
     with open_team(checked, {"main": model_dir}) as team:
         rollout, pool = Rollout(checked.config.rollout, team, checked.task.problems(0), seed=0), team.pools["main"]

@@ -90,7 +90,9 @@ class Player:
         self._due: dict[Completion, None] = {}  # in order
         self._decoding: dict[str, tuple[Completion, DecodeRequest]] = {}  # by uid
         self._judging: dict[Completion, Future[Reward] | None] = {}
-        self._calling: dict[Future[ToolOutput], tuple[Episode, ToolCall]] = {}
+        self._calling: dict[Future[ToolOutput], tuple[int, Episode, ToolCall]] = {}  # with the number of the call
+        self._num_calls = 0
+        self._answered: deque[Future[ToolOutput]] = deque()  # of those that are called; any thread appends
         self._complete: list[OpenAsk] = []  # to be closed
         self._ended: list[Episode] = []
         self._dirty: dict[int, Episode] = {}  # in which completions wait, and something has happened
@@ -341,8 +343,9 @@ class Player:
                 self._complete.append(each.of)
 
     def _take_outputs(self) -> None:
-        for future in [future for future in self._calling if future.done()]:  # in the order of the calls
-            episode, call = self._calling.pop(future)
+        answered = [self._answered.popleft() for _ in range(len(self._answered))]
+        for future in sorted(answered, key=lambda future: self._calling[future][0]):
+            _, episode, call = self._calling.pop(future)
             episode.outputs[call.id] = output = future.result()
             if self._sessions is not None:
                 episode.error = output.text if output.is_error else ""
@@ -378,7 +381,10 @@ class Player:
             assert self.team.tools is not None  # Team.follow lets no call through else
             if self._sessions is not None:
                 self._sessions.begin(episode)
-            self._calling[self.team.tools.submit(call)] = (episode, call)
+            future = self.team.tools.submit(call)
+            self._calling[future] = self._num_calls, episode, call
+            self._num_calls += 1
+            future.add_done_callback(self._answered.append)
 
     def _mark(self, episode: Episode) -> None:
         if episode.waiting:
