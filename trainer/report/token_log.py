@@ -1,7 +1,7 @@
 """tokens/step_N.parquet: numbers of single tokens of some samples, every run.token_log_every steps.
 
 A row a sample, its tokens in list columns (TokenRecord). What an engine recorded stands beside what the update's own forward pass
-found; nothing is computed twice for it. docs/view.md lists the columns.
+found; nothing is computed twice for it.
 
     log = read_tokens("runs/a/tokens/step_10.parquet")
     for sample in log.samples:
