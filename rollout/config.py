@@ -68,7 +68,7 @@ def read_settings(kind: type[Read], values: Mapping[str, object], prefix: str = 
 
 
 def http_url(key: str, value: str, expected: str, why: str) -> str:
-    """The URL of a server without a trailing slash. ValueError: it is no URL, or contains a secret, which `why` forbids."""
+    """A server's URL without a trailing slash. ValueError: no http(s) URL, or one with a user, password or query (`why` not)."""
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # .port raises ValueError too
         raise ValueError(f"{key} is {value!r}; expected {expected} or https://...")
