@@ -1,4 +1,4 @@
-"""Loads the native library that setup.py built into kernels/_lib/, and says why it cannot be loaded."""
+"""Loads the native library that setup.py built into kernels/_lib/, or gives the reason why it cannot."""
 
 import ctypes
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ FOLDER = Path(__file__).parent / "_lib"
 
 
 class _pointer:
-    """An argument that C reads as an address: a tensor, for that of its data, or what ctypes takes for a void pointer."""
+    """An address argument of a C function: a tensor, for its data's address, or anything that ctypes accepts as a void
+    pointer."""
 
     @staticmethod
     def from_param(value: Any) -> Any:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Version:
-    """One version of flash-attn. All have flash_attn_varlen_func, with the same words for what is used here.
+    """One version of flash-attn. All have flash_attn_varlen_func, with the same names for the arguments used here.
 
-    generations: first numbers of the compute capabilities that it is written for; deterministic: those of them on which
-    its backward can add in a fixed order.
+    generations: major compute capabilities that it supports; deterministic: those on which its backward can add in a fixed
+    order.
     """
 
     name: str
@@ -80,7 +80,7 @@ def attention_varlen_flash(
     options = {
         "cu_seqlens_q": cu_seqlens.int(),
         "cu_seqlens_k": cu_seqlens_k.int(),
-        "max_seqlen_q": max_seqlen or q.shape[0],  # bounds of the grid; None: blocks behind the end leave at once
+        "max_seqlen_q": max_seqlen or q.shape[0],  # bounds of the grid; None: surplus blocks exit at once
         "max_seqlen_k": max_seqlen or k.shape[0],
         "softmax_scale": scale,
         "causal": causal,
@@ -109,8 +109,8 @@ def why_not_flash_kernels(q: Tensor, most_head_size: int) -> str | None:
 
 @cache
 def _is_installed(module: str) -> bool:
-    """Found without importing the package around it: flash_attn's loads its CUDA library, and without version 2 it is only
-    the folder that version 4 lies in."""
+    """True if the module exists; does not import its package: flash_attn loads its CUDA library, and without version 2 is only
+    the folder that contains version 4."""
     top, _, rest = module.partition(".")
     spec = find_spec(top)
     if spec is None or not rest:
@@ -121,7 +121,7 @@ def _is_installed(module: str) -> bool:
 
 @cache
 def _function(module: str) -> Callable[..., Any] | str:
-    """Its flash_attn_varlen_func, or why it cannot be had."""
+    """The module's flash_attn_varlen_func, or the reason why it is not available."""
     try:
         function: Callable[..., Any] = import_module(module).flash_attn_varlen_func
     except (ImportError, OSError, AttributeError) as error:  # built for another torch; a CUDA library that is missing
@@ -139,7 +139,7 @@ def _listed(generations: tuple[int, ...]) -> str:
     return ", ".join(f"{each}.x" for each in generations)
 
 
-_NEEDED = {"window_size", "enable_gqa", "scale"}  # its first releases cannot be told all of these
+_NEEDED = {"window_size", "enable_gqa", "scale"}  # its first releases lack some of these arguments
 _MOST_HEAD_SIZE = 256
 
 
@@ -184,7 +184,7 @@ def attention_varlen_torch(
         window_size=(-1, 0) if causal else (-1, -1),
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    assert isinstance(output, Tensor)  # a pair only where the log-sum-exp is asked for
+    assert isinstance(output, Tensor)  # a pair only if the log-sum-exp is requested
     return output
 
 
