@@ -1,8 +1,8 @@
-"""The page docs/evidence.md: claims of the papers, and tables of what was seen. benchmarks/evidence.py writes it.
+"""The page docs/evidence.md: claims of the papers, and tables of results. benchmarks/evidence.py writes it.
 
-Whether two arms are told apart is computed: the mean over seeds of their difference (arms of a seed share the warm start, the
-problems and the seed of the draws) has a Student's 95% interval without 0, or it is not. What is said under a table is written by
-hand, for exactly that table: of other numbers it is left out.
+Two arms are told apart if Student's 95% interval of their mean difference over seeds excludes 0 (arms of a seed share the warm
+start, the problems and the seed of the draws). The text under a table is written by hand for exactly that table, and omitted if
+the numbers change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "evidence.md"
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one training or evaluation. stopped: the last line of one that did not come to its end."""
+    """Result of one training or evaluation. stopped: the last line of one that failed."""
 
     study: str
     arm: str
@@ -40,7 +40,7 @@ Results = Mapping[tuple[str, str, int], Result]
 
 @dataclass(frozen=True)
 class Claim:
-    """says: in our words. groups: arms that are compared, in each the first with each other one.
+    """says: in our words. groups: arms to compare, the first of a group with each other.
 
     columns: {number of a result: heading}; the first has its range over seeds, and is compared. seen: by hand, of the table
     whose digest is seen_of.
@@ -56,7 +56,7 @@ class Claim:
 
 
 def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, float]:
-    """{seed: value} of the trainings that came to their end."""
+    """{seed: value} of the finished trainings."""
     return {
         seed: each.found[column]
         for (study, name, seed), each in sorted(results.items())
@@ -65,7 +65,7 @@ def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, f
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-    """Mean with its 95% interval over the seeds that both have, and whether they are told apart."""
+    """Mean difference with its 95% interval over common seeds, and "yes" if they are told apart."""
     paired = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     if len(paired) < 2:
         return "–"
@@ -127,13 +127,13 @@ def sections(results: Results) -> list[str]:
 
 
 def unsaid(results: Results) -> list[str]:
-    """Claims whose words are of another table, with the digest of today's."""
+    """Claims whose text is for another table, with the current table's digest."""
     found = {claim.title: (claim.seen_of, digest(table(claim, results))) for claim in CLAIMS}
     return [f"{title}: seen_of={today}" for title, (of, today) in found.items() if of != today]
 
 
 def provenance(results: Results) -> str:
-    """The commits that the numbers were measured at."""
+    """A sentence with the commits of the results."""
     used = {(claim.study, arm) for claim in CLAIMS for group in claim.groups for arm in group}
     commits = Counter(each.commit for key, each in results.items() if key[:2] in used)
     if not commits:
@@ -273,5 +273,5 @@ CLAIMS = (
 
 
 def page(results: Results) -> str:
-    """The whole of docs/evidence.md."""
+    """The whole page docs/evidence.md."""
     return "\n\n".join([BEGINNING, provenance(results), *sections(results)]) + "\n"
