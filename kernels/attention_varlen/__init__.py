@@ -42,7 +42,7 @@ def attention_varlen(
         deterministic: the gradient is bitwise reproducible. Ours always is; flash-attn then keeps several copies of the
             queries' gradient, each 4 T N D bytes, and adds them in order.
 
-        Never synchronises with the GPU, so values of cu_seqlens on a GPU are not checked.
+    Never synchronises with the GPU, so values of cu_seqlens on a GPU are not checked.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.

@@ -106,7 +106,7 @@ def check_tools(
     Returns:
         The functions of each tool, as chat templates show them.
 
-                Raises:
+    Raises:
         ValueError, OSError: as build_tools, or two tools have a function of one name; the text names the key.
     """
     for name in names:

@@ -85,8 +85,8 @@ def credit(
         keep_zero: keep samples with advantage 0 (a KL term or an entropy bonus still gives them a gradient).
         group_size: number of an agent's samples of a rollout instance after credit.balance, drawn by `seed`.
 
-        A sample without a reward is in no statistic, sequence or denominator. A sample with an advantage of exactly 0 (in a group
-        without spread, or alone) is not packed.
+    A sample without a reward is in no statistic, sequence or denominator. A sample with an advantage of exactly 0 (in a group
+    without spread, or alone) is not packed.
     """
     names = list(agents)
     if config.reward_scheme == "outcome":

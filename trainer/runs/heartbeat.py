@@ -47,8 +47,8 @@ class Heartbeat:
         go_on: returns the text that tells users how to resume.
         stop: called once, in the thread, with the reason and the beats of the silent ranks.
 
-        A stopped run leaves the body with RankLost, whatever else the stop raised there; with KeyboardInterrupt if another rank
-        was interrupted.
+    A stopped run leaves the body with RankLost, whatever else the stop raised there; with KeyboardInterrupt if another rank
+    was interrupted.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The viewer's server: pages and data of runs, only for the person who started it.
 
-GET /?token=...           sets a cookie and redirects to the page without the token
-GET /api/...              JSON; see `api.py`
-GET /app.js, ...          the files in pages/
+    GET /?token=...           sets a cookie and redirects to the page without the token
+    GET /api/...              JSON; see `api.py`
+    GET /app.js, ...          the files in pages/
 
 It listens only on the loopback address. Other users of this machine can reach that too, and so can any page in the user's
 own browser. So a request needs the token (in the URL, or as the cookie, which no other site can send: SameSite=Strict), and a
