@@ -49,7 +49,7 @@ def check_cu_seqlens(
 
 
 def check_range(op: str, name: str, values: Tensor, largest: int) -> None:
-    """Raise ValueError where an integer of a tensor on the CPU lies outside of 0..largest."""
+    """Raise ValueError if an integer of a tensor on the CPU lies outside of 0..largest."""
     if values.device.type != "cpu" or values.numel() == 0:
         return
     low, high = map(int, values.aminmax())

@@ -23,7 +23,7 @@ class Packed:
 
     token_ids int64. position_ids int64: from 0 in every sequence. targets int64: the next token of the sequence, 0 where
     there is none. mask bool: that token was sampled. logprobs, weights float32: of that token, 0 where the mask is off;
-    None where not given.
+    None if not given.
     """
 
     token_ids: Tensor

@@ -62,7 +62,7 @@ class WatchedJudge:
     def __init__(self, judge: Judge, model: ModelJudge | None = None) -> None:
         self._judge, self.model = judge, model
         self.on_call: Callable[[int, float, float], None] | None = None
-        self._lock = threading.Lock()  # judgements end in threads of their own
+        self._lock = threading.Lock()  # judgements end in other threads
         self._num_open = self._num_asked = 0
         self._start = 0.0
 

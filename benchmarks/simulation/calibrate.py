@@ -67,7 +67,7 @@ def fit(constants: Constants) -> Fit:
 
 
 def find_root(f: Callable[[float], float], low: float, high: float, tolerance: float) -> float | None:
-    """x in [low, high] with |f(x)| <= tolerance, for a rising f (regula falsi, Illinois); None where f has no change of sign.
+    """x in [low, high] with |f(x)| <= tolerance, for a rising f (regula falsi, Illinois); None if f has no change of sign.
 
     f may jump (a maximum over few samples does): when the bracket is narrower than 1e-4 its middle is the answer.
     """

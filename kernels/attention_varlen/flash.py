@@ -36,7 +36,7 @@ FLASH_2 = Version("flash2", "flash_attn.flash_attn_interface", _SINCE_AMPERE, _S
 
 
 def machine_lacks(version: Version) -> str | None:
-    """None where this version can be imported and a GPU is there, else the reason."""
+    """None if this version can be imported and a GPU is there, else the reason."""
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     if not _is_installed(version.module):
@@ -46,7 +46,7 @@ def machine_lacks(version: Version) -> str | None:
 
 
 def why_not(version: Version, q: Tensor, *others: Any) -> str | None:
-    """None where this version can serve these arguments, of which `deterministic` is the last, else the reason; after
+    """None if this version can serve these arguments, of which `deterministic` is the last, else the reason; after
     machine_lacks."""
     reason = why_not_flash_kernels(q, version.most_head_size)
     if reason is not None:
@@ -92,7 +92,7 @@ def attention_varlen_flash(
 
 
 def why_not_flash_kernels(q: Tensor, most_head_size: int) -> str | None:
-    """None where flash-attn's kernels, or PyTorch's copy of them, can serve q, else the reason."""
+    """None if flash-attn's kernels, or PyTorch's copy of them, can serve q, else the reason."""
     if q.device.type != "cuda":
         return f"q is on {q.device}, flash-attn reads CUDA memory"
     if q.shape[0] == 0:
@@ -144,7 +144,7 @@ _MOST_HEAD_SIZE = 256
 
 
 def machine_lacks_varlen_attn() -> str | None:
-    """None where this PyTorch has it and a GPU is there, else the reason."""
+    """None if this PyTorch has it and a GPU is there, else the reason."""
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     missing = _NEEDED - _torch_words()
@@ -152,7 +152,7 @@ def machine_lacks_varlen_attn() -> str | None:
 
 
 def why_not_varlen_attn(q: Tensor, *others: Any) -> str | None:
-    """None where it can serve these arguments, of which `deterministic` is the last, else the reason."""
+    """None if it can serve these arguments, of which `deterministic` is the last, else the reason."""
     if others[-1] and not torch.are_deterministic_algorithms_enabled():
         return "its backward is deterministic under torch.use_deterministic_algorithms(True) only"
     return why_not_flash_kernels(q, _MOST_HEAD_SIZE)

@@ -74,7 +74,7 @@ def _keep_first(op: str, name: str, values: Tensor, is_bad: Tensor, expected: st
 
 
 def raise_bad_values() -> None:
-    """Raise ValueError where a call on a device since the last time had a target outside the vocabulary, or a temperature
+    """Raise ValueError if a call on a device since the last time had a target outside the vocabulary, or a temperature
     that is not a positive, finite number.
 
     Synchronises with the device: call it where the host waits anyway, such as when it reads a step's loss. All ranks of a

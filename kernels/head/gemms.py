@@ -15,7 +15,7 @@ DEVICE_TILE_ROWS = 4096
 
 @cache
 def why_no_narrow_products() -> str | None:
-    """None where this PyTorch multiplies bfloat16 pairs to float32 results, else the reason."""
+    """None if this PyTorch multiplies bfloat16 pairs to float32 results, else the reason."""
     if hasattr(torch.ops.aten.mm, "dtype_out") and hasattr(torch.ops.aten.addmm, "dtype_out"):
         return None
     return (
@@ -32,7 +32,7 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def why_no_full_float32(is_cuda: bool) -> str | None:
-    """None where torch.mm multiplies float32 as float32 on this device, else the reason.
+    """None if torch.mm multiplies float32 as float32 on this device, else the reason.
 
     The 10 and 8 bits of TF32 and bfloat16 change logits of 30 by 0.03 and 0.1, and so every ratio. The setting is global to the
     process: torch has no precision per call, and switching it for a call would affect every other thread.
@@ -77,7 +77,7 @@ class HeadGemms:
 
     @property
     def is_converted(self) -> bool:
-        """True where the weight is converted to float32 in pieces: hidden_and_weight_gradient does that once for both."""
+        """True if the weight is converted to float32 in pieces: hidden_and_weight_gradient does that once for both."""
         return self.weight.dtype != torch.float32 and not self._multiplies_narrow
 
     @property

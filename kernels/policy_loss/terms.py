@@ -12,7 +12,7 @@ from marsrl.kernels.sequence_sums import sequence_sums
 
 
 def needs_whole_sequences(tokens: PolicyTokens) -> bool:
-    """True where a token's coefficient depends on current log-probs of other tokens of its sequence."""
+    """True if a token's coefficient depends on current log-probs of other tokens of its sequence."""
     if tokens.old_logprobs is None:
         return tokens.objective.correction == "sequence_mask"
     return tokens.objective.ratio == "sequence"

@@ -67,7 +67,7 @@ class _Tally:
 
 
 class ModelJudge:
-    """Judges answers by a frozen policy, in a thread of its own. See the module.
+    """Judges answers by a frozen policy, in a separate thread. See the module.
 
         judge = ModelJudge(pool, renderer, JudgeConfig(policy="judge"), own=task.judge, seed=0)
         judge.submit(problem, "Lima", "evaluate").result()

@@ -151,7 +151,7 @@ def repeats(problems: Sequence[Problem], key: str) -> list[str]:
 
 
 class DataCursor:
-    """Endless draws from a fixed list: each epoch yields every problem once, in a seeded order of its own."""
+    """Endless draws from a fixed list: each epoch yields every problem once, in its own seeded order."""
 
     def __init__(self, problems: Sequence[Problem], seed: int) -> None:
         if not problems:

@@ -101,7 +101,7 @@ class Retrieval(_ServerSearch):
 
 
 def _document(found: object) -> Document:
-    """With return_scores it is {"document": ..., "score": ...}; a server may leave the score out, as where it is not asked."""
+    """A document of an answer: {"document": ..., "score": ...}, or the bare document from a server without scores."""
     document = found.get("document", found) if isinstance(found, dict) else None
     contents = document.get("contents") if isinstance(document, dict) else None
     if not isinstance(document, dict) or not isinstance(contents, str):

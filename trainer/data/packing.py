@@ -94,7 +94,7 @@ class PackedBatch:
     weights: Tensor | None  # [S] float32, factor on every term of a sequence's tokens; None: 1 for all
     trained_rows: Tensor  # [R] int64, where mask is True; their number is known on the host
     positive_rows: Tensor  # [P] int64, of these, the tokens of positive samples
-    routed_experts: Tensor | None = None  # [T, layers, top_k] uint8 or int16; not_recorded() where there is no record
+    routed_experts: Tensor | None = None  # [T, layers, top_k] uint8 or int16; not_recorded() if there is no record
     support: Support | None = None  # the tokens that each target was drawn from; None: the whole vocabulary for all
 
     @property
@@ -244,7 +244,7 @@ def _of_tokens(sequences: Sequence[TrainSequence], of_completions: Sequence[npt.
 
 
 def _routed_experts(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], total: int) -> Tensor | None:
-    """[T, layers, top_k]; a sequence without a record leaves its tokens unrecorded. None where no sequence has one."""
+    """[T, layers, top_k]; a sequence without a record leaves its tokens unrecorded. None if no sequence has one."""
     known = [(start, s.routed_experts) for start, s in zip(starts, sequences) if s.routed_experts is not None]
     if not known:
         return None

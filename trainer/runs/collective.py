@@ -82,7 +82,7 @@ def _sleep_until(store: dist.Store, key: str) -> None:
                 return store.wait([key], _LONG)
             except dist.DistStoreError:  # _LONG has passed
                 continue
-            except RuntimeError as error:  # the store is gone
+            except RuntimeError as error:  # the store is lost
                 return errors.append(error)
 
     thread = threading.Thread(target=wait, name="marsrl-meeting", daemon=True)

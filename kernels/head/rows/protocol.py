@@ -105,7 +105,7 @@ class RowKernels:
         """Fill `out` at these rows.
 
         Columns from head.num_columns on are padding, and those up to the stride of the logits too: they may hold anything. A
-        target outside the vocabulary gives NaN where not is_host; check_values reports it.
+        target outside the vocabulary gives NaN if not is_host; check_values reports it.
         """
         raise NotImplementedError
 

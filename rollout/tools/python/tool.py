@@ -110,7 +110,7 @@ class PythonInterpreter:
         return shown(ending, self._config)
 
     def close(self) -> None:
-        """Kill every interpreter; may be called twice. Calls under way end as if their snippet had been killed."""
+        """Kill every interpreter; may be called twice. Running calls end as if their snippet had been killed."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
