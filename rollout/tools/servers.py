@@ -29,7 +29,7 @@ from marsrl.rollout.tools.config import HttpSearch, SerpApiScholar, SerpApiSearc
 from marsrl.rollout.tools.documents import Document, from_contents, said_of, shown
 from marsrl.rollout.tools.protocol import WAITED, ReadPages, ToolError, query_arguments
 
-_NOTHING = "hasn't returned any results"  # the key of such a server's errors
+_NOTHING = "hasn't returned any results"  # in such a server's error if nothing was found
 _PAGE = 10  # results of one Google page; asked for fewer, such a server sometimes returns none
 _MARKUP = re.compile(r"</?(?:a|b|br|em|font|i|mark|p|span|strong|sub|sup|u|wbr)(?:\s[^<>]*)?/?>", re.IGNORECASE)
 

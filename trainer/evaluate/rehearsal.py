@@ -53,7 +53,7 @@ from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 _CALL = '<tool_call>{"tool": "search", "arguments": {"query": "QUESTION"}, "purpose": "QUESTION"}</tool_call>'
-_NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # JSON's types
+_NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # unescaped in a JSON string
 
 Answers = Mapping[str, Sequence[str]]
 """Answers of each agent, in the order of its calls; starts over after the last."""

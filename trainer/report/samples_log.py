@@ -19,7 +19,7 @@ from marsrl.rollout.types import Finish, Group, Sample, Segment
 from marsrl.trainer.report.parquet import opened, schema_of, write_rows
 from marsrl.trainer.runs.directory import RunDirectory, step_files
 
-_ROW_GROUP_CHARS = 8 << 20  # bytes of prompts and texts in a row group, the unit that is read to show one sample
+_ROW_GROUP_CHARS = 8 << 20  # characters of prompts and texts in a row group, the unit that is read to show one sample
 
 
 @dataclass(frozen=True, slots=True)

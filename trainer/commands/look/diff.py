@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 
-MOST_CHARS = 200_000  # lines of a text; comparing longer ones would take too long
+MOST_CHARS = 200_000  # of a text; comparing longer ones would take too long
 _MOST_WORDS = 3000  # words of a changed passage that is compared word by word
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _PIECE = re.compile(r"\w+|\s+|[^\w\s]")
