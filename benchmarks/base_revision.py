@@ -1,4 +1,4 @@
-"""Another git revision beside this one: did a change make our kernels faster?"""
+"""Comparison with another git revision: did a change make our kernels faster?"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def checked_out(revision: str) -> Iterator[Path]:
 
 
 def compare(revision: str, cases: list[str], device: str, quick: bool) -> None:
-    """Prints ours here over ours at `revision`, per table: processes in turn, this revision and that."""
+    """Prints the ratio of our times here and at `revision` for each table; the two revisions' processes alternate."""
     with checked_out(revision) as tree:
         seconds: dict[tuple[str, str], list[float]] = {}
         for turn in range(TURNS):
@@ -55,7 +55,7 @@ def _medians(root: Path, cases: list[str], device: str, quick: bool, file: Path)
     command = [sys.executable, str(script), *cases, "--device", device, "--only", "ours", "--no-memory"]
     command += ["--json", str(file), *(["--quick"] if quick else [])]
     command += ["--all"] if '"--all"' in script.read_text() else []  # an older revision measures every shape anyway
-    # in front of the marsrl that is installed
+    # takes precedence over the installed marsrl
     environment = {**os.environ, "PYTHONPATH": str(folder_with_marsrl(file.parent / f"path of {root.name}", root))}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     tables = json.loads(file.read_text())["tables"]

@@ -1,4 +1,4 @@
-"""pytest plugin: ends the process after a failure that left the GPU unusable, so that xdist goes on in a new one."""
+"""pytest plugin: ends the process after a failure that made the GPU unusable, so that xdist continues in a new one."""
 
 import os
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 
-@pytest.hookimpl(trylast=True)  # after xdist has told of the failure
+@pytest.hookimpl(trylast=True)  # after xdist has reported the failure
 def pytest_runtest_logreport(report: Any) -> None:
     if report.failed and torch.cuda.is_available():
         try:

@@ -1,11 +1,11 @@
-"""A benchmark case: one op at one shape, in the variants that are compared, with the exact results.
+"""A benchmark case: one op at one shape, the variants to compare, and the exact results.
 
     for shape in CASE.shapes("cpu", quick=False):
         bench = CASE.build(shape)          # inputs, ours and the peers
         exact = bench.judge().exact        # float64
         for variant in bench.variants: variant.run()
 
-A case is a module of benchmarks/cases/ that holds CASE; benchmarks/cases/__init__.py lists them.
+A case is a module of benchmarks/cases/ with CASE; benchmarks/cases/__init__.py lists them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from marsrl.kernels.testing import assert_accurate
 
-Results = dict[str, Tensor]  # name -> what a variant computed; the names of the exact results
+Results = dict[str, Tensor]  # name -> result of a variant; the names are those of the exact results
 
 
 def normal(shape: Shape) -> Callable[..., Tensor]:
@@ -31,7 +31,7 @@ def normal(shape: Shape) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one table row group; what a case does not use stays 0.
+    """Sizes of one table; those that a case does not use are 0.
 
     tokens: T; hidden: H; vocab: V (of this rank); sequences: S. mask_share, active_share: of the rows, those that are
     trained, and those with a coefficient; 1 and 1: all. note: why this shape.
@@ -63,9 +63,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do the job. run: a whole forward and backward, from clean gradients; returns what can be judged.
+    """One implementation. run: a whole forward and backward, from clean gradients; returns the results to judge.
 
-    does: the job in words where it is less than ours does. prepare: called before each run, not timed.
+    does: a description, if it does less than ours. prepare: called before each run, not timed.
     Calling the variant does both.
     """
 
@@ -111,7 +111,7 @@ def _both_ways(function: Callable[..., Tensor], leaves: Mapping[str, Tensor], gr
 
 @dataclass(frozen=True)
 class Missing:
-    """A variant that cannot run here, and why."""
+    """A variant that cannot run here, and the reason."""
 
     name: str
     reason: str
@@ -140,7 +140,7 @@ class Bench:
     yardstick of assert_accurate. Called once; a child that measures memory never calls it.
     flops, bytes: what the job needs at least, by formula: each input read once, each result written once.
     result_bytes: of the results that every variant must allocate (dX and dW); peak memory is reported beyond them.
-    notes: what a reader of the table must know.
+    notes: remarks for readers of the table.
     """
 
     variants: list[Variant]
@@ -154,7 +154,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """name: as on the command line. shapes(device, quick): what is measured; quick: tiny, to see that it runs.
+    """name: as on the command line. shapes(device, quick): to measure; quick: tiny ones, only to see that it runs.
 
     ours: the variant that must be right.
     """

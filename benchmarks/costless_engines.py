@@ -1,4 +1,4 @@
-"""Engines that cost nothing, and a tokenizer of Qwen's size without a model: what is left is what rank 0 takes (scale.py)."""
+"""Engines without cost, and a tokenizer of Qwen's size without a model, to measure only rank 0's work (scale.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS_PER_S, POLL_S = 30.0, 0.1  # of a sample; as player/rollout.py does
 
 
 def write_tokenizer(folder: str) -> None:
-    """A byte-level BPE tokenizer of Qwen's size; it knows no merges, so that what is encoded has a token a byte."""
+    """Write a byte-level BPE tokenizer of Qwen's size without merges, so that encoding gives one token a byte."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
@@ -48,10 +48,10 @@ def write_tokenizer(folder: str) -> None:
 
 
 class CostlessEngines(Replicas):
-    """Engines on a virtual clock. own_cpu_s: what they take of this process themselves.
+    """Engines on a virtual clock. own_cpu_s: CPU seconds that they use in this process.
 
-    num_long: so many completions, the next that begin, get a length as drawn; the others the shortest. now_s: virtual.
-    received, returned: bytes of arrays that went to them and came back, by which one can count.
+    num_long: number of next completions with a drawn length; the others get the shortest. now_s: virtual time.
+    received, returned: bytes of arrays sent to them and back.
     """
 
     def __init__(self, num_engines: int, lengths: Lengths, shorten: int, longest: int, renderer: ChatRenderer) -> None:

@@ -3,13 +3,13 @@
     python benchmarks/curate.py [--rows 1000000] [--json FILE]
 
 The prompts are 10 to 40 words of a made-up vocabulary, the frequent ones often (Zipf). A fifth is an earlier prompt, edited:
-case, white space and punctuation; a word replaced; a word left out; two words replaced. Its true Jaccard similarity to that
-prompt, of the stage's shingles, says whether it is to be dropped: from the threshold on it is, below it is not.
+case, white space and punctuation; a word replaced; a word left out; two words replaced. It should be dropped if its true Jaccard
+similarity to that prompt, by the stage's shingles, reaches the threshold.
 
-    recall      dropped, of those that are to be
-    precision   that are to be, of those dropped
-    seconds     of the whole command in a process of its own: jsonl in, two stages, curated.jsonl and the report out
-    memory      the largest that process became
+    recall      share of the prompts to drop that are dropped
+    precision   share of the dropped prompts that should be
+    seconds     of the whole command in a separate process: jsonl in, two stages, curated.jsonl and the report out
+    memory      peak of that process
 
 The target is a million prompts within 10 minutes and 4 GB on 2 cores. `ratio:` is 10 minutes, at this number of rows, over
 the seconds.
@@ -55,7 +55,7 @@ class Edits:
 
 @dataclass(frozen=True)
 class Measured:
-    """dropped_unplanted: prompts of their own that were taken for duplicates."""
+    """dropped_unplanted: original prompts mistaken for duplicates."""
 
     rows: int
     recall: float
@@ -69,7 +69,7 @@ class Measured:
 
 
 def write_prompts(path: Path, num_rows: int, seed: int) -> dict[int, tuple[str, float]]:
-    """The file, and of each edited prompt, by its line from 1: (kind, similarity to the prompt that it was made of)."""
+    """Write the file; returns for each edited prompt, by line from 1: (kind, similarity to its original)."""
     drawn = random.Random(seed)
     vocabulary = ["".join(drawn.choices(string.ascii_lowercase, k=drawn.randint(2, 10))) for _ in range(20_000)]
     weights = list(itertools.accumulate(1 / rank for rank in range(1, len(vocabulary) + 1)))

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, without Ray: what benchmarks send weights to."""
+"""An engine in a separate process, without Ray, for benchmarks of weight syncs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _call(method: str, arguments: tuple[Any, ...]) -> Any:
 
 
 class EngineProcess:
-    """One engine, as the pool wants its replicas; only what a weight sync calls."""
+    """One engine with the pool's interface of replicas; only the methods that a weight sync calls."""
 
     def __init__(
         self, model_dir: str, dtype: str, make: Make = local_engine, start: Literal["fork", "spawn"] = "fork"
@@ -49,7 +49,7 @@ class EngineProcess:
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]] | Mapping[int, tuple[Any, ...]], on_lost: object = None
     ) -> dict[int, Any]:
-        """As pool.Replicas; on_lost is of no use: where the process ends, that is raised."""
+        """As pool.Replicas; on_lost is unused: the end of the process raises."""
         return {0: self._process.submit(_call, method, arguments[0]).result()}
 
     def close(self) -> None:

@@ -1,13 +1,13 @@
-"""docs/evidence.md: what the papers claim beside what teams that a CPU trains in minutes have shown.
+"""docs/evidence.md: the papers' claims beside the results of teams that a CPU trains in minutes.
 
-    python benchmarks/evidence.py                       the page from the results that are there; what is missing
-    python benchmarks/evidence.py --run [--jobs 2]      trains what is missing, and then the page
+    python benchmarks/evidence.py                       writes the page from existing results; lists what is missing
+    python benchmarks/evidence.py --run [--jobs 2]      trains what is missing, then writes the page
     python benchmarks/evidence.py --smoke               every arm in two tiny steps, into a temporary directory; no page
 
-Every arm and seed has a file in results/<device>/evidence/, written when its training has ended: killed, the command goes on with
-the rest. A result is missing when its settings are others or its commit was not clean; the page names the commit of all. To make
-a study anew, delete its files. --run wants a clean tree, and a machine with nothing beside it: times are told. Runs and warm
-starts stay in runs/evidence, apart for each state of the code that trains: foreign Solvers are evaluated beside `whole`'s team.
+Every arm and seed has a file in results/<device>/evidence/, written when its training ends, so a killed command resumes with the
+rest. A result counts as missing if its settings have changed or its commit was not clean; the page names the commits. To repeat a
+study, delete its files. --run needs a clean tree and an otherwise idle machine, as it records times. Runs and warm starts stay in
+runs/evidence, by state of the training code: foreign Solvers are evaluated beside `whole`'s team.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from studies import FOREIGN, FOREIGN_SEEDS, OTHER_KIND, STUDIES, shown
 RESULTS = ROOT / "benchmarks" / "results" / "cpu_xeon_2core" / "evidence"
 RUNS = ROOT / "runs" / "evidence"
 TRAINS = ("kernels", "rollout", "trainer", "configs", "csrc", "constraints", "setup.py", "CMakeLists.txt")
-WRITTEN = ("benchmarks/results", "docs")  # what this command writes, and what cannot change a number
+WRITTEN = ("benchmarks/results", "docs")  # written by this command, and unable to change a number
 
 TINY = (
     "run.steps=2", "loss.entropy_coef=0.01", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.engine=local",
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def settings(self) -> list[str]:
-        """Words of the training; of an evaluation those of its foreign Solver."""
+        """Settings of the training; for an evaluation those of its foreign Solver."""
         if self.study != "foreign":
             study = STUDIES[self.study]
             return [f"preset={study.preset}", f"run.seed={self.seed}", *study.arms[self.arm].settings]
@@ -69,7 +69,8 @@ class Job:
 
 
 def every_job(only: Sequence[str]) -> list[Job]:
-    """Seeds outermost, so that an interrupted table has whole seeds; each evaluation behind the training that it needs."""
+    """All jobs, ordered by seed first, so that an interrupted table has complete seeds; evaluations follow the training they
+    need."""
     jobs = []
     for seed in range(max(arm.num_seeds for study in STUDIES.values() for arm in study.arms.values())):
         for name, study in STUDIES.items():
@@ -79,7 +80,7 @@ def every_job(only: Sequence[str]) -> list[Job]:
 
 
 def read_results(folder: Path) -> Results:
-    """Results that are there, by (study, arm, seed)."""
+    """Existing results, by (study, arm, seed)."""
     found = {}
     for job in every_job(()):
         file = folder / f"{job.name}.json"
@@ -104,7 +105,7 @@ def state_of_the_code() -> str:
 
 @cache
 def is_clean(commit: str) -> bool:
-    """The commit is in the repository, and its tree was clean."""
+    """True if the commit is in the repository and its tree was clean."""
     return not commit.endswith("+") and git("cat-file", "-e", f"{commit}^{{commit}}").returncode == 0
 
 
@@ -114,7 +115,7 @@ def is_current(job: Job, result: Result | None) -> bool:
 
 @dataclass
 class Runner:
-    """Trains and evaluates jobs, so many at a time. more: settings on top of every training (--smoke)."""
+    """Trains and evaluates jobs, several at a time. more: additional settings of every training (--smoke)."""
 
     commit: str
     results: Path
@@ -124,7 +125,7 @@ class Runner:
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def all(self, jobs: Sequence[Job]) -> None:
-        """First the warm starts, once each, then the trainings, then the evaluations beside them."""
+        """Run the warm starts, once each, then the trainings, then the evaluations that need them."""
         self._at_once(partial(self._make, words) for words in self._warm_starts(jobs))
         trainings = [job for job in jobs if job.study != "foreign"]
         for job in jobs:
@@ -165,7 +166,7 @@ class Runner:
         """Standard output of Python with these words.
 
         Raises:
-            RuntimeError: it failed; with the last line that it said, of marsrl's own where there is one.
+            RuntimeError: it failed; with its last line, preferably marsrl's.
         """
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=self.environment)
         if done.returncode:
@@ -176,13 +177,13 @@ class Runner:
 
     def train(self, job: Job) -> None:
         run = self.runs / job.name
-        shutil.rmtree(run, ignore_errors=True)  # of a training that was killed
+        shutil.rmtree(run, ignore_errors=True)  # left by a killed training
         words = [f"run.dir={self.runs}", f"run.name={job.name}", *job.settings, *self.more]
         start = time.monotonic()
         try:
             self._call([str(ROOT / "trainer" / "main.py"), *words])
             self._keep(job, start, shown(STUDIES[job.study], run))
-        except RuntimeError as error:  # a training that stops is a result: it is told, and in no mean
+        except RuntimeError as error:  # a training that stops is a result: reported, but in no mean
             self._keep(job, start, {}, stopped=str(error))
 
     def evaluate(self, job: Job) -> None:
@@ -239,7 +240,7 @@ def _line(found: dict[str, float]) -> str:
 
 
 def plan(jobs: Sequence[Job], results: Results) -> str:
-    """Markdown: for each arm how many of its seeds are there, of how many."""
+    """Markdown table: for each arm the number of finished seeds, and of all seeds."""
     lines = ["| study | arm | seeds | there |", "|---|---|---|---|"]
     for study, arm in dict.fromkeys((job.study, job.arm) for job in jobs):
         mine = [job for job in jobs if (job.study, job.arm) == (study, arm)]

@@ -1,8 +1,8 @@
-"""The page docs/evidence.md: claims of the papers, and tables of what was seen. benchmarks/evidence.py writes it.
+"""The page docs/evidence.md: claims of the papers, and tables of results. benchmarks/evidence.py writes it.
 
-Whether two arms are told apart is computed: the mean over seeds of their difference (arms of a seed share the warm start, the
-problems and the seed of the draws) has a Student's 95% interval without 0, or it is not. What is said under a table is written by
-hand, for exactly that table: of other numbers it is left out.
+Two arms are told apart if Student's 95% interval of their mean difference over seeds excludes 0 (arms of a seed share the warm
+start, the problems and the seed of the draws). The text under a table is written by hand for exactly that table, and omitted if
+the numbers change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "evidence.md"
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one training or evaluation. stopped: the last line of one that did not come to its end."""
+    """Result of one training or evaluation. stopped: the last line of one that failed."""
 
     study: str
     arm: str
@@ -40,10 +40,10 @@ Results = Mapping[tuple[str, str, int], Result]
 
 @dataclass(frozen=True)
 class Claim:
-    """says: in our words. groups: arms that are compared, in each the first with each other one.
+    """says: in our words. groups: arms to compare, the first of a group with each other.
 
-    columns: {number of a result: heading}; the first is told by seed and compared. seen: by hand, of the table whose digest
-    is seen_of.
+    columns: {number of a result: heading}; the first has its range over seeds, and is compared. seen: by hand, of the table
+    whose digest is seen_of.
     """
 
     title: str
@@ -56,7 +56,7 @@ class Claim:
 
 
 def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, float]:
-    """{seed: value} of the trainings that came to their end."""
+    """{seed: value} of the finished trainings."""
     return {
         seed: each.found[column]
         for (study, name, seed), each in sorted(results.items())
@@ -65,7 +65,7 @@ def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, f
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-    """Mean with its 95% interval over the seeds that both have, and whether they are told apart."""
+    """Mean difference with its 95% interval over common seeds, and "yes" if they are told apart."""
     paired = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     if len(paired) < 2:
         return "–"
@@ -75,9 +75,9 @@ def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
 
 
 def table(claim: Claim, results: Results) -> str:
-    """Markdown: the first column by seed, means of all, idle steps by seed, the difference to the group's first arm."""
+    """Markdown: the range of the first column over seeds, means of all, the difference to the group's first arm."""
     first, heading = next(iter(claim.columns.items()))
-    headings = ["", f"{heading}, by seed", *claim.columns.values(), "idle", "to the first; told apart?"]
+    headings = ["", "seeds", f"{heading}, range", *claim.columns.values(), "to the first; told apart?"]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for group in claim.groups:
         for arm in group:
@@ -86,15 +86,15 @@ def table(claim: Claim, results: Results) -> str:
                 lines.append(f"| {arm} | not run |" + " |" * (len(headings) - 2))
                 continue
             stopped = sum(each.stopped is not None for key, each in results.items() if key[:2] == (claim.study, arm))
-            seeds = " ".join(_short(each) for each in by_seed.values()) + (f" ({stopped} stopped)" if stopped else "")
+            seeds = f"{len(by_seed)}" + (f" ({stopped} stopped)" if stopped else "")
+            span = f"{_short(min(by_seed.values()))}-{_short(max(by_seed.values()))}"
             mean, half = interval(list(by_seed.values()))
             shown = [
                 _short(mean) + (f" ± {_short(half)}" if len(by_seed) > 1 else ""),
                 *(_mean(claim, arm, name, results) for name in [*claim.columns][1:]),
             ]
-            idle = " ".join(f"{each:.0f}" for each in values(claim, arm, "empty_steps", results).values()) or "–"
             against = "–" if arm == group[0] else difference(by_seed, values(claim, group[0], first, results))
-            lines.append(f"| {' | '.join([arm, seeds, *shown, idle, against])} |")
+            lines.append(f"| {' | '.join([arm, seeds, span, *shown, against])} |")
     return "\n".join(lines)
 
 
@@ -127,13 +127,13 @@ def sections(results: Results) -> list[str]:
 
 
 def unsaid(results: Results) -> list[str]:
-    """Claims whose words are of another table, with the digest of today's."""
+    """Claims whose text is for another table, with the current table's digest."""
     found = {claim.title: (claim.seen_of, digest(table(claim, results))) for claim in CLAIMS}
     return [f"{title}: seen_of={today}" for title, (of, today) in found.items() if of != today]
 
 
 def provenance(results: Results) -> str:
-    """The commits that the numbers were measured at."""
+    """A sentence with the commits of the results."""
     used = {(claim.study, arm) for claim in CLAIMS for group in claim.groups for arm in group}
     commits = Counter(each.commit for key, each in results.items() if key[:2] in used)
     if not commits:
@@ -156,7 +156,7 @@ does not show on arithmetic can be true of 30 billion parameters on olympiad pro
 An arm is a whole training from its seed's warm start, no seed left out; accuracies are of the run's evaluation after it, on
 the same 200 or 300 held-out problems for all seeds. Differences are paired by seed; `±` is Student's 95% interval of a mean
 over seeds. *Told apart*: the difference's interval leaves out 0, as one in twenty does by chance. *Idle*: steps that trained
-nothing, by seed."""
+nothing. Values by seed: `benchmarks/results/cpu_xeon_2core/evidence/`."""
 
 _WHOLE = {"system": "team"}
 _TEAM = {**_WHOLE, "solver": "Solver", "verifier1": "Verifier"}
@@ -165,31 +165,35 @@ CLAIMS = (
     Claim(
         "Whose training improves the Solver",
         "MarsRL, Table 2: the Solver gains more when the whole team is trained (AIME-25: 91.1), and even when Verifier and "
-        "Corrector alone are (90.4), than by its own samples alone (89.5). `a mean of each agent` gives the Solver's tokens in "
-        "the whole team the weight that they have alone; `strong Solver` begins where the paper's does, mostly right.",
+        "Corrector alone are (90.4), than by its own samples alone (89.5). In `a mean of each agent` the Solver's tokens weigh "
+        "as much as when it is trained alone; `strong Solver` begins mostly right, as the paper's does.",
         "marsrl",
         (
             ("Solver trained", "whole", "critics trained", "a mean of each agent"),
             ("strong Solver, Solver trained", "strong Solver, whole", "strong Solver, critics trained"),
         ),
-        {"solver": "Solver", **_WHOLE, "solver_before": "Solver before", "solver_tokens": "its tokens trained"},
-        "the paper's order is reversed for Verifier and Corrector alone (.802 on average for .891, lower on every seed; "
-        "the interval just includes 0), and the whole team's Solver is not told from one trained alone. The reason is "
-        "neither fewer updates of the Solver (tokens trained are alike) nor its share of the mean. With a strong Solver "
-        "the order is the same. Here the agents share 0.57 M weights, and what Verifier and Corrector learn helps the "
-        "Solver less than its own samples do.",
-        seen_of="c452c998",
+        {
+            "solver": "Solver",
+            **_WHOLE,
+            "solver_before": "Solver before",
+            "solver_tokens": "its tokens trained",
+            "empty_steps": "idle",
+        },
+        "the paper's order is reversed for Verifier and Corrector alone (.802 for .891, lower on every seed; the interval just "
+        "includes 0), and the whole team's Solver is not told from one trained alone; neither the number of its tokens nor "
+        "their weight explains it. With a strong Solver the order is the same. Here the agents share 0.57 M weights, and what "
+        "Verifier and Corrector learn helps the Solver less than its own samples do.",
+        seen_of="9795bf1e",
     ),
     Claim(
         "Agents' own rewards, not the outcome's",
         "MarsRL: rewards of their own (is the answer right, is the verdict true) are less noisy than the last answer's, shared. "
-        "Both arms train whole trajectories: as many updates, on samples as old.",
+        "Both arms train whole trajectories.",
         "marsrl",
         (("own rewards", "outcome reward"),),
-        {**_TEAM, "updates": "updates"},
-        "own rewards lead by .041, not told apart on five seeds (two the other way). The Verifier's accuracy differs most, "
-        ".830 and .745.",
-        seen_of="a272f144",
+        _TEAM,
+        "own rewards lead by .041, not told apart on five seeds. The Verifier's accuracy differs most, .830 and .745.",
+        seen_of="b88139fe",
     ),
     Claim(
         "Another Solver's answers",
@@ -200,7 +204,7 @@ CLAIMS = (
         {"added": "team less Solver", "alone": "Solver", "system": "team"},
         "as claimed, for both kinds: the trained Verifier and Corrector add .11 to .39 on every seed, the untrained .00 to "
         ".07. Their own Solver, whose mistakes the training removed, leaves little to add.",
-        seen_of="a3c33b05",
+        seen_of="8c331b00",
     ),
     Claim(
         "Which answers are judged and repaired",
@@ -209,7 +213,7 @@ CLAIMS = (
         (("whole", *(f"{pick} picks" for pick in PICKS)),),
         _WHOLE,
         "nothing is told apart.",
-        seen_of="dff2f438",
+        seen_of="0752fa63",
     ),
     Claim(
         "Masking tokens that are mastered",
@@ -218,7 +222,7 @@ CLAIMS = (
         (("whole", "gate off", "gate always"),),
         {**_WHOLE, "entropy_first": "entropy, first quarter", "entropy_last": "last quarter"},
         "entropy falls alike in all three; 24 steps are short for a collapse, which UloRL shows over hundreds.",
-        seen_of="c04678a1",
+        seen_of="cf061f46",
     ),
     Claim(
         "Segments, and whose log-probs are old",
@@ -226,9 +230,9 @@ CLAIMS = (
         "which can let entropy explode.",
         "marsrl",
         (("whole", "4 segments", "4 segments, sais"),),
-        {**_WHOLE, "entropy_last": "entropy, last quarter"},
+        {**_WHOLE, "entropy_last": "entropy, last quarter", "empty_steps": "idle"},
         "not told apart, as is claimed, which proves nothing; nothing explodes.",
-        seen_of="3b9c95ed",
+        seen_of="4355f3d6",
     ),
     Claim(
         "A mean of tokens or of samples",
@@ -237,7 +241,7 @@ CLAIMS = (
         (("whole", "mean of samples"),),
         {**_WHOLE, "grad_norm_max": "largest gradient norm"},
         "accuracy is not told apart.",
-        seen_of="f6d52588",
+        seen_of="bf278faf",
     ),
     Claim(
         "Advantages of each agent",
@@ -248,21 +252,26 @@ CLAIMS = (
         {"grad_norm_max": "largest gradient norm", **_WHOLE, "grad_spikes": "spikes"},
         "nothing is told apart, and one step of 42 trainings spikes. The agents' mean rewards differ by .2 to .3, for "
         "which the paper's lemma predicts an inflation of 0.8 to 1.15: little could explode.",
-        seen_of="dd0d4060",
+        seen_of="9df91828",
     ),
     Claim(
         "System 1 and System 2",
         "MARS: System 1, the tools, and the balance of its samples each add to System 2.",
         "mars",
         (("whole", "without System 1", "without Python", "without balance", "one mean"),),
-        {**_WHOLE, "system2_reward_first": "reward, first quarter", "system2_reward_last": "last quarter"},
+        {
+            **_WHOLE,
+            "system2_reward_first": "reward, first quarter",
+            "system2_reward_last": "last quarter",
+            "empty_steps": "idle",
+        },
         "System 1 is needed, but here because the policy was taught to read distillates and never pages. Python adds .07. "
         "Balance and the mean are not told from their absence.",
-        seen_of="94487526",
+        seen_of="1cc669e2",
     ),
 )
 
 
 def page(results: Results) -> str:
-    """The whole of docs/evidence.md."""
+    """The whole page docs/evidence.md."""
     return "\n\n".join([BEGINNING, provenance(results), *sections(results)]) + "\n"

@@ -2,8 +2,8 @@
 
     python benchmarks/fill_cache.py [--device cuda|cpu] [--quick] [--shape TEXT]
 
-A launch compiles a kernel for the very arguments that it will have, so the later one finds it by the same key; only the
-processes of a later Triton, of other options or of another GPU do not. The cases at the sizes that are timed; a launch that
+A launch compiles a kernel for exactly the arguments of the later one, which finds it by the same key, unless Triton's version,
+the options or the GPU differ. The cases at the sizes that are timed; a launch that
 fails is named, and the rest goes on.
 """
 
@@ -22,7 +22,7 @@ from case import Shape
 from cases import ORDER, load
 
 MOST_WORKERS = 8
-MEMORY_SHARE = 0.5  # of the GPU's, for all workers; the rest is for what runs meanwhile
+MEMORY_SHARE = 0.5  # of the GPU's memory, for all workers; the rest is for other processes
 
 
 def launches(
@@ -44,7 +44,7 @@ def run_ours(case: str, shape: Shape) -> None:
 
 
 def work(todo: Sequence[tuple[str, Callable[[], object]]], device: str, worker: int, workers: int) -> int:
-    """Every `workers`-th launch from the `worker`-th on; the number of those that failed."""
+    """Run every `workers`-th launch, from the `worker`-th on; returns the number of failures."""
     if device == "cuda":
         torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE / workers)
     mine, failed = todo[worker::workers], 0
@@ -53,7 +53,7 @@ def work(todo: Sequence[tuple[str, Callable[[], object]]], device: str, worker: 
             launch()
             if device == "cuda":
                 torch.cuda.synchronize()
-        except Exception as error:  # the suite's own part says more of it; a launch that fails fills nothing
+        except Exception as error:  # the suite's own part reports more; a failed launch fills nothing
             failed += 1
             print(f"failed: {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
     print(f"worker {worker} of {workers}: {len(mine)} launches, {failed} failed", flush=True)

@@ -1,9 +1,9 @@
-"""Two steps of configs/single_gpu.yaml as a user starts it, with a random model: vLLM where it is there, else our engine.
+"""Two steps of configs/single_gpu.yaml, started as by a user, with a random model: by vLLM if installed, else our engine.
 
     python benchmarks/first_steps.py --folder DIR [--engine vllm|local] [--tiny] [--json FILE]
 
-A random model earns nothing, and where all rewards are equal no token has an advantage: an entropy bonus gives each of them a
-gradient, so that the whole step is played, trained, published and compared.
+A random model earns no reward, and with equal rewards no token has an advantage: an entropy bonus gives each token a gradient, so
+that a whole step is played, trained, published and compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS = 2
 
 
 def settings(folder: Path, engine: str, is_tiny: bool) -> list[str]:
-    """Changes to the preset, for want of time and of a model."""
+    """Changes to the preset, to save time and to need no model."""
     tokens = 16 if is_tiny else 256
     changed = [
         f"policies.main.model={folder / 'model'}", f"data.train={folder / 'problems.jsonl'}", f"run.dir={folder / 'runs'}",

@@ -1,11 +1,11 @@
-"""Programs that play through the gateway: calls a second, what rank 0 pays for one, and tokens a second beside a team of ours.
+"""Programs through the gateway: calls a second, rank 0's cost of a call, and tokens a second compared with a native team.
 
     python benchmarks/gateway.py [--json FILE] [--sessions 64 256 1024] [--rounds 5]
     python benchmarks/gateway.py --turns 5 [...]           # and tokens/s over the native team's; takes vLLM
 
-Calls: so many sessions at once, each of 8 calls with 320 tokens in an answer, to a Solver whose sample goes on and a Critic that
-begins anew; one worker process, engines that cost nothing, a tokenizer of Qwen's size. Rank 0's CPU time is that of the player
-and the gateway's server, without the engines'. Memory is what Python has allocated at most while a stage is played.
+Calls: many sessions at once, each with 8 calls of 320 answer tokens, to a Solver whose sample continues and a Critic that starts
+new ones; one worker process, engines without cost, a tokenizer of Qwen's size. Rank 0's CPU time is that of the player and the
+gateway's server, without the engines'. Memory is Python's peak allocation during a stage.
 
 Tokens/s: a Solver, a Verifier and the Solver again with the default CPU model, rollout.overlap=2, 256 sessions a stage, as a
 program and as an orchestration with the same prompts. Both have a process of their own and take turns; `ratio:` is the median of
@@ -31,7 +31,7 @@ from rollout import Child, closed
 HERE = Path(__file__).resolve()
 GROUP = 8  # sessions of a problem
 PAIRS = 4  # of calls in a session
-TOKENS = 1 << 16  # that a turn decodes at least
+TOKENS = 1 << 16  # decoded in a turn at least
 SESSIONS = 256  # of a stage, where tokens are counted
 OVERLAP = 2  # a stage is over with its longest session: with 1, engines idle before that
 

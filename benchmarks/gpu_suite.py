@@ -1,14 +1,13 @@
-"""Everything that one GPU can tell about marsrl, in one command and under 10 minutes.
+"""All measurements of marsrl on one GPU, in one command and under 10 minutes.
 
     python benchmarks/gpu_suite.py [--out DIR] [--wheels DIR] [--quick] [--device cuda|cpu] [--commit NAME]
 
-Which GPU tests of the kernels fail, how fast is the fused loss, do two steps of training run, do two processes share a
-buffer by CUDA IPC, how fast are attention and grouped GEMM: these have their time however long each of them takes. Then the
-other benchmarks, each of which is started only where its whole limit is left. Needs torch >= 2.11, triton >= 3.6, numpy and
-g++, no network and no installation; --wheels adds packages (suite_wheels.txt lists them). What cannot run is listed with the
-missing module. Each part is a process of its own with a time limit (on a GPU), and a part that fails is recorded and the rest
-goes on. On a GPU other processes fill Triton's cache until the first timed part. After each part --out holds report.md and
-results.tar.gz, which has everything. --device cpu --quick goes the same way with tiny sizes on a CPU.
+First the GPU tests of the kernels, the fused loss, two steps of training, a buffer shared by CUDA IPC, attention and grouped
+GEMM, however long each takes. Then the other benchmarks, each only if its whole time limit is left. Needs torch >= 2.11, triton
+>= 3.6, numpy and g++, no network and no installation; --wheels adds packages (suite_wheels.txt lists them). Parts that cannot run
+are listed with the missing module. Each part is a separate process with a time limit (on a GPU); failures are recorded, and the
+rest continues. On a GPU other processes fill Triton's cache until the first timed part. After each part --out has report.md and
+results.tar.gz with everything. --device cpu --quick does the same with tiny sizes on a CPU.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from namespace import ROOT, folder_with_marsrl
 
 HERE = Path(__file__).resolve().parent
 TOTAL_S = 560.0
-KILL_AFTER_S = 5.0  # beyond its limit that a part may take to end
-LAST_PROMISED = "grouped linear"  # the parts up to this one all have their time, however long each of them takes
-UNTIMED = ("surroundings", "build", "tests")  # beside these Triton's cache is filled
-LOG_BYTES = 200_000  # of each log, its end: all of them together stay far below a megabyte once packed
+KILL_AFTER_S = 5.0  # grace period of a part after its limit
+LAST_PROMISED = "grouped linear"  # the parts up to this one always run, however long each takes
+UNTIMED = ("surroundings", "build", "tests")  # while these run, Triton's cache is filled
+LOG_BYTES = 200_000  # of each log's end: packed together, all stay far below a megabyte
 LOG_LINES = 150  # of each log, its end, in the report
 TESTING_MODULES = ("pytest", "xdist")
 TRAINING_MODULES = (
@@ -78,7 +77,7 @@ class Outcome:
 
 
 def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
-    """In order of importance: what the time does not suffice for is at the end. folder: for results, work: for the rest."""
+    """All parts, the most important first, as time may run out. folder: for results, work: for other files."""
     quick = ["--quick"] if is_quick else []
     gpu = device == "cuda"
 
@@ -86,14 +85,14 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
         return Part(name, [sys.executable, str(HERE / file), *more], limit_s, modules)
 
     def bench(name: str, case: str, limit_s: float, *more: str) -> Part:
-        memory = [] if gpu else ["--no-memory"]  # on a CPU it takes a process for each table
+        memory = [] if gpu else ["--no-memory"]  # on a CPU each table takes a process
         words = ["--device", device, *to(name.replace(" ", "_")), *quick, *memory, *more]
         words += ["--budget", "0.1"] if is_quick else []  # the last one counts
         return script(name, limit_s, "run.py", case, *words)
 
     def tests(name: str, limit_s: float, each_s: int, *more: str, modules: tuple[str, ...] = ()) -> Part:
         """pytest in one process, which is replaced where a test ends it, hangs or breaks the GPU."""
-        each_s = each_s if gpu else 20 * each_s  # a GPU that hangs is known; a CPU may be busy with something else
+        each_s = each_s if gpu else 20 * each_s  # a hang on a GPU is certain; a CPU may be busy with other work
         words = ["-q", "--tb=line", "-rfEs", "-n", "1", "--max-worker-restart=100", "--continue-on-collection-errors"]
         words += ["-p", "no:cacheprovider", "-p", "marsrl.benchmarks.broken_gpu"]
         words += ["-o", f"faulthandler_timeout={each_s}", "-o", "faulthandler_exit_on_timeout=true"]
@@ -137,10 +136,9 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
 
 
 def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: float | None) -> Outcome:
-    """Runs it with its output in a log in the folder; a part that takes too long is ended with all its children.
+    """Run a part with its output in a log in the folder; one that exceeds its limit is killed with all its children.
 
-    left_s: of the suite's time; a part with a longer limit is not started. None: as long as it takes (on a CPU, whose time is
-    not lent).
+    left_s: remaining time of the suite; a part with a longer limit is not started. None: no limit (on a CPU).
     """
     limit_s = None if left_s is None else part.limit_s
     if part.modules and (missing := missing_modules(part.modules, environment)):
@@ -174,7 +172,7 @@ def _started(command: list[str], environment: dict[str, str], log: Path) -> subp
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a part with its children, which would take the GPU from the next one."""
+    """Kill a part and its children, which would otherwise occupy the GPU of the next one."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -191,7 +189,7 @@ def importable(folder: Path, unpack_in: Path) -> Path:
     """The path to put on PYTHONPATH for a folder of wheels (*.whl), unpacked: Triton and inspect read source files.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the folder has no wheel.
     """
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
@@ -238,7 +236,7 @@ def pack(folder: Path, out: Path, suite: dict[str, Any]) -> None:
                 if file.suffix == ".log" and file.stat().st_size > LOG_BYTES:
                     file.write_bytes(b"...\n" + file.read_bytes()[-LOG_BYTES:])
                 archive.add(file, f"results/{file.name}")
-        os.replace(packed, out / "results.tar.gz")  # whole at any time: the machine may be taken away
+        os.replace(packed, out / "results.tar.gz")  # complete at any time: the machine may be withdrawn
     (out / "report.md").write_text(text)
 
 
@@ -265,7 +263,7 @@ def main() -> int:
             parser.error(str(error))
         paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-        environment |= {"PYTHONUNBUFFERED": "1", "COLUMNS": "400"}  # else pytest cuts the reasons of failures
+        environment |= {"PYTHONUNBUFFERED": "1", "COLUMNS": "400"}  # otherwise pytest truncates the reasons of failures
         environment.setdefault("TRITON_CACHE_DIR", str(work / "triton"))
         has_limit = words.device == "cuda"
         if not has_limit:
@@ -279,7 +277,7 @@ def main() -> int:
             if words.only and not any(word in part.name for word in words.only):
                 continue
             if filler and part.name not in UNTIMED:
-                _kill_group(filler)  # its log says how far it came
+                _kill_group(filler)  # its log shows how far it got
                 filler = None
             outcome = run_part(part, environment, folder, TOTAL_S - (time.monotonic() - start) if has_limit else None)
             outcomes.append(outcome)

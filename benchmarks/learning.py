@@ -5,11 +5,10 @@
     python benchmarks/learning.py preset=cpu_search_team [key.sub=value ...]
     python benchmarks/learning.py preset=cpu_dual_system [key.sub=value ...]
 
-Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as a user starts it. The table says
-for every seed whether the warm start left the team as wanted, whether the reward rose (mean of the last quarter of the steps over
-the first, in standard errors), and what the agents reached. The reward is told twice: of the Solver, whose inputs are
-the same all along, and over all samples, whose mix changes (the first steps have no Correctors, the last ones ask them
-about the errors that are left).
+Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as started by a user. For every seed the table
+says if the warm start left the team as intended, if the reward rose (last quarter of the steps minus the first, in standard
+errors), and the agents' final accuracy. The reward is given twice: of the Solver, whose inputs do not change, and over all
+samples, whose mix changes (the first steps have no Correctors, the last ones give them the remaining errors).
 """
 
 from __future__ import annotations
@@ -65,14 +64,14 @@ def rise(rewards: list[float]) -> float:
 
 
 def findings(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> dict[str, bool]:
-    """Criteria for a seed by name, and whether it meets them."""
+    """Criteria for a seed by name, True if met."""
 
     def gain(name: str) -> float:
         return (after.rows[name].mean or 0.0) - (before.rows[name].mean or 0.0)
 
     wanted = {f"{label} rises by 2 standard errors": value > 2 for label, value in rises.items()}
     verifier = next((name for name in after.rows if name.startswith("verifier")), None)
-    if verifier is not None and "solver" in after.rows:  # else the Solver is the system, or there is none
+    if verifier is not None and "solver" in after.rows:  # otherwise the Solver is the system, or there is none
         wanted[f"{verifier} +.05"] = gain(verifier) >= 0.05
         wanted["system above solver"] = (after.system.mean or 0.0) > (after.rows["solver"].mean or 0.0)
     return {**wanted, "system +.10": gain("system") >= 0.10}

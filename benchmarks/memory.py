@@ -1,7 +1,7 @@
 """Peak memory of one call beyond what was allocated before it.
 
-On a GPU torch counts. On the CPU each variant runs in a process of its own, and the kernel counts: VmHWM, whose maximum
-is forgotten once inputs and a first call are done (/proc/self/clear_refs).
+On a GPU by torch's allocator. On the CPU each variant runs in a separate process, by the kernel's VmHWM, which is reset after
+inputs and a first call (/proc/self/clear_refs).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def of_call_on_gpu(run: Callable[[], Any]) -> int:
 
 
 def of_variants_on_cpu(case: str, shape: Shape, names: list[str]) -> dict[str, int] | str:
-    """Bytes by variant, or why they are not known: in a child that forks once for each variant."""
+    """Bytes by variant, or the reason why unknown; measured in a child that forks once for each variant."""
     words = [sys.executable, str(Path(__file__).resolve()), case, json.dumps(dataclasses.asdict(shape)), *names]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=CHILD_LIMIT_S)
@@ -85,7 +85,7 @@ def _measure(variant: Variant) -> int:
     first.join()
     variant.prepare()
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the heap kept from before would be used again unseen
+    ctypes.CDLL(None).malloc_trim(0)  # memory that the heap retained would be reused unnoticed
     standing = rss_bytes()
     Path("/proc/self/clear_refs").write_text("5")
     results = variant.run()

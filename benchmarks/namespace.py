@@ -1,4 +1,4 @@
-"""For child processes: `import marsrl` means a checkout that is not installed, or another one than is."""
+"""For child processes: makes `import marsrl` use a checkout that is not the installed one."""
 
 from __future__ import annotations
 

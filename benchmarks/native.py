@@ -1,4 +1,4 @@
-"""Builds the native library of csrc/ into kernels/_lib where nothing is installed: by the compiler alone, without CMake.
+"""Builds the native library of csrc/ into kernels/_lib without an installation: only by the compiler, without CMake.
 
 python benchmarks/native.py
 """
@@ -18,10 +18,10 @@ FLAGS_OF_FILE = {"segments.cpp": "-ffp-contract=off"}  # its sums round as PyTor
 
 
 def build(library: Path) -> str:
-    """Build the library; returns how, in words. Nothing is done where it is newer than its sources.
+    """Build the library unless it is newer than its sources; returns a description.
 
     Raises:
-        RuntimeError: no compiler is there, or it refuses, with what it says.
+        RuntimeError: no compiler, or a failure, with its output.
     """
     sources = sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))
     read = [*sources, *(ROOT / "csrc").glob("*/*.h")]

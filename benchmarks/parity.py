@@ -2,7 +2,7 @@
 
     python benchmarks/parity.py [--only tp2 cp2 ...] [--json FILE]
 
-Four gloo ranks are forked once, when Megatron is imported, and take the layouts in turn; what a layout leaves over is data
+Four gloo ranks are forked once, after the import of Megatron, and run the layouts in turn; remaining ranks of a layout are data
 parallel. float32, a tiny Qwen3-MoE (against transformers also a Qwen3, a Llama with every bias and a Mistral), packed samples of
 uneven length, clipping against rollout log-probs, DMMPT, the fused head. A line a layout:
 
@@ -11,8 +11,8 @@ uneven length, clipping against rollout log-probs, DMMPT, the fused head. A line
     sgd        largest |difference| of a weight after two SGD steps                                at most 1e-6
     adam       the same after two AdamW steps; reported: where a gradient is rounding, AdamW steps by its sign
 
-The gradient is read off the weights after one SGD step of a large power of two, so that reduction, scatter, update and
-gather all lie between. Ends with the number of lines that FAIL; the exit code is 1 where there is one.
+The gradient is computed from the weights after one SGD step with a large power of two as learning rate, so that it includes
+reduction, scatter, update and gather. Ends with the number of lines that FAIL; the exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ CASES = (
 
 
 def with_exact_attention() -> None:
-    """torch's fused attention on a CPU has an exp of 20 ulp, another one at every place of a block: with it the lines would
-    compare that (up to 1.2e-6 of a gradient), not layouts."""
+    """Disable torch's fused attention on a CPU, whose exp is off by 20 ulp, differently at every place of a block: it would
+    dominate the differences (up to 1.2e-6 of a gradient)."""
     torch.backends.cuda.enable_flash_sdp(False)
 
 
@@ -127,7 +127,7 @@ def samples() -> list[Any]:
     return out
 
 
-# Far, for float32, from the entropies and probabilities that the model has: four of the eight positive samples are masked.
+# Far, for float32, from the model's own entropies and probabilities: four of the eight positive samples are masked.
 MPT_ENTROPY, MPT_PROBABILITY = 5.702, 0.004
 
 
@@ -167,7 +167,7 @@ def reference(model_dir: Path, sequences: list[Any]) -> tuple[list[Any], float, 
 
 
 def train(model_dir: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
-    """On the ranks of this world: losses, gradients and weights after two steps of each optimizer (rank 0's)."""
+    """Train on the ranks of this world: losses, gradients and weights after two steps of each optimizer (rank 0's)."""
     from marsrl.kernels import PolicyObjective
     from marsrl.trainer.config import MptConfig, PolicyConfig
     from marsrl.trainer.data.scatter import Update, micro_batches
@@ -212,7 +212,7 @@ def train(model_dir: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
 
 
 def with_sgd(learner: Any) -> None:
-    """Plain SGD in AdamW's place, over the same shards (views of megatron's buffer, which a constructor refuses)."""
+    """Replace AdamW by plain SGD over the same shards (views of megatron's buffer, which a constructor rejects)."""
     for part in learner.optimizer.parts():
         sgd = torch.optim.SGD([torch.zeros(1)], lr=0.0)
         sgd.param_groups = [{**sgd.defaults, **group, "fused": False} for group in part.optimizer.param_groups]
@@ -220,7 +220,7 @@ def with_sgd(learner: Any) -> None:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """See the head of this file."""
+    """The differences described at the head of this file."""
     out = {"loss": abs(found["loss"] - expected["loss"])}
     for name in ("gradient", "sgd", "adam"):
         if name in expected:
@@ -232,7 +232,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
 
 
 def against_transformers(title: str, model: Path) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
-    """What one rank found, the samples with their rollout log-probs, and the line, which is printed."""
+    """(one rank's results, the samples with rollout log-probs, the line); prints the line."""
     begin = time.perf_counter()
     given, loss, gradient, masked = reference(model, samples())
     one = train(str(model), Case("one rank"), given)
@@ -244,7 +244,7 @@ def against_transformers(title: str, model: Path) -> tuple[dict[str, Any], list[
 
 
 def import_learner() -> None:
-    """All that a rank imports, before it is one."""
+    """Import all that ranks need, before the fork."""
     from marsrl.trainer.learner.megatron import shim
 
     shim.install()  # before anything imports megatron
@@ -254,9 +254,9 @@ def import_learner() -> None:
 
 
 def worker(rank: int, port: int, folder: Path, names: list[str], is_given: Event) -> None:
-    """One of the ranks, once model, samples and the one rank's results lie in the folder.
+    """Run one of the ranks; model, samples and the single rank's results are in the folder.
 
-    Rank 0 prints a line a layout and writes the report.
+    Rank 0 prints a line for each layout and writes the report.
     """
     import torch.distributed as dist
 
@@ -296,7 +296,7 @@ def worker(rank: int, port: int, folder: Path, names: list[str], is_given: Event
 
 
 def wait(ranks: list[Any]) -> list[int]:
-    """The ranks' exit codes; where one fails the others, which wait for it, are ended."""
+    """The ranks' exit codes; if one fails, the others, which wait for it, are killed."""
     running = {each.sentinel: each for each in ranks}
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):

@@ -5,10 +5,11 @@
     [--json FILE] [--kinds dense moe llama mistral] [--layers 2 4 6] [--dtypes float32 bfloat16]
 
 Random Qwen3, Qwen3-MoE, Llama and Mistral models of width 64, whose matrices and biases have a standard deviation of 0.02 to
-0.2. An engine is started for each shape and dtype; other weights reach it as an update does. The last column says who notices:
-the probe's statistic that is too large (at the first comparison, or by the narrower bound of a later one), `settings` where the
-engine's own account of what it computes with differs, `checksums` where the weights' do, `engine` where vLLM counts cached
-prefixes right after an update.
+0.2. An engine is started for each shape and dtype; other weights reach it as an update does. The last column names the check that
+detects a
+mutation: the probe's statistic that is too large (at the first comparison, or by the narrower bound of a later one), `settings`
+if the engine's reported settings differ, `checksums` if the weights' do, `engine` if vLLM counts cached prefixes right after an
+update.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Pair:
         self.version = 0
 
     def weights(self, std: float, seed: int) -> Weights:
-        """Matrices and biases of that standard deviation, norms of 0.9 to 1.1; every fourth head makes sharp distributions."""
+        """Matrices and biases of this standard deviation, norms of 0.9 to 1.1; every fourth head has sharp distributions."""
         generator = torch.Generator().manual_seed(seed)
         shapes = {name: tensor.shape for name, tensor in _tensors(self._model).items()}
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -93,13 +94,13 @@ class Pair:
         return made
 
     def train(self, weights: Weights) -> TrainerScores:
-        """The learner has these weights; its score."""
+        """Set the learner's weights; returns its scores."""
         self._write(weights)
         self.learner.read_weights(self._model)
         return trainer_scores(self.learner, getattr(torch, self.dtype))
 
     def send(self, weights: Weights) -> None:
-        """The engine gets these weights."""
+        """Send these weights to the engine."""
         self._write(weights)
         self.version += 1
         self.pool.update_weights(WeightUpdate(str(self._model), self.version))
@@ -145,7 +146,7 @@ def swapped(weights: Weights, layer: int) -> Weights:
 
 
 def refusal(comparison: EngineComparison, trainer: TrainerScores, engine: list[Any]) -> str:
-    """The statistic by which the probe refuses the engine; empty where it does not."""
+    """The statistic by which the probe rejects the engine; "" if it does not."""
     try:
         comparison.compare(trainer, [engine], 0)
     except RuntimeError as error:

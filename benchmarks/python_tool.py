@@ -6,15 +6,15 @@ All calls go through a ToolPool with as many threads and interpreters ready. Ove
 the snippet's own:
 
     alone        one call after the other of `1 + 1`, which takes no time
-    at once      all calls together of a snippet that waits 0.2 s and prints: it wants no processor itself
+    at once      all calls together of a snippet that waits 0.2 s and prints, and so needs no processor
     neighbours   32 honest calls (--honest) at once, without and with 8 hostile ones that have begun before: endless loops in
                  several processes, memory, output, files, threads and recursion
 
-Of the calls at once also what they cost this process, which does not depend on other work as latencies do: CPU time and voluntary
+For the calls at once also their cost in this process, which depends less on other load than latencies: CPU time and voluntary
 context switches a call.
 
-Between two rounds the interpreters that were used are replaced; how long that takes is `refill`, in ms an interpreter. `load` is
-the machine's at the start: other work on it shows in every number. `ratio:` is 30 ms over the median overhead of the calls at
+Between two rounds the used interpreters are replaced; `refill` is the time for that, in ms an interpreter. `load` is the
+machine's at the start: other work affects every number. `ratio:` is 30 ms over the median overhead of the calls at
 once.
 """
 
@@ -62,7 +62,7 @@ class Latency:
 
 
 def latencies(pool: ToolPool, codes: Sequence[str], own_s: float, is_at_once: bool) -> list[float]:
-    """Overhead of each call, ms; RuntimeError where an output is not the snippet's."""
+    """Overhead of each call, ms; RuntimeError if an output is not the snippet's."""
     found: list[float] = []
     futures: list[Future[ToolOutput]] = []
     for number, code in enumerate(codes):
@@ -90,7 +90,7 @@ def cost(before: resource.struct_rusage, after: resource.struct_rusage, num_call
 
 
 def refill(tool: PythonInterpreter, num_warm: int) -> float:
-    """Wait until all are ready; seconds."""
+    """Wait until all are ready; returns the seconds."""
     begin = time.perf_counter()
     while tool.num_ready < num_warm:
         time.sleep(0.01)
@@ -127,7 +127,7 @@ def main() -> int:
                 pool.submit(ToolCall(f"hostile {number}", "python", json.dumps({"code": code})))
                 for number, code in enumerate(HOSTILE)
             ]
-            time.sleep(1.0)  # they are at work
+            time.sleep(1.0)  # they are running
             found["honest beside hostile"] += latencies(pool, [WAITING] * words.honest, WAIT_S, is_at_once=True)
             for future in hostile:
                 future.result()

@@ -22,11 +22,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {"sliding_window": None}),
 }
-"""{name: (transformers' model_type, what its config has beside the sizes)}"""
+"""{name: (transformers' model_type, its config besides the sizes)}"""
 
 
 def write_model(kind: str, layers: int, folder: Path, **sizes: int) -> Path:
-    """Width 64, vectors (norms, biases) off their first values by 0.1; sizes: of the config, in place of those here."""
+    """Write a model of width 64 with vectors (norms, biases) perturbed by 0.1; sizes: override the config's."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)

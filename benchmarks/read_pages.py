@@ -1,14 +1,14 @@
-"""The dual system with and without reading pages (MARS, table 6): pages read, System 1's calls, how many run side by side.
+"""The dual system with and without reading pages (MARS, table 6): pages read, and System 1's calls, in total and in parallel.
 
     python benchmarks/read_pages.py [--json FILE] [--problems 100]
 
-A world of linked facts as a site of this machine: an HTML page for each entity, longer than what System 1 may read, its facts
-scattered over the first half; and a search that answers as SerpApi does, with the first 160 characters of a page as its snippet.
-The same questions are asked with snippets alone and with `tools.search.read_pages`, by the real tools, packing and scheduler.
+A world of linked facts is a local web site: an HTML page for each entity, longer than System 1's input limit, its facts scattered
+over the first half; and a search like SerpApi's, with the first 160 characters of a page as its snippet. The same questions are
+asked with snippets alone and with `tools.search.read_pages`, through the real tools, packing and scheduler.
 
-Both systems are scripts that know nothing but what they are shown: System 1 writes down the fact that the call's purpose names,
-if its bin has it, and System 2 follows the question from fact to fact and gives up where one was not found. So `right` says what
-can be answered from what was read, and nothing about a model. A token is a byte.
+Both systems are scripts that use only their input: System 1 writes down the fact that the call's purpose names, if its bin has
+it, and System 2 follows the question from fact to fact and gives up at a missing one. So `right` is the share of questions that
+the retrieved texts can answer, and says nothing about a model. A token is a byte.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def system_2(text: str) -> str:
 
 
 def play(task: QaTask, address: str, num_problems: int, *, read_pages: bool) -> Arm:
-    """The same questions in one of the two ways."""
+    """Play the questions in one of the two ways."""
     environ[KEY] = "none"
     limits = {"timeout_s": 300.0, "max_output_chars": 1_000_000}
     search = {"kind": "serpapi", "base_url": address, "api_key_env": KEY, "read_pages": read_pages, **limits}

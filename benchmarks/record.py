@@ -1,4 +1,4 @@
-"""The device and its state, the versions and the commit that stand beside every number.
+"""The device and its state, versions and commit, which are stored with every number.
 
 python benchmarks/record.py [--device cuda|cpu] [--json FILE]
 """
@@ -27,10 +27,10 @@ LIBRARIES = (
 
 @dataclass(frozen=True)
 class Surroundings:
-    """clocks: as the driver or the kernel tells them, at the moment of asking. load: of the machine, 1 minute.
-    instructions: which PyTorch's own CPU kernels are compiled for, and those for bfloat16 products where the CPU has them.
+    """clocks: current, from the driver or the kernel. load: of the machine, 1 minute.
+    instructions: those that PyTorch's CPU kernels are compiled for, and those for bfloat16 products if available.
 
-    memory_bytes: that a GPU's memory moves a second at its full clock, as PyTorch tells clock and width; None: unknown.
+    memory_bytes: GPU memory bandwidth, bytes/s, from the clock and width that PyTorch reports; None: unknown.
     """
 
     device: str
@@ -44,7 +44,7 @@ class Surroundings:
 
 
 def surroundings(device: str) -> Surroundings:
-    """The surroundings of this process, now."""
+    """The current surroundings of this process."""
     is_cuda = device == "cuda"
     return Surroundings(
         device=torch.cuda.get_device_name() if is_cuda else device_name(),

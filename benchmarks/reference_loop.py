@@ -1,7 +1,7 @@
 """The plain loop we measure against: a Hugging Face model, padded micro-batches, full logits, autograd, AdamW.
 
-It is what a careful researcher writes first, and it computes the same update as ours: token-level policy gradient at
-ratio 1 (one update a step), divided by the number of sampled tokens of the whole batch, gradient norm clipped to 1.
+A careful researcher's first version, with the same update as ours: token-level policy gradient at ratio 1 (one update a step),
+divided by the number of sampled tokens of the whole batch, gradient norm clipped to 1.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class ReferenceLoop:
 def fastest_experts(model_dir: str, sequences: Sequence[TrainSequence]) -> tuple[str, dict[str, float]]:
     """The quickest of transformers' experts implementations on this machine, and the seconds of a step on 8 sequences.
 
-    Those that need four times the best on one short sequence are out: batched_mm copies an expert for every token, 17 GB
-    on the eight.
+    Those that take four times the best on one short sequence are excluded: batched_mm copies an expert for every token, 17 GB
+    for the eight.
     """
     short = sorted(sequences, key=lambda s: s.num_tokens)[:1]
     first = {name: _step_seconds(model_dir, name, short) for name in ("eager", "batched_mm", "grouped_mm")}

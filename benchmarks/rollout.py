@@ -4,10 +4,10 @@
     python benchmarks/rollout.py --overlap 1 [...]       # four stages, decoded without waiting for them to be taken
     python benchmarks/rollout.py --engines 2 [...]       # two engines of one thread each over one such engine
 
-Ours is one stage of the scheduler: prompts rendered, requests sent to a vLLM actor, log-probs brought back, texts
-decoded, parsed and judged. Bare is vllm.LLM.generate in a process of its own with as many threads, told beforehand how
-long every completion is (max_tokens = ours, ignore_eos), without log-probs or seeds. Both have a process of their own and
-take turns; `ratio:` is the median of the turns' ratios.
+Ours is one stage of the scheduler: prompts rendered, requests sent to a vLLM actor, log-probs returned, texts decoded, parsed and
+judged. Bare is vllm.LLM.generate with as many threads, given every completion's length in advance (max_tokens = ours,
+ignore_eos), without log-probs or seeds. Each runs in its own process, and they alternate; `ratio:` is the median of the turns'
+ratios.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: in
 def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int) -> None:
     """Child: a seed a line in; {"tokens", "seconds", "work": [[prompt ids, length], ...]} of its stages a line out.
 
-    One stage, or the first four of rollout.overlap. tokens: all that was decoded; work: what was finished of it.
+    One stage, or the first four of rollout.overlap. tokens: all decoded ones; work: the finished completions.
     """
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # Ray and vLLM print to stdout
     os.dup2(2, 1)
@@ -82,7 +82,7 @@ def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int
             start = time.perf_counter()
             batches = [scheduler.next_batch({"main": 0}) for _ in range(4 if overlap else 1)]
             scheduler.close()
-            pool.drain()  # what was begun of a fifth stage counts as far as it got
+            pool.drain()  # partial completions of a fifth stage count too
             seconds = time.perf_counter() - start
             tokens = sum(pool.num_decoded()) - before
             samples = [s for batch in batches for group in batch.groups for s in group.samples]
@@ -99,7 +99,7 @@ def checked_config(problems: int, *settings: str) -> Checked:
 
 
 class Child:
-    """One side, this script in a process of its own: it says a word when it is ready, then answers each line with one."""
+    """One side, this script in a separate process: it reports when ready, then answers each line with one."""
 
     def __init__(self, *arguments: object) -> None:
         command = [sys.executable, str(Path(sys.argv[0]).resolve()), *map(str, arguments)]
@@ -131,7 +131,7 @@ class Child:
         return line
 
     def close(self) -> None:
-        """It ends when there are no more lines, and takes its engines with it."""
+        """End the input, upon which it exits with its engines."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -150,7 +150,7 @@ def closed(*children: Child) -> Iterator[tuple[Child, ...]]:
             child.close()
 
 
-Turn = tuple[dict[str, Any], dict[str, Any]]  # what each side decoded in what time; the first is a warm-up
+Turn = tuple[dict[str, Any], dict[str, Any]]  # tokens and seconds of each side; the first is a warm-up
 
 
 def over_bare(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:

@@ -17,7 +17,7 @@ class Roofline:
     copy_bytes: float
 
     def floor_s(self, flops: float, num_bytes: float) -> float:
-        """No program needs less time for this many FLOPs and bytes."""
+        """Lower bound of the time for this many FLOPs and bytes."""
         return max(flops / self.gemm_flops, num_bytes / self.copy_bytes)
 
 
@@ -25,7 +25,7 @@ _best: dict[tuple[str, str], Roofline] = {}
 
 
 def measure(device: str, dtype: str) -> Roofline:
-    """The best of this call and those before it in this process: a busy neighbour lowers a rate, nothing raises it.
+    """The best rates of all calls in this process: other load can only lower a rate.
 
     bfloat16 on a CPU: the faster of the bfloat16 and the float32 product (few CPUs have bfloat16 arithmetic).
     """

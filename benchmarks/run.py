@@ -1,4 +1,4 @@
-"""Every kernel beside what a user would take else: time, share of the roofline, peak memory, error.
+"""Every kernel beside its alternatives: time, share of the roofline, peak memory, error.
 
     python benchmarks/run.py [case ...] [--all] [--device cpu|cuda] [--json FILE] [--base REV] [--quick] [--profile]
 
@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # before torch reads them
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # large variants in turn fragment else
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # set before torch reads them
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # else large variants fragment it
 
 import base_revision
 import memory
@@ -46,9 +46,9 @@ HEADLINE_PEER = "torch eager, unmasked rows only"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. errors: per result, relative to the largest exact value; is_right: none beyond the rule.
+    """One line of a table. errors: per result, relative to the largest exact value; is_right: all within tolerance.
 
-    floor_share: roofline time / median. extra_bytes: None where unknown, memory_note then says why.
+    floor_share: roofline time / median. extra_bytes: None if unknown, with the reason in memory_note.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A case at one shape; skipped: {variant: why}. failure: why nothing was measured.
+    """A case at one shape; skipped: {variant: reason}. failure: reason why nothing was measured.
 
     kernels: under --profile (milliseconds and launches a call of ours, name), the longest first.
     """
@@ -90,8 +90,8 @@ class Table:
 def measure(
     case: Case, shape: Shape, rounds: int, budget_s: float, has_memory: bool, only: str | None, without: list[str]
 ) -> Table:
-    """Judge ours, then everybody; then time; then memory. only, without: variants by name, as on the command line."""
-    torch.compiler.reset()  # a function is compiled for eight shapes, and for those beyond it runs as it stands
+    """Judge ours, then all variants; then measure time, then memory. only, without: variants by name, as on the command line."""
+    torch.compiler.reset()  # torch compiles a function for at most eight shapes, and runs it uncompiled for others
     roof = roofline.measure(shape.device, shape.dtype)
     bench = case.build(shape)
     table = Table(
@@ -110,7 +110,7 @@ def measure(
             continue
         try:
             results = variant()
-        except Exception as error:  # a peer that fails is listed with its reason; ours may not fail
+        except Exception as error:  # a failing peer is listed with the reason; ours must not fail
             if variant.name == case.ours:
                 raise
             skipped[variant.name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
@@ -153,7 +153,7 @@ def measure(
 
 
 def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str, float], str | None]:
-    """({result: largest error / largest exact value}, what assert_accurate says against it)."""
+    """({result: largest error / largest exact value}, assert_accurate's objections)."""
     errors, complaint = {}, None
     for what, found in results.items():
         exact = judgement.exact[what]
@@ -167,7 +167,7 @@ def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str
 
 
 def _memory(case: Case, shape: Shape, bench: Bench, variants: list[Variant]) -> tuple[dict[str, int], str]:
-    """({variant: peak beyond inputs, dX and dW}, why some are missing)."""
+    """({variant: peak beyond inputs, dX and dW}, reason for missing ones)."""
     note = "the variant failed in the process that measures memory"
     if shape.device == "cpu":
         found = memory.of_variants_on_cpu(case.name, shape, [variant.name for variant in variants])
@@ -219,7 +219,7 @@ def text(table: Table) -> str:
 
 
 def headline(tables: list[Table]) -> float | None:
-    """Torch eager on the unmasked rows only / ours, at the shape that is agreed; None where it was not measured."""
+    """Time of torch eager on the unmasked rows only / ours, at the agreed shape; None if not measured."""
     for table in tables:
         shape = table.shape
         if (table.case, shape.dtype, shape.vocab, shape.mask_share) == HEADLINE and table.rows:
@@ -229,9 +229,9 @@ def headline(tables: list[Table]) -> float | None:
 
 
 def chosen(case: Case, shapes: list[Shape], texts: list[str], has_all: bool) -> list[Shape]:
-    """The shapes to measure, the headline's first. texts: of --shape, all of which a shape's title must hold.
+    """The shapes to measure, the headline's first. texts: of --shape, all of which must occur in a shape's title.
 
-    Where the headline is among the case's shapes it is measured alone, unless has_all or texts ask for others.
+    If the headline is one of the case's shapes, only it is measured, unless has_all or texts ask for others.
     """
     leading = [shape for shape in shapes if (case.name, shape.dtype, shape.vocab, shape.mask_share) == HEADLINE]
     if leading and not has_all and not texts:
@@ -285,7 +285,7 @@ def main() -> int:
             _free(words.device)
             print(f"\n{text(table)}", flush=True)
             tables.append(table)
-            if words.json:  # after every table: a run that is cut off keeps what it has
+            if words.json:  # after every table, so that an interrupted run keeps its results
                 record = {"surroundings": dataclasses.asdict(where), "tables": [dataclasses.asdict(t) for t in tables]}
                 words.json.write_text(json.dumps(record, indent=1) + "\n")
             if shape is not shapes[-1] and (early := headline([table])) is not None:

@@ -1,12 +1,12 @@
-"""Work of rank 0 alone for a step of 9,216 samples of up to 64k tokens, by part: seconds of CPU, memory and bytes.
+"""Rank 0's own work for a step of 9,216 samples of up to 64k tokens, by part: CPU seconds, memory and bytes.
 
     python benchmarks/scale.py [--json FILE] [--problems 128] [--shorten 1] [--growth 16 32 64 128 256 512]
 
 The player (stage by stage, and event by event), pool, team, credit, mini-batches, packing plan and encoding are the project's
-own, on the settings of configs/qwen3_30b_a3b.yaml; 40 engines cost nothing: random tokens of a vocabulary of Qwen's size
-(tokenizers' byte-level BPE, pieces of 2 to 8 letters), log-normal lengths of the simulation (mean 13k), an answer or a verdict at
-the end. Short stages fill the pipeline first, then the samples of one step are played from their first token to their last, in
-4 segments, and go through all that makes a step of them. Each measurement has a process of its own.
+own, with the settings of configs/qwen3_30b_a3b.yaml; 40 engines without cost return random tokens of a vocabulary of Qwen's size
+(tokenizers' byte-level BPE, pieces of 2 to 8 letters), with the simulation's log-normal lengths (mean 13k) and an answer or a
+verdict at the end. Short stages fill the pipeline first; then the samples of one step are played from first to last token, in 4
+segments, and become a training step. Each measurement runs in a separate process.
 
     --shorten N     completions are 1/N as long
     --growth ...    problems a step, each 72 samples at most, 1/16 as long: how the seconds grow with the number of samples
@@ -58,7 +58,7 @@ from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.runs.directory import RunDirectory
 
 CONFIG, GPUS, GPU = "configs/qwen3_30b_a3b.yaml", 64, "h100-80g"
-SHARE = 0.05  # of the planner's step that rank 0 may take alone
+SHARE = 0.05  # share of the planner's step that rank 0's own work may take
 SIGMA = 1.369  # of lengths: the simulation's fit
 FILLING = 4  # stages until every agent of the first problems has been asked
 GROWTH_SHORTEN = 16
@@ -66,7 +66,7 @@ GROWTH_SHORTEN = 16
 
 @dataclass
 class Parts:
-    """Seconds of CPU by part, all threads of the process; a part inside of another interrupts it."""
+    """CPU seconds by part, all threads of the process; a nested part interrupts the outer one."""
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: Counter[str] = field(default_factory=Counter)
@@ -100,8 +100,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Scale:
-    """One measurement. seconds: of CPU, by part; calls: how often each was begun; bytes: by part; peak_gib: of the process, at
-    most."""
+    """One measurement. seconds: of CPU, by part; calls: number by part; bytes: by part; peak_gib: peak memory of the process."""
 
     scheduler: str
     problems: int
@@ -129,7 +128,7 @@ def judge(problem: Problem, answer: str) -> Future[Reward]:
 
 
 def measure(problems: int, shorten: int, overlap: int) -> Scale:
-    """One step of so many problems, from its first token to what is sent to every data rank."""
+    """One step of so many problems, from its first token to the data for every rank."""
     config = read_config(CONFIG, [f"rollout.prompts_per_step={problems}", f"rollout.overlap={overlap}"])[0]
     parts, sent = Parts(), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +159,7 @@ def measure(problems: int, shorten: int, overlap: int) -> Scale:
     )
 
 
-PLAYED = ("books and pool", "prompts", "texts")  # they grow with what is played, the picks that follow among it
+PLAYED = ("books and pool", "prompts", "texts")  # they grow with the number of samples, picks included
 PARTS_OF_RENDERER = {"render": "prompts", "decode_all": "texts"}
 
 
@@ -168,7 +167,7 @@ def played(
     config: RunConfig, renderer: ChatRenderer, engines: CostlessEngines, parts: Parts, sent: Counter[str]
 ) -> list[Group]:
     """The groups of one step's samples."""
-    rollout = config.rollout.model_copy(update={"max_unfinished": 1})  # nothing new until these have ended
+    rollout = config.rollout.model_copy(update={"max_unfinished": 1})  # no new ones until these have ended
     team = Team(
         config.agents,
         build_orchestration(config.orchestration, config.agents, "math", None, rollout),
@@ -211,7 +210,7 @@ def played(
 def trained(
     config: RunConfig, groups: Sequence[Group], parts: Parts, sent: Counter[str], directory: RunDirectory
 ) -> None:
-    """All that rank 0 does with a step's groups, but for its own part of the update."""
+    """All of rank 0's work on a step's groups except its own part of the update."""
     with parts.of("credit"):
         credited = credit(groups, config.credit, config.agents, success=config.mpt.success)
     average = Average(config.loss.aggregation, config.credit.denominator, config.rollout.max_response_tokens)

@@ -1,4 +1,4 @@
-"""A vLLM engine that can be made to compute wrongly, for benchmarks/probe.py."""
+"""A vLLM engine whose computation can be corrupted, for benchmarks/probe.py."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class SpoiledVllm(VllmEngine):
                     self._set(getattr(module, name), "forward", lambda x, *_: x)
 
     def _stale_cache(self) -> None:
-        """Not emptied; what the engine itself says of that is kept back, so that the probe is asked alone."""
+        """Keep the prefix cache; the engine's own error about that is suppressed, so that only the probe can detect it."""
         self._set(self, "_reset_prefix_cache", lambda: None)
         self._set(self, "_refuse_old_prefixes", self._keep_refusal)
 
@@ -88,6 +88,6 @@ class SpoiledVllm(VllmEngine):
             self._refusals.append(str(refusal))
 
     def take_refusals(self) -> list[str]:
-        """Errors that the engine would have stopped with since the last call."""
+        """Suppressed errors of the engine since the last call."""
         refusals, self._refusals = self._refusals, []
         return refusals

@@ -1,4 +1,4 @@
-"""Models and batch of benchmarks/train_step.py: one long-tailed batch, and the FLOPs that it takes."""
+"""Models and batch of benchmarks/train_step.py: one long-tailed batch, and its FLOPs."""
 
 from __future__ import annotations
 

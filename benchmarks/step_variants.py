@@ -1,8 +1,8 @@
 """The programs that benchmarks/train_step.py compares: ours, plain Megatron, the reference loop; one optimizer step each.
 
-Ours and Megatron take any parallel layout and are built of the same layers on the same packed micro-batches, so that what
-differs between them is the head: fused against logits with Megatron's vocabulary-parallel cross entropy. Megatron has no
-entropy without full logits twice, so DMMPT is measured against the reference alone.
+Ours and Megatron support any parallel layout and use the same layers on the same packed micro-batches, so they differ only in the
+head: fused, or logits with Megatron's vocabulary-parallel cross entropy. Megatron's entropy would need full logits twice, so
+DMMPT is compared only with the reference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VARIANTS = (OURS, MEGATRON, REFERENCE, SORTED)
 
 @dataclass(frozen=True)
 class Variant:
-    """step() trains once and returns the gradient norm; trained: the sequences that it runs forward."""
+    """step() trains once and returns the gradient norm; trained: the sequences in its forward pass."""
 
     step: Callable[[], float]
     close: Callable[[], None]
@@ -96,7 +96,7 @@ def _learner(
 
 
 def _take_megatrons_head(learner: Any) -> None:
-    """The same model, with logits and megatron's cross entropy where the fused head was."""
+    """Replace the learner's fused head by logits and megatron's cross entropy."""
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
     from marsrl.kernels import PolicyLoss

@@ -1,9 +1,9 @@
-"""The trainings behind docs/evidence.md: arms that differ in one choice, and what is read off each. evidence.py runs them.
+"""The trainings behind docs/evidence.md: arms that differ in one choice, and their metrics. evidence.py runs them.
 
 marsrl   MarsRL and UloRL (arXiv:2511.11373, 2507.19766) on configs/cpu_default.yaml
 drmas    Dr. MAS (arXiv:2602.08847) on configs/cpu_solver_verifier.yaml, whose agents' mean rewards differ on purpose
 mars     MARS (arXiv:2510.04935) on configs/cpu_dual_system.yaml
-foreign  MarsRL's Table 3: a trained team of marsrl's arm `whole` beside Solvers that it never met
+foreign  MarsRL's Table 3: a trained team of marsrl's arm `whole` with Solvers from elsewhere
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ THREE, FIVE = 3, 5
 
 @dataclass(frozen=True)
 class Arm:
-    """settings: on top of the study's preset. num_seeds: 5 where a claim of a paper rests on it."""
+    """settings: on top of the study's preset. num_seeds: 5 for arms that test a paper's claim."""
 
     settings: tuple[str, ...] = ()
     num_seeds: int = THREE
@@ -28,7 +28,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """arms: by name. evaluated: rows of the evaluation that are kept; agents: whose rewards are.
+    """arms: by name. evaluated: rows of the evaluation to keep; agents: those whose rewards to keep.
 
     counted: metrics whose means over the last quarter of the steps are kept.
     """
@@ -45,7 +45,7 @@ PICKS = ("random", "balanced", "paired", "adaptive")  # the preset's: Verifiers 
 NORMALISE = {"agent": FIVE, "trajectory": FIVE, "global": FIVE, "agent_mean": THREE, "agent_std": THREE}
 SOLVER_ALONE, CRITICS_ALONE = "credit.train_agents=solver", f"credit.train_agents=[{','.join(CRITICS)}]"
 TRAJECTORY = "rollout.pipeline=trajectory"
-STRONG = "warm_start.slip_solver=0.04"  # a Solver that begins right more often than not, as the papers' does
+STRONG = "warm_start.slip_solver=0.04"  # a Solver that is mostly right from the start, as the papers' is
 
 STUDIES = {
     "marsrl": Study(
@@ -97,8 +97,8 @@ STUDIES = {
 
 FOREIGN_SEEDS = FIVE
 FOREIGN = ("own team", "untrained", "trained", "untrained, another kind", "trained, another kind")
-"""Whom the Solver of a team comes from: itself; another seed's warm start; one of another shape, tutors and mistakes. Verifier
-and Corrector are this seed's, before its training (untrained) or after it."""
+"""Origin of a team's Solver: itself; another seed's warm start; one of another shape, tutors and mistakes. Verifier and Corrector
+are this seed's, before its training (untrained) or after it."""
 OTHER_KIND = (  # 107,456 parameters for 568,416; slips mostly at + and -, where this team's tutors mostly slip at *
     "policies.main.shape=tiny",
     "task_options={slip_add: 1.0, slip_subtract: 1.0, slip_multiply: 0.1}",
@@ -125,7 +125,7 @@ def shown(study: Study, run: Path) -> dict[str, float]:
 
 
 def trained(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
-    """Updates, steps that trained nothing, and tokens that were trained on, of all agents and of each."""
+    """Updates, steps that trained nothing, and trained tokens, in total and by agent."""
     updates = [sum(_of(row, "actor/updates")) for row in rows]
     found = {"updates": float(sum(updates)), "empty_steps": float(sum(not each for each in updates))}
     tokens = {agent: sum(sum(_of(row, f"actor/{agent}/tokens")) for row in rows) for agent in agents}
@@ -133,7 +133,7 @@ def trained(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
 
 
 def gradients(rows: Sequence[Any]) -> dict[str, float]:
-    """Largest norm, 99th percentile and spikes of a training; the norm of several policies' gradients is that of one vector."""
+    """Largest norm, 99th percentile and spikes of a training; several policies' gradients count as one vector."""
     norms = [math.hypot(*_of(row, "actor/grad_norm")) for row in rows]
     spikes = sum(sum(_of(row, "actor/grad_spikes")) for row in rows)
     p99 = statistics.quantiles(norms, n=100, method="inclusive")[98]
@@ -167,7 +167,7 @@ def quarters(name: str, values: Sequence[float | None]) -> dict[str, float]:
 
 
 def last_counts(rows: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
-    """Means of these metrics over the last quarter of the steps; 0 where one is not there, as of a tool that is not set."""
+    """Means of these metrics over the last quarter of the steps; 0 for missing ones, such as those of an unset tool."""
     last = rows[-max(1, len(rows) // 4) :]
     return {name.removeprefix("team/"): statistics.fmean(row.get(name) or 0.0 for row in last) for name in names}
 

@@ -11,7 +11,7 @@ import torch
 from case import Variant
 from torch.profiler import ProfilerActivity, profile
 
-SHORT_S = 0.01  # on the CPU a call is repeated until it took so long: one of 50 us alone is as much noise as call
+SHORT_S = 0.01  # on the CPU a call is repeated for at least this time: a single one of 50 us is mostly noise
 FLUSH_BYTES = 256 * 2**20  # more than any L2 cache of today's GPUs (50 MB on H100, 126 MB on B200)
 
 
@@ -32,7 +32,7 @@ class Times:
 
 
 class Clock:
-    """Times one call of a variant; on the CPU the mean of as many as take SHORT_S, whose caches are warm."""
+    """Times one call of a variant; on the CPU the mean over SHORT_S seconds of calls, with warm caches."""
 
     def __init__(self, device: str):
         self.is_cuda = device == "cuda"
@@ -61,9 +61,9 @@ class Clock:
 def interleave(
     variants: Sequence[Variant], clock: Clock, rounds: int, budget_s: float
 ) -> tuple[dict[str, Times], dict[str, str]]:
-    """(times by name, why a variant was given up): each variant once a round, in rotating order.
+    """(times by name, reasons for abandoned variants): each variant once a round, in rotating order.
 
-    A drift of clocks or a noisy neighbour then meets all variants alike, and their ratio survives it. After budget_s of
+    Clock drift or other load then affects all variants alike, and cancels in their ratio. After budget_s of
     wall time no new round starts once three are done. The first round is a warm-up.
     """
     seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
@@ -90,7 +90,7 @@ def interleave(
 def top_kernels(
     run: Callable[[], object], *, is_cuda: bool, calls: int = 3, most: int = 15
 ) -> tuple[tuple[float, float, str], ...]:
-    """(milliseconds and launches a call, name) of the kernels, on a CPU of PyTorch's operators, that it spends its time in."""
+    """(milliseconds and launches a call, name) of the most expensive kernels, or of PyTorch's operators on a CPU."""
     run()  # compiles
     with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as seen:
         for _ in range(calls):

@@ -103,7 +103,7 @@ class CpuMemory:
 
 
 class GpuMemory:
-    """Peak of torch's allocator since now, minus what it holds now."""
+    """Peak of torch's allocator since this object was made, minus the bytes it held then."""
 
     def __init__(self) -> None:
         import torch

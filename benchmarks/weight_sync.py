@@ -54,7 +54,7 @@ class Row:
 
 
 def write_model(folder: Path, mib: int) -> int:
-    """A random Qwen3-MoE of about so many MiB in bfloat16; returns the size of its vocabulary."""
+    """Write a random Qwen3-MoE of about so many MiB in bfloat16; returns the size of its vocabulary."""
     from marsrl.trainer.models.init_model import InitShape, init_model
 
     vocab_size, hidden, experts, width = 4096, 512, 32, 256

@@ -23,10 +23,9 @@ PAGE = Path(__file__).with_name("papers.md")
 DATA = Path(__file__).with_name("papers.yaml")
 HEADING = "## Numbers\n"
 BEGINNING = """\
-For each paper, the numbers that its preset has too, by where they are stated; then those that differ, and why.
-`python docs/papers.py` writes these tables from `docs/papers.yaml` and the presets; a test holds every preset to them.
-*Script*: the code published with the paper, where its text is silent. A dash: not stated, or not known to us. An empty cell:
-as above. Results: [evidence.md](evidence.md)."""
+For each paper, the numbers that its preset shares, by where they are stated; those that differ, and why; and those that we chose
+because neither text nor code states them, as far as we know. `python docs/papers.py` writes this from `docs/papers.yaml` and the
+presets. *Script*: the code published with the paper. An empty cell: as above. Results: [evidence.md](evidence.md)."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def value_of(config: RunConfig, key: str) -> Any:
     return values[0]
 
 
-def shown(value: Any, none: str = "none") -> str:
+def shown(value: Any) -> str:
     """The value as it stands in a cell."""
     if isinstance(value, dict | list):
         return "`" + yaml.safe_dump(value, default_flow_style=True).strip() + "`"
@@ -95,7 +94,7 @@ def shown(value: Any, none: str = "none") -> str:
         return str(value).lower()
     if isinstance(value, int):
         return f"{value:,}"
-    return none if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -118,12 +117,20 @@ def numbers() -> str:
             if not row.why:
                 same.setdefault(row.where, []).append(f"`{row.key}` {shown(row.value)}")
         parts.append(table(("where", "the same"), ((where, "; ".join(found)) for where, found in same.items())))
-        others = sorted((row for row in paper.rows if row.why), key=lambda row: row.where)
-        differing = (
-            (row.where, row.quantity, shown(row.value, "–"), f"`{row.key}`", shown(value_of(config, row.key)), row.why)
-            for row in others
+        differing = sorted((row for row in paper.rows if row.why and row.value is not None), key=lambda row: row.where)
+        cells = (
+            (row.where, row.quantity, shown(row.value), f"`{row.key}`", shown(value_of(config, row.key)), row.why)
+            for row in differing
         )
-        parts.append(table(("where", "what", "paper", "key", "ours", "why"), differing))
+        parts.append(table(("where", "what", "paper", "key", "ours", "why"), cells))
+        chosen: dict[str, list[str]] = {}
+        for row in paper.rows:
+            if row.why and row.value is None:
+                chosen.setdefault(row.why, []).append(f"`{row.key}` {shown(value_of(config, row.key))}")
+        if chosen:
+            parts.append(
+                "Not stated: " + "; ".join(f"{', '.join(found)} ({why})" for why, found in chosen.items()) + "."
+            )
         if paper.others:
             configs = [config, *(paper.config(other) for other in paper.others)]
             rows = (

@@ -1,6 +1,6 @@
-"""Checks of what callers hand to an op: each names the argument, what was found and what was expected.
+"""Checks of an op's arguments: each error names the argument, what was found and what was expected.
 
-Only shapes, dtypes and devices are looked at: they are known to the host. Values on a device are never read.
+They look only at shapes, dtypes and devices, which the host knows, and never read values on a device.
 """
 
 import torch
@@ -49,7 +49,7 @@ def check_cu_seqlens(
 
 
 def check_range(op: str, name: str, values: Tensor, largest: int) -> None:
-    """Raise ValueError where an integer of a tensor on the CPU lies outside of 0..largest."""
+    """Raise ValueError if an integer of a tensor on the CPU lies outside of 0..largest."""
     if values.device.type != "cpu" or values.numel() == 0:
         return
     low, high = map(int, values.aminmax())
@@ -58,7 +58,7 @@ def check_range(op: str, name: str, values: Tensor, largest: int) -> None:
 
 
 def why_not_double(name: str, tensor: Tensor | None) -> str | None:
-    """The reason where kernels that compute in float32 would be given float64, else None; None: not given."""
+    """The reason against a float64 tensor for kernels that compute in float32, else None; tensor None: not given."""
     if tensor is None or tensor.dtype != torch.float64:
         return None
     return f"{name} is float64, the kernels compute in float32"
@@ -69,8 +69,8 @@ def _fits(found: torch.Size, shape: tuple[int | None, ...]) -> bool:
 
 
 def _rises(bounds: Tensor, end: int) -> bool:
-    """From 0 to end, in steps of 0 or more?"""
-    values = bounds.numpy()  # a quarter of the time that as many operations of PyTorch take on a few numbers
+    """True if the bounds run from 0 to end without decreasing."""
+    values = bounds.numpy()  # in Python: on a few numbers a quarter of the time of PyTorch operations
     return bool(values[0] == 0 and values[-1] == end and (values[1:] >= values[:-1]).all())
 
 
@@ -79,7 +79,7 @@ def _short(values: list[int]) -> str:
 
 
 def rows_dense(x: Tensor) -> Tensor:
-    """x [..., D] with its last dimension dense: itself where it is, whatever the strides of the others."""
+    """x [..., D] with a dense last dimension: x itself if it has one, whatever its other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -91,7 +91,7 @@ def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 def kept_first(mask: Tensor) -> tuple[Tensor, Tensor]:
     """([] int64 number of tokens in the mask, [T] int64 all tokens, those of the mask first); no wait for the device.
 
-    The others follow so that a chunk longer than the mask can be gathered before its true length is known.
+    The others follow, so that an upper bound of rows can be gathered before the true number is known.
     """
     before = mask.long().cumsum(0)
     number = mask.sum()

@@ -12,8 +12,8 @@ from marsrl.kernels.dispatch import Implementation, without_autocast
 
 
 def first_derivative_only(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a backward: under create_graph=True it refuses. Its result would count as a constant, and a penalty on a
-    gradient would have no gradient, without a word: torch's once_differentiable refuses only where what comes in has one.
+    """Decorator of a backward that raises under create_graph=True. Otherwise its result would be a constant, and a penalty on a
+    gradient would silently have no gradient: torch's once_differentiable raises only if the incoming gradient requires one.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,14 +39,14 @@ class Kernels(Protocol):
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        """Gradients of the leading arguments, one for each of needs; None where it is not needed."""
+        """Gradients of the leading arguments, one for each of needs; None if not needed."""
 
 
 class Recomputed:
-    """Kernels of a function that PyTorch can differentiate: the backward computes it again.
+    """Kernels of a function that PyTorch can differentiate: the backward recomputes it.
 
-    The products of the backward then run inside one node, where autocast is off; autograd would run them as nodes of
-    the caller's graph, in the caller's autocast.
+    The backward's products then run inside one node, with autocast off; plain autograd would run them as nodes of the
+    caller's graph, under the caller's autocast.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -72,10 +72,10 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The autograd node of an op, and what it keeps for the backward.
+    """The autograd node of an op, and what it saves for the backward.
 
-    num_tensors: the leading arguments that are tensors, or None. Those that require a gradient get one; all are saved.
-    num_outputs: the results of Kernels.forward that the caller sees. saves_outputs: the backward reads them as well.
+    num_tensors: number of leading arguments that are tensors or None; all are saved, and get a gradient if they require one.
+    num_outputs: number of results of Kernels.forward that the caller gets. saves_outputs: the backward reads them too.
     """
 
     op: str
@@ -115,7 +115,7 @@ class Gradient:
         why_not: Callable[..., str | None] = lambda *args: None,
         machine_lacks: Callable[[], str | None] = lambda: None,
     ) -> Implementation:
-        """An implementation by Kernels, which load returns where they are used."""
+        """An implementation by Kernels, which `load` returns on first use."""
 
         def run(*args: Any) -> Any:
             return self.node.apply(load(), *args)

@@ -1,7 +1,7 @@
-"""Chooses the implementation of an op that serves a call, with the reasons against the others.
+"""Chooses the implementation of an op for a call, with the reasons against the others.
 
-Each op registers its implementations in order of preference. `MARSRL_KERNELS=<name>` (say `cpu` or `reference`) forces
-one for every op: it is used or the call is refused with the reason, never replaced. An op that lacks it refuses too.
+Each op registers its implementations in order of preference. `MARSRL_KERNELS=<name>` (say `cpu` or `reference`) forces one
+for every op: it is used, or the call is refused with the reason; another is never substituted. An op without it refuses too.
 `MARSRL_KERNELS=<op>=<name>[,<op>=<name>...]` does so for these ops and leaves the choice to the others.
 """
 
@@ -22,8 +22,8 @@ _OPS: dict[str, "Op"] = {}
 class Implementation:
     """One way to compute an op.
 
-    run takes the op's arguments; why_not takes the same and returns None where run may be called with them, else the
-    reason. machine_lacks says the same about this machine, before any tensor is known. load: the Kernels of
+    run takes the op's arguments; why_not takes the same and returns None if run supports them, else the reason. machine_lacks
+    does the same for this machine, before any tensor is known. load: the Kernels of
     differentiable.py that run takes; None: PyTorch differentiates run, or the op has no gradient.
     """
 
@@ -35,7 +35,7 @@ class Implementation:
 
 
 def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
-    """function(...) with autocast off: an op's arithmetic is its own choice, whatever the caller's region asks of PyTorch."""
+    """function(...) with autocast off: an op chooses its own arithmetic, whatever the caller's autocast region."""
     if not torch._C._is_any_autocast_enabled():
         return function(*args)
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
@@ -43,23 +43,24 @@ def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def why_not_host(name: str, tensor: torch.Tensor) -> str | None:
-    """None where an implementation for the CPU can read the tensor, else the reason; name: of the argument."""
+    """None if a CPU implementation can read the tensor, else the reason; name: of the argument."""
     return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, this one reads host memory"
 
 
 def of_first(why_not: Callable[[str, torch.Tensor], str | None], name: str) -> Callable[..., str | None]:
-    """Implementation.why_not where the first argument, of that name, decides alone."""
+    """Implementation.why_not that depends only on the first argument, of this name."""
     return lambda first, *_: why_not(name, first)
 
 
 def late_function(module: str, name: str) -> Callable[..., Any]:
-    """The function of marsrl.kernels.<module>, imported when it first runs, and Triton with it."""
+    """The function of marsrl.kernels.<module>, imported at its first call, Triton included."""
     find = cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name))
     return lambda *args: find()(*args)
 
 
 def late_object(module: str, name: str) -> Callable[[], Any]:
-    """Makes an object of that class of marsrl.kernels.<module> when it is first asked for; always the same one."""
+    """A callable that creates the object of that class of marsrl.kernels.<module> at its first call, and then returns the same
+    one."""
     return cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name)())
 
 
@@ -76,14 +77,14 @@ class Op:
         _OPS[self.name] = self
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling():  # what calls this is traced; nobody else pays for the way around the tracer
+        if torch.compiler.is_compiling():  # the caller is being traced; others do not pay for the way around the tracer
             return self._run_untraced(*args)
         return self._run(*args)
 
     def _run(self, *args: Any) -> Any:
         return without_autocast(self.choose(*args).run, *args)
 
-    # Dynamo would look into ctypes calls and launches that it cannot see through. torch.compiler.disable does the same
+    # Dynamo would trace into ctypes calls and launches, which it cannot. torch.compiler.disable does the same
     # and imports torch._dynamo at once.
     _run_untraced = torch._disable_dynamo(_run)
 
@@ -91,8 +92,9 @@ class Op:
         """The implementation that serves these arguments.
 
         Raises:
-            ValueError: MARSRL_KERNELS names an implementation that no op has, or an op that there is not.
-            RuntimeError: the one asked for is not among this op's or cannot serve, or none can; with the reasons.
+            ValueError: MARSRL_KERNELS names an unknown implementation or op.
+            RuntimeError: the forced implementation is not one of this op's or cannot serve the call, or none can; with the
+                reasons.
         """
         forced = forced_name(self.name)
         if forced is not None:
@@ -115,7 +117,7 @@ class Op:
         raise RuntimeError(f"no implementation of {self.name} can serve this call; " + "; ".join(reasons))
 
     def explain(self, why_not: Callable[[Implementation], str | None]) -> "Explanation":
-        """The implementation that would be used, and for the others why not; why_not: of one, as far as is known."""
+        """The implementation that would be used, and the reasons against the others; why_not: the known reason against one."""
         forced = forced_name(self.name)
         chosen: str | None = None
         reasons: dict[str, str] = {}
@@ -133,8 +135,8 @@ class Op:
 
 
 def forced_name(op: str) -> str | None:
-    """The implementation that MARSRL_KERNELS asks for in this op; None where it asks for none. Unknown: an error."""
-    if ENVIRONMENT not in os.environ:  # twice as fast as `get`, which raises and catches inside
+    """The implementation that MARSRL_KERNELS forces for this op, or None. ValueError if unknown."""
+    if ENVIRONMENT not in os.environ:  # twice as fast as `get`, which raises and catches internally
         return None
     text = os.environ[ENVIRONMENT]
     if not text:
@@ -160,7 +162,7 @@ def _check_known(text: str, word: str, known: set[str]) -> None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Choice for one op, or for a kind of call of it, as `marsrl doctor` prints it."""
+    """The choice for one op, or for one kind of its calls, as `marsrl doctor` prints it."""
 
     op: str
     chosen: str | None  # None: the op cannot run here
@@ -168,5 +170,5 @@ class Explanation:
 
 
 def explain() -> list[Explanation]:
-    """For each op the implementation this machine would use, and for the others why not; tensors may add reasons."""
+    """For each op the implementation that this machine would use, and the reasons against the others; tensors may add reasons."""
     return [op.explain(lambda each: each.machine_lacks()) for _, op in sorted(_OPS.items())]

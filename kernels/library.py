@@ -1,4 +1,4 @@
-"""Loads the native library that setup.py built into kernels/_lib/, and says why it cannot be loaded."""
+"""Loads the native library that setup.py built into kernels/_lib/, or gives the reason why it cannot."""
 
 import ctypes
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ FOLDER = Path(__file__).parent / "_lib"
 
 
 class _pointer:
-    """An argument that C reads as an address: a tensor, for that of its data, or what ctypes takes for a void pointer."""
+    """An address argument of a C function: a tensor, for its data's address, or anything that ctypes accepts as a void
+    pointer."""
 
     @staticmethod
     def from_param(value: Any) -> Any:
@@ -112,13 +113,13 @@ def cpu_library() -> ctypes.CDLL:
 
 
 def why_no_cpu_library() -> str | None:
-    """None where the CPU library works, else the reason."""
+    """None if the CPU library works, else the reason."""
     library = _cpu()
     return library if isinstance(library, str) else None
 
 
 def why_not_float_or_bfloat16(name: str, tensor: Tensor) -> str | None:
-    """None where a function of the CPU library that knows these two dtypes can read the tensor, else the reason."""
+    """None if a function of the CPU library that knows these two dtypes can read the tensor, else the reason."""
     if (reason := why_not_host(name, tensor)) is not None or tensor.dtype in (torch.float32, torch.bfloat16):
         return reason
     return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, csrc/cpu reads float32 and bfloat16"

@@ -1,4 +1,4 @@
-"""mpt_gate: whose samples mask their well-mastered tokens."""
+"""mpt_gate: the samples whose well-mastered tokens are masked."""
 
 from typing import Any
 

@@ -1,11 +1,11 @@
-"""pack, kept_rows: what a forward pass over sequences laid end to end reads, and the rows of it that are trained.
+"""pack, kept_rows: inputs of a forward pass over concatenated sequences, and the rows of it that are trained.
 
 token   a0 a1 a2 | b0 b1 b2 b3 |            the prompts a0, b0 b1 were given, the rest was sampled
-target  a1 a2 -  | b1 b2 b3 -  |            a position predicts the token behind it, the last one of a sequence none
+target  a1 a2 -  | b1 b2 b3 -  |            a position predicts the next token, the last one of a sequence none
 mask     x  x    |     x  x    |            where that token was sampled
 row      0  1          4  5                 kept_rows(mask)
 
-Whole-array operations of PyTorch, on a device too: there the host waits for nothing.
+Whole-array operations of PyTorch, without synchronisation on a device.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Packed:
 
     token_ids int64. position_ids int64: from 0 in every sequence. targets int64: the next token of the sequence, 0 where
     there is none. mask bool: that token was sampled. logprobs, weights float32: of that token, 0 where the mask is off;
-    None where not given.
+    None if not given.
     """
 
     token_ids: Tensor
@@ -43,7 +43,7 @@ def pack(
     logprobs: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Packed:
-    """Flat arrays of tokens as the positions that predict them; the one place where the target shift is made.
+    """Flat arrays of tokens to positions that predict them; the only place with the target shift.
 
     Args:
         token_ids: [N] int, the tokens of all sequences end to end.
@@ -85,8 +85,8 @@ def pack(
 def kept_rows(mask: Tensor, *, num_kept: int | None = None) -> Tensor:
     """[K] int64: where mask [T] bool is set, ascending.
 
-    num_kept: K, where the host knows it. None: counted, for which the host waits where mask is on a device. On a device
-    it is taken at its word: spare rows are -1.
+    num_kept: K, if the host knows it. None: counted, which synchronises if mask is on a device. On a device a given K is not
+    checked: surplus rows are -1.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.

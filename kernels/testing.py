@@ -1,4 +1,4 @@
-"""For tests and benchmarks: how a kernel's result is judged."""
+"""For tests and benchmarks: judging a kernel's result."""
 
 import torch
 from torch import Tensor

@@ -90,7 +90,7 @@ def _kernels(op: Op, args: tuple[Any, ...]) -> Kernels:
 
 
 def _own(result: Tensor) -> Tensor:
-    """The result with memory of its own, laid out as the fake kernel says; copied only where it is a view."""
+    """The result in its own memory, laid out as the fake kernel says; copied only if it is a view."""
     is_whole = result.is_contiguous() and result.untyped_storage().nbytes() == result.nbytes
     return result if is_whole else result.clone(memory_format=torch.contiguous_format)
 

@@ -26,7 +26,7 @@ def _is_installed() -> bool:
 
 
 def machine_lacks_triton() -> str | None:
-    """None where this machine can run Triton kernels, else the reason; for Implementation.machine_lacks."""
+    """None if this machine can run Triton kernels, else the reason; for Implementation.machine_lacks."""
     if not _is_installed():
         return "triton is not installed"
     if not is_interpreted() and not torch.cuda.is_available():
@@ -35,7 +35,7 @@ def machine_lacks_triton() -> str | None:
 
 
 def why_not_triton(name: str, tensor: Tensor) -> str | None:
-    """None where Triton kernels can read this tensor, else the reason."""
+    """None if Triton kernels can read this tensor, else the reason."""
     if tensor.device.type == "cuda" or (tensor.device.type == "cpu" and is_interpreted()):
         return None
     return f"{name} is on {tensor.device}, Triton kernels read CUDA memory"

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-# Bounds of counts and sizes: far above what anybody has, far below what a typo of a few zeros asks for.
+# Bounds of counts and sizes: far above any real use, far below a typo that adds a few zeros.
 MOST = 1_000_000
 MOST_RANKS = 65_536  # processes, threads, GPUs
 MOST_TOKENS = 1 << 24  # of one sequence
@@ -47,7 +47,7 @@ def is_started_here(ray_address: str) -> bool:
 
 
 def problems_of(error: ValidationError, prefix: str = "", keys: Collection[str] = ()) -> str:
-    """The errors of options, key by key, in one line. keys: those that there are; the nearest to an unknown one is named."""
+    """All errors of the options in one line, key by key. keys: the valid ones; the nearest is suggested for an unknown key."""
 
     problems = []
     for each in error.errors():
@@ -60,7 +60,7 @@ def problems_of(error: ValidationError, prefix: str = "", keys: Collection[str] 
 
 
 def read_settings(kind: type[Read], values: Mapping[str, object], prefix: str = "", where: str = "") -> Read:
-    """The settings with these values; ValueError says in one line which keys are wrong. where: before that line."""
+    """The settings with these values; ValueError lists the wrong keys in one line, which begins with `where`."""
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
@@ -68,7 +68,7 @@ def read_settings(kind: type[Read], values: Mapping[str, object], prefix: str = 
 
 
 def http_url(key: str, value: str, expected: str, why: str) -> str:
-    """The URL of a server without a slash at its end, if it is one and holds no secret; why: what is wrong with those."""
+    """A server's URL without a trailing slash. ValueError: no http(s) URL, or one with a user, password or query (`why` not)."""
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # .port raises ValueError too
         raise ValueError(f"{key} is {value!r}; expected {expected} or https://...")
@@ -78,7 +78,7 @@ def http_url(key: str, value: str, expected: str, why: str) -> str:
 
 
 def variable_name(key: str, value: str) -> str:
-    """The name of an environment variable, if it is one; it is not shown where it is none: it may be the secret itself."""
+    """The name of an environment variable. ValueError if it is none, without showing it: it may be the secret itself."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
         raise ValueError(f"{key} is not the name of an environment variable; put the key into one, name it here")
     return value
@@ -222,7 +222,7 @@ class VllmOptions(Settings):
 
 
 class LocalOptions(Settings):
-    """Our own engine's (rollout.engine=local), which computes in the policy's dtype."""
+    """Our own engine (rollout.engine=local), which computes in the policy's dtype."""
 
     max_num_seqs: Count = Field(256, description="requests decoded at once by one engine")
 
@@ -423,5 +423,5 @@ class EvaluateConfig(Settings):
 
     @property
     def most_verdicts(self) -> int:
-        """Verifier calls in an episode, at most. The script verifies once and then up to ten times more."""
+        """Upper bound of Verifier calls in an episode. The script verifies once, then up to ten times more."""
         return self.max_iterations or (11 if self.compat == "marsrl" else 10)

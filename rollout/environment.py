@@ -1,4 +1,4 @@
-"""Environment variables for a while: those that libraries and processes which are started read."""
+"""Temporary environment variables, for libraries and child processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """These variables are in this process's environment in the body."""
+    """Set these environment variables for this process while the body runs."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

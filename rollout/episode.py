@@ -1,8 +1,8 @@
-"""An episode: a problem as a team plays it, told by what was asked and answered so far.
+"""An episode: one team's work on one problem, as the asks and answers so far.
 
-It has no other state: who is asked next, and which tools are called, follows from it alone (Orchestration.follow). So an
-episode goes on after kill -9, in segments and in a replay from the answers that are kept anyway, the order in which they
-come cannot matter, and a team is tested with a table of answers.
+It has no other state: the next asks and tool calls are a function of it alone (Orchestration.follow). So an episode resumes
+after kill -9, and in a replay, from the answers that are saved anyway; their order cannot matter; and a team can be tested
+with a table of answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Ask, Finish, Problem, Sample, ToolCall, ToolOutput
 
 Purpose = Literal["train", "evaluate", "collect"]
-"""train; evaluate: to the answer that counts, one sample an ask; collect: as train, for the fixed inputs of evaluations."""
+"""train; evaluate: one sample an ask, up to the answer that counts; collect: as train, to collect fixed inputs for
+evaluations."""
 
 
 @dataclass(slots=True)
@@ -27,11 +28,11 @@ class Episode:
         solver = episode.ask("solver", num_samples=8)           # episode.id is "000017"
         solver.id in episode.answers                            # 8 samples, "000017/solver:0" and on
 
-    id: of an episode, `000017`, or `000017.3` where a rollout instance has several; rollout_id: of the instance.
-    seed: of the run. asks: by id, in order. answers: the samples of each ask that is over, by index, without their tokens;
-    () where its prompt was too long or nothing of it has finished. calls: of tools, by id; outputs: of those that are over.
-    waiting: samples by uid, as far as they got, that paused for an answer or an output. error: why nothing more is asked,
-    where the team's own code failed.
+    id: of the episode, `000017`, or `000017.3` where a rollout instance has several; rollout_id: of the instance.
+    seed: of the run. asks: by id, in order. answers: the samples of each finished ask, by index, without their tokens;
+    () if its prompt was too long or none finished. calls: of tools, by id; outputs: of the finished calls.
+    waiting: unfinished samples, by uid, that paused for an answer or an output. error: why the episode ended, if the
+    team's own code failed.
     """
 
     id: str
@@ -46,18 +47,18 @@ class Episode:
     waiting: dict[str, Sample] = field(default_factory=dict)
     error: str = ""
 
-    # For an orchestration's `follow`.
+    # Used by an orchestration's `follow`.
 
     def ask(
         self, agent: str, *inputs: Sample, num_samples: int = 1, turn: int = 0, index: int = 0, group: str | None = None
     ) -> Ask:
-        """The call of an agent that shows it these samples.
+        """An ask of an agent, whose prompt shows these samples.
 
         Args:
-            turn: tells apart calls of one agent with the same last input.
-            index: tells apart those of one turn, for different prompts.
-            group: a name within the rollout instance of what the samples are compared with. Default: with each other, where
-                the instance is this one episode; else with all of this agent's, in every episode of it.
+            turn: distinguishes asks of one agent with the same last input.
+            index: distinguishes asks of one turn with different prompts.
+            group: name, within the rollout instance, of the group that the samples are compared in. Default: the ask's own
+                samples if the instance is this one episode, else all samples of this agent in the instance's episodes.
         """
         if not (isinstance(turn, int) and isinstance(index, int)):
             raise TypeError(
@@ -72,20 +73,20 @@ class Episode:
         return Ask(name, agent, tuple(sample.uid for sample in inputs), num_samples, of)
 
     def call(self, tool: str, by: Sample, index: int = 0, /, **arguments: object) -> ToolCall:
-        """The call of a tool for this sample, which has ended or waits.
+        """A tool call on behalf of this sample, which has ended or is waiting.
 
         Args:
-            index: tells apart calls of one tool that a sample waits for at once.
+            index: distinguishes calls of one tool that a sample waits for at the same time.
             arguments: plain JSON values, as the tool reads them.
         """
         return ToolCall(f"{by.uid}/{by.turn}/{tool}#{index}", tool, json.dumps(arguments, sort_keys=True))
 
     def output(self, call: ToolCall) -> ToolOutput | None:
-        """The tool's output; None as long as there is none."""
+        """The tool's output; None until it has come."""
         return self.outputs.get(call.id)
 
     def is_over(self, ask: Ask) -> bool:
-        """Has all of it been answered, or given up?"""
+        """True once every sample of the ask has finished or been given up."""
         return ask.id in self.answers
 
     def samples(self, ask: Ask) -> tuple[Sample, ...]:
@@ -93,11 +94,11 @@ class Episode:
         return self.answers.get(ask.id, ())
 
     def said(self, ask: Ask) -> Sample | None:
-        """The first of its samples. None where it has none, and will not or does not yet: nothing can follow from it."""
+        """The ask's first sample. None if it has none yet, or never will: nothing can follow from it."""
         return next((sample for sample in self.samples(ask) if sample.finish is not Finish.ERROR), None)
 
     def sample(self, uid: str) -> Sample:
-        """The sample of this uid, which has ended or waits; KeyError where it is none of the episode's."""
+        """The sample with this uid, which has ended or is waiting; KeyError if the episode has none."""
         if uid in self.waiting:
             return self.waiting[uid]
         ask_id, _, index = uid.rpartition(":")
@@ -111,13 +112,13 @@ class Episode:
         return tuple(self.sample(uid) for uid in ask.inputs)
 
     def rng(self, *name: object) -> random.Random:
-        """A generator of this name: the same whenever it is asked for, another in every rollout instance."""
+        """A random generator seeded by this name: the same at every call, different in every rollout instance."""
         return random.Random(derive_seed(self.seed, *name[:1], self.rollout_id, *name[1:]))
 
-    # For whoever plays it.
+    # Used by the player.
 
     def enter(self, asked: Iterable[Ask | ToolCall]) -> tuple[list[Ask], list[ToolCall]]:
-        """Enter the new ones and return them; ValueError where one with a known id differs from what was asked."""
+        """Add the new ones and return them; ValueError if one with a known id differs from the earlier one."""
         asks, calls = [], []
         for each in asked:
             known: Ask | ToolCall | None = self.asks.get(each.id) or self.calls.get(each.id)
@@ -132,13 +133,13 @@ class Episode:
         return asks, calls
 
     def close(self, ask: Ask, samples: Sequence[Sample]) -> None:
-        """The ask is over, with these samples."""
+        """End the ask with these samples."""
         self.answers[ask.id] = tuple(sample.without_tokens() for sample in sorted(samples, key=_index))
         for uid in [uid for uid in self.waiting if uid.rpartition(":")[0] == ask.id]:  # stragglers
             del self.waiting[uid]
 
     def wait(self, sample: Sample) -> None:
-        """The sample has paused; its text so far is kept."""
+        """Record that the sample has paused, with its text so far."""
         self.waiting[sample.uid] = replace(sample.without_tokens(), full_text=sample.text)
 
     @property
@@ -148,11 +149,11 @@ class Episode:
 
     @property
     def is_at_its_end(self) -> bool:
-        """Is nothing open: no ask, no call?"""
+        """True if no ask and no call is open."""
         return len(self.asks) == len(self.answers) and len(self.calls) == len(self.outputs)
 
     def before(self, ask: Ask) -> Episode:
-        """A copy as it was when the ask was open, without what came of it."""
+        """A copy from before the ask was answered, without its samples and all that followed from them."""
         copy = self.copy()
         for each in (copy.asks, copy.answers, copy.calls, copy.outputs):
             for name in [name for name in each if name == ask.id or name.startswith(f"{ask.id}:")]:
@@ -161,7 +162,7 @@ class Episode:
         return copy
 
     def copy(self) -> Episode:
-        """A copy that stays as it is while the original goes on; what it holds never changes."""
+        """A copy that is unaffected by later changes of the original; its elements are immutable."""
         return replace(
             self,
             asks=dict(self.asks),

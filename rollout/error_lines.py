@@ -1,4 +1,4 @@
-"""One line of an error, for a sentence that says what failed: 300 characters at most, the error's class where it says nothing."""
+"""One line of an error for use in a message: at most 300 characters; the error's class if it has no text."""
 
 from __future__ import annotations
 

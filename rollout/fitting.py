@@ -1,4 +1,4 @@
-"""Packs sizes into bins of one capacity, and shares a room among lengths that are too much for it."""
+"""Packing of sizes into bins of equal capacity, and truncation of lengths to a total."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Sizes into bins: the indices that each holds, the largest first, equal ones in their order; n sizes take n log n steps.
+    """Pack sizes into bins: the indices in each, largest first, ties in input order. O(n log n) for n sizes.
 
-    The largest that is left goes to the first bin with room for it: at most 11/9 of the fewest bins and 6/9 of one (Dosa, 2007).
+    The largest remaining size goes into the first bin with room for it: at most 11/9 of the optimum plus 6/9 bins (Dosa, 2007).
 
     Raises:
         ValueError: a size is negative, or larger than the capacity.
@@ -16,7 +16,9 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     if any(not 0 <= size <= capacity for size in sizes):
         raise ValueError(f"first fit: sizes from {min(sizes)} to {max(sizes)}, expected 0 to the capacity, {capacity}")
     num_leaves = 1 << max(0, len(sizes) - 1).bit_length()
-    room = [capacity] * (2 * num_leaves)  # a tree: of each node the most room of the bins below it, unopened ones too
+    room = [capacity] * (
+        2 * num_leaves
+    )  # a tree: each node has the largest room of the bins below it, unopened ones too
     bins: list[list[int]] = []
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         size, node = sizes[index], 1
@@ -37,7 +39,7 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 
 
 def even_shares(lengths: Sequence[int], room: int) -> list[int]:
-    """The part of each length that is kept, `room` in all: the longest are cut first, down to one length."""
+    """How much of each length is kept, `room` in total: the longest are cut first, to a common length."""
     kept = [0] * len(lengths)
     for place, index in enumerate(sorted(range(len(lengths)), key=lambda index: lengths[index])):
         kept[index] = min(lengths[index], room // (len(lengths) - place))

@@ -1,4 +1,4 @@
-"""Requests to a server that is not trusted: sizes bounded, times bounded, failures that may pass tried again."""
+"""Requests to an untrusted server: bounded in size and time, with retries of transient failures."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Answer = TypeVar("Answer")
 
 
 class Refused(Exception):
-    """The server's answer is of no use, and asking again would not help, or has not helped."""
+    """The server's answer is unusable, and retrying would not help or has not helped."""
 
 
 class _Again(Exception):
-    """The attempt failed in a way that may pass. wait_s: what the server asked for, if it did."""
+    """A transient failure of one attempt. wait_s: the delay that the server asked for, if any."""
 
     def __init__(self, reason: str, wait_s: float | None = None) -> None:
         super().__init__(reason)
@@ -36,7 +36,7 @@ class _Again(Exception):
 
 
 class HttpLine:
-    """A client of one address, whose requests can be cut off while they wait for the server, which closing it does not do."""
+    """A client of one address whose pending requests can be aborted, which closing an httpx client does not do."""
 
     def __init__(
         self,
@@ -55,11 +55,12 @@ class HttpLine:
         """Nothing is sent yet.
 
         Args:
-            section, timeout_key: of the settings, with a dot at its end; for messages.
-            timeout_s: one attempt, from connection to last byte, however slowly they drip.
+            section, timeout_key: of the settings, for messages; the section ends with a dot.
+            timeout_s: bounds one attempt, from connection to last byte.
             retries: further attempts after 408, 409, 429, 5xx, or a failed connection.
-            backoff_s: wait before the first of them; it doubles, up to 60 s.
-            secret: parameters of every address of `get`; not logged, and taken out of the server's words where these repeat one.
+            backoff_s: delay before the first retry; it doubles, up to 60 s.
+            secret: query parameters that `get` adds to every address; never logged, and removed from the server's text if it
+                repeats them.
         """
         self._url, self._section, self._timeout_key = url, section, timeout_key
         self._timeout_s, self._retries, self._backoff_s = timeout_s, retries, backoff_s
@@ -78,16 +79,16 @@ class HttpLine:
         )
 
     def post(self, body: bytes, read: Callable[[bytes], Answer], jitter: random.Random) -> Answer:
-        """The answer as `read` parses its bytes; from several threads at once.
+        """POST, and the answer as `read` parses its bytes. Thread-safe.
 
         Raises:
-            Refused: it is of no use (`read` raises it too), or there was none after all attempts, or the line was cut.
+            Refused: the answer is unusable (`read` raises it too), all attempts failed, or `cut` was called.
         """
         headers = {"Content-Type": "application/json"}
         return self._tried(read, jitter, method="POST", url=self._url, content=body, headers=headers)
 
     def get(self, query: Mapping[str, str], read: Callable[[bytes], Answer], jitter: random.Random) -> Answer:
-        """The same with parameters in the address."""
+        """As `post`, by GET with these query parameters."""
         url = f"{self._url}?{urlencode(query)}"
         # what is sent in place of the URL, which httpx logs
         target = f"{urlsplit(url).path}?{urlsplit(url).query}&{self._secret}"
@@ -112,14 +113,14 @@ class HttpLine:
         raise Refused(f"given up after {attempt + 1} attempts: {reason}")
 
     def cut(self) -> None:
-        """Requests under way fail at once, later ones too; may be called twice."""
+        """Make all requests fail at once, pending and later ones; may be called twice."""
         self._is_cut.set()
         for stream in list(self._streams):
             _shut(stream)
         self._client.close()
 
     def _trace(self, event: str, info: dict[str, Any]) -> None:
-        """Told by httpx what a request does; here: that a connection was made."""
+        """httpx's trace hook: records each new connection."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._streams.add(info["return_value"])
             if self._is_cut.is_set():
@@ -153,7 +154,7 @@ class HttpLine:
 
 
 def read_key(variable: str, setting: str) -> str:
-    """The secret that an environment variable holds; ValueError names the setting that names it, never the secret."""
+    """The secret in an environment variable; ValueError names the setting, never the secret."""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable():
         raise ValueError(
@@ -164,7 +165,7 @@ def read_key(variable: str, setting: str) -> str:
 
 
 def read_json(answer: bytes) -> object:
-    """The value of a JSON answer; Refused says that it is none."""
+    """The value of a JSON answer; Refused if it is not JSON."""
     try:
         value: object = json.loads(answer)
     except (ValueError, RecursionError) as error:
@@ -187,7 +188,7 @@ def _shut(stream: Any) -> None:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Seconds that a Retry-After header asks to wait; None where it names a date, or none can be read."""
+    """Delay in seconds of a Retry-After header; None if it is a date or unreadable."""
     with suppress(ValueError):
         seconds = float(retry_after or "")
         return seconds if 0 < seconds < math.inf else None

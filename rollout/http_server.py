@@ -1,4 +1,4 @@
-"""Servers of this product: they listen on a socket that is there, until Ctrl-C."""
+"""Run our ASGI servers on an open socket until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0: any that is free.
 
     Raises:
-        OSError: the address cannot be had; names it.
+        OSError: the address, which the message names, is not available.
     """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -25,14 +25,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(app: ASGIApp, listening: socket.socket, is_up: Callable[[], None]) -> None:
-    """Answer on a listening socket until Ctrl-C. is_up: called when answers are given."""
+    """Serve on a listening socket until Ctrl-C. is_up: called once the server answers."""
     config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
     with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
         _Server(config, is_up).run(sockets=[listening])
 
 
 class _Server(uvicorn.Server):
-    """Says that it is up when Ctrl-C is its own: one that comes earlier can leave it half begun for ever."""
+    """Reports that it is up only once it handles Ctrl-C: an earlier Ctrl-C could leave it hanging half started."""
 
     def __init__(self, config: uvicorn.Config, is_up: Callable[[], None]) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Libraries that a process imports when it starts and keeps until it ends, without looking them through for garbage."""
+"""Imports of large libraries without garbage collection."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _YOUNG = 10_000  # objects
 
 @contextmanager
 def imports_for_good() -> Iterator[None]:
-    """In the body, early in a process, large libraries are imported.
+    """Import large libraries in the body, early in a process.
 
-    torch with megatron-core makes half a million objects, vLLM twice as many. Python's collector passes over all of them
-    several times while they come, and again whenever somebody asks for a full collection, as megatron-core does with every
-    checkpoint. Here it is off meanwhile, and what is there at the end is never passed over again (gc.freeze); garbage among it
-    stays, so nothing that is to be given back belongs in the body. From then on it looks at young objects once there are
-    10,000 of them, not 700: a process that plays makes thousands a second, which live as long as their samples.
+    torch with megatron-core makes half a million objects, vLLM twice as many. Python's collector traverses all of them several
+    times during the import, and again in every full collection, such as megatron-core's at every checkpoint. So collection is
+    off in the body, and whatever exists at its end is exempt for good (gc.freeze). Garbage among it is never freed: create
+    nothing else in the body. Afterwards young objects are collected every 10,000 allocations instead of 700: a process that
+    plays allocates thousands a second, which live as long as their samples.
     """
     was_enabled = gc.isenabled()
     gc.disable()

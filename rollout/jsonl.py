@@ -1,4 +1,4 @@
-"""The rows of a jsonl file, which strangers may have written."""
+"""Rows of an untrusted jsonl file."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 MAX_LINE_BYTES = 64 << 20
-"""A longer line is none: a file without line ends would be read whole."""
+"""A longer line is rejected: otherwise a file without line ends would be read whole."""
 
 
 class BadLine(ValueError):
-    """A row that is not what its file is for; the message is the reason alone."""
+    """An invalid row; the message is the reason alone."""
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, Mapping[str, object] | BadLine]]:
-    """(line number from 1, row or why it is none); blank lines are left out."""
+    """(line number from 1, row or the reason why it is invalid); blank lines are skipped."""
     with file.open("rb") as lines:
         for number in itertools.count(1):
             line = lines.readline(MAX_LINE_BYTES + 1)
@@ -47,7 +47,7 @@ def _row(line: bytes) -> Mapping[str, object] | BadLine:
 
 
 def well_formed(text: str, what: str) -> str:
-    """The text, if it has a UTF-8 form: JSON can spell half a surrogate pair, which no tokenizer takes."""
+    """The text if UTF-8 can encode it: JSON can contain lone surrogates, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,9 +1,9 @@
 """The tokens that a truncating sampler kept at each place of a completion, as they travel with a sample.
 
-    ids     int32, of all places one after the other, ascending within a place
-    counts  [N] int32, how many are a place's; 0: nothing was left out there, or the policy did not choose the token
+    ids     int32, of all places in order, ascending within a place
+    counts  [N] int32, number of ids of each place; 0: no token was left out there, or the policy did not choose the token
 
-What is kept depends on the logits that sampled, so that nobody can find it again from the token ids. It takes 4 bytes an id.
+The set depends on the logits at sampling, so it cannot be recomputed from the token ids. An id takes 4 bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KeptTokens:
         return KeptTokens(np.concatenate([self.ids, other.ids]), np.concatenate([self.counts, other.counts]))
 
     def lacks(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Places whose own token [N] is not among those that were kept there."""
+        """[N] bool: the token was not among those kept at its place."""
         place = np.arange(len(self.counts)).repeat(self.counts)
         found = np.bincount(place[self.ids == token_ids[place]], minlength=len(self.counts))
         return np.flatnonzero((found == 0) & (self.counts > 0))

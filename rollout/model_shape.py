@@ -1,4 +1,4 @@
-"""The shape of a Hugging Face model directory: what config.json says, checked, in our words."""
+"""The shape of a Hugging Face model directory: config.json, checked, in our own terms."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 class _Family:
     """Differences between architectures, after transformers' modeling files.
 
-    biases_by: {key of config.json: fields of ModelShape that it switches}. fixed: {key: its default, the one supported value};
-    some are read by vLLM alone. sliding_window: default of that key; None: the architecture has none.
+    biases_by: {key of config.json: the fields of ModelShape that it switches}. fixed: {key: the only supported value, also
+    its default}; only vLLM reads some. sliding_window: the key's default; None: the architecture has none.
     """
 
     has_qkv_bias: bool = False
@@ -84,7 +84,7 @@ class ModelShape:
     rope_scaling: RopeScaling | None = None
 
     def settings(self) -> dict[str, float]:
-        """Settings that change the numbers but no tensor's name or shape: checksums do not tell them apart."""
+        """Settings that change results but no tensor's name or shape, so that checksums cannot detect them."""
         router = {"experts_per_token": self.experts_per_token, "normalises_top_k": self.normalises_top_k}
         scaling = asdict(self.rope_scaling) if self.rope_scaling else {}
         return {
@@ -97,11 +97,11 @@ class ModelShape:
 
 
 def read_shape(model_dir: str | Path, *, needs_weights: bool = True) -> ModelShape:
-    """The shape that model_dir/config.json describes; the weight files that it needs are there (needs_weights).
+    """The shape in model_dir/config.json. needs_weights: also check that all weight files exist.
 
     Raises:
-        ValueError: no directory, no config.json, no or missing weight files, an architecture or an option that is not
-            supported; with the name of the file or key, and what is supported.
+        ValueError: no directory, config.json or weight files, or an unsupported architecture or option; names the file
+            or key, and what is supported.
     """
     folder = Path(model_dir)
     if not folder.is_dir():
@@ -116,7 +116,7 @@ def read_shape(model_dir: str | Path, *, needs_weights: bool = True) -> ModelSha
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"model: {path} is not JSON: {error}") from error
-    shape = _shape(config, path)  # first: of an unsupported model it does not matter what else is missing
+    shape = _shape(config, path)  # first: for an unsupported model nothing else matters
     if needs_weights:
         weight_files(folder)
     return shape
@@ -126,7 +126,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model directory, all of which exist.
 
     Raises:
-        ValueError: there are none, or some that the index names are missing.
+        ValueError: there are none, or files in the index are missing.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -199,7 +199,7 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
 
 
 def _rope_scaling(rope: Mapping[str, Any], path: Path) -> RopeScaling | None:
-    """None for frequencies as they are."""
+    """Rope scaling; None for unscaled frequencies."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     _only(path, "rope type", kind, ("default", "llama3"))
     if kind == "default":

@@ -16,8 +16,8 @@ Own = TypeVar("Own")
 
 
 class _BesideUsersFiles:
-    """Finds modules beside the users' files that have been read: `from guess import Word`. Asked last, and never for a name of
-    our own folders, which other packages have too."""
+    """Finds modules beside the users' files that were imported: `from guess import Word`. Runs last, and never for the names
+    of our own folders, which other packages use too."""
 
     folders: ClassVar[list[str]] = []
 
@@ -29,15 +29,15 @@ class _BesideUsersFiles:
 
 
 def is_own(name: str) -> bool:
-    """Does a setting name a user's class, not one that ships?"""
+    """True if a setting names a user's class, not one that ships."""
     return ":" in name
 
 
 def own_class(key: str, name: str, base: type[Own]) -> type[Own]:
-    """The class that `key: FILE.py:CLASS` names; the same object whenever it is asked for.
+    """The class that `key: FILE.py:CLASS` names; the same object at every call.
 
     Raises:
-        ValueError: no such file or class, no subclass of `base`, or the file cannot be imported; it begins with the key.
+        ValueError: no such file or class, not a subclass of `base`, or the import fails; the message begins with the key.
     """
     place, class_name, kind = _named(key, name)
     if not (isinstance(kind, type) and issubclass(kind, base)):
@@ -54,7 +54,7 @@ def own_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def _named(key: str, name: str) -> tuple[str, str, object]:
-    """(file, name in it, what has that name there, or None)."""
+    """(file, name in it, the object of that name or None)."""
     place, _, inside = name.rpartition(":")
     path = Path(place)
     if not path.is_file():
@@ -63,7 +63,7 @@ def _named(key: str, name: str) -> tuple[str, str, object]:
 
 
 def _module(key: str, path: Path) -> ModuleType:
-    """The user's file as a module; read once, so that a class is the same whoever asks for it."""
+    """The user's file as a module; imported once, so that a class is the same object everywhere."""
     name = f"marsrl_own_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]

@@ -13,8 +13,8 @@ from marsrl.rollout.model_shape import ModelShape
 def rotary_frequencies(shape: ModelShape, device: torch.device) -> Tensor:
     """[D/2] float32, radians a position: theta^(-2i/D) for i = 0 .. D/2 - 1.
 
-    Of rope type llama3 by wavelength w = 2 pi / frequency, o being original_positions: w below o / high_freq_factor stays, above
-    o / low_freq_factor it grows by `factor`, and between them the frequency blends from one to the other, linear in o / w: as
+    Rope type llama3, by wavelength w = 2 pi / frequency with o = original_positions: w below o / high_freq_factor stays, w above
+    o / low_freq_factor is multiplied by `factor`, and between the two the frequency is interpolated linearly in o / w. Equal to
     transformers' modeling_rope_utils._compute_llama3_parameters, to the bit.
     """
     half = torch.arange(0, shape.head_size, 2, dtype=torch.float32, device=device) / shape.head_size

@@ -2,9 +2,9 @@
 
     [tokens, MoE layers, top_k], one byte an expert (two where a model has more than 255)
 
-They take layers x top_k bytes a token: 384 for Qwen3-30B-A3B, so 24 MiB for a completion of 65536 tokens; of those of a
-step, data ranks get their shares alone (trainer/data/scatter.py). A token that the model was never fed, as the last one of a
-completion, has no record.
+A token takes layers x top_k bytes: 384 for Qwen3-30B-A3B, so 24 MiB for a completion of 65536 tokens; each data rank gets only
+its own samples' records (trainer/data/scatter.py). A token that was never fed to the model, such as the last of a completion,
+has no record.
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.int16]:
 
 
 def not_recorded(dtype: npt.DTypeLike) -> int:
-    """The value in place of an expert where there is no record: the type's largest, which is no expert's number."""
+    """The placeholder for a missing record: the type's largest value, which is no expert's number."""
     return int(np.iinfo(np.dtype(dtype)).max)

@@ -6,6 +6,6 @@ import hashlib
 
 
 def derive_seed(run_seed: int, *path: object) -> int:
-    """A 63-bit seed for one purpose, from the run's seed and names alone: no generator is shared or advanced."""
+    """A 63-bit seed for one purpose, derived from the run's seed and names alone: no shared generator is advanced."""
     text = "\x1f".join([str(run_seed), *map(str, path)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,4 +1,4 @@
-"""Rollout state to and from bytes (msgpack; no pickle): what a checkpoint needs to go on as if nothing had happened."""
+"""Rollout state to and from bytes (msgpack; no pickle): what a checkpoint needs to resume exactly."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _hints = functools.cache(get_type_hints)  # of a class; reading them takes longe
 def encode(value: object) -> bytes:
     """Dataclasses as maps by field name, arrays as (dtype, shape, bytes); exact, floats included (NaN too).
 
-    Fields with init=False are left out: links to other parts, which whoever decodes the bytes makes anew.
+    Fields with init=False, links to other parts, are left out; the caller of `decode` restores them.
     """
     return msgpack.packb(_plain(value), use_bin_type=True)
 
 
 def decode(kind: type[State], data: bytes | memoryview) -> State:
-    """The value of type `kind` that `encode` was given.
+    """The value of type `kind` that was encoded.
 
     Raises:
         ValueError: the bytes are not a state of this type (another version of the program, or damage).

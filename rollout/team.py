@@ -1,4 +1,4 @@
-"""The team: its agents, how each is asked, which engines answer, and who judges."""
+"""The team: agents, prompts, engines and judge."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ class Prompt(NamedTuple):
 
 
 class WatchedJudge:
-    """The judge of answers: the task's, or a model in its place where it serves the episode's purpose.
+    """The judge of answers: the task's, or a model in its place if it serves the episode's purpose.
 
-    Tells on_call (number of answers, start, end; time.time()) of each time from an answer that it gets while it has none to
-    when it has none again, where on_call is set.
+    on_call, if set, gets each busy period, from the first pending answer until none is pending: (number of answers, start, end),
+    in seconds of time.time().
     """
 
     def __init__(self, judge: Judge, model: ModelJudge | None = None) -> None:
         self._judge, self.model = judge, model
         self.on_call: Callable[[int, float, float], None] | None = None
-        self._lock = threading.Lock()  # judgements end in threads of their own
+        self._lock = threading.Lock()  # judgements end in other threads
         self._num_open = self._num_asked = 0
         self._start = 0.0
 
     def __call__(self, answers: Sequence[tuple[Episode, str]]) -> list[Future[Reward]]:
-        """Begin the judgement of answers to their episodes' problems."""
+        """Begin to judge answers to their episodes' problems."""
         with self._lock:
             if not self._num_open:
                 self._start, self._num_asked = time.time(), 0
@@ -95,15 +95,15 @@ class WatchedJudge:
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Everything that is needed to have an agent answer and to judge what it said.
+    """Everything needed to get an agent's answers and to judge them.
 
-    renderers and pools are by policy name, of the policies that agents have; an agent's policy is agents[name].policy.
-    records_experts: policies whose engines record, for training, which experts each token went through.
-    max_turns: calls of agents, and of tools, in one episode. tools: that the orchestration may call.
-    max_kept: {agent whose truncated draws are trained: most tokens that its sampler keeps at a place}; which, is recorded.
+    renderers and pools: by policy name; an agent's policy is agents[name].policy.
+    records_experts: policies whose engines record, for training, the experts that each token went through.
+    max_turns: limit of agents' asks, and of tool calls, in one episode. tools: that the orchestration may call.
+    max_kept: {agent trained on truncated draws: most tokens that its sampler keeps at a place}; the engine records them.
 
-    Where the orchestration's own code fails, which may be a user's, its episode or sample ends there as an error, and the
-    others go on (rollout.max_error_share).
+    If the orchestration's code, which may be a user's, raises, that episode or sample ends as an error and the others go on
+    (rollout.max_error_share).
     """
 
     agents: Mapping[str, AgentConfig]
@@ -118,14 +118,14 @@ class Team:
 
     @property
     def gateway(self) -> Gateway | None:
-        """The way to programs that play episodes, where they do."""
+        """The gateway to programs that play episodes; None without such programs."""
         return self.tools if isinstance(self.tools, Gateway) else None
 
     def renderer(self, agent: str) -> ChatRenderer:
         return self.renderers[self.agents[agent].policy]
 
     def follow(self, episode: Episode) -> tuple[list[Ask], list[ToolCall]]:
-        """The asks and the calls of tools of an episode that are new, which are entered there."""
+        """The new asks and tool calls of an episode, after adding them to it."""
         if episode.error:
             return [], []
         try:
@@ -151,7 +151,7 @@ class Team:
         return not type(self.orchestration).__module__.startswith("marsrl.")
 
     def continuation(self, episode: Episode, sample: Sample) -> IntArray | None:
-        """[N] int32: what a waiting sample goes on with; None as long as it is not there."""
+        """[N] int32: the tokens that a waiting sample continues with; None until they are available."""
         renderer, options = self.renderer(sample.agent), self.agents[sample.agent].template_options
         try:
             goes_on = self._outputs if self.agents[sample.agent].tools else self.orchestration.continuation
@@ -168,19 +168,19 @@ class Team:
             return None
 
     def _functions(self, agent: str) -> dict[str, ToolFunction]:
-        """The functions that the agent calls by its chat template (agents.<name>.tools), by name."""
+        """The functions, by name, that the agent can call through its chat template (agents.<name>.tools)."""
         if not (names := self.agents[agent].tools):
             return {}
         assert isinstance(self.tools, ToolPool), names
         return {function.name: function for name in names for function in self.tools.functions(name)}
 
     def _calls(self, sample: Sample) -> list[ToolCall | str]:
-        """The calls in the present turn of a sample, or what is wrong with one; none of an agent without tools."""
+        """The calls in a sample's current turn, or an error text for an invalid one; none for an agent without tools."""
         functions = self._functions(sample.agent)
         return read_calls(sample, functions) if functions else []
 
     def _outputs(self, episode: Episode, sample: Sample) -> list[Message] | None:
-        """The messages with what the sample's calls gave; None as long as one is not over."""
+        """The messages with the outputs of the sample's calls; None until all have finished."""
         outputs: list[str] = []
         for call in self._calls(sample):
             output = ToolOutput(f"error: {call}") if isinstance(call, str) else episode.output(call)
@@ -190,7 +190,7 @@ class Team:
         return tool_messages(outputs, self.renderer(sample.agent), self.agents[sample.agent].max_tool_tokens)
 
     def prompt(self, episode: Episode, ask: Ask) -> Prompt | None:
-        """The agent's prompt; None where it is longer than max_input_tokens and not cut (long_prompts), or the team fails."""
+        """The agent's prompt; None if it exceeds max_input_tokens and is not cut (long_prompts), or the team's code fails."""
         renderer, settings = self.renderer(ask.agent), self.agents[ask.agent]
         try:
             messages = returned.messages(self.orchestration.messages(episode, ask))
@@ -210,15 +210,15 @@ class Team:
         return None if cut is None else Prompt(*cut, is_cut=True)
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """The sample whose answer counts, of an episode that has ended."""
+        """The sample whose answer counts in a finished episode."""
         return self._of_ended(episode, self.orchestration.outcome, returned.sample_or_none, None)
 
     def alone(self, episode: Episode) -> Sample | None:
-        """The first agent's own answer, of an episode that has ended."""
+        """The first agent's own answer in a finished episode."""
         return self._of_ended(episode, self.orchestration.alone, returned.sample_or_none, None)
 
     def redrawn(self, episode: Episode) -> Collection[str]:
-        """Samples, by uid, for which a later draw stands in."""
+        """Uids of samples that a later draw has replaced."""
         return self._of_ended(episode, self.orchestration.redrawn, returned.uids, ())
 
     def outcomes(self, episode: Episode) -> Mapping[str, float]:
@@ -226,23 +226,23 @@ class Team:
         return self._of_ended(episode, self.orchestration.outcomes, returned.numbers, {})
 
     def with_outcome(self, sample: Sample, outcome: float) -> Sample:
-        """The sample of an episode that has ended so; it is the reward of what an adviser has said."""
+        """The sample with the outcome of its episode, which is an adviser's reward."""
         sample = replace(sample, outcome=outcome)
         is_whole = sample.finish is Finish.STOP or self.orchestration.plays_sessions
         if not self.orchestration.spec(sample.agent).advises or not is_whole or sample.finish is Finish.ERROR:
             return sample
         if not sample.reward.is_missing:
-            return sample  # by a rule of the team's own, or overlong
+            return sample  # by the team's own rule, or overlong
         return replace(sample, reward=self._penalised(sample, Reward(outcome, MISSING, {"outcome": outcome})))
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
-        """The team's own numbers of an episode that has ended; none of one that failed."""
+        """The team's own metrics of a finished episode; empty for one that failed."""
         return self._of_ended(episode, self.orchestration.metrics, returned.numbers, {})
 
     def _of_ended(
         self, episode: Episode, method: Callable[[Episode], object], check: Callable[[object], Found], otherwise: Found
     ) -> Found:
-        """The checked result of this method of the orchestration; `otherwise` where the episode failed before, or does now."""
+        """The checked result of this method of the orchestration; `otherwise` if the episode has failed, or fails now."""
         if not episode.error:
             try:
                 return check(method(episode))
@@ -266,7 +266,7 @@ class Team:
         _log.warning("episode %s ends: %s", episode.id, episode.error, exc_info=None if self._is_own else error)
 
     def _why(self, method: str, error: Exception) -> str:
-        """In one line: the method, the error, and the line of a user's file."""
+        """One line with the method, the error, and the line of the user's file."""
         place = returned.place_of(error, self.orchestration, method) if self._is_own else ""
         words = " ".join(f"{type(error).__name__}: {error}".split())
         return f"{self.orchestration.name}.{method}: {words}" + (f" ({place})" if place else "")
@@ -280,8 +280,7 @@ class Team:
         return Sampling(config.temperature, config.top_p, top_k, stops, tuple(config.stop), most is not None)
 
     def samples(self, completions: Sequence[Completion]) -> list[Sample]:
-        """Completions that have ended or paused as parsed Samples, not judged yet; errors where the orchestration's parser
-        raises."""
+        """Ended or paused completions as parsed Samples, not yet judged; error samples if the orchestration's parser raises."""
         places: dict[str, list[int]] = {}
         for place, each in enumerate(completions):
             places.setdefault(self.agents[each.agent].policy, []).append(place)
@@ -326,13 +325,13 @@ class Team:
                 return waiting
         try:
             parsed = returned.parsed(self.orchestration.parse(sample), sample)
-            # only what the model paused by itself can wait
+            # only a sample that the model itself paused can wait
             return replace(parsed, finish=finish) if finish is not Finish.STOP else parsed
         except Exception as raised:
             return self._failed(sample, "parse", raised)
 
     def begin_judging(self, ended: Sequence[Completion]) -> list[Future[Reward] | None]:
-        """The judgements that the rewards of these completions' samples rest on; None where they need none."""
+        """The judgements that these completions' rewards need; None for each that needs none."""
         samples = [sample for each in ended if (sample := each.sample) is not None]
         pairs = list(zip((each.episode for each in ended), samples, strict=True))
         answers = [
@@ -344,7 +343,7 @@ class Team:
         return [None if answer is None else next(judgements) for answer in answers]
 
     def rewarded(self, completion: Completion, judgement: Reward | None) -> Sample:
-        """Its sample with a reward: the orchestration's rules, over the judgement of the answer where they need one."""
+        """The completion's sample with its reward, by the orchestration's rules and, if they need it, the answer's judgement."""
         sample = completion.sample
         assert sample is not None, f"{completion.uid} has not ended"
         if sample.finish is Finish.ERROR:
@@ -362,9 +361,9 @@ class Team:
         return [*self.pools.values(), *([] if model is None else [model.pool])]
 
     def sleep(self, renewed: Collection[str]) -> None:
-        """All engines give their memory to the trainer, where they share its GPUs; else nothing happens.
+        """Free all engines' memory for the trainer if they share its GPUs; otherwise do nothing.
 
-        renewed: policies whose engines get weights before anything else is asked of them: they need not keep the old ones.
+        renewed: policies whose engines get new weights before their next request, so that they need not keep the old ones.
         """
         for policy, pool in self.pools.items():
             pool.sleep(keeps_weights=policy not in renewed)
@@ -372,24 +371,24 @@ class Team:
             self.judge.model.sleep()
 
     def _penalised(self, sample: Sample, reward: Reward) -> Reward:
-        """agents.<name>.format_penalty off what has neither answer nor verdict; `correct` is before penalties."""
+        """Subtract agents.<name>.format_penalty from a sample with neither answer nor verdict; `correct` stays."""
         penalty = self.agents[sample.agent].format_penalty
         if not penalty or reward.is_missing or self.orchestration.is_readable(sample):
             return reward
         return replace(reward, value=reward.value - penalty, parts={**reward.parts, "format": -penalty})
 
     def _failed(self, sample: Sample, method: str, error: Exception) -> Sample:
-        """The orchestration's own code failed over the sample: an error, like one of the engine (rollout.max_error_share)."""
+        """An error sample, because the orchestration's code failed; counted like an engine's error (rollout.max_error_share)."""
         note = self._why(method, error)
         _log.warning("sample %s ends as an error: %s", sample.uid, note, exc_info=None if self._is_own else error)
         return replace(sample, finish=Finish.ERROR, answer=None, verdict=None, reward=Reward(np.nan, np.nan, note=note))
 
 
 def present_turn(renderer: ChatRenderer, prompt_text: str, completion: Completion, text: str) -> tuple[int, bool]:
-    """(the character of `text`, all tokens', where its present turn begins; does that begin within a thought?).
+    """(index in `text` where the current turn begins, True if it begins within a thought).
 
-    Behind a turn that the policy ended, the messages that follow say so, as the prompt does at first; behind a pause, its own
-    words before do. What strangers wrote counts for nothing.
+    After a turn that the policy ended, the following messages decide whether a thought is open, as the prompt does for the first
+    turn; after a pause, the policy's own earlier text does. Text by tools or other agents is ignored.
     """
     begins = in_thought = prompt_text.rstrip().endswith(THINK_OPEN)
     if not completion.turn:

@@ -26,26 +26,26 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 MISSING = math.nan
-"""The reward of a sample that could not be judged: left out of mean, std and count, advantage 0, never picked."""
+"""The reward of a sample that could not be judged: excluded from mean, std and count; advantage 0; never picked."""
 
 
 class Finish(StrEnum):
-    """Why a completion ended, or that it has not."""
+    """Finish reason, or UNFINISHED."""
 
     STOP = "stop"  # the model ended it (end token)
     LENGTH = "length"  # it reached the global maximum length
-    UNFINISHED = "unfinished"  # its segment budget is used up; it goes on in a later stage
-    WAITING = "waiting"  # the model paused for what a tool or another agent says; it goes on with that behind it
-    ERROR = "error"  # the engine gave it up; its reward is missing
+    UNFINISHED = "unfinished"  # its segment's token budget is spent; decoding continues in a later stage
+    WAITING = "waiting"  # the model paused for a tool's output or another agent's answer, and continues after it
+    ERROR = "error"  # the engine gave up; the reward is missing
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question and what judges an answer to it: Problem("train.jsonl:7", "a 3 b *7", "1", task="arithmetic")."""
+    """A question and its reference answer: Problem("train.jsonl:7", "a 3 b *7", "1", task="arithmetic")."""
 
     id: str
     question: str
-    answer: str | None  # the reference; None where only a judge can tell
+    answer: str | None  # the reference; None if only a judge can decide
     task: str
 
 
@@ -78,7 +78,7 @@ class Reward:
 
     value: what the trainer uses (after penalties); NaN = missing (algorithms: left out everywhere).
     correct: the task's own judgement before penalties, in [0, 1]; NaN = unknown.
-    parts: the addends of `value` by name. note: why, for people (a reason for a missing reward, an unparsable answer).
+    parts: the addends of `value`, by name. note: for people: why a reward is missing or an answer unparsable.
     """
 
     value: float
@@ -98,9 +98,9 @@ class Ask:
         Ask("000017/solver", "solver", num_samples=8, group="000017/solver")
         Ask("000017/solver:3/verifier1", "verifier1", inputs=("000017/solver:3",), num_samples=8, group=...)
 
-    id: unique in a run, a path that names its ancestors; a sample's uid adds its index, `000017/solver:3/verifier1:0`.
+    id: unique in a run, a path of its ancestors; a sample's uid appends its index, `000017/solver:3/verifier1:0`.
     inputs: uids of earlier samples of the episode that the messages show; the last one is the parent.
-    group: what its samples are compared with: `id`, those of this input alone; or a name that several asks of the rollout
+    group: the group that its samples are compared in: `id` for this ask alone, or a name that several asks of the rollout
     instance share.
     """
 
@@ -121,12 +121,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool, for a sample that has ended or waits for it.
+    """A tool call for a sample that has ended or is waiting for it.
 
         ToolCall("000017.0/solver:0/0/search#0", "search", '{"query": "capital of France"}')
 
-    id: unique in a run: the sample's uid, its turn, the tool, the place among the calls of that turn.
-    arguments: a JSON object, as a model wrote it or a team made it; not trusted.
+    id: unique in a run: the sample's uid, its turn, the tool, and the index among that turn's calls.
+    arguments: a JSON object written by a model or a team; untrusted.
     """
 
     id: str
@@ -144,8 +144,8 @@ class ToolFunction:
 
         ToolFunction("convert", "Converts a length.", {"type": "object", "properties": {"value": {"type": "number"}}})
 
-    parameters: a JSON schema of its arguments. server: the tool that has it among others, and whose calls name it
-    ({"name": ..., "arguments": {...}}); "" where the function is the tool.
+    parameters: JSON schema of its arguments. server: the tool that offers it among other functions, whose calls name it
+    ({"name": ..., "arguments": {...}}); "" if the function is the tool itself.
     """
 
     name: str
@@ -156,13 +156,13 @@ class ToolFunction:
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """A tool's words: text that a model can read, of an error too.
+    """A tool's output, or its error, as text for a model.
 
         ToolOutput("12.5")                          a text
         ToolOutput.of(["first page", "second"])     pages or papers: parts, which can be read one by one
 
-    text: all of it, parts on lines of their own. part_ends: where in it each part ends, () of what has none: a checkpoint keeps
-    every character once. seconds: of the tool's run; 0 where an earlier one was remembered, or another call's.
+    text: the whole output, each part on its own line. part_ends: the end of each part in `text` (so that a checkpoint
+    stores every character once); () without parts. seconds: the tool's run time; 0 if the output was cached.
     """
 
     text: str
@@ -172,12 +172,12 @@ class ToolOutput:
 
     @classmethod
     def of(cls, parts: Sequence[str]) -> ToolOutput:
-        """The output of these parts."""
+        """An output made of these parts."""
         return cls("\n".join(parts), part_ends=tuple(end - 1 for end in accumulate(len(part) + 1 for part in parts)))
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """One text a page or paper; () of an error, of nothing found and of what a tool says in one piece."""
+        """One text per page or paper; () for an error, an empty result, or an output without parts."""
         starts = (0, *(end + 1 for end in self.part_ends))
         return tuple(self.text[start:end] for start, end in zip(starts, self.part_ends, strict=False))
 
@@ -186,7 +186,7 @@ class ToolOutput:
 class Sample:
     """One completion by one agent: the unit that is trained.
 
-    A Verifier's first of several on the Solver's fourth solution, decoded in two stages and right to say "wrong":
+    A Verifier's first sample on the Solver's fourth solution, decoded in two stages, whose verdict "wrong" is right:
 
         Sample(
             "000017/solver:3/verifier1:0", "000017", "train.jsonl:7", "verifier1", "000017/solver:3/verifier1",
@@ -198,15 +198,15 @@ class Sample:
 
     token_ids [N] int32 and rollout_logprobs [N] float32 (nats, at the sampling temperature, of the weights that
     sampled, renormalised over what the sampler kept) cover the completion only, end token included. is_sampled [N] is
-    False where the policy did not choose the token: a tool or another agent wrote it, while the sample waited. turn: how
-    often it has gone on so; turn_start: the character of `text` from which all is its own since; in_thought: that begins
-    within a thought (<think>).
-    segments partition [0, N) by the policy version that decoded them. full_text: `text`, None where it is not kept. shown: what
-    other agents see of it, "" where it never said anything. verdict: True = "correct"; answer: a final answer; None = not
-    parsable, or not what the agent is asked for.
-    outcome: correctness of what its episode ended with, where whole rollout instances are trained; NaN = not known.
+    False for tokens that the policy did not choose, written by a tool or another agent while the sample waited. turn: number of
+    such continuations so far; turn_start: index in `text` after the last of them; in_thought: True if that position is within
+    a thought (<think>).
+    segments partition [0, N) by the policy version that decoded them. full_text: `text`, None if not kept. shown: the part
+    that other agents see, "" if empty. verdict: True = "correct"; answer: the final answer; None = unparsable, or not asked
+    of this agent.
+    outcome: correctness of its episode's result, if whole rollout instances are trained; NaN = unknown.
     routed_experts: of prompt and completion, [tokens fed to the model, layers, top_k]; None: not recorded.
-    kept_tokens: of the completion's N places, what the sampler kept of the vocabulary; None: not recorded.
+    kept_tokens: the tokens that the sampler kept at each of the completion's N places; None: not recorded.
     """
 
     uid: str
@@ -240,7 +240,7 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """All that it wrote, its thought too; ValueError for a sample of an episode that has ended (without_tokens)."""
+        """The whole completion, thought included; ValueError after `without_tokens`, so for samples of an episode."""
         if self.full_text is None:
             raise ValueError(
                 f"sample {self.uid}: `text` is not kept; read `shown`, into which `parse` puts what others may see"
@@ -249,7 +249,7 @@ class Sample:
 
     @property
     def turn_text(self) -> str:
-        """Its own words in its present turn; nothing in it is a stranger's."""
+        """The policy's own text of the current turn, without text by tools or other agents."""
         return self.text[self.turn_start :]
 
     @property
@@ -257,7 +257,7 @@ class Sample:
         return min(segment.version for segment in self.segments)
 
     def without_tokens(self) -> Sample:
-        """The part that later agents, rewards and picks need: no arrays, neither prompt nor thought."""
+        """A copy with only what later agents, rewards and picks need: no arrays, prompt or thought."""
         return replace(
             self,
             prompt_ids=_NO_TOKENS,

@@ -1,11 +1,11 @@
-"""Worker processes for work that may hang, crash or take all memory: judges of answers, parsers of a stranger's pages.
+"""Worker processes for work that may hang, crash or exhaust memory: judging answers, parsing untrusted pages.
 
-    with pool.worker() as worker:                                 # one that is free, started where there is none
+    with pool.worker() as worker:                                 # a free one, started if there is none
         reply = worker.ask({"answer": "1/2"}, timeout_s=10)       # plain values each way, bytes too
 
-A worker past its deadline is killed with all processes that it has started, and the next caller gets another one. Not
-multiprocessing or a pool on top of it: their children import the trainer's main script, and what a child has started
-outlives it.
+A worker past its deadline is killed with all processes that it has started, and the next caller gets a new one.
+multiprocessing, and pools on top of it, will not do: their children import the trainer's main script, and a child's own children
+outlive it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import msgpack
 START_TIMEOUT_S = 120.0  # loading sympy or lxml on a busy machine
 
 Answer = Callable[[dict[str, Any]], Mapping[str, object]]
-"""A worker's function: request -> reply. An exception is the reply {"error": its type and text}."""
+"""A worker's function: request -> reply. An exception becomes the reply {"error": its type and text}."""
 
 
 class NotStarted(Exception):
-    """A worker did not come up; the text says how it failed, "ended with status 1 before it was ready"."""
+    """A worker did not start; the text says how it failed, for example "ended with status 1 before it was ready"."""
 
 
 class Late(Exception):
@@ -40,7 +40,7 @@ class Late(Exception):
 
 
 class Crashed(Exception):
-    """The worker ended in the middle of its work. status: its exit code, negative for a signal."""
+    """The worker ended during a request. status: its exit code, negative for a signal."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"ended with status {status}")
@@ -54,15 +54,15 @@ class WorkerProcess:
         self._line, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                # -P: the working directory is not on the path; its folder names would shadow installed packages
+                # -P: keeps the working directory off the path; its folder names would shadow installed packages
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a library prints goes to stderr
                 env=environment,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # what it starts is ended with it
+                start_new_session=True,  # its children are killed with it
             )
-        self._ending = threading.Lock()  # no signal to a number that was given back
+        self._ending = threading.Lock()  # never signals a pid that has been reused
 
     def wait_until_ready(self) -> None:
         """Raises NotStarted."""
@@ -74,8 +74,8 @@ class WorkerProcess:
             raise NotStarted(f"{error} before it was ready") from None
 
     def ask(self, request: Mapping[str, object], *, timeout_s: float) -> dict[str, Any]:
-        """Its reply. Raises Late or Crashed; the worker has ended then."""
-        with contextlib.suppress(OSError):  # it has died; the end of its replies says so next
+        """The worker's reply. Raises Late or Crashed, after which the worker has ended."""
+        with contextlib.suppress(OSError):  # the worker has died; the end of its replies is noticed below
             self._line.send_bytes(_packed((timeout_s, request)))
         return dict(_unpacked(self._reply(timeout_s)))
 
@@ -90,19 +90,19 @@ class WorkerProcess:
         raise Late()
 
     def kill(self) -> int:
-        """End it at once with all that it has started, and wait for it; its exit code. From any thread, again and again."""
+        """Kill the worker and its children, wait, and return its exit code. Thread-safe; may be called repeatedly."""
         with self._ending:
             if self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):  # it has ended, and has left nobody
+                with contextlib.suppress(ProcessLookupError):  # it has ended and left no children
                     os.killpg(self._process.pid, signal.SIGKILL)
             return self._process.wait()
 
 
 class WorkerPool:
-    """At most `number` worker processes, started when they are needed and replaced where one was lost.
+    """At most `number` worker processes, started on demand and replaced when lost.
 
     Args:
-        module: what a worker runs (python -m), which calls `serve` with the first of its arguments.
+        module: run by each worker (python -m); it calls `serve` with its first argument.
         environment: of the workers; None: this process's.
     """
 
@@ -114,16 +114,16 @@ class WorkerPool:
         for _ in range(number):
             self._idle.put(None)
         self._all: set[WorkerProcess] = set()
-        self._lock = threading.Lock()  # none is started once it is closed
+        self._lock = threading.Lock()  # no worker is started after `close`
         self.is_closed = False
 
     @contextlib.contextmanager
     def worker(self, wait_s: float | None = None) -> Iterator[WorkerProcess]:
-        """A worker for the caller alone. One in whose time the caller fails is killed.
+        """A worker for exclusive use by the caller; killed if the caller raises.
 
         Raises:
-            queue.Empty: all were busy for wait_s; None waits without end.
-            NotStarted: it does not come up, or the pool is closed.
+            queue.Empty: all were busy for wait_s seconds; None waits forever.
+            NotStarted: the worker does not start, or the pool is closed.
         """
         worker = self._idle.get(timeout=wait_s)
         try:
@@ -157,12 +157,12 @@ class WorkerPool:
 
 
 def serve(line: str, memory_bytes: int, load: Callable[[], Answer]) -> None:
-    """The worker's side: answers requests until the parent closes the connection or is gone, even in the middle of one.
+    """The worker's side: answers requests until the parent closes the connection or dies, even during a request.
 
     Args:
-        line: the first argument of the process, which names the connection.
-        memory_bytes: of address space: a tower of powers must not take the machine with it.
-        load: makes what answers, before the worker is ready.
+        line: the process's first argument, which names the connection.
+        memory_bytes: limit of address space: a huge power must not exhaust the machine's memory.
+        load: returns the answering function; runs before the worker reports ready.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -175,23 +175,23 @@ def serve(line: str, memory_bytes: int, load: Callable[[], Answer]) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 requests.put(connection.recv_bytes())
-        os._exit(0)  # the parent is gone; an answer may hang with its signals blocked
+        os._exit(0)  # the parent is gone; the answering function may hang with signals blocked
 
     threading.Thread(target=read, daemon=True).start()
     connection.send_bytes(b"ready")
     while True:
         timeout_s, request = _unpacked(requests.get())
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)  # where C code keeps Python's lock, this ends it
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)  # ends the process even if C code holds the GIL
         try:
             reply = dict(answer(request))
-        except Exception as error:  # any failure of what answers is the parent's to count
+        except Exception as error:  # the parent counts failures of any kind
             reply = {"error": f"{type(error).__name__}: {error}"[:300]}
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send_bytes(_packed(reply))
 
 
 def _packed(value: object) -> bytes:
-    return msgpack.packb(value, unicode_errors="surrogatepass")  # a page can spell half of a surrogate pair
+    return msgpack.packb(value, unicode_errors="surrogatepass")  # a page can contain lone surrogates
 
 
 def _unpacked(data: bytes) -> Any:

@@ -1,8 +1,8 @@
-"""Puts a run together from its settings, in the order in which things may fail, and takes it apart again.
+"""Assembles a run from its settings, starting with what is most likely to fail, and takes it apart again.
 
 rank 0:  run directory, engines (Ray or in process), rollout, evaluator, logs
-all:     process groups, the warm start where no model is given, one learner and one weight channel a policy, the checkpoint
-         to go on from
+all:     process groups, the warm start if no model is given, one learner and one weight channel a policy, the checkpoint
+         to resume from
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "f
 
 @contextmanager
 def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
-    """The run, ready for the loop; on leaving, engines, workers, files and process groups are closed in turn.
+    """The run, ready for the loop; on exit, engines, workers, files and process groups are closed in turn.
 
     Args:
         directory: rank 0's run directory (made before anything starts); None elsewhere.
@@ -83,7 +83,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         directory = directory or RunDirectory(Path(path))
         console.keep_warnings(directory.warnings)
         beat = None
-        if world_size() > 1:  # from now on a rank waits for the others as long as they beat
+        if world_size() > 1:  # from now on a rank waits for the others as long as they send heartbeats
             beat = heartbeat(config.run.silence_s, functools.partial(where_to_go_on, directory))
             stack.enter_context(beat)
         started: dict[str, WarmStart] = {}
@@ -110,7 +110,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             )
             stack.enter_context(served(config.run.prometheus_port, driver.log.port))
         if beat is not None:
-            stack.push(beat)  # and left before it closes them, which may take its time too
+            stack.push(beat)  # and exited before closing them, which may take long too
         yield Run(config, directory, console, learners, syncs, driver, started)
 
 
@@ -121,7 +121,7 @@ def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:
 
 
 def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | None) -> WeightSync:
-    """This rank's end of the way from a policy's learner to its engines, which rank 0 has."""
+    """This rank's part of the weight sync from a policy's learner to its engines, which rank 0 drives."""
     shape, sync = read_shape(model_dir), config.sync
     engines = CheckedEngines(pool, vocab_size=shape.vocab_size, settings=shape.settings()) if pool is not None else None
     dtype: torch.dtype = getattr(torch, config.engine_dtype(policy))
@@ -162,7 +162,7 @@ def _learner(config: RunConfig, name: str, model_dir: str, reference_dir: str | 
 
 @contextmanager
 def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team: Team) -> Iterator[Driver]:
-    """Rank 0's side: rollout and evaluator over the team, which is closed after them, whatever went wrong."""
+    """Rank 0's side: rollout and evaluator of the team, which is closed after them even on errors."""
     config = checked.config
     with ExitStack() as stack:
         source = checked.task.problems(config.run.seed)
@@ -252,8 +252,8 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
 
 
 def _gateway(config: RunConfig, renderers: dict[str, ChatRenderer]) -> AbstractContextManager[Gateway]:
-    """The door of the programs that play, with its workers."""
-    from marsrl.rollout.gateway.server import open_gateway  # here: most runs do without FastAPI
+    """The gateway for external programs, with its workers."""
+    from marsrl.rollout.gateway.server import open_gateway  # imported here: most runs do not need FastAPI
     from marsrl.rollout.gateway.workers import workers_key
 
     assert config.external is not None
@@ -265,12 +265,12 @@ def _gateway(config: RunConfig, renderers: dict[str, ChatRenderer]) -> AbstractC
 def open_pool(
     config: RunConfig, name: str, model: str, *, max_model_len: int, host: TrainerHost, deadline_s: float | None
 ) -> EnginePool:
-    """The engines of one policy, or its end of a server.
+    """The engines of one policy, or the client of its server.
 
     Args:
         model: its directory.
         max_model_len: prompt and completion together, tokens.
-        deadline_s: of a server's answer; None: whoever asks does not wait.
+        deadline_s: of a server's answer; None: callers do not wait.
     """
     policy = config.policies[name]
     if policy.openai is not None:

@@ -1,4 +1,4 @@
-"""Rank 0's side of a run: who plays, who evaluates, and the log of its steps."""
+"""Rank 0's side of a run: rollout, evaluation, and the log of its steps."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from marsrl.trainer.schools.warm_start import WarmStart
 
 @dataclass(slots=True)
 class Driver:
-    """Rank 0 alone has one. versions: of each policy, what its engines hold.
+    """Exists on rank 0 only. versions: of the weights in each policy's engines.
 
-    before, after: the evaluations of a run's two ends, once they are made. num_syncs: publishes that engines have proven.
+    before, after: the evaluations before and after training, once made. num_syncs: verified publishes.
     """
 
     directory: RunDirectory
@@ -42,7 +42,7 @@ class Driver:
     num_syncs: int = 0
 
     def play(self, versions: Mapping[str, int], title: str, on_look: Callable[[], None]) -> StepBatch:
-        """The next step's finished groups. title: of the progress bar; on_look: called whenever it moves."""
+        """The next step's finished groups. title: of the progress bar; on_look: called at each update of it."""
         if self.rebalancer is not None and self.rebalancer.is_due:
             with self.rollout.resting(versions):
                 self.rebalancer.move()
@@ -60,10 +60,10 @@ class Driver:
     def evaluate_before(
         self, versions: Mapping[str, int], step: int, bounds: Mapping[str, tuple[float, float]]
     ) -> None:
-        """The fixed inputs and the first evaluation, made once: a run that goes on reads them.
+        """Collect the fixed inputs and make the first evaluation, once: a resumed run reads them.
 
         Args:
-            bounds: between which rows of the evaluation should lie, where the team comes from a warm start.
+            bounds: expected ranges of the evaluation's rows, if the team comes from a warm start.
         """
         inputs_file, before_file = self.directory.path / "fixed_inputs.msgpack", self.directory.evaluation_before
         if before_file.exists():
@@ -91,7 +91,7 @@ class Driver:
             with self.console.progress(name, unit="episodes") as bar:
                 found = self.evaluator.evaluate(versions, bar.played, kept)
             for pool in self.team.pools.values():
-                pool.forget_prefixes()  # the next stage finds the engines as if nobody had evaluated
+                pool.forget_prefixes()  # the next stage finds the engines as if there had been no evaluation
         if self.rebalancer is not None:
             self.rebalancer.forget()
         write_json(folder / EVALUATION, found.model_dump(mode="json"))
@@ -100,13 +100,15 @@ class Driver:
     def summary(
         self, config: RunConfig, started: Mapping[str, WarmStart], steps: int, seconds: Mapping[str, float]
     ) -> Summary:
-        """Results and hardware of a run that ends now.
+        """Results and hardware of the run, which ends now.
 
         Args:
-            started: of the policies that had no model.
+            started: warm starts of the policies that had no model.
             seconds: by part of the run.
         """
-        info = self.team.pools[next(iter(config.trained_policies))].infos()[0]  # of frozen policies nothing is said
+        info = self.team.pools[next(iter(config.trained_policies))].infos()[
+            0
+        ]  # nothing is reported for frozen policies
         return Summary(
             name=self.directory.path.name,
             task=config.task,

@@ -1,6 +1,6 @@
 """Device of a rank, and the hardware and revision behind a measured number.
 
-Needs torch only: benchmarks use it where nothing is installed.
+Needs only torch, so that benchmarks can use it without an installation.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ LIBRARIES = {
 
 
 def training_device() -> torch.device:
-    """Device on which this rank packs and learns: its GPU, or the CPU without one."""
+    """The device on which this rank packs and learns: its GPU, or the CPU without one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def device_name() -> str:
-    """The trainer's hardware, as people name it."""
+    """A readable name of the trainer's hardware."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     models = [
@@ -48,18 +48,18 @@ def device_name() -> str:
 
 
 def commit() -> str | None:
-    """The git revision of this checkout, with `+` where files differ from it; None outside a checkout."""
+    """The git revision of this checkout, with `+` if files differ from it; None outside a checkout."""
     words = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(
             words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None  # no git here, or an installed package: there is no revision to name
+        return None  # no git, or an installed package: there is no revision
 
 
 def library_versions(names: Iterable[str]) -> dict[str, str]:
-    """{distribution: version} of those that are installed."""
+    """{distribution: version} of those installed."""
     found = {}
     for name in names:
         try:

@@ -95,7 +95,7 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
                 ]
             elif is_first:
                 directory = RunDirectory.create(run.dir, run.name, origin.name, run.resume)
-                lock = RunLock(directory)  # held until this function returns
+                lock = RunLock(directory)  # locked until this function returns
                 if lock.warning is not None:
                     print(f"marsrl: warning: {lock.warning}", file=sys.stderr, flush=True)
                 fingerprints = checked.fingerprints()
@@ -113,13 +113,13 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
                 text = f"{error.filename}: {error.strerror}"
             say_last(f"marsrl: {text}")
         else:
-            time.sleep(RANK_0_PRINTS_S)  # torchrun ends everybody when the first rank fails: that must not be this one
+            time.sleep(RANK_0_PRINTS_S)  # torchrun kills all ranks when the first one fails: that must not be this one
         return 2
     if is_first:
         print(f"# settings: {origin}", checked.text(with_config=words.dry_run), *lines, sep="\n", flush=True)
     if words.dry_run:
         return 0
-    for module in ("megatron", "torch"):  # what they say of each other's future is not this user's business
+    for module in ("megatron", "torch"):  # libraries' warnings about each other's future do not concern the user
         for category in (UserWarning, FutureWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", category=category, module=module)
     from marsrl.rollout.imports import imports_for_good
@@ -148,14 +148,14 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    """Ctrl-C, and torchrun's SIGTERM: the same way out. A terminal brings both: the second must not disturb that way."""
+    """Handle Ctrl-C and torchrun's SIGTERM alike. A terminal sends both: the second must not disturb the exit."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     raise KeyboardInterrupt
 
 
 def _end_with_launcher() -> None:
-    """SIGTERM for this process when torchrun dies, also of kill -9: a trainer that nobody stops would go on alone."""
+    """Get SIGTERM when torchrun dies, even by kill -9: the trainer would otherwise go on alone."""
     if sys.platform != "linux":
         return
     set_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
@@ -163,11 +163,11 @@ def _end_with_launcher() -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != launcher:
-        raise KeyboardInterrupt  # it died before it could be watched
+        raise KeyboardInterrupt  # it died before it was watched
 
 
 def _leave_launcher_folder() -> None:
-    """Remove what torchrun has made for this rank in the temporary directory and never removes: empty folders alone."""
+    """Remove the temporary folders that torchrun made for this rank and never removes, if they are empty."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     folders = list(Path(file).parents) if file else []
     made = [i for i, folder in enumerate(folders) if folder.name.startswith("torchelastic_")]

@@ -37,8 +37,10 @@ from marsrl.trainer.schools.schools import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import WarmStart
 from marsrl.trainer.weights.sync import Standby, WeightSync
 
-_FEWEST_JUDGED = 20  # answers, of one step or more: among fewer, one or two unanswered ones are more than a small share
-_LANES = {"credit": "credit/main"}  # parts of a step that have a lane of their own beside rank 0's
+_FEWEST_JUDGED = (
+    20  # answers, of one step or more: among fewer, one or two missing ones would already exceed a small share
+)
+_LANES = {"credit": "credit/main"}  # parts of a step with their own lane beside rank 0's
 
 
 class Run:
@@ -65,7 +67,7 @@ class Run:
         self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
         self.standby = Standby(syncs, learners, self.versions, driver.team.pools if driver is not None else None)
         self.step = 0
-        self.consumed_version = 0  # of the policy that consumes this step's batch: staleness is measured against it
+        self.consumed_version = 0  # of the policy that trains on this step's batch: staleness is relative to it
         self.trace = TraceLog(directory.trace if driver is not None else None)
         if driver is not None:
             watch_engines(driver.team.all_pools, self.trace)
@@ -74,11 +76,11 @@ class Run:
         self.seconds: dict[str, float] = {}
         self.total_seconds: dict[str, float] = {}
         self.began = time.monotonic()
-        self.num_empty_steps = 0  # in a row, up to this one: no policy had a token to train on
-        self.untrained: Counter[str] = Counter()  # why steps of this start trained nothing; rank 0
+        self.num_empty_steps = 0  # consecutive steps, this one included, in which no policy had a token to train on
+        self.untrained: Counter[str] = Counter()  # reasons why steps since this start trained nothing; rank 0
         self.resumed_step = 0
         self.has_trained = False  # this step
-        self.bad_steps: dict[str, list[int]] = {}  # the steps in a row that a policy could not use, up to this one
+        self.bad_steps: dict[str, list[int]] = {}  # consecutive steps that a policy skipped, this one included
         self.stop = StopSignals()
         self.saved_step, self.saved_s = 0, time.monotonic()
         self.checkpoints = CheckpointWriter(
@@ -90,7 +92,7 @@ class Run:
 
     @property
     def _rank_0(self) -> Driver:
-        """Rank 0's side, for what rank 0 alone does."""
+        """Rank 0's side, for work that only rank 0 does."""
         assert self.driver is not None
         return self.driver
 
@@ -125,7 +127,7 @@ class Run:
         self.total_seconds[name] = self.total_seconds.get(name, 0.0) + elapsed
 
     def begin(self) -> None:
-        """Go on from a checkpoint if asked; give the engines the weights; evaluate before the first step."""
+        """Resume from a checkpoint if asked; send the weights to the engines; evaluate before the first step."""
         barrier()  # rank 0 has started its engines
         resume, restored = self.config.run.resume, None
         if resume != "off":
@@ -156,7 +158,7 @@ class Run:
         barrier()
 
     def steps_left(self) -> Iterator[int]:
-        """The steps still to do, 1-based: a step's number is the version that it makes if none is skipped."""
+        """The remaining steps, 1-based: a step's number is the version that it makes if none is skipped."""
         with self.stop.noted():
             while self.step < self.config.run.steps:
                 self.step += 1
@@ -171,7 +173,7 @@ class Run:
         """This stage's finished groups; None on ranks other than 0, which wait for them. Collective.
 
         Raises:
-            Stopped: rank 0 was asked to stop; the step before is saved, and nothing of this one.
+            Stopped: rank 0 was asked to stop; the previous step is saved, and nothing of this one.
         """
         self.consumed_version = max(self.versions[policy] for policy in self.learners)
         title = f"step {self.step}/{self.config.run.steps} rollout"
@@ -191,7 +193,7 @@ class Run:
             raise
 
     def _rollout_state(self) -> RolloutState | None:
-        """Rank 0's, of now; None elsewhere."""
+        """The current rollout state on rank 0; None elsewhere."""
         return None if self.driver is None else self.driver.rollout.snapshot()
 
     def agents_of(self, policy: str) -> list[str]:
@@ -204,11 +206,11 @@ class Run:
         return Average(config.loss.aggregation, config.credit.denominator, config.rollout.max_response_tokens)
 
     def note_credit(self, credited: Credited) -> None:
-        """Rank 0: keep the advantages for the samples log, and what a common baseline would cost."""
+        """Rank 0: keep the advantages for the samples log, and the metrics of a common baseline (drmas_metrics)."""
         self._rank_0.log.note_credit(credited)
 
     def choose_kept(self, credited: Credited | None) -> frozenset[str]:
-        """Uids of the samples whose tokens are kept of this step. Collective where there is such a step; else nothing is done."""
+        """Uids of the samples whose tokens are logged in this step. Collective in steps that log tokens; otherwise empty."""
         if not self.keeps_tokens:
             return frozenset()
         chosen = None
@@ -218,15 +220,15 @@ class Run:
 
     @property
     def engines_drop_weights(self) -> bool:
-        """True if engines drop their weights while their policy is trained, and need them again even after a skipped step."""
+        """True if engines drop their weights while their policy trains, and so need them even after a skipped step."""
         return self.config.rollout.placement == "colocated"
 
     @contextmanager
     def engines_asleep(self, policy: str) -> Iterator[None]:
-        """With rollout.placement=colocated, give the GPUs' memory to the trainer in the body. Collective then.
+        """With rollout.placement=colocated, the trainer has the engines' GPU memory in the body. Collective then.
 
-        Whoever asks something of the engines next wakes them: of this policy, and of those whose turn to train is still to
-        come in this step, the publish, so that they drop their weights; of others the next stage.
+        The next use wakes the engines. For this policy, and those that train later in this step, that is the publish, so they
+        drop their weights; for others it is the next stage.
         """
         if not self.engines_drop_weights:
             yield
@@ -238,12 +240,12 @@ class Run:
         barrier()
         yield
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what this rank holds in reserve is the engines' again
+            torch.cuda.empty_cache()  # return this rank's cached memory to the engines
         barrier()
 
     def note_step(self, policy: str, stats: StepStats, mini_batches: tuple[MiniBatch, ...] | None) -> None:
-        """Count a skipped step, keep its batch; rank 0 keeps the metrics, and the tokens that are logged. mini_batches are
-        rank 0's. Collective."""
+        """Count a skipped step and save its batch; rank 0 keeps the metrics and logged tokens. mini_batches: rank 0's.
+        Collective."""
         self.has_trained |= not stats.is_empty
         bad = self.bad_steps.setdefault(policy, [])
         if not stats.is_skipped:
@@ -303,12 +305,12 @@ class Run:
                 )
 
     def publish(self, policy: str, *, is_new: bool) -> None:
-        """One version more, in the engines too; where the step changed nothing, the same version once more."""
+        """Publish a new version to the engines, or the same one again if the step changed nothing."""
         self.versions[policy] += is_new
         self._sync(policy)
 
     def _sync(self, policy: str) -> None:
-        """The policy's engines hold its present weights, and have proven it; rank 0 notes what that took. Collective."""
+        """Send the policy's current weights to its engines and verify them; rank 0 logs the time. Collective."""
         at_rest = nullcontext() if self.driver is None else self.driver.rollout.resting(self.versions)
         report = self.syncs[policy].publish(self.learners[policy], self.versions[policy], at_rest, self.standby.during)
         if self.driver is None or report is None:
@@ -321,7 +323,7 @@ class Run:
         self.driver.log.note(report.metrics)
 
     def evaluate_if_due(self, step: int) -> None:
-        """An evaluation on the way, into rank 0's metrics of this step as eval/{agent} and eval/system. Collective."""
+        """If due, evaluate into rank 0's metrics of this step, as eval/{agent} and eval/system. Collective."""
         if not self.config.run.eval_every or step % self.config.run.eval_every:
             return
         with self.timed("evaluate"):
@@ -360,8 +362,8 @@ class Run:
         return why
 
     def checkpoint_if_due(self, step: int) -> None:
-        """A checkpoint by run.checkpoint_every and run.checkpoint_minutes, of the last step, and where a rank was asked to stop.
-        Collective.
+        """Save a checkpoint if run.checkpoint_every or run.checkpoint_minutes says so, after the last step, and if a rank was
+        asked to stop. Collective.
 
         Raises:
             Stopped: a rank was asked to stop, on all ranks; the step is saved.
@@ -371,7 +373,7 @@ class Run:
         is_late = bool(minutes) and time.monotonic() - self.saved_s >= 60 * minutes
         told = gather_bytes(encode((self.stop.is_asked, is_late)))
         is_stopping = any(decode(tuple[bool, bool], each)[0] for each in told)
-        is_late = decode(tuple[bool, bool], told[0])[1]  # rank 0's clock counts
+        is_late = decode(tuple[bool, bool], told[0])[1]  # rank 0's clock decides
         if is_stopping or is_late or step == self.config.run.steps or (every and step % every == 0):
             self._save(step, self._rollout_state())
         if is_stopping:
@@ -383,7 +385,7 @@ class Run:
         self.saved_step, self.saved_s = step, time.monotonic()
 
     def finish(self) -> None:
-        """The last checkpoint on disk; evaluation after, summary.json, report.html, the table."""
+        """Complete the last checkpoint; then the final evaluation, summary.json, report.html and the table."""
         self.checkpoints.finish()
         if self.untrained:
             num_steps, why = self.step - self.resumed_step, max(self.untrained, key=self.untrained.__getitem__)
@@ -399,7 +401,7 @@ class Run:
             save_summary(self.directory.summary, summary)
             self.trace.save()
             driver.log.close()
-            from marsrl.trainer.commands.look.export import write_report  # here: its libraries start threads
+            from marsrl.trainer.commands.look.export import write_report  # imported here: its libraries start threads
 
             report = write_report(self.directory.path)
             self.console.results(summary)

@@ -24,7 +24,7 @@ ORDER = (
 
 
 def load(name: str) -> Case:
-    """The case of this name; ValueError names those there are."""
+    """The case of this name; ValueError lists the names."""
     if name not in ORDER:
         raise ValueError(f"benchmark case {name!r}: expected one of {', '.join(ORDER)}")
     case: Case = importlib.import_module(f"cases.{name}").CASE

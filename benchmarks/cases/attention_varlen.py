@@ -29,7 +29,7 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 
 
 def lengths(shape: Shape) -> list[int]:
-    """A long tail, as of rollouts: sequence i is about twice as long as sequence i + 4; they add up to T."""
+    """Long-tailed lengths, as in rollouts: sequence i is about twice as long as sequence i + 4; they sum to T."""
     weights = [2.0 ** (-i / 4) for i in range(shape.sequences)]
     found = [max(1, int(shape.tokens * weight / sum(weights))) for weight in weights]
     found[0] += shape.tokens - sum(found)
@@ -76,7 +76,7 @@ def _segments(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
-    """[S, L, ...] and back, as a trainer without packing holds its batch all along: the padding is part of its cost."""
+    """[S, L, ...] as a trainer without packing stores its batch: the padding is part of its cost."""
     query, key, value = (
         torch.nn.utils.rnn.pad_sequence(list(each.split(sizes)), batch_first=True).transpose(1, 2) for each in (q, k, v)
     )

@@ -50,7 +50,7 @@ def _eager(rewards: Tensor, group_of: Tensor) -> Results:
 
 
 def _loop(rewards: Tensor, group_of: Tensor) -> Results:
-    """The way of other trainers: a dictionary of lists, then one group after the other."""
+    """As other trainers do it: a dictionary of lists, then a loop over groups."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(group_of.tolist()):
         members.setdefault(group, []).append(index)

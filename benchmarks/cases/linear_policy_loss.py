@@ -134,7 +134,7 @@ def _of_loss(inputs: HeadInputs, call: Callable[[], Tensor]) -> Results:
 
 
 def _of_cross_entropy(inputs: HeadInputs, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Results:
-    """Nothing to judge: another loss."""
+    """Results of cross entropy: none, as it is another loss."""
     call(inputs.hidden, inputs.weight, inputs.targets).backward()
     return {}
 

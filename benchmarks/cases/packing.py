@@ -1,4 +1,4 @@
-"""pack, kept_rows: what a forward pass over packed sequences reads, from the arrays of the samples laid end to end."""
+"""pack, kept_rows: inputs of a forward pass over packed sequences, from the samples' concatenated arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _build(shape: Shape) -> Bench:
     logprobs = -torch.rand(shape.tokens, device=shape.device, generator=generator)
     is_sampled = torch.cat([torch.arange(size, device=shape.device) >= max(1, size // 4) for size in sizes])
     cu_seqlens = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32, device=shape.device)
-    num_kept = int(is_sampled.sum())  # the host knows it: on a GPU ours does not wait
+    num_kept = int(is_sampled.sum())  # known to the host: on a GPU ours does not synchronise
 
     def ours() -> Results:
         packed = pack(token_ids, is_sampled, cu_seqlens, shape.tokens, logprobs=logprobs)

@@ -1,4 +1,4 @@
-"""policy_loss: the clipped loss with tokens per agent, on log-probs that come from elsewhere."""
+"""policy_loss: the clipped loss with tokens per agent, on given log-probs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other people's implementations: how each is called, and why one is missing here."""
+"""Other projects' implementations: how to call each, or the reason why one is missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LogprobPeer:
 class CrossEntropyPeer:
     """call(hidden, weight, targets) -> mean cross-entropy, differentiable: no weights of tokens, no ratio, no entropy.
 
-    Cheaper by design; listed as a mark, not as the same job.
+    Cheaper by design; listed for orientation, not as an equal.
     """
 
     name: str
@@ -37,7 +37,7 @@ class CrossEntropyPeer:
 
 @dataclass(frozen=True)
 class PolicyProblem:
-    """What a clipped policy loss of S sequences of equal length is given.
+    """Inputs of a clipped policy loss of S sequences of equal length.
 
     hidden [T, H], weight [V, H]: leaves; targets [T]; mask [T] bool or None; old_logprobs [T] float32, nats;
     advantages [S] float32. The loss is the sum over the mask / its count.
@@ -59,7 +59,7 @@ class PolicyProblem:
 
 @dataclass(frozen=True)
 class PolicyLossPeer:
-    """call(problem) -> the loss, differentiable; prepared: makes what is constant, once."""
+    """call(problem) -> the loss, differentiable; prepared: computes constants once."""
 
     name: str
     prepared: Callable[[PolicyProblem], Callable[[], Tensor]]

@@ -19,7 +19,7 @@ NEEDS_CUDA = "its kernels are Triton or CUDA code, which needs a GPU"
 
 
 def fused_peers(device: str) -> list[Peer | Missing]:
-    """All of them, each as something to call or with the reason why not."""
+    """All of them, each callable or with the reason why not."""
     makers: dict[str, tuple[Callable[[], Peer], bool]] = {
         "Liger fused linear GRPO": (_liger_fused_grpo, False),
         "Liger grpo_loss (Triton)": (_liger_grpo_loss, True),

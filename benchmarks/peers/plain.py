@@ -20,7 +20,7 @@ def eager_logprob(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
 
 
 def eager_logprob_detached(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with the entropy as a metric only: nothing is kept for its gradient."""
+    """As eager_logprob, with the entropy only as a metric: nothing is saved for its gradient."""
     logp = torch.log_softmax(F.linear(hidden, weight).float(), -1)
     chosen = logp.gather(1, targets[:, None]).squeeze(1)
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""The one fitted number: sigma of the log-normal lengths, so that a step of UloRL with one segment takes what they published.
-What the model then says about two and four segments is a prediction, set beside their figures.
+"""The one fitted number: sigma of the log-normal lengths, so that UloRL's step with one segment takes the published time. The
+model's times for two and four segments are predictions, compared with the published ones.
 
-The paper's text, as far as our notes hold it, leaves open how many samples a stage plays once some are carried over. Both
-readings are simulated with the same sigma, for they are one and the same with one segment, where nothing is carried over:
+The paper does not say how many samples a stage plays once some are carried over. Both readings are simulated with the same sigma,
+because they agree for one segment, where nothing is carried over:
 
     step_s      rollout.stage_size=new: as many new problems a stage as with one segment; carried-over samples come on top
     steady_s    rollout.stage_size=total: as many samples a stage; new problems take the places that carried-over ones leave
@@ -27,7 +27,7 @@ ULORL = Setting(engines=16, problems=128, is_solver_only=True, steps=6)
 """128 prompts x 8 a step (MarsRL, by the same authors; UloRL's own batch is not in our notes). ASSUMED: 32 H100s; the
 papers do not say how many."""
 
-MISS = 0.15  # a prediction further off than this is a miss
+MISS = 0.15  # larger relative errors of a prediction are misses
 _SIGMAS = (0.3, 2.5)
 _WARMUP = 6  # steps before the measured ones: the longest samples take four stages
 
@@ -67,7 +67,7 @@ def fit(constants: Constants) -> Fit:
 
 
 def find_root(f: Callable[[float], float], low: float, high: float, tolerance: float) -> float | None:
-    """x in [low, high] with |f(x)| <= tolerance, for a rising f (regula falsi, Illinois); None where f has no change of sign.
+    """x in [low, high] with |f(x)| <= tolerance, for a rising f (regula falsi, Illinois); None if f has no change of sign.
 
     f may jump (a maximum over few samples does): when the bracket is narrower than 1e-4 its middle is the answer.
     """

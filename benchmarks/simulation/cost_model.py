@@ -1,7 +1,7 @@
 """Time of decoding, prefill, training and a weight sync on H100s: the constants, each with its source, and the formulas.
 
-Everything here was written down before anything was fitted; the one fitted number (lengths.Lengths.sigma) is not here. One
-constant came after trial runs at guessed sigmas had been seen: attention had shared compute_flops_per_s, and got its own.
+All constants were set before the fit; the one fitted number (lengths.Lengths.sigma) is not here. One was added after trial runs
+with guessed sigmas: attention had shared compute_flops_per_s, and got its own rate.
 Units: seconds, tokens, bytes, FLOP. An engine is one replica of Qwen3-30B-A3B on `gpus_per_engine` H100s in bf16.
 
     decode step   = floor(b) + kv_bytes_per_token * C / (gpus * bandwidth)      b sequences that hold C tokens together
@@ -29,7 +29,7 @@ def _constant(default: float, unit: str, source: str) -> Any:
 
 @dataclass(frozen=True)
 class Constants:
-    """Every number that the times depend on. ASSUMED: the papers and public figures are silent."""
+    """All constants of the times. ASSUMED: not stated in papers or public figures."""
 
     itl_scale: float = _constant(
         1.0, "x", "factor on the measured time of a decode step: ML.ENERGY leaderboard, MEASURED_ITL"
@@ -78,7 +78,7 @@ def constants_table(constants: Constants) -> list[tuple[str, str, str, str]]:
 
 
 class CostModel:
-    """Seconds of what engines and trainer do."""
+    """Seconds of the work of engines and trainer."""
 
     def __init__(self, constants: Constants) -> None:
         self.constants = constants
@@ -106,7 +106,7 @@ class CostModel:
         return num_steps * self._floor[num_seqs] + self.kv_s_per_token * grown
 
     def steps_within(self, num_seqs: int, context: int, seconds: float) -> int:
-        """The whole decode steps that fit into so many seconds: decode_s solved for num_steps."""
+        """The number of whole decode steps in so many seconds: decode_s solved for num_steps."""
         square = self.kv_s_per_token * num_seqs / 2
         linear = self._floor[num_seqs] + self.kv_s_per_token * context - square
         return int((math.sqrt(linear * linear + 4 * square * max(0.0, seconds)) - linear) / (2 * square))
@@ -131,7 +131,7 @@ class CostModel:
 
 
 KV_MEASURED_S_PER_TOKEN = Constants.kv_bytes_per_token / (Constants.gpus_per_engine * Constants.hbm_bytes_per_s)
-"""Reading one token's keys and values in the measurement of decode steps: taken out of it to get the floor."""
+"""Time to read one token's keys and values in the measured decode steps, subtracted to get the floor."""
 
 
 def _interpolate(knots: Sequence[tuple[int, float]], x: int) -> float:

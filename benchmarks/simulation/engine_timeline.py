@@ -1,5 +1,5 @@
-"""One engine's work through time: admission, prefill, decoding in a batch, preemption. Events are admissions and ends of
-sequences, never single tokens.
+"""One engine's work over time: admission, prefill, batched decoding, preemption. Events are admissions and ends of sequences, not
+single tokens.
 
     waiting --admitted while there is a slot and KV cache--> running --its last token--> ended
        ^------------------- the latest is put back when the cache is full -----'
@@ -19,7 +19,7 @@ _WATERMARK = 0.01  # share of the KV cache that stays free at an admission, as i
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One sequence: `context` tokens are there, of which the first `cached` need no prefill; decode num_new more."""
+    """One sequence with `context` tokens, of which the first `cached` need no prefill, and num_new to decode."""
 
     uid: str
     context: int
@@ -35,13 +35,13 @@ class _Running:
 
 
 class EngineTimeline:
-    """An engine on a clock of its own, which `run` moves on; work added later is seen from then on.
+    """An engine with its own clock, which `run` advances; work added later counts from then on.
 
         engine.add(job, at_s=0.0)
         engine.run(until_s=10.0) -> ["uid that has ended", ...]
         engine.first_token_s.pop(uid)
 
-    now_s: up to where its work is known; a decode step is never cut, so it may stay behind until_s by one.
+    now_s: time up to which its work is simulated; decode steps are not split, so it may lag behind until_s by one.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -64,7 +64,7 @@ class EngineTimeline:
         """Queue a sequence.
 
         Raises:
-            ValueError: it does not fit into the KV cache, even alone.
+            ValueError: the sequence alone does not fit into the KV cache.
         """
         if job.context + job.num_new > self._cost.kv_capacity:
             raise ValueError(
@@ -76,7 +76,7 @@ class EngineTimeline:
         self._waiting.append((job, job.context, job.cached))
 
     def run(self, until_s: float = math.inf) -> list[str]:
-        """Work until then; uids of the sequences that have ended, in order."""
+        """Work until `until_s`; returns the uids of finished sequences, in order."""
         ended: list[str] = []
         while self.is_busy and self.now_s < until_s:
             self._admit()
@@ -94,14 +94,14 @@ class EngineTimeline:
         return ended
 
     def next_event_s(self) -> float:
-        """When the batch changes next; infinite where there is nothing to do. Admits what fits."""
+        """Time of the next change of the batch; infinite without work. Admits sequences that fit."""
         if not self.is_busy:
             return math.inf
         self._admit()
         return self.now_s + self._cost.decode_s(len(self._running), self._held, self._steps_to_event())
 
     def abort(self) -> list[tuple[str, int]]:
-        """End everything; (uid, tokens decoded of it by this engine)."""
+        """Abort everything; returns (uid, tokens decoded by this engine)."""
         cut = [(r.job.uid, r.context + self._step - r.since - r.job.context) for r in self._running.values()]
         cut += [(job.uid, context - job.context) for job, context, _ in self._waiting]
         self._waiting.clear()
@@ -144,7 +144,7 @@ class EngineTimeline:
         self._held += len(self._running) * num_steps
 
     def _preempt(self) -> None:
-        """The latest goes back to the head of the queue; all its tokens will be prefilled again."""
+        """Move the latest sequence back to the head of the queue; all its tokens will be prefilled again."""
         _, latest = self._running.popitem()
         context = latest.context + self._step - latest.since
         self._held -= context

@@ -1,5 +1,5 @@
-"""Length and outcome of a simulated completion: fixed functions of its uid, so that every schedule plays the same
-completions, and a fit of sigma moves every length smoothly."""
+"""Length and outcome of a simulated completion: functions of its uid, so that all schedules play the same completions, and every
+length is a smooth function of sigma."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NORMAL = NormalDist()
 
 
 def uniforms(seed: int, uid: str) -> tuple[float, float]:
-    """Two independent numbers in (0, 1) that depend on seed and uid alone."""
+    """Two independent uniform numbers in (0, 1), determined by seed and uid."""
     digest = hashlib.blake2b(f"{seed}\x1f{uid}".encode(), digest_size=16).digest()
     first, second = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
     return (first + 0.5) / 2**64, (second + 0.5) / 2**64
@@ -26,7 +26,7 @@ def uniforms(seed: int, uid: str) -> tuple[float, float]:
 class Lengths:
     """Log-normal lengths: median * exp(sigma * z), the same for every agent, independent of each other.
 
-    Independence makes groups wait longer than real ones do (the samples of one problem are alike in length).
+    Independence makes groups wait longer than real ones (a problem's samples have correlated lengths).
     """
 
     sigma: float
@@ -34,14 +34,14 @@ class Lengths:
     seed: int = 0
 
     def tokens(self, uid: str) -> int:
-        """Whole length of a completion, at least 1; the global maximum is the player's business."""
+        """Whole length of a completion, at least 1; the player applies the global maximum."""
         z = _NORMAL.inv_cdf(uniforms(self.seed, uid)[0])
         return max(1, round(self.median * math.exp(self.sigma * z)))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Correctness of completions. A Verifier's is right if its verdict agrees with the truth about what it judged."""
+    """Correctness of completions. A Verifier is right if its verdict agrees with the truth about the solution."""
 
     solver_accuracy: float
     verifier_agreement: float

@@ -1,4 +1,4 @@
-"""Steps of the loop on the virtual clock: stages are played, the trainer takes its time, the weights travel.
+"""Steps of the loop on the virtual clock: stages, training and weight syncs.
 
 overlap 0:   rollout stage(s) | train | sync | rollout stage(s) | train | sync
 overlap 1:   rollout ...........................................................
@@ -57,8 +57,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Means over the measured steps. idle_share: engine-seconds without any work; latency: from a sample's first token to
-    the end of the update that trains it; staleness: share of the trained samples, by versions."""
+    """Means over the measured steps. idle_share: share of engine-seconds without work; latency: from a sample's first token to
+    the end of the update that trains it; staleness: share of the trained samples, by number of versions."""
 
     step_s: float
     rollout_s: float
@@ -81,7 +81,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Step:
-    """groups: trained by this step, under `version`. trained_s: when the update was done."""
+    """groups: trained in this step, by `version`. trained_s: time at the end of the update."""
 
     groups: tuple[Group, ...]
     version: int
@@ -110,7 +110,7 @@ class Simulation:
             segments=setting.segments,
             pipeline=setting.pipeline,
             overlap=setting.overlap,
-            max_unfinished=MOST_TOKENS,  # never reached, so that every row is given the same problems a step
+            max_unfinished=MOST_TOKENS,  # never reached, so that every row has the same problems a step
         )
         team = simulated_team(self.replicas, constants, config, is_solver_only=setting.is_solver_only)
         self.stages = Stages(config, team, problem_stream(), seed=seed)
@@ -119,7 +119,7 @@ class Simulation:
         self.version = 0
 
     def step(self) -> Step:
-        """Until the new weights are with the engines."""
+        """Run one step, until the engines have the new weights."""
         start = self.clock.now_s
         batch = self._next_batch()
         played_s = self.clock.now_s
@@ -144,7 +144,7 @@ class Simulation:
         return batch
 
     def _play_until(self, end_s: float) -> None:
-        """The engines go on while the trainer works."""
+        """Let the engines work while the trainer does."""
         while self.clock.now_s < end_s:
             self.stages.player.submit()
             if not self.stages.player.is_decoding:

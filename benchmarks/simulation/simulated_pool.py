@@ -1,7 +1,7 @@
 """Engines without a model on a virtual clock, behind the project's own EnginePool.
 
-A token that the player sees stands for TOKEN_GRAIN real ones (its arrays would not fit into memory otherwise); the
-engines count real tokens. Nothing of the player, the pool or the team is replaced: only what an engine is.
+A token in the player stands for TOKEN_GRAIN real ones (the arrays would not fit into memory otherwise); the engines count real
+tokens. Only the engines are replaced, nothing of the player, the pool or the team.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class _UnderWay:
 
 
 class SimulatedReplicas(Replicas):
-    """The engines of one policy. `collect` lasts until something ends.
+    """The engines of one policy. `collect` runs until something ends.
 
     lengths: whole lengths of completions, in real tokens. last_token: the final token of a finished one, by uid.
-    first_token_s: by uid, when its first token came; whoever reads it takes it out.
+    first_token_s: time of the first token, by uid; readers remove their entries.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SimulatedReplicas(Replicas):
             if left is None:
                 left = -(-self._lengths.tokens(request.uid) // TOKEN_GRAIN)
             context = len(request.token_ids) * TOKEN_GRAIN
-            # Other weights have another prefix cache. What runs meanwhile may push a waiting prefix out; that is ignored.
+            # New weights start a new prefix cache. Evictions of a waiting prefix by running sequences are ignored.
             cached = context if self._cached.get(prefix) == (replica, version) else 0
             self._cached[prefix] = (replica, version)
             self._under_way[replica][request.uid] = _UnderWay(request, left, version)
@@ -110,7 +110,7 @@ class SimulatedReplicas(Replicas):
             if ended:
                 answers.append((replica, Timed(self._results(replica, ended), start, self.clock.now_s)))
         if answers and min(self._next_s) == math.inf:
-            self.clock.now_s = last_s  # nothing else can end that soon
+            self.clock.now_s = last_s  # nothing else can end earlier
         return answers
 
     def abort(self, busy: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""The team that a simulation plays: the project's Verifier-Corrector rules on texts that one token stands for."""
+"""The simulated team: the project's Verifier-Corrector rules on texts represented by one token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TEXTS = ("", "\\boxed{7}", "\\boxed{8}", "Verdict: correct", "Verdict: wrong") 
 
 
 def last_token(outcomes: Outcomes, uid: str) -> int:
-    """The token that stands for what the completion says."""
+    """The token that represents a completion's text."""
     if uid[uid.rindex("/") + 1 :].startswith("verifier"):
         return 3 if outcomes.says_correct(uid) else 4
     return 1 if outcomes.is_right(uid) else 2
@@ -34,7 +34,7 @@ def last_token(outcomes: Outcomes, uid: str) -> int:
 
 @dataclass(frozen=True)
 class StandInRenderer:
-    """Prompts are as long as the constants say; a completion's text is what its last token stands for."""
+    """Prompts have the constants' lengths; a completion's text is represented by its last token."""
 
     constants: Constants
     stop_ids: tuple[int, ...] = (1, 2, 3, 4)
@@ -55,7 +55,7 @@ def problem_stream(text: Callable[[int], str] = lambda n: "?", answer: str = "7"
 
 
 def judge(problem: Problem, answer: str) -> Future[Reward]:
-    """Takes no time: judges work while the engines decode."""
+    """Judge without delay: judges work while the engines decode."""
     return known(_RIGHT if answer == problem.answer else _WRONG)
 
 

@@ -1,4 +1,4 @@
-"""The simulated runs in their order: the fit and its predictions, the pipelines by segments, one axis at a time around them."""
+"""The simulated runs, in order: the fit and its predictions, the pipelines by segments, and one axis at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIPELINES: tuple[Pipeline, ...] = ("trajectory", "agentic")
 
 @dataclass(frozen=True)
 class Grid:
-    """The centre and the axes through it. The reference is trajectory with 1 segment, ours agentic with 4."""
+    """The centre and the axes through it. Reference: trajectory with 1 segment; ours: agentic with 4."""
 
     engines: int = 64
     problems: int = 512
@@ -36,7 +36,7 @@ FULL = Grid(problem_axis=(128, 512, 4096))
 
 
 def scaled_grid(grid: Grid, divisor: int) -> Grid:
-    """Everything by `divisor` smaller, with as much work for each engine: less time, and more noise."""
+    """The grid scaled down by `divisor`, with the same work for each engine: less time, more noise."""
 
     def less(value: int) -> int:
         return max(1, value // divisor)
@@ -53,7 +53,7 @@ def scaled_grid(grid: Grid, divisor: int) -> Grid:
 
 @dataclass
 class Study:
-    """Everything that was found. rows: outcome by setting; cpu_s: CPU seconds by row name."""
+    """All results. rows: outcome by setting; cpu_s: CPU seconds by row name."""
 
     constants: Constants
     fitted: Fit
@@ -95,7 +95,7 @@ def overlapped(grid: Grid, overlap: int) -> Setting:
 
 
 def begin_study() -> Study:
-    """With sigma fitted."""
+    """A study with sigma fitted."""
     constants, begin = Constants(), time.process_time()
     return Study(constants, fit(constants), cpu_s={"fit": time.process_time() - begin})
 
@@ -114,7 +114,7 @@ def add_rows(study: Study, grid: Grid, say: Callable[[str], None], workers: int)
 
 
 def _size(setting: Setting) -> int:
-    """About how much work a simulation of it is."""
+    """Approximate work of simulating it."""
     return setting.problems * (setting.warmup_steps + setting.steps) * (5 if setting.pipeline == "trajectory" else 1)
 
 

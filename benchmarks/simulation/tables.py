@@ -1,4 +1,4 @@
-"""The study as text: constants first, then the fit, its predictions, the pipelines, the axes."""
+"""The study as text: constants, fit, predictions, pipelines, axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from simulation.study import Grid, Study, central, name, ours, overlapped, refer
 
 
 def constants_text() -> str:
-    """Constants that were set before anything was fitted."""
+    """Constants that were set before the fit."""
     measured = ", ".join(f"{b}: {1e3 * itl:.1f}" for b, itl in MEASURED_ITL)
     rows = [*constants_table(Constants())]
     rows.append(
@@ -29,7 +29,7 @@ def constants_text() -> str:
 
 
 def fit_text(fitted: Fit) -> str:
-    """Sigma, and the predictions of both readings beside what UloRL published."""
+    """Sigma, and the predictions of both readings beside UloRL's published times."""
     rows = []
     for segments, published in PUBLISHED_S.items():
         cells = [str(segments), f"{published:.0f}"]
@@ -54,7 +54,7 @@ def pipelines_text(study: Study, grid: Grid) -> str:
 
 
 def overlap_text(study: Study, grid: Grid) -> str:
-    """Agentic with 4 segments, with and without a trainer that works beside the engines."""
+    """Agentic with 4 segments, with and without training in parallel to decoding."""
     rows = [(str(overlap), *_cells(study.rows[overlapped(grid, overlap)])) for overlap in (0, 1)]
     head = (
         f"rollout.overlap, agentic with 4 segments, {grid.overlap_at[0]} engines, {grid.overlap_at[1]} problems "

@@ -20,9 +20,9 @@ def attention_decode(
 
     Args:
         q: [S, N, D] float, the query of each sequence's newest token.
-        k_cache, v_cache: [S, L, N_kv, D] in the dtype of q, N a multiple of N_kv; the newest token's are already in.
-            Any strides: a cache that lies head by head is given as a transposed view. Behind lengths[s] anything
-            finite may stand (a masked NaN would still poison a product).
+        k_cache, v_cache: [S, L, N_kv, D] in the dtype of q, N a multiple of N_kv; they already include the newest token.
+            Any strides: pass a head-major cache as a transposed view. Entries beyond lengths[s] may hold any finite values (a
+            masked NaN would still poison a product).
         lengths: [S] int, 1..L; on a GPU its values are not read by the host.
         scale: any finite number; None = 1 / sqrt(D).
 

@@ -17,7 +17,7 @@ _PARALLEL_NUMBERS = 1 << 16
 
 
 def attention_decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """[S, N, D] as the reference defines it; what lies behind a length is never read."""
+    """[S, N, D] as the reference defines it; entries beyond a length are never read."""
     q, k_cache, v_cache = map(rows_dense, (q, k_cache, v_cache))
     lengths = lengths.long().contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device="cpu")

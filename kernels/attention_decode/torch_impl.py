@@ -1,4 +1,4 @@
-"""Decoding attention by PyTorch's SDPA, the query heads of a key head being its queries.
+"""Decoding attention by PyTorch's SDPA, with the query heads of a key head as its queries.
 
 So no key is repeated for its heads: on one CPU thread 1.4 times as fast in float32, 4 to 10 times in bfloat16, as
 SDPA's own grouping (S, N, N_kv, D, L = 128, 4, 2, 32, 96 to 16, 16, 8, 128, 1024).

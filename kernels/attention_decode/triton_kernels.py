@@ -1,7 +1,7 @@
 """Decoding attention as two Triton kernels: each sequence's keys in splits of fixed size, then their sum in order.
 
-The size of a split depends neither on the batch nor on the cache's capacity, and the second kernel adds the splits one
-after the other: the same bits for a sequence, whatever it is decoded with. Exponents are to base 2.
+The size of a split depends neither on the batch nor on the cache's capacity, and the second kernel adds the splits in order: a
+sequence's bits do not depend on the rest of the batch. Exponents are to base 2.
 """
 # mypy: disallow-untyped-defs=False
 
@@ -29,7 +29,7 @@ def decode_split(
     stride_v_token,
     stride_v_head,
     GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,  # GROUP, filled up to a size that tl.dot takes
+    BLOCK_G: tl.constexpr,  # GROUP, padded to a size that tl.dot accepts
     HEAD_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,

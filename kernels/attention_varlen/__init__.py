@@ -34,15 +34,15 @@ def attention_varlen(
     Args:
         q: [T, N, D] float; k, v: [T_k, N_kv, D], N a multiple of N_kv (grouped queries).
         cu_seqlens: [S+1] int, boundaries of the queries; empty sequences are allowed.
-        cu_seqlens_k: [S+1] int, of the keys where they differ: a sequence has at least as many keys as queries.
+        cu_seqlens_k: [S+1] int, of the keys, if different: a sequence has at least as many keys as queries.
         scale: any finite number; None = 1 / sqrt(D).
-        causal: a query sees no later key; the last query of a sequence stands at its last key.
-        max_seqlen: at least the length of the longest sequence, where the host knows it: flash-attn launches fewer
-            blocks then. None: the number of tokens.
-        deterministic: the gradient has the same bits in two runs. Ours always has; flash-attn then keeps some copies of the
-            queries' gradient apart, each 4 T N D bytes, and adds them in order.
+        causal: a query sees no later key; a sequence's last query is aligned with its last key.
+        max_seqlen: upper bound of the sequence lengths, if the host knows one: flash-attn then launches fewer blocks.
+            None: the number of tokens.
+        deterministic: the gradient is bitwise reproducible. Ours always is; flash-attn then keeps several copies of the
+            queries' gradient, each 4 T N D bytes, and adds them in order.
 
-    Nothing waits for a GPU: there the values of cu_seqlens are not checked.
+    Never synchronises with the GPU, so values of cu_seqlens on a GPU are not checked.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
@@ -57,7 +57,7 @@ def attention_varlen(
 
 
 def positive_scale(op: str, q: Tensor, scale: float | None) -> tuple[Tensor, float]:
-    """Queries [..., D] and a scale above 0 that have the same products: kernels look for the largest before they scale."""
+    """Queries [..., D] and a positive scale with the same products: kernels take the maximum before scaling."""
     if scale is None:
         return q, q.shape[-1] ** -0.5
     if not isfinite(scale):
@@ -105,7 +105,7 @@ def _results(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 def why_not_triton_heads(q: Tensor, *_: object) -> str | None:
-    """None where Triton kernels can read queries [..., D], else the reason."""
+    """None if Triton kernels can read queries [..., D], else the reason."""
     head_size = q.shape[2]
     if head_size & (head_size - 1) or not 16 <= head_size <= 256:
         return f"head size {head_size}, the kernels take 16, 32, 64, 128 and 256"

@@ -11,10 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class PaddedSegments:
-    """Segments that are padded to one length.
+    """Segments padded to a common length.
 
-    source [B * L] int64: the token at each place; a place behind a segment's end repeats its last token.
-    places [n], tokens [n] int64: where the real tokens stand in source, and which they are.
+    source [B * L] int64: the token at each place; padding repeats a segment's last token.
+    places [n], tokens [n] int64: positions of the real tokens in source, and their indices.
     """
 
     num_segments: int
@@ -24,8 +24,8 @@ class PaddedSegments:
     tokens: Tensor
 
 
-@lru_cache(maxsize=64)  # every layer of a model asks for the same packing
-@torch.inference_mode(False)  # whoever asks first: a learner saves for its backward what an engine has asked for before
+@lru_cache(maxsize=64)  # all layers of a model use the same packing
+@torch.inference_mode(False)  # in any mode: a learner saves for its backward what an engine computed first
 def padded_by_length(bounds: tuple[int, ...]) -> tuple[PaddedSegments, ...]:
     """Segments by length, with padding in at most half of the places: log2(longest / shortest) calls."""
     segments = sorted(
@@ -57,13 +57,13 @@ def attention_varlen_cpu(
 ) -> Tensor:
     """[T, N, D] as the reference defines it."""
     if q.shape[0] == 0:
-        return q + 0 * (k.sum() + v.sum())  # no element, and all three have a gradient: 0
+        return q + 0 * (k.sum() + v.sum())  # empty, yet all three get a gradient of 0
     bounds_q = bounds_k = cu_seqlens.tolist()
     if cu_seqlens_k is not cu_seqlens:
         bounds_k = cu_seqlens_k.tolist()
     if not causal or bounds_k != bounds_q:
         return _per_segment(q, k, v, bounds_q, bounds_k, scale, causal)
-    # Padding stands behind the real tokens: under a causal mask none of these sees it, so that no mask is built.
+    # Padding follows the real tokens, so the causal mask hides it, and no other mask is needed.
     padded = padded_by_length(tuple(bounds_q))
     if len(padded) == 1 and padded[0].num_segments * padded[0].length == q.shape[0]:
         return _sdpa(q, k, v, padded[0], scale).flatten(0, 1)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Version:
-    """One version of flash-attn. All have flash_attn_varlen_func, with the same words for what is used here.
+    """One version of flash-attn. All have flash_attn_varlen_func, with the same names for the arguments used here.
 
-    generations: first numbers of the compute capabilities that it is written for; deterministic: those of them on which
-    its backward can add in a fixed order.
+    generations: major compute capabilities that it supports; deterministic: those on which its backward can add in a fixed
+    order.
     """
 
     name: str
@@ -36,7 +36,7 @@ FLASH_2 = Version("flash2", "flash_attn.flash_attn_interface", _SINCE_AMPERE, _S
 
 
 def machine_lacks(version: Version) -> str | None:
-    """None where this version can be imported and a GPU is there, else the reason."""
+    """None if this version can be imported and a GPU is there, else the reason."""
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     if not _is_installed(version.module):
@@ -46,7 +46,7 @@ def machine_lacks(version: Version) -> str | None:
 
 
 def why_not(version: Version, q: Tensor, *others: Any) -> str | None:
-    """None where this version can serve these arguments, of which `deterministic` is the last, else the reason; after
+    """None if this version can serve these arguments, of which `deterministic` is the last, else the reason; after
     machine_lacks."""
     reason = why_not_flash_kernels(q, version.most_head_size)
     if reason is not None:
@@ -80,7 +80,7 @@ def attention_varlen_flash(
     options = {
         "cu_seqlens_q": cu_seqlens.int(),
         "cu_seqlens_k": cu_seqlens_k.int(),
-        "max_seqlen_q": max_seqlen or q.shape[0],  # bounds of the grid; None: blocks behind the end leave at once
+        "max_seqlen_q": max_seqlen or q.shape[0],  # bounds of the grid; None: surplus blocks exit at once
         "max_seqlen_k": max_seqlen or k.shape[0],
         "softmax_scale": scale,
         "causal": causal,
@@ -92,7 +92,7 @@ def attention_varlen_flash(
 
 
 def why_not_flash_kernels(q: Tensor, most_head_size: int) -> str | None:
-    """None where flash-attn's kernels, or PyTorch's copy of them, can serve q, else the reason."""
+    """None if flash-attn's kernels, or PyTorch's copy of them, can serve q, else the reason."""
     if q.device.type != "cuda":
         return f"q is on {q.device}, flash-attn reads CUDA memory"
     if q.shape[0] == 0:
@@ -109,8 +109,8 @@ def why_not_flash_kernels(q: Tensor, most_head_size: int) -> str | None:
 
 @cache
 def _is_installed(module: str) -> bool:
-    """Found without importing the package around it: flash_attn's loads its CUDA library, and without version 2 it is only
-    the folder that version 4 lies in."""
+    """True if the module exists; does not import its package: flash_attn loads its CUDA library, and without version 2 is only
+    the folder that contains version 4."""
     top, _, rest = module.partition(".")
     spec = find_spec(top)
     if spec is None or not rest:
@@ -121,7 +121,7 @@ def _is_installed(module: str) -> bool:
 
 @cache
 def _function(module: str) -> Callable[..., Any] | str:
-    """Its flash_attn_varlen_func, or why it cannot be had."""
+    """The module's flash_attn_varlen_func, or the reason why it is not available."""
     try:
         function: Callable[..., Any] = import_module(module).flash_attn_varlen_func
     except (ImportError, OSError, AttributeError) as error:  # built for another torch; a CUDA library that is missing
@@ -139,12 +139,12 @@ def _listed(generations: tuple[int, ...]) -> str:
     return ", ".join(f"{each}.x" for each in generations)
 
 
-_NEEDED = {"window_size", "enable_gqa", "scale"}  # its first releases cannot be told all of these
+_NEEDED = {"window_size", "enable_gqa", "scale"}  # its first releases lack some of these arguments
 _MOST_HEAD_SIZE = 256
 
 
 def machine_lacks_varlen_attn() -> str | None:
-    """None where this PyTorch has it and a GPU is there, else the reason."""
+    """None if this PyTorch has it and a GPU is there, else the reason."""
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     missing = _NEEDED - _torch_words()
@@ -152,7 +152,7 @@ def machine_lacks_varlen_attn() -> str | None:
 
 
 def why_not_varlen_attn(q: Tensor, *others: Any) -> str | None:
-    """None where it can serve these arguments, of which `deterministic` is the last, else the reason."""
+    """None if it can serve these arguments, of which `deterministic` is the last, else the reason."""
     if others[-1] and not torch.are_deterministic_algorithms_enabled():
         return "its backward is deterministic under torch.use_deterministic_algorithms(True) only"
     return why_not_flash_kernels(q, _MOST_HEAD_SIZE)
@@ -184,7 +184,7 @@ def attention_varlen_torch(
         window_size=(-1, 0) if causal else (-1, -1),
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    assert isinstance(output, Tensor)  # a pair only where the log-sum-exp is asked for
+    assert isinstance(output, Tensor)  # a pair only if the log-sum-exp is requested
     return output
 
 

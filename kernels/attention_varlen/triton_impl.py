@@ -21,7 +21,7 @@ LOG2_E = log2(e)
 
 @dataclass(frozen=True)
 class Tiles:
-    """Queries (m) by keys (n) of a tile, and how it is run."""
+    """Queries (m) by keys (n) of a tile, and its launch options."""
 
     m: int
     n: int
@@ -37,7 +37,7 @@ class TilePlan:
 
 
 def plan_tiles(head_size: int, dtype: torch.dtype) -> TilePlan:
-    """Sizes that fit the registers of sm_80 and sm_90: tests/kernels/test_ops_ahead_of_time.py reads what compiles."""
+    """Sizes that fit the registers of sm_80 and sm_90, as tests/kernels/test_ops_ahead_of_time.py checks in the compiled code."""
     if dtype == torch.float32:  # no tensor cores: exact float32 products
         size = 32 if head_size <= 64 else 16
         return TilePlan(*(Tiles(32, size, 8, 1),) * 2, Tiles(size, 32, 8, 1))
@@ -111,7 +111,8 @@ class TritonAttention:
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, ...]:
-    """A view of a fused qkv projection is read in place; only the head dimension must be dense."""
+    """Inputs as the kernels read them: views of a fused qkv projection in place, copied only if the head dimension is not
+    dense."""
     return *map(rows_dense, (q, k, v)), cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""group_advantage: how much better a sample's reward is than that of its siblings."""
+"""group_advantage: a sample's reward relative to its siblings'."""
 
 import torch
 from torch import Tensor

@@ -21,8 +21,8 @@ def grouped_linear(x: Tensor, weights: Tensor, tokens_per_expert: Tensor | Seque
     Args:
         x: [T, K] float.
         weights: [E, N, K], same dtype.
-        tokens_per_expert: [E] int tensor, or a list: how many rows each expert has; they add up to T. A tensor on the
-            GPU is not read by the host: its values are not checked, and rows behind their sum are undefined.
+        tokens_per_expert: [E] int tensor or list: the number of rows of each expert; they sum to T. The host does not read
+            a tensor on the GPU: its values are not checked, and rows beyond their sum are undefined.
 
     Returns:
         [T, N] in the dtype of x.

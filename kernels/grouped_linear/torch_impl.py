@@ -7,14 +7,14 @@ ALIGNMENT = 8  # bfloat16 numbers: the kernel reads 16 bytes at a time
 
 
 def machine_lacks_grouped_mm() -> str | None:
-    """None where torch._grouped_mm exists and a GPU is there, else the reason."""
+    """None if torch._grouped_mm exists and a GPU is there, else the reason."""
     if not hasattr(torch, "_grouped_mm"):
         return f"PyTorch {torch.__version__} has no torch._grouped_mm"
     return None if torch.cuda.is_available() else "PyTorch sees no CUDA device"
 
 
 def why_not_grouped_mm(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> str | None:
-    """None where torch._grouped_mm can serve these tensors, forward and backward, else the reason."""
+    """None if torch._grouped_mm can serve these tensors, forward and backward, else the reason."""
     if x.device.type != "cuda":
         return f"x is on {x.device}, this one is for CUDA"
     if x.dtype != torch.bfloat16:
@@ -37,7 +37,7 @@ def grouped_linear_torch(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) 
 
 
 def ends_on(tokens_per_expert: Tensor, device: torch.device) -> Tensor:
-    """[E] int32 on the device: the row behind each expert's last. Counts in host memory are sent, nothing is waited for."""
+    """[E] int32 on the device: the end row of each expert. Counts in host memory are sent without synchronisation."""
     if device.type == "cuda" and tokens_per_expert.device.type == "cpu":
         tokens_per_expert = tokens_per_expert.pin_memory()
     return tokens_per_expert.to(device, non_blocking=True).cumsum(0, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Grouped GEMMs as Triton kernels: each expert's rows times its own matrix, the counts known to the device alone.
+"""Grouped GEMMs as Triton kernels: each expert's rows times its own matrix; only the device knows the counts.
 
 As in attention_varlen, the grid follows from shapes: expert e, whose rows begin at ends[e-1], owns the row tiles from
 begin // BLOCK + e on, and a program finds its expert by bisection. Sums are float32, in one order, without atomics.

@@ -1,5 +1,5 @@
-"""Targets outside the vocabulary, temperatures that are none: an error at once on the CPU, on a device a flag that is read
-once a step."""
+"""Targets outside the vocabulary and invalid temperatures: an immediate error on the CPU, a flag read once a step on a
+device."""
 
 import struct
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ _NONE = torch.iinfo(torch.int64).max
 
 @dataclass
 class _Flag:
-    """first: [1] int64 on the device, token * 2^32 + (number + 2^31) of the earliest bad value; _NONE: all were good. The
-    number is the target, or the bits of the temperature in float32."""
+    """first: [1] int64 on the device, token * 2^32 + (number + 2^31) of the earliest bad value; _NONE: no bad value. The
+    number is the target, or the temperature's float32 bits."""
 
     first: Tensor
     expected: str
@@ -28,8 +28,8 @@ def check_values(head: Head, temperature: float | Tensor, mask: Tensor | None) -
     """Raise ValueError for the first token inside mask [T] whose target is not in the vocabulary, or whose temperature is
     not a positive, finite number.
 
-    On a device nothing is read: the finding is kept until raise_bad_values, and that token's log-prob is NaN. So head
-    and the temperature that is returned have NaN in place of a bad one.
+    On a device nothing is read: the flag is kept until raise_bad_values, and the token's log-prob is NaN. So the returned
+    head and temperature have NaN in place of bad values.
     """
     is_bad = (head.targets < 0) | (head.targets >= head.vocab_size)
     expected = f"0..{head.vocab_size - 1}; mask the tokens that have no target"
@@ -57,12 +57,12 @@ def _check(op: str, name: str, values: Tensor, is_bad: Tensor, expected: str) ->
 
 
 def _keep_first(op: str, name: str, values: Tensor, is_bad: Tensor, expected: str) -> None:
-    """Queue the update of the op's flag; the host waits for nothing."""
+    """Queue the update of the op's flag without synchronisation."""
     if values.numel() == 0:
         return
     key = (op, name, values.device)
     if key not in _FLAGS:
-        with torch.inference_mode(False):  # whoever calls first: the flag is written outside of it too
+        with torch.inference_mode(False):  # in any mode: the flag is written outside of inference mode too
             _FLAGS[key] = _Flag(torch.full((1,), _NONE, device=values.device), expected)
     flag = _FLAGS[key]
     flag.expected = expected
@@ -74,11 +74,11 @@ def _keep_first(op: str, name: str, values: Tensor, is_bad: Tensor, expected: st
 
 
 def raise_bad_values() -> None:
-    """Raise ValueError where a call on a device since the last time had a target outside the vocabulary, or a temperature
+    """Raise ValueError if a call on a device since the last time had a target outside the vocabulary, or a temperature
     that is not a positive, finite number.
 
-    Waits for the device: call it where the host waits anyway, say when a step's loss is read. Every rank of a
-    vocabulary-parallel group finds the same.
+    Synchronises with the device: call it where the host waits anyway, such as when it reads a step's loss. All ranks of a
+    vocabulary-parallel group get the same result.
     """
     for (op, name, _), flag in _FLAGS.items():
         code = int(flag.first)

@@ -1,4 +1,4 @@
-"""A head in chunks of rows: statistics, and gradients that wait for backward GEMMs of a good size.
+"""A head in chunks of rows: statistics, and gradients that are buffered for efficient backward GEMMs.
 
     for chunk, product in chunks:
         chunks.statistics(product, chunk, statistics)
@@ -6,11 +6,10 @@
         chunks.add_gradients(product, chunk, slopes)
     gradients = chunks.finish()
 
-On the CPU (HostChunks) the gradients of a chunk take the place of its logits, and the next logits lie behind those that
-wait; bfloat16 models go another way there (tiles.py). On a device (DeviceChunks) there are two buffers, and the number of
-gradients of a chunk is read after the next chunk is queued: the device never runs dry. With a vocabulary shard on a device
-there are two buffers of logits: while the statistics of a chunk travel between the ranks the logits of the next are computed
-(ShardChunks).
+On the CPU (HostChunks) a chunk's gradients overwrite its logits, and the next logits follow the buffered rows; bfloat16
+models use tiles instead (tiles.py). On a device (DeviceChunks) there are two buffers, and the number of a chunk's gradients
+is read after the next chunk is queued, so that the device never idles. A vocabulary shard on a device has two buffers of
+logits: the logits of a chunk are computed while the ranks exchange the previous chunk's statistics (ShardChunks).
 """
 
 from collections import deque
@@ -39,7 +38,7 @@ HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
 # some 1000 rows), and 4224 because dX has then whole waves of tiles (whole_waves). Not measured yet.
 DEVICE_LOGITS_BYTES = 448 * 2**20
 DEVICE_GRADIENT_BYTES = 1225 * 2**20
-# Chunks of a device: whole GEMM tiles where they are large, and never a grid axis above 65535.
+# Chunks of a device: multiples of GEMM tiles if large, and never a grid axis above 65535.
 DEVICE_ROW_MULTIPLE = 128
 DEVICE_MAX_ROWS = 16384
 TILE_COLUMNS = 256  # of dX: cuBLAS's tile on Hopper for large products is 128 by 256
@@ -48,7 +47,7 @@ COLUMN_MULTIPLE = 16
 
 
 class WaitingGradients:
-    """Rows of dz that wait in a buffer until the next would not fit, and enter the backward GEMMs then."""
+    """A buffer of rows of dz, which enter the backward GEMMs when the next rows would not fit."""
 
     def __init__(self, gradients: HeadGradients, buffer: Tensor):
         self._gradients, self._buffer = gradients, buffer
@@ -57,14 +56,14 @@ class WaitingGradients:
         self._late: LateCount | None = None
 
     def room(self, count: int) -> tuple[Tensor, Tensor]:
-        """(dz, tokens) behind the rows that wait, where so many more find room."""
+        """(dz, tokens): views after the buffered rows, with room for `count` more."""
         self._settle()
         if self._filled + count > self._buffer.shape[0]:
             self._flush(is_last=False)
         return self._buffer[self._filled :], self._tokens[self._filled :]
 
     def add(self, count: LateCount) -> None:
-        """So many rows have been, or will be, written to the room."""
+        """Record that `count` rows have been, or will be, written to the room."""
         self._late = count
 
     def finish(self) -> HeadGradients:
@@ -94,11 +93,11 @@ class Chunks:
         self._gradients = HeadGradients(head, hidden, wanted, in_pieces=kernels.is_host)
 
     def __iter__(self) -> Iterator[tuple[Rows, Any]]:
-        """(chunk, the kernels' product of it, which the next chunk overwrites)."""
+        """Yields (chunk, its product by the kernels, which the next chunk overwrites)."""
         raise NotImplementedError
 
     def statistics(self, product: Any, chunk: Rows, out: Statistics) -> None:
-        """Fill `out` at the rows of the chunk; sums over the shards where there are several."""
+        """Fill `out` at the rows of the chunk; sums over shards if there are several."""
         if self._head.is_sharded:
             self._send_statistics(product, chunk).put(out)
         else:
@@ -113,7 +112,7 @@ class Chunks:
     def policy_rows(
         self, product: Any, chunk: Rows, statistics: Statistics, terms: PolicyTerms, slopes: Slopes
     ) -> None:
-        """Statistics, terms.evaluate and gradients of a chunk; in one walk where the implementation has that."""
+        """Statistics, terms.evaluate and gradients of a chunk; in one pass if the implementation has one."""
         if terms.in_one_walk is not None and not self._head.is_sharded and self._gradients.wanted.any:
             to = self.waiting.room(chunk.count)
             self.waiting.add(terms.in_one_walk(product, chunk, self._head, statistics, *to))
@@ -135,7 +134,7 @@ class Chunks:
 
 
 class HostChunks(Chunks):
-    """Chunks on the CPU: logits lie where their gradients will wait."""
+    """Chunks on the CPU: gradients overwrite logits in the buffer."""
 
     def __init__(self, kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows, wanted: Wanted):
         super().__init__(kernels, head, hidden, rows, wanted)
@@ -175,8 +174,7 @@ class DeviceChunks(Chunks):
 
 
 class ShardChunks(DeviceChunks):
-    """Chunks of a vocabulary shard on a device whose statistics are wanted: those of one travel while the logits of the
-    next are computed."""
+    """Chunks of a vocabulary shard on a device: the statistics of one are exchanged while the logits of the next are computed."""
 
     def __iter__(self) -> Iterator[tuple[Rows, Any]]:
         self._flights: deque[ShardStatistics] = deque()
@@ -263,7 +261,7 @@ def policy_gradients(
     terms: PolicyTerms,
     wanted: Wanted,
 ) -> HeadGradients:
-    """Statistics, terms.evaluate and gradients of these rows of hidden [T, H], the logits computed once."""
+    """Statistics, terms.evaluate and gradients of these rows of hidden [T, H], with logits computed once."""
     slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient)
     of_tiles = host_kernels_of_tiles(kernels, head, hidden)
     if of_tiles is not None and wanted.any:
@@ -277,8 +275,7 @@ def policy_gradients(
 
 
 def head_gradients(kernels: RowKernels, head: Head, hidden: Tensor, slopes: Slopes, wanted: Wanted) -> HeadGradients:
-    """dX and dW from statistics, dL/dlogp and dL/dH that are known, with logits computed again: 6THV for the rows that have
-    any."""
+    """dX and dW from known statistics, dL/dlogp and dL/dH, with recomputed logits: 6THV FLOPs for rows with a coefficient."""
     is_active = (slopes.coefficient != 0) | (slopes.entropy_coefficient != 0)
     rows = Rows.of(is_active, hidden.shape[0], is_late=not kernels.is_host)
     if host_kernels_of_tiles(kernels, head, hidden) is not None:

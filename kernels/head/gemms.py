@@ -15,7 +15,7 @@ DEVICE_TILE_ROWS = 4096
 
 @cache
 def why_no_narrow_products() -> str | None:
-    """None where this PyTorch multiplies bfloat16 pairs to float32 results, else the reason."""
+    """None if this PyTorch multiplies bfloat16 pairs to float32 results, else the reason."""
     if hasattr(torch.ops.aten.mm, "dtype_out") and hasattr(torch.ops.aten.addmm, "dtype_out"):
         return None
     return (
@@ -25,17 +25,17 @@ def why_no_narrow_products() -> str | None:
 
 @cache
 def cpu_multiplies_bfloat16() -> bool:
-    """True where the CPU has instructions for bfloat16 products (AVX512-BF16, AMX): a GEMM then takes a half to a fifth of
-    the time of float32. Elsewhere oneDNN emulates them."""
+    """True if the CPU has instructions for bfloat16 products (AVX512-BF16, AMX): a GEMM then takes a half to a fifth of the
+    time of float32. Otherwise oneDNN emulates them."""
     found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def why_no_full_float32(is_cuda: bool) -> str | None:
-    """None where torch.mm multiplies float32 as float32 on this device, else the reason.
+    """None if torch.mm multiplies float32 as float32 on this device, else the reason.
 
-    TF32's and bfloat16's 10 and 8 bits move logits of 30 by 0.03 and 0.1, and with them every ratio. The choice belongs to
-    the process: torch has no precision per call, and to switch it for a call would be seen by every other thread.
+    The 10 and 8 bits of TF32 and bfloat16 change logits of 30 by 0.03 and 0.1, and so every ratio. The setting is global to the
+    process: torch has no precision per call, and switching it for a call would affect every other thread.
     """
     name = "cuda" if is_cuda else "mkldnn"
     precision = getattr(torch.backends, name).matmul.fp32_precision
@@ -47,10 +47,10 @@ def why_no_full_float32(is_cuda: bool) -> str | None:
 class HeadGemms:
     """Products with one weight [V, H] for hidden states of one dtype.
 
-    On CUDA bfloat16 pairs are multiplied as they are, with float32 accumulators and results. The CPU's bfloat16 GEMM rounds
-    its result, so there it may form what is bfloat16 in the end (collects_dz): dX, and a dW that one product gives. All else
-    is multiplied in float32: float16 gradients underflow, and mixed pairs have no GEMM. A process
-    that lets float32 products round their operands is refused; bfloat16 pairs lose nothing by that.
+    On CUDA bfloat16 pairs are multiplied directly, with float32 accumulators and results. The CPU's bfloat16 GEMM rounds its
+    result, so it computes only what is bfloat16 in the end (collects_dz): dX, and a dW that is a single product. All else is
+    multiplied in float32: float16 gradients underflow, and mixed pairs have no GEMM. A process that lets float32 products round
+    their operands is refused, except for bfloat16 pairs, which are unaffected.
     """
 
     def __init__(self, weight: Tensor, hidden_dtype: torch.dtype):
@@ -77,7 +77,7 @@ class HeadGemms:
 
     @property
     def is_converted(self) -> bool:
-        """True where the weight is converted to float32 in pieces: hidden_and_weight_gradient does that once for both."""
+        """True if the weight is converted to float32 in pieces: hidden_and_weight_gradient does that once for both."""
         return self.weight.dtype != torch.float32 and not self._multiplies_narrow
 
     @property
@@ -156,12 +156,12 @@ class HeadGemms:
     ) -> None:
         """of_hidden [n, H] = dz [n, V] @ weight and of_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
 
-        In pieces of the vocabulary, each converted to float32 once; dz_of gives the columns of a piece in float32, and
-        is done with them when it is asked for the next. adds: to of_weight, which is then float32; else that
-        may have any dtype and is rounded once, from float32.
+        In pieces of the vocabulary, each converted to float32 once; dz_of returns a piece's columns in float32, valid until its
+        next call. adds: accumulate into of_weight, which is then float32; otherwise it may have any dtype and is rounded once,
+        from float32.
 
-        of_hidden is float32. Where room [n, V] bfloat16 is given it is bfloat16: the pieces are collected there, and it, and a
-        bfloat16 of_weight, are products of the whole.
+        of_hidden is float32, but bfloat16 if room [n, V] bfloat16 is given: the pieces are collected there, and of_hidden and a
+        bfloat16 of_weight are products of the whole.
         """
         whole, hidden = hidden, hidden.float()
         in_one = room is not None and of_weight is not None and of_weight.dtype == room.dtype
@@ -180,7 +180,7 @@ class HeadGemms:
                 of_tile.addmm_(piece.t(), hidden)
             elif of_weight.dtype == torch.float32:
                 torch.mm(piece.t(), hidden, out=of_tile)
-            else:  # in the memory of the converted piece of the weight, which is done with
+            else:  # reuses the memory of the converted piece of the weight
                 self._converted = None
                 of_tile.copy_(torch.mm(piece.t(), hidden, out=self._tile[: of_tile.shape[0]]))
         if room is not None and of_hidden is not None:

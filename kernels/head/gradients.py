@@ -1,4 +1,4 @@
-"""Gradients of a head, dX and dW, collected while the rows of dz come by in chunks."""
+"""Gradients of a head, dX and dW, accumulated over chunks of rows of dz."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from marsrl.kernels.head.vocabulary import Head
 
 @dataclass(frozen=True)
 class Wanted:
-    """Gradients of a head that are formed. weight_dtype: the final dtype of dW, which may come as float32."""
+    """The gradients of a head to compute. weight_dtype: the final dtype of dW, which may be returned as float32."""
 
     hidden: bool = False
     weight: bool = False
@@ -28,14 +28,14 @@ NOTHING = Wanted()
 
 
 class HeadGradients:
-    """Collects dX [T, H] and dW [V, H] of a head while chunks come by; what is not wanted stays None.
+    """Accumulates dX [T, H] and dW [V, H] of a head over chunks; None if not wanted.
 
-    of_weight is also None where no row had a coefficient. It is float32, but of wanted.weight_dtype where it is formed by
-    one product on the CPU: the float32 sum of several products needs memory of its own, one product does not.
+    of_weight is also None if no row had a coefficient. It is float32, or wanted.weight_dtype if a single product on the CPU
+    computes it, which needs no separate float32 sum.
     """
 
     def __init__(self, head: Head, hidden: Tensor, wanted: Wanted, in_pieces: bool = False):
-        """in_pieces: a weight that is converted to float32 is so once for both gradients, as on the CPU."""
+        """in_pieces: convert the weight to float32 once for both gradients, as on the CPU."""
         self.gemms = HeadGemms(head.weight, hidden.dtype)
         self.wanted = wanted
         self._in_pieces = in_pieces and self.gemms.is_converted
@@ -45,7 +45,7 @@ class HeadGradients:
 
     @property
     def of_hidden(self) -> Tensor | None:
-        """[T, H] in the dtype of hidden; rows that no chunk brought have gradient 0."""
+        """[T, H] in the dtype of hidden; rows in no chunk have gradient 0."""
         if self._of_hidden is None and self.wanted.hidden:
             self._of_hidden = torch.zeros(self.hidden.shape, dtype=self.hidden.dtype, device=self.hidden.device)
         return self._of_hidden
@@ -66,9 +66,9 @@ class HeadGradients:
     def add_pieces(
         self, dz_of: Callable[[slice], Tensor], tokens: Tensor, is_last: bool, room: Tensor | None = None
     ) -> None:
-        """The same for gradients that dz_of gives a piece of gemms.tiles() at a time, for all these tokens.
+        """As `add`, for gradients that dz_of returns by pieces of gemms.tiles(), for all these tokens.
 
-        room [>= n, V] bfloat16, where gemms.collects_dz: what is in it goes column by column as dz_of is called.
+        room [>= n, V] bfloat16, if gemms.collects_dz: its contents are overwritten piece by piece as dz_of is called.
         """
         rows = _contiguous_or_listed(tokens)
         of_hidden, adds = None, self.of_weight is not None
@@ -93,7 +93,7 @@ class HeadGradients:
 
 
 def _contiguous_or_listed(tokens: Tensor) -> Rows:
-    """Neighbouring tokens need no gather; only the CPU can tell without a wait."""
+    """The tokens as Rows: a range if contiguous, which only the CPU can tell without synchronisation."""
     if tokens.device.type == "cpu":
         first, last = int(tokens[0]), int(tokens[-1])
         if last - first + 1 == tokens.numel():

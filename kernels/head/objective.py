@@ -1,4 +1,4 @@
-"""The policy objective: its options, what a loss is given, and what it returns."""
+"""The policy objective: options, inputs and results of a loss."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -42,11 +42,11 @@ class PolicyObjective:
     gradient passes through r or k3; that of "cispo", where r is a constant, is unchanged.
 
     Numbers that are not finite: NaN or infinity in anything that a trained token reads makes the loss not finite, and that
-    token's coefficient too. A token reads its log-prob, advantage, weight and old log-prob where there is one, its
-    rollout_logprobs with a correction, its reference_logprobs with a KL term, its entropy with a bonus. What a token outside the
-    mask, a dropped token, a token masked by the gate or by a correction holds is not read: it adds 0 to loss and gradient. A
-    token is masked by finite numbers only: a d that is not finite is outside no band, a log-prob that is not finite is
-    not above mpt_probability. The means over a sequence (ratio "sequence", "sequence_mask") read all of its tokens in the mask.
+    token's coefficient too. A token reads its log-prob, advantage, weight and, if given, old log-prob, its rollout_logprobs with
+    a correction, its reference_logprobs with a KL term, its entropy with a bonus. Values of tokens that are outside the mask,
+    dropped, or masked by the gate or a correction are not read: they add 0 to loss and gradient. Only finite numbers mask a
+    token: a d that is not finite is never out of bounds, a log-prob that is not finite is not above mpt_probability. The means
+    over a sequence (ratio "sequence", "sequence_mask") read all of its tokens in the mask.
     """
 
     clip_low: float = 0.2
@@ -64,7 +64,7 @@ class PolicyObjective:
 
     @property
     def options(self) -> tuple[float, ...]:
-        """The numbers that kernels read, in the order of struct Objective (csrc/include/policy_objective.h)."""
+        """The options as numbers, in the order of struct Objective (csrc/include/policy_objective.h)."""
         return (
             *(self.clip_low, self.clip_high, self.dual_clip or 0.0),
             *(self.correction_low, self.correction_high, self.kl_coef, self.entropy_coef),
@@ -135,7 +135,7 @@ class PolicyTokens:
     for the reference, float32 and contiguous for row kernels. log_ratio, log_drift [T] float32: of the sequence, in place
     of logprobs - old_logprobs and of the log of the token's d. normaliser: number, or one element on the device. None: not
     given, or not needed.
-    Masked tokens are never read: they may hold anything, NaN included.
+    Masked tokens are never read, and may hold any value, NaN included.
     """
 
     objective: PolicyObjective

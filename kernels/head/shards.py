@@ -1,4 +1,4 @@
-"""Statistics of a vocabulary in parts, the shards of several ranks or the tiles of one: put together from four numbers."""
+"""Statistics over parts of a vocabulary, the shards of several ranks or the tiles of one, combined from four numbers each."""
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from marsrl.kernels.head.vocabulary import Head
 def combined(parts: Tensor, inverse_temperature: Tensor) -> Tensor:
     """[4, R] of the whole from parts [W, 4, R] float64, both as RowKernels.partials gives them.
 
-    Added in the order of the parts, to the same bits wherever that is done.
+    Added in the order of the parts, so all ranks get the same bits.
     """
     maxima, sums, weighted, target_logits = parts.unbind(1)  # [W, R] each
     maximum = maxima.amax(0)
@@ -58,7 +58,7 @@ class ShardStatistics:
         self._work = dist.all_gather_into_tensor(self._all, own, group=head.tp_group, async_op=True)
 
     def put(self, out: Statistics) -> None:
-        """Fill `out` at the rows of the chunk: every rank adds in the order of the ranks, to the same bits."""
+        """Fill `out` at the rows of the chunk: every rank adds in rank order, and gets the same bits."""
         self._work.wait()
         head, rows = self._head, self._rows
         whole = combined(self._all.unflatten(0, (-1, 4)), head.inverse_temperature_at(rows))

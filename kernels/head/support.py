@@ -1,7 +1,7 @@
-"""Rows of logits cut to the columns that a token was drawn from: all else of the head then sees that distribution alone.
+"""Restriction of logits to the columns that a token was drawn from, so that the rest of the head sees only that distribution.
 
 A logit of -inf has probability 0 and gradient 0, so statistics, objective and gradients are those of the softmax over the
-columns that are kept, whoever computes them. Setting them is one pass over logits that are there anyway.
+kept columns, in every implementation. Setting them costs one pass over the logits.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Support:
         return Support(self.ids, self.starts[tokens], self.counts[tokens], self.most)
 
     def restrict_(self, logits: Tensor, rows: Rows, first_column: int, num_columns: int) -> None:
-        """-inf in place outside of the support of each row, in logits [R, columns] of a part of the vocabulary.
+        """Set logits [R, columns] of a part of the vocabulary to -inf outside of each row's support, in place.
 
-        first_column, num_columns: where the part begins, and how many of its columns are real. No wait for how many ids
-        these rows have: `most` places a row.
+        first_column, num_columns: the part's offset and its number of real columns. Does not synchronise to learn the number of
+        ids: each row gets `most` places.
         """
         if rows.count == 0 or num_columns == 0:
             return
@@ -47,11 +47,11 @@ class Support:
         columns.masked_fill_(is_out, 0)
         kept = logits.gather(1, columns).masked_fill_(is_out, -torch.inf)
         logits.masked_fill_(counts[:, None] > 0, -torch.inf)
-        logits.scatter_reduce_(1, columns, kept, "amax")  # -inf changes nothing: a place that is out goes to column 0
+        logits.scatter_reduce_(1, columns, kept, "amax")  # harmless: an unused place adds -inf at column 0
 
 
 def check_support(op: str, support: Support, num_tokens: int, device: torch.device) -> None:
-    """Raise ValueError unless the arrays fit together; which columns they name is not read."""
+    """Raise ValueError unless the arrays' shapes fit together; the column ids are not read."""
     check(op, "support.ids", support.ids, (None,), (torch.int32,), device)
     for name in ("starts", "counts"):
         check(op, f"support.{name}", getattr(support, name), (num_tokens,), (torch.int64,), device)

@@ -42,13 +42,13 @@ class Head:
         return self.tp_group is not None and dist.get_world_size(self.tp_group) > 1
 
     def tile(self, columns: slice) -> "Head":
-        """These columns of the shard alone, as if the vocabulary were cut there."""
+        """These columns of the shard, as if they were a shard of their own."""
         real = max(0, min(columns.stop, self.num_columns) - columns.start)
         first = self.first_column + columns.start
         return replace(self, weight=self.weight[columns], first_column=first, num_columns=real)
 
     def restrict_(self, logits: Tensor, rows: Rows) -> None:
-        """-inf in place outside of what the rows were drawn from; logits [R, width] before the temperature."""
+        """Set logits [R, width], before the temperature, to -inf outside of the rows' supports, in place."""
         if self.support is not None:
             self.support.restrict_(logits, rows, self.first_column, self.num_columns)
 
@@ -70,8 +70,8 @@ def make_head(
     real_vocab_size: int | None,
     support: Support | None = None,
 ) -> Head:
-    """Checks the arguments that every fused head takes, but no tensor's values (bad_values.py does); ValueError names the
-    argument, what was found and expected."""
+    """Check the common arguments of fused heads except tensors' values (see bad_values.py); ValueError names the argument, what
+    was found and what was expected."""
     check(op, "hidden", hidden, (None, None), FLOATS)
     check(op, "weight", weight, (None, hidden.shape[1]), FLOATS, hidden.device)
     check(op, "targets", targets, (hidden.shape[0],), INTEGERS, hidden.device)
@@ -109,5 +109,5 @@ def make_head(
 
 
 def why_not_reference_head(head: Head) -> str | None:
-    """None where a reference can serve: it holds the whole vocabulary on one rank."""
+    """None if the reference can serve, which needs the whole vocabulary on one rank; else the reason."""
     return "tp_group has several ranks, the reference holds the whole vocabulary" if head.is_sharded else None

@@ -1,4 +1,4 @@
-"""linear_logprob: log-prob of the target and entropy of a linear head, without ever holding the logits."""
+"""linear_logprob: log-prob of the target and entropy of a linear head, without storing the logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ def _from_schema(
     real_vocab_size: int | None,
     most: int,
 ) -> tuple[Any, ...]:
-    """The op's arguments of those that a schema can have; per_token, of_all: the temperature."""
+    """The op's arguments in types that a schema allows; per_token, of_all: the temperature."""
     temperature = of_all if per_token is None else per_token
     support = None if ids is None or starts is None or counts is None else Support(ids, starts, counts, most)
     return _checked(hidden, weight, targets, temperature, None, real_vocab_size, support)
@@ -100,7 +100,7 @@ def _results(hidden: Tensor, *_: object) -> tuple[Tensor, ...]:
 
 
 class _Kernels:
-    """Kernels of the op: four numbers a token are kept, and the backward computes the logits again."""
+    """Kernels of the op: save four numbers a token, and recompute the logits in the backward."""
 
     def __init__(self, rows: RowKernels):
         self._rows = rows

@@ -1,4 +1,4 @@
-"""linear_policy_loss: from hidden states and the head's weight to the RL loss and its gradient, logits never held."""
+"""linear_policy_loss: from hidden states and the head's weight to the RL loss and its gradient, without storing the logits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +53,8 @@ def linear_policy_loss(
             (activation checkpointing) leaves it unchanged. The weight's own gradient is then None, or, where the weight has
             Megatron's `grad_added_to_main_grad`, that flag is set and a placeholder is returned for its hooks.
 
-    torch.compile breaks its graph here: an op of torch.library gives its backward nothing but tensors, and has no place
-    for a gradient that the forward formed for one backward, for main_grad, or for a process group.
+    torch.compile breaks its graph here: an op of torch.library can pass only tensors to its backward, not a gradient that the
+    forward computed for a single backward, main_grad, or a process group.
 
     Returns:
         PolicyLoss; the gradients reach hidden and weight through .loss only. A loss can be differentiated once.
@@ -91,7 +91,7 @@ class _Call:
 def _fused_loss(
     kernels: RowKernels, head: Head, hidden: Tensor, tokens: PolicyTokens, wanted: Wanted
 ) -> tuple[Statistics, PolicyTerms, HeadGradients | None]:
-    """The terms of the loss, and gradients for a grad_output of 1 where they are wanted, by the route that the objective allows.
+    """The terms of the loss and, if wanted, the gradients for a grad_output of 1, by the cheapest route the objective allows.
 
     Masked rows never enter the first GEMM, rows without a coefficient never enter the backward GEMMs: with mask share m
     and active share a it is (2m + 4a) THV FLOPs, and (2m + 6a) THV on the route of whole sequences.
@@ -111,7 +111,7 @@ def _fused_loss(
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Hands out in the backward what _fused_loss formed, times grad_output."""
+    """Returns in the backward the gradients that _fused_loss computed, times grad_output."""
 
     @staticmethod
     def forward(
@@ -173,7 +173,7 @@ def _add_scaled_(total: Tensor, values: Tensor, scale: float | Tensor) -> None:
 
 
 def _placeholder_gradient(weight: Tensor) -> Tensor | None:
-    """The weight's gradient when the real one went to main_grad: Megatron's hooks want a tensor and skip its values."""
+    """The weight's gradient when the real one went to main_grad: Megatron's hooks need a tensor and ignore its values."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

@@ -1,4 +1,4 @@
-"""policy_loss: the RL loss of packed tokens whose log-probs come from elsewhere."""
+"""policy_loss: the RL loss of packed tokens with given log-probs."""
 
 from typing import Any
 
@@ -35,14 +35,14 @@ def _on_rows(provider: RowProvider) -> Implementation:
     def run(logprobs: Tensor, entropy: Tensor, tokens: PolicyTokens) -> PolicyLoss:
         logp, ent = as_read(logprobs), as_read(entropy)
         terms = policy_terms(provider.load(), tokens, logp, ent)
-        terms.evaluate(Rows.of(None, logp.numel()))  # the kernels skip what is masked
+        terms.evaluate(Rows.of(None, logp.numel()))  # the kernels skip masked tokens
         sums = terms.sums()
         if torch.is_grad_enabled() and (logprobs.requires_grad or entropy.requires_grad):
             loss = _Loss.apply(logprobs, entropy, terms, sums)
-        else:  # a node of the graph that nobody wants would be a tenth of the op on few tokens
+        else:  # an unneeded graph node would cost a tenth of the op on few tokens
             loss = total_loss(sums)
         if tokens.mask is not None:
-            zero = logp.new_zeros(())  # one for both: each 0.0 would become a tensor of its own
+            zero = logp.new_zeros(())  # one for both: each 0.0 would become a separate tensor
             logp, ent = torch.where(tokens.mask, logp, zero), torch.where(tokens.mask, ent, zero)
         return PolicyLoss(loss, logp, ent, terms.coefficient, agent_sums(sums))
 

@@ -1,4 +1,4 @@
-"""Checks what a policy loss is given, and spreads what is per sample over the tokens."""
+"""Checks the inputs of a policy loss, and expands per-sample values to tokens."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from marsrl.kernels.checks import FLOATS, INTEGERS, check, check_cu_seqlens, che
 from marsrl.kernels.head.objective import LossInputs, PolicyObjective, PolicyTokens
 from marsrl.kernels.library import cpu_library, why_no_cpu_library
 
-# Of LossInputs: name, whether it is [T] and not [S], dtypes
+# Fields of LossInputs: name, True if [T] rather than [S], dtypes
 _EXPECTED: tuple[tuple[str, bool, tuple[torch.dtype, ...]], ...] = (
     ("advantages", False, FLOATS),
     ("token_advantages", True, FLOATS),
@@ -71,7 +71,7 @@ def policy_tokens(op: str, num_tokens: int, device: torch.device, inputs: LossIn
         num_agents=num_agents,
         gate=joined_or_none(inputs.gate, objective.mpt_probability is not None),
         old_logprobs=inputs.old_logprobs,
-        # What the objective does not use is dropped here, so that no implementation looks at it.
+        # Inputs that the objective does not use are dropped here, so that no implementation reads them.
         rollout_logprobs=inputs.rollout_logprobs if objective.correction != "none" else None,
         reference_logprobs=inputs.reference_logprobs if objective.kl != "none" else None,
         normaliser=normaliser,

@@ -1,4 +1,4 @@
-"""token_marks: which tokens a policy loss clips and masks, one by one, for whoever looks at them."""
+"""token_marks: which tokens a policy loss clips and masks, for display."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ class TokenMarks:
     """[T] bool each, False where the mask is off.
 
     clipped: the clip is active, as PolicyLoss counts it. gated: masked as well mastered (gate, dropped). masked: by these or by a
-    correction; the token lost every term.
+    correction, so that the token lost every term.
     """
 
     clipped: Tensor
@@ -25,7 +25,7 @@ class TokenMarks:
 
 @torch.no_grad()
 def token_marks(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> TokenMarks:
-    """Clip and masks that the loss of these inputs applies to each token, from the logprobs and entropy [T] that it has found.
+    """Clip and masks that the loss applies to each token, from its logprobs and entropy [T].
 
     Elementwise, in plain PyTorch: nothing of the size of the vocabulary, no gradient. At a bound of the clip itself a row kernel
     may round to the other side.

@@ -10,7 +10,7 @@ from marsrl.kernels.head.objective import LOG_RATIO_BOUND, METRICS, PolicyLoss, 
 
 @dataclass(frozen=True)
 class Terms:
-    """One element a trained token: its loss (differentiable), KL, whether the clip is active, whether it is masked, clamped."""
+    """Per trained token: its loss (differentiable), its KL, and whether it is clipped, masked, clamped."""
 
     loss: Tensor
     kl: Tensor
@@ -29,7 +29,7 @@ def sequence_means(values: Tensor, sequence_of: Tensor, num_sequences: int) -> T
 def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tensor) -> Terms:
     """The objective at the tokens kept [n]; logp, entropy [n] belong to these, in any float dtype.
 
-    What a masked token holds is replaced before anything is computed from it: the gradient of NaN times 0 would be NaN.
+    Values of masked tokens are replaced before any computation: the gradient of NaN times 0 would be NaN.
     """
     dtype, objective = logp.dtype, tokens.objective
 
@@ -69,7 +69,7 @@ def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tens
     def read(values: Tensor) -> Tensor:
         return torch.where(is_masked, zeros, values)
 
-    # From here on NaN and infinity are those that a trained token reads.
+    # From here on any NaN or infinity was read by a trained token.
     kl = _divergence(log_reference, objective.kl)  # of all tokens, for the metric
     moved = read(logp) - read(current)  # 0, with the gradient of logp
     logp, advantages = read(logp), read(of_kept(tokens.advantages))

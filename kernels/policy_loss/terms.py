@@ -12,7 +12,7 @@ from marsrl.kernels.sequence_sums import sequence_sums
 
 
 def needs_whole_sequences(tokens: PolicyTokens) -> bool:
-    """True where a token's coefficient depends on current log-probs of other tokens of its sequence."""
+    """True if a token's coefficient depends on current log-probs of other tokens of its sequence."""
     if tokens.old_logprobs is None:
         return tokens.objective.correction == "sequence_mask"
     return tokens.objective.ratio == "sequence"
@@ -52,7 +52,7 @@ def total_loss(sums: Tensor) -> Tensor:
 
 
 def as_read(values: Tensor) -> Tensor:
-    """The values as row kernels read them: float32, contiguous, without a graph; themselves where they are that."""
+    """The values as row kernels read them: float32, contiguous, detached; unchanged if they already are."""
     if values.dtype == torch.float32 and not values.requires_grad and values.is_contiguous():
         return values
     return values.detach().float().contiguous()
@@ -67,7 +67,7 @@ def _contiguous(flags: Tensor | None) -> Tensor | None:
 
 
 def _of_whole_sequences(tokens: PolicyTokens, logprobs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(log_ratio, log_drift) [T] float32: means over the tokens of each sequence, None where the token's own counts."""
+    """(log_ratio, log_drift) [T] float32: means over each sequence's tokens; None if the token's own value is used."""
     objective, log_ratio, log_drift = tokens.objective, None, None
 
     def means(values: Tensor) -> Tensor:

@@ -19,11 +19,11 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, is_zero_centred: bool = F
     """x / sqrt(mean(x^2) + eps) * weight, differentiable; Zhang and Sennrich, arXiv:1910.07467, equation 4.
 
     The arithmetic is float32, rounded once at the end, and the backward keeps x, weight and a float32 number a row. The
-    gradient of the weight is summed in float32 or wider. Rows at one distance from each other, such as the heads of the keys
-    in a fused projection, are read where they are.
+    gradient of the weight is summed in float32 or wider. Evenly strided rows, such as the key heads in a fused projection, are
+    read in place.
 
-    By bytes this is the least on a GPU too: PyTorch's fused norm reads x and the gradient once for each of its two
-    gradients and copies strided rows first. Not timed on one.
+    By bytes this is minimal on a GPU too: PyTorch's fused norm reads x and the gradient once for each of its two gradients, and
+    copies strided rows first. Not timed on one.
 
     Args:
         x: [..., N] float.

@@ -60,7 +60,7 @@ def gradient_rows(
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program; by the width alone, so that a row knows nothing of others."""
+    """(rows, columns, warps) of a program; from the width alone, so that a row's bits do not depend on other rows."""
     block = triton.next_power_of_2(width)
     rows = max(1, ELEMENTS // block)
     return rows, block, max(4, rows * block // 512)

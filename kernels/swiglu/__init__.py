@@ -19,7 +19,7 @@ def swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:
     The arithmetic is float32, rounded once at the end, and the backward keeps `products` and `weights` alone.
 
     Args:
-        products: [..., 2 F] float: of each row the gate [F], then what it lets through [F].
+        products: [..., 2 F] float: each row has the gate [F], then the gated values [F].
         weights: [...] float, one a row: the router's, which may have another dtype; None: 1.
 
     Returns:

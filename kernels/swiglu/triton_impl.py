@@ -67,7 +67,7 @@ def gradient_rows(
 
 
 def _tile(width: int) -> tuple[int, int]:
-    """(rows, columns) that a program takes at once; by the width alone, so that a row's sums know nothing of others."""
+    """(rows, columns) of a program; from the width alone, so that a row's sums do not depend on other rows."""
     block = min(WIDEST, triton.next_power_of_2(width))
     return max(1, ELEMENTS // block), block
 

@@ -1,4 +1,4 @@
-"""Teams: who is asked next, what it reads, how its words are parsed and rewarded.
+"""Teams: which agent answers next, its prompt, and how its completions are parsed and rewarded.
 
     class TwoSolvers(Orchestration):
         agents = (AgentSpec("first"), AgentSpec("second"))
@@ -31,17 +31,17 @@ from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, 
 class Orchestration:
     """Rules of a team. No engine, no clock, no state; every method is a function of its arguments.
 
-    A rollout instance (one draw of a problem) is group_size episodes that go on independently, each ask of which is one
-    sample; or, where is_one_episode, one episode whose asks have group_size samples each.
+    A rollout instance (one draw of a problem) is group_size independent episodes with one sample an ask; or, if is_one_episode,
+    one episode with group_size samples an ask.
 
     Args:
         agents: settings by agent name; an agent that is not named has the defaults.
         default_prompts: the task's prompt set, for agents that name none.
-        options: as Options has them.
-        rollout: group_size, G; picks, outputs of one agent and rollout instance that are handed on, where a team picks.
-        evaluate: how `follow` plays an episode whose purpose is to evaluate.
-        tools: that the config has set.
-        renderers: by agent, for teams to which it matters how many tokens a text has.
+        options: values of Options.
+        rollout: group_size, G; picks, the number of an agent's outputs in a rollout instance that go to the next agent.
+        evaluate: settings of `follow` in evaluation episodes.
+        tools: those that the config has set.
+        renderers: by agent, for teams that count tokens.
     """
 
     class Options(Settings):
@@ -51,14 +51,14 @@ class Orchestration:
     agents: tuple[AgentSpec, ...] = ()
     is_one_episode: ClassVar[bool] = False
     plays_sessions: ClassVar[bool] = False
-    """A program that is not ours plays its episodes, and calls agents when it likes."""
+    """True if an external program plays the episodes and calls agents at any time."""
     tools: tuple[str, ...] = ()
-    """Tools that `follow` calls (episode.call), by the names that `tools` of the config has; all have to be set there."""
+    """Names of tools that `follow` calls (episode.call); all must be set in the config's `tools`."""
     optional_tools: ClassVar[tuple[str, ...]] = ()
-    """Further tools that it calls where the config has set them; of an instance, those are among `tools`, as are its agents'
-    own (agents.<name>.tools)."""
+    """Further tools that `follow` calls if the config sets them. An instance's `tools` includes those, and its agents' own
+    (agents.<name>.tools)."""
     tried_apart: ClassVar[tuple[str, ...]] = ()
-    """Agents that are evaluated on fixed inputs: those of episodes that are played for it before RL."""
+    """Agents that are evaluated on fixed inputs, from episodes played before RL for that purpose."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Orchestration:
 
     @classmethod
     def whole_team(cls, agents: Mapping[str, AgentConfig]) -> dict[str, AgentConfig]:
-        """Settings of every agent in the order of play, defaults for those not given; ValueError for one that is none."""
+        """Settings of every agent in the order of play, with defaults for those not given; ValueError for an unknown agent."""
         names = [spec.name for spec in cls.agents]
         for name in agents:
             if name not in names:
@@ -93,9 +93,9 @@ class Orchestration:
         return {name: agents.get(name, AgentConfig()) for name in names}
 
     def _prompts_of(self, name: str, default: str) -> PromptSet:
-        """The prompt set of an agent; ValueError where it does not say how the agent is asked or read.
+        """The prompt set of an agent; ValueError if it lacks the agent's chat or parser.
 
-        Whether a set that the agent does not name itself has a chat for it is not asked: a user's team may write its own.
+        A default set need not have a chat for the agent: a user's team may write its own.
         """
         spec, named = self.specs[name], self.settings[name].prompt
         try:
@@ -108,7 +108,8 @@ class Orchestration:
         return prompts
 
     def _compat_of(self, name: str) -> Compat:
-        """The published code's reading of this Verifier; ValueError where its prompt does not ask for what that looks for."""
+        """The published code's parser for this Verifier; ValueError if the prompt does not ask for the marker that it looks
+        for."""
         compat = self._prompts[name].compat()
         if compat is None:
             known = ", ".join(f"{each.marker} ({paper})" for paper, each in COMPATS.items())
@@ -119,32 +120,33 @@ class Orchestration:
             )
         return compat
 
-    # What a team says.
+    # The rules, which a team may override.
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
-        """Everything that may be asked, and called, in this episode as it stands; what was before may be among it.
+        """All asks and tool calls that are possible in this episode as it stands; may include earlier ones.
 
-        The episode has ended when all of it has been answered.
+        The episode has ended once all of them are answered.
         """
         raise NotImplementedError(f"{type(self).__name__}.follow: say who is asked")
 
     def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
-        """The chat that asks: the prompt of the agent's role with the problem, and the first two inputs where it has them."""
+        """The ask's chat: by default the prompt of the agent's role with the problem and, if there are any, the first two
+        inputs."""
         solution, report = (*(sample.shown for sample in episode.inputs(ask)), "", "")[:2]
         return self.prompt(ask.agent, self.spec(ask.agent).role, episode, solution, report, others=report)
 
     def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
-        """Continues a sample that `parse` gave Finish.WAITING: text behind its own words, or, where it has ended its
-        turn, the messages that follow it. None as long as what it waits for (asks and calls of `follow`) is not there.
+        """The continuation of a sample that `parse` marked Finish.WAITING: text appended to its own or, if it ended its turn, the
+        messages that follow. None until the answers and outputs that it waits for (asks and calls of `follow`) have come.
 
-        sample: its text so far, and its turn, which counts how often it has gone on.
+        sample: has the text so far, and `turn`, the number of earlier continuations.
         """
         raise NotImplementedError(f"{type(self).__name__}.continuation: sample {sample.uid} waits; say what for")
 
     def parse(self, sample: Sample) -> Sample:
-        """The sample with what others see of it, and its answer or verdict. A cut-off completion has neither.
+        """The sample with the text that others see and its answer or verdict; a truncated completion has neither.
 
-        finish WAITING where it stopped for what a tool or another agent is to say.
+        finish WAITING if it paused for a tool or another agent.
         """
         role, prompts = self.spec(sample.agent).role, self._prompts[sample.agent]
         if compat := self._compats.get(sample.agent):
@@ -161,9 +163,9 @@ class Orchestration:
     def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
         """The agent's own reward of a parsed sample (agentic verifiable rewards, arXiv 2511.11373, section 3).
 
-        An answer: the task's judgement of it (judged; None where the sample has none). A verdict: does it agree with the
-        first input's own correctness? An adviser's words: missing until the episode has ended, then its outcome. Overlong and
-        unparsable completions get 0; what cannot be known is missing, never 0.
+        An answer gets the task's judgement (judged; None without an answer). A verdict gets 1 if it agrees with the first
+        input's correctness. An adviser's reward is missing until the episode has ended, then its outcome. Overlong and
+        unparsable completions get 0; an unknown reward is missing, never 0.
         """
         if sample.finish in (Finish.UNFINISHED, Finish.WAITING):
             raise ValueError(f"reward: sample {sample.uid} is not finished; decode its remaining segments first")
@@ -183,7 +185,7 @@ class Orchestration:
 
     @classmethod
     def reward_rule(cls, agent: AgentSpec) -> str:
-        """The agent's reward rule in words; for a team that overrides `reward`, the first line of its docstring."""
+        """The agent's reward rule as text; for a team that overrides `reward`, the first line of its docstring."""
         if cls.reward is not Orchestration.reward:
             return (cls.reward.__doc__ or f"what {cls.__name__}.reward returns").strip().partition("\n")[0]
         if agent.advises:
@@ -193,57 +195,56 @@ class Orchestration:
         return "what the task says its answer is worth, 0 without an answer"
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """The sample whose answer counts, of an episode that has ended: by default the last one, as `follow` has them, with an
-        answer."""
+        """The sample whose answer counts in a finished episode: by default the last of `follow`'s with an answer."""
         asks = [each for each in self.follow(episode) if isinstance(each, Ask)]
         samples = [sample for ask in asks for sample in episode.samples(ask)]
         return next((sample for sample in reversed(samples) if sample.answer is not None), None)
 
     def alone(self, episode: Episode) -> Sample | None:
-        """The first agent's own answer, before anybody else spoke, of an episode that has ended; None where it
-        gave none. Evaluations set it beside `outcome`, where the first agent solves (AgentSpec.solves)."""
+        """The first agent's own answer in a finished episode, before any other agent answered; None without one. Evaluations
+        compare it with `outcome` if the first agent solves problems (AgentSpec.solves)."""
         return next(
             (s for each in self.follow(episode)[:1] if isinstance(each, Ask) for s in episode.samples(each)), None
         )
 
     def redrawn(self, episode: Episode) -> Collection[str]:
-        """Samples, by uid, of an episode that has ended, for which a later draw of the same agent stands in: evaluations do not
-        count how right they are."""
+        """Uids of samples in a finished episode that a later draw of the same agent replaced; evaluations do not count their
+        correctness."""
         return ()
 
     def outcomes(self, episode: Episode) -> dict[str, float]:
-        """Rewards under credit.reward_scheme=outcome, by uid, of an episode that has ended: one outcome for all by default.
+        """Rewards of a finished episode under credit.reward_scheme=outcome, by uid: by default one outcome for all.
 
-        NaN where the outcome's judge failed; 0 where nothing was answered.
+        NaN if the judge of the outcome failed; 0 without any answer.
         """
         last = returned.sample_or_none(self.outcome(episode))
         value = 0.0 if last is None else last.reward.correct
         return {sample.uid: value for answer in episode.answers.values() for sample in answer}
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
-        """Numbers of an episode that has ended, by any names: team/<name> is their mean over the episodes that ended in a
-        step."""
+        """Numbers of a finished episode, by names of the team's choice; team/<name> is the mean over a step's finished
+        episodes."""
         return {}
 
     def most_samples(self) -> dict[str, int]:
-        """Most samples of each agent in a rollout instance, for plans; {} where the team does not say."""
+        """Upper bound of each agent's samples in a rollout instance, for plans; {} if unknown."""
         return {}
 
-    # For those who write a team.
+    # Helpers for teams.
 
     def prompt(
         self, agent: str, role: Role, episode: Episode, solution: str = "", report: str = "", **values: str
     ) -> tuple[Message, ...]:
-        """The chat of a role in the words of the agent's prompt set. values: of further placeholders (roles.PLACEHOLDERS)."""
+        """The chat of a role from the agent's prompt set. values: of further placeholders (roles.PLACEHOLDERS)."""
         require_words(self._prompts[agent], role)
         values |= {"problem": episode.problem.question, "solution": solution, "report": report}
         return self._prompts[agent].fill(role, **values)
 
     def accepts(self, report: Sample) -> bool:
-        """Is the verdict "correct", or missing and agents.<name>.missing_verdict "correct"?"""
+        """True if the verdict is "correct", or is missing and agents.<name>.missing_verdict is "correct"."""
         return self.settings[report.agent].missing_verdict == "correct" if report.verdict is None else report.verdict
 
-    # What those who play it ask.
+    # Used by players.
 
     def spec(self, agent: str) -> AgentSpec:
         if agent not in self.specs:
@@ -252,7 +253,7 @@ class Orchestration:
 
     @property
     def verifiers(self) -> tuple[str, ...]:
-        """The agents that give verdicts, in the order of play; none in a team without."""
+        """The agents that give verdicts, in the order of play."""
         return tuple(spec.name for spec in self.agents if spec.gives_verdicts)
 
     @property
@@ -261,17 +262,17 @@ class Orchestration:
         return 1 if self.is_one_episode else self.group_size
 
     def needs_judge(self, sample: Sample) -> bool:
-        """Does `reward` want the task's judgement of this parsed sample's answer?"""
+        """True if `reward` needs the task's judgement of this parsed sample's answer."""
         gives_verdicts = self.spec(sample.agent).gives_verdicts
         return sample.finish is Finish.STOP and sample.answer is not None and not gives_verdicts
 
     def to_judge(self, episode: Episode, sample: Sample) -> str | None:
-        """The text that the task judges for `reward` of this parsed sample; None where it needs no judgement."""
+        """The text that the task judges for this parsed sample's `reward`; None if it needs no judgement."""
         return sample.answer if self.needs_judge(sample) else None
 
     def is_readable(self, sample: Sample) -> bool:
-        """True where this parsed sample has an answer, a verdict or an adviser's words; with `parser: compat`, which always
-        finds a verdict, where its form is valid."""
+        """True if this parsed sample has an answer, a verdict or an adviser's text; with `parser: compat`, which always finds a
+        verdict, if its format is valid."""
         if compat := self._compats.get(sample.agent):
             return compat.is_valid(sample.text)
         if self.spec(sample.agent).advises:
@@ -295,5 +296,5 @@ class Orchestration:
 
 
 def is_right(sample: Sample) -> bool:
-    """Did the task (for a Verifier: the agreement of its verdict) judge the sample right, before penalties?"""
+    """True if the sample is right before penalties: by the task's judgement, or for a Verifier by its verdict's agreement."""
     return sample.reward.correct >= 1

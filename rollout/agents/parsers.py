@@ -1,8 +1,7 @@
 """Parsers of completions: the visible text, the verdict, the final answer. Completions are hostile input.
 
-Every function is linear in the length of the text and returns None where the text does not say it. Regular expressions of users
-are run by RE2, which has no backtracking: `re` takes exponential time on some, and a time limit would make a run depend on how
-busy the machine is.
+Every function takes time linear in the text's length and returns None if it finds nothing. Users' regular expressions run in
+RE2, which does not backtrack: `re` can take exponential time, and a time limit would make results depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
 
 _MAX_REGEX = 1000  # characters; RE2's time grows with the expression too
-_MAX_VERDICT_LINE = 200  # characters; a verdict line is short, and a long one is not worth a regular expression
+_MAX_VERDICT_LINE = 200  # characters; verdict lines are short, so longer lines are skipped
 _VERDICT_LINE = re.compile(r"[ \t*_`]*Verdict[ \t*_`]*:[ \t*_`]*(correct|wrong)[ \t*_`.]*", re.IGNORECASE)
 _VERIFY_OPEN, _VERIFY_CLOSE = "<verify>", "</verify>"
 _VERIFY_TAG = re.compile(r"<verify>\s*(approve|reject)\s*</verify>", re.IGNORECASE)
@@ -25,10 +24,10 @@ _CHAIN_VERDICT = {"correct": True, "wrong": False}
 
 
 def visible(text: str, starts_in_thought: bool = False) -> str | None:
-    """The text that the next agent is shown: all after the last closing think tag, stripped of outer white space.
+    """The text shown to the next agent: everything after the last closing think tag, stripped of outer white space.
 
-    None: a thought was begun (by the text, or by the prompt: `starts_in_thought`) and never closed, so the
-    completion was cut off before it said anything.
+    None: a thought was opened (by the text, or by the prompt: `starts_in_thought`) and never closed, so the completion was
+    truncated before any visible text.
     """
     _, closed, shown = text.rpartition(THINK_CLOSE)
     if THINK_OPEN in shown or (starts_in_thought and not closed):
@@ -58,7 +57,7 @@ def compat_verdict(text: str) -> bool:
 
 
 def compat_report(text: str) -> str:
-    """The bug report as the published script cuts it: what stands before "**Correctness**", "" without it.
+    """The bug report as the published script extracts it: the text before "**Correctness**", "" without it.
 
     The published prompt asks for a line `**Correctness**: ...`; of a report without it the Corrector reads nothing.
     """
@@ -67,18 +66,18 @@ def compat_report(text: str) -> str:
 
 
 def compat_is_valid(text: str) -> bool:
-    """Has the thought ended? What says nothing is a failure of format, though the published script reads a verdict into it."""
+    """True if the thought has ended; otherwise the format is invalid, although the published script finds a verdict."""
     return visible(text) is not None
 
 
 def tagged_verdict(report: str) -> bool | None:
-    """True/False = approve/reject in the last `<verify>` tag that holds one of the two, in any case (Dr. MAS)."""
+    """True/False = approve/reject in the last `<verify>` tag that contains one of them, in any case (Dr. MAS)."""
     found = _VERIFY_TAG.findall(report)
     return found[-1].lower() == "approve" if found else None
 
 
 def drmas_report(text: str) -> str:
-    """The output as Dr. MAS's published code hands it on: all of it, thoughts too, without white space inside the first tag."""
+    """The output as Dr. MAS's published code passes it on: all of it, thoughts too, without white space inside the first tag."""
     start, end = text.find(_VERIFY_OPEN), text.find(_VERIFY_CLOSE)
     if start < 0 or end < 0:
         return text
@@ -87,13 +86,14 @@ def drmas_report(text: str) -> str:
 
 
 def drmas_verdict(text: str) -> bool:
-    """The published code's: approved where "approve" stands in a tag, or "reject" in none; so a missing tag approves."""
+    """The published code's verdict: approved if a tag contains "approve", or none contains "reject"; so a missing tag
+    approves."""
     report = drmas_report(text)
     return f"{_VERIFY_OPEN}approve{_VERIFY_CLOSE}" in report or f"{_VERIFY_OPEN}reject{_VERIFY_CLOSE}" not in report
 
 
 def drmas_is_valid(text: str) -> bool:
-    """Does the published code take the output as well formed: both tags, whatever is in them, and no Chinese character?"""
+    """True if the published code accepts the format: both tags, with any contents, and no Chinese character."""
     return _VERIFY_OPEN in text and _VERIFY_CLOSE in text and not _CHINESE.search(text)
 
 
@@ -146,19 +146,19 @@ def _word_after_last(key: str, text: str) -> str | None:
 
 
 def chain_answer(solution: str) -> str | None:
-    """The word after the last `Answer:` if it is one digit."""
+    """The digit after the last `Answer:`; None if anything else follows."""
     word = _word_after_last("Answer:", solution)
     return word if word is not None and word in set("0123456789") else None
 
 
 def chain_verdict(report: str) -> bool | None:
-    """The word after the last `Verdict:` if it is correct or wrong."""
+    """True/False = correct/wrong after the last `Verdict:`; None if another word follows."""
     return _CHAIN_VERDICT.get(_word_after_last("Verdict:", report) or "")
 
 
 @dataclass(frozen=True, slots=True)
 class TextParser:
-    """Finds a text in a completion. examples: words that it reads, with ANSWER in the text's place; () unknown."""
+    """Finds a text in a completion. examples: texts that it parses, with ANSWER as placeholder; () unknown."""
 
     read: Callable[[str], str | None]
     examples: tuple[str, ...] = ()
@@ -166,7 +166,7 @@ class TextParser:
 
 @dataclass(frozen=True, slots=True)
 class VerdictParser:
-    """Finds a yes or no in a completion. examples: words that it reads as yes, and as no; () unknown."""
+    """Finds a yes or no in a completion. examples: a text parsed as yes, and one parsed as no; () unknown."""
 
     read: Callable[[str], bool | None]
     examples: tuple[str, ...] = ()
@@ -186,15 +186,15 @@ PARSERS: Mapping[str, Mapping[str, TextParser | VerdictParser]] = {
     "route": {"verify_tag": VerdictParser(route, ("<verify>yes</verify>", "<verify>no</verify>"))},
     "query": {"search_tag": TextParser(lambda text: tagged("search", text), ("<search>ANSWER</search>",))},
 }
-"""Parsers by what they read and by their name in a prompt file."""
+"""Parsers by kind and by their name in a prompt file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compat:
-    """Reads a Verifier's whole output as the code published with a paper does (agents.<name>.parser: compat).
+    """Parses a Verifier's whole output as the code published with a paper does (agents.<name>.parser: compat).
 
-    marker: what its prompt asks for and it looks for; report: what the others see of the output; verdict: there always is one;
-    is_valid: it is no failure of format.
+    marker: the text that the parser looks for, which the prompt must ask for; report: the part that others see; verdict:
+    always found; is_valid: the format is valid.
     """
 
     marker: str
@@ -210,17 +210,17 @@ COMPATS: Mapping[str, Compat] = {
 
 
 class LastMatch:
-    """The last match of a regular expression, of those that re.finditer would find one after the other, in linear time.
+    """The last of the matches that re.finditer would find, in linear time.
 
-    To search again behind each match is quadratic, as each search may read to the end of the text. Here one expression skips to
-    a match, again and again: RE2 reads the text once.
+    Searching again after each match is quadratic, as each search may read to the end of the text. Here one expression matches
+    repeatedly with the gaps included, so RE2 reads the text once.
 
     Raises:
-        ValueError: it is too long, RE2 does not take it, or it matches the empty text.
+        ValueError: the expression is too long, invalid in RE2, or matches the empty text.
     """
 
     def __init__(self, expression: str) -> None:
-        import re2  # here: few runs have an expression of their own
+        import re2  # imported here: few runs use expressions
 
         if len(expression) > _MAX_REGEX:
             raise ValueError(f"has {len(expression):,} characters, expected at most {_MAX_REGEX:,}")
@@ -238,15 +238,16 @@ class LastMatch:
 
     def groups(self, text: str) -> tuple[str | None, ...] | None:
         """The last match and its groups, as `(match[0], *match.groups())`; None without a match."""
-        match = self._whole.match(text.encode("utf-8", "replace").decode())  # RE2 takes no lone surrogate
+        match = self._whole.match(text.encode("utf-8", "replace").decode())  # RE2 rejects lone surrogates
         if match is None:
             return None
-        start = match.start(1)  # a group of an earlier match keeps its place where the last one has none
+        start = match.start(1)  # a group that the last match lacks still holds an earlier match's position
         return tuple(match[n] if match.start(n) >= start else None for n in range(1, self.num_groups + 2))
 
 
 def regex_text(expression: str) -> Callable[[str], str | None]:
-    """Reads the group of the last match; None without one, or if blank. ValueError: there is not one group, and as LastMatch."""
+    """A parser of the last match's group; None without a match, or if blank. ValueError: not exactly one group, or as
+    LastMatch."""
     last = LastMatch(expression)
     if last.num_groups != 1:
         raise ValueError(f"has {last.num_groups} groups, expected one (...) around what is read; (?:...) is none")
@@ -259,7 +260,7 @@ def regex_text(expression: str) -> Callable[[str], str | None]:
 
 
 def regex_verdict(yes: str, no: str) -> Callable[[str], bool | None]:
-    """True/False = the last match of the two expressions is of the first/second. ValueError: as LastMatch."""
+    """A parser: True/False if the last match of the two expressions is the first's/second's. ValueError: as LastMatch."""
     num_groups = LastMatch(yes).num_groups
     LastMatch(no)
     last = LastMatch(f"({yes})|({no})")

@@ -1,4 +1,4 @@
-"""Prompt sets: YAML files (docs/prompts.md) of a user or in the folder prompt_sets/; and what teams say beside their chats.
+"""Prompt sets: a user's YAML files (docs/prompts.md) and those in prompt_sets/; and texts that teams add to their chats.
 
 turns:
   solver:
@@ -33,7 +33,7 @@ from marsrl.rollout.types import Message
 
 _SHIPPED = Path(__file__).parent / "prompt_sets"
 _NAMES = tuple(dict.fromkeys(name for needed, allowed in PLACEHOLDERS.values() for name in (*needed, *allowed)))
-# a placeholder, or braces written twice, which stand for a {word} that is none
+# a placeholder, or doubled braces, an escaped literal {word}
 _FIELD = re.compile(rf"\{{\{{([a-z_]{{2,}})\}}\}}|\{{({'|'.join(_NAMES)})\}}")
 _KINDS = {"verdict": ("correct", "wrong"), "route": ("enough", "missing")}  # yes and no, where expressions read them
 _KEYS = ("turns", *PARSERS, "purpose")
@@ -45,10 +45,10 @@ _Checked = TypeVar("_Checked")
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """The chats that ask roles, and the parsers of what they say.
+    """The roles' chats, and the parsers of their completions.
 
-    name: of the set that ships, or the path of the file; turns: with placeholders; parsers: by what they read
-    (parsers.PARSERS); purpose: what {purpose} becomes where a call of a tool says one.
+    name: of the set that ships, or the file's path; turns: with placeholders; parsers: by kind (parsers.PARSERS); purpose: the
+    text for {purpose} if a tool call states one.
     """
 
     name: str
@@ -57,7 +57,7 @@ class PromptSet:
     purpose: str = "{purpose}"
 
     def fill(self, role: Role, **values: str) -> tuple[Message, ...]:
-        """The chat of one call; "" where a placeholder has no value. One pass: a "{report}" that stands in a value stays."""
+        """The chat with its placeholders filled, "" for those without a value. One pass: a "{report}" inside a value stays."""
         if values.get("purpose"):
             values["purpose"] = self.purpose.replace("{purpose}", values["purpose"])
 
@@ -67,17 +67,17 @@ class PromptSet:
         return tuple(Message(turn.role, _FIELD.sub(value, turn.content)) for turn in self.turns[role])
 
     def compat(self) -> Compat | None:
-        """The published code whose marker the Verifier is asked for; None without one."""
+        """The published code's parser whose marker the Verifier's prompt asks for; None without one."""
         told = "".join(turn.content for turn in self.turns.get(Role.VERIFIER, ()))
         return next((each for each in COMPATS.values() if each.marker in told), None)
 
 
 def parse_prompts(text: str, name: str) -> PromptSet:
-    """The prompt set that the text of a file says; name: of the set, and the file's in errors.
+    """Parse a prompt set from a file's text; name: of the set, and of the file in errors.
 
     Raises:
-        ValueError: no YAML, an unknown key, role, parser or placeholder, a placeholder that the role needs and nobody shows, an
-            expression that RE2 does not take.
+        ValueError: invalid YAML; an unknown key, role, parser or placeholder; a missing placeholder that the role needs; an
+            expression that RE2 rejects.
     """
     return _File(name).prompts(text)
 
@@ -92,7 +92,7 @@ class _File:
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else 1
             raise ValueError(f"{self._name}:{line}: {error.problem}") from error
-        except yaml.YAMLError as error:  # a character that YAML does not take
+        except yaml.YAMLError as error:  # a character that YAML rejects
             raise ValueError(f"{self._name}:1: {' '.join(str(error).split())}") from error
         if top is None:
             raise ValueError(f"{self._name}:1: it is empty, expected `turns`")
@@ -169,7 +169,7 @@ class _File:
         return VerdictParser(verdict, (said_yes, said_no) if said_yes and said_no else ())
 
     def _expression(self, node: yaml.Node) -> tuple[str, str]:
-        """(the regular expression, an example of what it reads, or "")."""
+        """(the regular expression, an example that it matches or "")."""
         found = self._mapping(node, ("regex", "example"))
         if "regex" not in found:
             self._fail(node, "expected {regex: ..., example: ...}")
@@ -214,22 +214,22 @@ def _shown(node: yaml.Node) -> str:
 
 
 def set_names() -> list[str]:
-    """The sets that ship."""
+    """Names of the sets that ship."""
     return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
 
 
 def is_prompt_file(name: str | None) -> TypeGuard[str]:
-    """Does agents.<name>.prompt name a file, not a set that ships?"""
+    """True if agents.<name>.prompt names a file, not a set that ships."""
     return name is not None and name.endswith((".yaml", ".yml"))
 
 
 def digest_of(file: str) -> str:
-    """Eight hexadecimal digits that tell a prompt file's words from another's."""
+    """Eight hexadecimal digits that identify a prompt file's contents."""
     return hashlib.blake2b(Path(file).read_bytes(), digest_size=4).hexdigest()
 
 
 def prompt_set(name: str) -> PromptSet:
-    """The set of this name, or of this file; ValueError says in one line what is wrong, and where."""
+    """The set of this name or file; ValueError with one line that says what is wrong, and where."""
     if is_prompt_file(name):
         try:
             return parse_prompts(Path(name).read_text("utf-8"), name)
@@ -245,14 +245,14 @@ def _shipped(name: str) -> PromptSet:
 
 
 def text_of_set(name: str) -> str:
-    """The file of a set that ships; ValueError names the sets there are."""
+    """The file text of a set that ships; ValueError names the sets."""
     if name not in set_names():
         raise ValueError(f"no prompt set is called {name!r}; there are {', '.join(set_names())}, and files (FILE.yaml)")
     return (_SHIPPED / f"{name}.yaml").read_text("utf-8")
 
 
 def require_words(prompts: PromptSet, role: Role) -> None:
-    """Raise ValueError where the set has no chat for the role; it names the sets that have."""
+    """Raise ValueError, which names suitable sets, if the set has no chat for the role."""
     if role not in prompts.turns:
         others = [name for name in set_names() if role in prompt_set(name).turns]
         raise ValueError(
@@ -265,7 +265,7 @@ NOTHING_SEARCHED = "Nothing has been searched for yet."
 
 
 def searched(query: str, found: str) -> str:
-    """One search and its result, as a search team reads them."""
+    """One search and its result, as shown to a search team."""
     return f"<search>{query}</search>\n<information>{without_tags('information', found)}</information>"
 
 
@@ -275,17 +275,17 @@ TOOLS = {
     "visit": '- visit: {"urls": ["...", "..."]}, what pages say whose addresses you know',
     "python": '- python: {"code": "..."}, what a Python program prints; it has no network, and keeps nothing for the next call',
 }
-"""Descriptions of the tools for a team that calls them in its own words."""
+"""Descriptions of tools for a team with its own call format."""
 
 NEXT_TURN = "There was no call of a tool and no answer. Go on."
 NOTHING_READ = "(Nothing could be read of what was found.)"
 
 
 def tool_response(text: str) -> str:
-    """The result of a call, for a team that calls tools in its own words."""
+    """The result of a call, for a team with its own call format."""
     return f"<tool_response>\n{without_tags('tool_response', text)}\n</tool_response>"
 
 
 def without_tags(tag: str, text: str) -> str:
-    """A stranger's text that is to stand between these tags: such tags of its own lose their brackets."""
+    """Untrusted text to be put between these tags: the same tags inside it lose their brackets."""
     return re.sub(rf"<(\s*/?\s*{tag}\s*)>", r"[\1]", text, flags=re.IGNORECASE)

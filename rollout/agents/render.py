@@ -1,7 +1,7 @@
 """Chat messages to prompt token ids, so that no message can forge a control token.
 
-A chat template mixes control tokens (<|im_start|>) with contents written by models and strangers. Tokenising the
-rendered string would turn the same characters inside a content into the control token. Here the template is rendered
+A chat template mixes control tokens (<|im_start|>) with untrusted contents. Tokenising the rendered string would turn the
+same characters inside a content into the control token. Here the template is rendered
 with placeholders, control tokens are recognised only in what the template itself wrote, and inside contents every
 occurrence of a control string is cut in two before it is tokenised: same text, ordinary tokens.
 
@@ -29,9 +29,9 @@ TemplateOption = bool | str | Sequence[ToolFunction]
 _PLACEHOLDER = "MARSRLCONTENT{index}ENDCONTENT"
 _PLACEHOLDER_PATTERN = re.compile(r"MARSRLCONTENT(\d+)ENDCONTENT")
 _HERMES = re.compile(r"<tool_call>\s*\{")
-_ANSWER = "MARSRLANSWER"  # stands for a completion in a chat that is rendered for what follows it
+_ANSWER = "MARSRLANSWER"  # placeholder for a completion in a chat rendered only for the text after it
 _BYTES = (1, 2, 3, 4)  # of a character in UTF-8
-_TOKENS_TOGETHER = 1 << 20  # are decoded: as Python's numbers they take 36 bytes each
+_TOKENS_TOGETHER = 1 << 20  # ids decoded at once: as Python ints they take 36 bytes each
 _NO_CLASS = re.compile(r'"tokenizer_class":\s*"TokenizersBackend"')  # transformers' own word for it
 
 
@@ -46,7 +46,7 @@ class ChatRenderer:
             raise ValueError(f"tokenizer directory {directory} does not exist; give a Hugging Face model directory")
         self._directory = directory
         self._tokenizer = self.tokenizer = load_tokenizer(Path(directory))
-        # What transformers makes where there are no files.
+        # transformers returns this if there are no files.
         if not self._tokenizer.encode("7", add_special_tokens=False):
             found = ", ".join(sorted(path.name for path in Path(directory).iterdir())[:12])
             raise ValueError(f"{directory}: the tokenizer knows no text: tokenizer.json is missing; found {found}")
@@ -58,7 +58,7 @@ class ChatRenderer:
         for token in self._tokenizer.all_special_tokens:
             index: Any = self._tokenizer.convert_tokens_to_ids(token)
             self._control.setdefault(token, int(index))
-        words = sorted(self._control, key=len, reverse=True)  # longest first: the match the tokenizer would make
+        words = sorted(self._control, key=len, reverse=True)  # longest first, as the tokenizer matches
         self._control_pattern = re.compile("|".join(map(re.escape, words))) if words else None
         self._control_ids = frozenset(self._control.values())
         self.eos_id: int = _required_eos(self._tokenizer.eos_token_id, directory)
@@ -66,9 +66,9 @@ class ChatRenderer:
         self.vocab_size: int = len(self._tokenizer)
 
     def render(self, messages: Sequence[Message], **template_options: TemplateOption) -> tuple[IntArray, str]:
-        """(prompt ids [N] int32, prompt text for people), ending where the model is to go on.
+        """(prompt ids [N] int32, prompt text for people), ending where the model continues.
 
-        template_options: of the chat template (Qwen3: enable_thinking); tools: the functions that it shows.
+        template_options: of the chat template (Qwen3: enable_thinking); `tools` are the functions that it shows.
         """
         return self._filled(self._parts(messages, template_options))
 
@@ -79,10 +79,10 @@ class ChatRenderer:
         cut: Literal["middle", "left"],
         **template_options: TemplateOption,
     ) -> tuple[IntArray, str] | None:
-        """As `render`, in max_tokens: what is too much is left out of the messages' contents, in their middle or on their left.
+        """As `render`, cut to max_tokens by removing tokens from the middle or the left of the messages' contents.
 
-        The longest contents are cut first, down to one length. Whatever the template writes stays, and nothing marks the
-        place; contents are tokenised apart from it and cut between two tokens. None where it leaves them no token.
+        The longest contents are cut first, to a common length. The template's own text stays, and nothing marks a cut; contents
+        are tokenised separately and cut between two tokens. None if the template leaves no room for contents.
         """
         parts = self._parts(messages, template_options)
         template = [self.encode_trusted(text).tolist() for text in parts[::2]]
@@ -102,9 +102,9 @@ class ChatRenderer:
         return np.asarray(ids, np.int32), "".join(shown)
 
     def next_turn(self, messages: Sequence[Message], **template_options: TemplateOption) -> IntArray:
-        """[N] int32: what stands between a completion that ended its turn and the next one: these messages.
+        """[N] int32: the tokens between a completion that ended its turn and the next one, for these messages.
 
-        The end token is the completion's own, and not repeated, nor is white space that a template writes before it.
+        The completion's own end token is not repeated, nor is white space that a template writes before it.
         """
         _, _, _, _, after, *rest = self._parts(
             [Message("user", ""), Message("assistant", ""), *messages], template_options, may_move=False
@@ -114,16 +114,16 @@ class ChatRenderer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), **template_options: bool | str
     ) -> tuple[IntArray, str]:
-        """As `render`, of messages and tools as OpenAI's API has them: the chat template sees contents as they are, but for the
-        control words in them, which it gets back as ordinary text."""
+        """As `render`, for messages and tools in OpenAI's format: the chat template sees contents unchanged, except that control
+        words in them become ordinary text."""
         return self._filled(self._chat_parts(messages, tools, template_options))
 
     def next_chat(
         self, messages: Sequence[Mapping[str, Any]], *, has_ended: bool, **template_options: bool | str
     ) -> IntArray:
-        """As `next_turn`, of messages as OpenAI's API has them.
+        """As `next_turn`, for messages in OpenAI's format.
 
-        has_ended: the completion has its end token; else it was cut off, and the token is put behind it.
+        has_ended: the completion has its end token; otherwise it was cut off, and the token is added.
         """
         turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *messages]
         parts = self._chat_parts(turns, (), template_options)
@@ -132,7 +132,7 @@ class ChatRenderer:
         return self._filled([self._without_end(after) if has_ended else after, *parts[place + 1 :]])[0]
 
     def turn_text(self, message: Mapping[str, Any], tools: Sequence[Any] = (), **template_options: bool | str) -> str:
-        """An assistant's turn as the chat template writes it behind the content, without its end."""
+        """The text that the chat template adds after an assistant's content, without the end of the turn."""
         around = {"role": "user", "content": ""}
         parts = self._chat_parts([around, {**message, "content": _ANSWER}, around], tools, template_options)
         after = "".join(parts).partition(_ANSWER)[2]
@@ -142,7 +142,7 @@ class ChatRenderer:
     def _chat_parts(
         self, messages: Sequence[Any], tools: Sequence[Any], template_options: Mapping[str, bool | str]
     ) -> list[str]:
-        """The rendered chat: what the template writes, a control word in a content, what it writes, ..., what it writes."""
+        """The rendered chat: template text and control words found in contents, in turn; begins and ends with template text."""
         words: list[str] = []
         controls = [] if self._control_pattern is None else [self._control_pattern.pattern]
         pattern = re.compile("|".join([_PLACEHOLDER_PATTERN.pattern, *controls]))
@@ -170,7 +170,7 @@ class ChatRenderer:
         return parts
 
     def _without_end(self, text: str) -> str:
-        """The text behind an answer, as a template writes it, without the end token and white space before it."""
+        """A template's text after an answer, without the end token and white space before it."""
         ends = sorted((word for word, index in self._control.items() if index in self.stop_ids), key=len, reverse=True)
         end = next(filter(text.lstrip().startswith, ends), None)
         return text if end is None else text.lstrip().removeprefix(end)
@@ -182,7 +182,7 @@ class ChatRenderer:
         return np.asarray(self._encode_pieces(pieces), np.int32), "".join(parts)
 
     def check_shows_tools(self) -> None:
-        """Raise ValueError where the chat template does not show functions, or has them called in another form than
+        """Raise ValueError if the chat template does not show functions, or uses another call format than
         <tool_call>{"name": ..., "arguments": {...}}</tool_call> (Hermes, Qwen)."""
         probe = ToolFunction("marsrl_probe", "", {"type": "object", "properties": {}})
         try:
@@ -199,9 +199,9 @@ class ChatRenderer:
     def _parts(
         self, messages: Sequence[Message], template_options: Mapping[str, TemplateOption], *, may_move: bool = True
     ) -> list[str]:
-        """The rendered chat: what the template writes, a content, what it writes, ..., what it writes.
+        """The rendered chat: template text and contents in turn; begins and ends with template text.
 
-        may_move: contents may have another order than the messages: Mistral's templates have the system's in the last turn.
+        may_move: the template may reorder contents: Mistral's put the system message into the last turn.
         """
         turns = [
             {"role": message.role, "content": _PLACEHOLDER.format(index=index)}
@@ -231,7 +231,7 @@ class ChatRenderer:
         return parts
 
     def _shown(self, function: ToolFunction) -> dict[str, object]:
-        """The function for the template, which writes it among its own words: control words in it are broken."""
+        """The function for the template, which renders it as its own text, so control words in it are broken up."""
         about = {"name": function.name, "description": function.description, "parameters": function.parameters}
         return {"type": "function", "function": self._broken(about)}
 
@@ -244,7 +244,7 @@ class ChatRenderer:
         return self._spelled(value).replace("MARSRLC", "MARSRL\u200bC") if isinstance(value, str) else value
 
     def encode_trusted(self, text: str) -> IntArray:
-        """[N] int32: our own text, in which control words are control tokens. Never for model or problem text."""
+        """[N] int32: ids of our own text, with control words as control tokens. Never use it for model or problem text."""
         return np.asarray(self._encode_pieces(list(self._split_controls(text))), np.int32)
 
     def decode(self, ids: IntArray) -> str:
@@ -252,7 +252,7 @@ class ChatRenderer:
         return self.decode_all([ids])[0]
 
     def decode_all(self, completions: Sequence[IntArray]) -> list[str]:
-        """`decode` of each, on all cores where the tokenizer is not written in Python; a thread beside this one goes on."""
+        """`decode` of each, on all cores unless the tokenizer is written in Python; other threads keep running."""
         texts: list[str] = []
         numbers: list[list[int]] = []
         num_tokens = 0
@@ -265,10 +265,9 @@ class ChatRenderer:
         return texts + self._texts(numbers)
 
     def pieces(self, ids: IntArray) -> list[str]:
-        """The text of each token, for people who look at single tokens; together the text of all, the stop token's too.
+        """The text of each token, for display; joined, they are the whole text, stop token included.
 
-        A character that is cut over tokens belongs to the last of them, the others are "". Bytes that are no character
-        are U+FFFD, each.
+        A character split over several tokens belongs to the last of them, the others are "". Each invalid byte becomes U+FFFD.
         """
         numbers: list[int] = ids.tolist()
         pieces = self._texts([[number] for number in numbers])
@@ -277,13 +276,13 @@ class ChatRenderer:
             if end > start:
                 pieces[start:end] = self._whole_characters(numbers[start:end])
             start = end + 1
-        is_spaced = len(pieces) > 1 and self._text(numbers) == " ".join(pieces)  # words, put together with spaces
+        is_spaced = len(pieces) > 1 and self._text(numbers) == " ".join(pieces)  # whole words, joined with spaces
         names = map(str, self._tokenizer.convert_ids_to_tokens(numbers))
         spaced = [is_spaced or _lost_a_space(*each) for each in zip(names, pieces, strict=True)]
         return [" " * (place > 0 and spaced[place]) + piece for place, piece in enumerate(pieces)]
 
     def _whole_characters(self, numbers: list[int]) -> list[str]:
-        """`pieces` of neighbours that each end or begin within a character. A character has 4 bytes at most: so many together."""
+        """`pieces` of adjacent tokens that split characters: at most 4 at a time, as a character has at most 4 bytes."""
         windows = [numbers[i : i + width] for i in range(len(numbers)) for width in _BYTES]
         texts = self._texts(windows)
         pieces = [""] * len(numbers)
@@ -302,7 +301,7 @@ class ChatRenderer:
         return self._texts([numbers])[0]
 
     def _texts(self, numbers: list[list[int]]) -> list[str]:
-        # the wrapper looks at every id again, in Python; a single decode() keeps Python's lock
+        # the wrapper checks every id again in Python; a single decode() holds the GIL
         if self._fast is not None:
             texts: list[str] = self._fast.decode_batch(numbers, skip_special_tokens=False)
             return texts
@@ -310,10 +309,10 @@ class ChatRenderer:
         return [str(self._tokenizer.decode(each, **options)) for each in numbers]
 
     def prompt_text(self, ids: IntArray) -> str:
-        """A prompt for a reader that takes text: its control words are exactly the control ids.
+        """A prompt as text: its control words are exactly the control ids.
 
-        Where a content spells a control word in ordinary tokens, a zero-width space breaks it: a server that tokenises
-        the text would else see the control token that `render` has kept out.
+        A control word that a content spells in ordinary tokens is broken by a zero-width space: a server that tokenises the text
+        would otherwise see the control token that `render` prevented.
         """
         parts = []
         for is_control, run in itertools.groupby((int(i) for i in ids), self._control_ids.__contains__):
@@ -330,12 +329,12 @@ class ChatRenderer:
         return len(self.completion_ids(text))
 
     def first_tokens(self, text: str, max_tokens: int) -> str:
-        """The text where it has no more tokens than this, else that of its first ones."""
+        """The text of its first max_tokens tokens; unchanged if it has no more."""
         ids = self.completion_ids(text)
         return text if len(ids) <= max_tokens else self._text(ids[:max_tokens].tolist())
 
     def completion_ids(self, text: str) -> IntArray:
-        """[N] int32: a completion that came as text, in ordinary tokens only, without an end."""
+        """[N] int32: ids of a completion given as text, ordinary tokens only, without an end token."""
         return np.asarray(self._encode_pieces(list(self._break_controls(text))), np.int32)
 
     def _split_controls(self, text: str) -> Iterator[int | str]:
@@ -347,7 +346,7 @@ class ChatRenderer:
         yield text[start:]
 
     def _break_controls(self, text: str) -> Iterator[str | None]:
-        """The text in parts of which none holds a control string, None between them: a cut that must stay one."""
+        """The text in parts without control strings; None between two parts is a cut that must remain."""
         start = 0
         # Lookahead: overlapping occurrences are cut too ("<|end<|end|>").
         found = re.finditer(f"(?=({self._control_pattern.pattern}))", text) if self._control_pattern else ()

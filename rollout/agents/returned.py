@@ -1,6 +1,6 @@
-"""Checks of the values that a user's team returns, one function a method; each gives the value in the types of the data contract.
+"""Checks of the values that a user's team returns, one function a method; each converts the value to the data contract's types.
 
-They raise TypeError or ValueError with what was found and what was expected; Team makes it an error of the sample or episode.
+They raise TypeError or ValueError with the found and the expected value; Team turns it into an error of the sample or episode.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def messages(found: object) -> tuple[Message, ...]:
 
 
 def continuation(found: object) -> str | tuple[Message, ...] | None:
-    """The value of `continuation`: text, messages, or None as long as it waits."""
+    """The value of `continuation`: text, messages, or None while the sample waits."""
     if found == "":
         raise ValueError("expected text, messages, or None as long as it waits, found ''")
     return found if found is None or isinstance(found, str) else messages(found)
 
 
 def parsed(found: object, sample: Sample) -> Sample:
-    """The value of `parse`: the sample that was given, with other words about it alone."""
+    """The value of `parse`: the given sample, of which only parsed fields may differ."""
     if not isinstance(found, Sample):
         raise TypeError(f"expected the given sample, replace(sample, answer=...), found {_shown(found)}")
     if others := [name for name in _NOT_PARSED if getattr(found, name) is not getattr(sample, name)]:
@@ -61,7 +61,7 @@ def parsed(found: object, sample: Sample) -> Sample:
 
 
 def reward(found: object) -> Reward:
-    """The value of `reward`: a Reward, or a number, whose part within [0, 1] says how right the sample is."""
+    """The value of `reward`: a Reward, or a number that, clipped to [0, 1], is also `correct`."""
     if isinstance(found, Real):
         value = _number("the reward", found)
         return Reward(value, min(max(value, 0.0), 1.0) if value == value else value)
@@ -97,7 +97,7 @@ def uids(found: object) -> Collection[str]:
 
 
 def place_of(error: Exception, team: object, method: str) -> str:
-    """The line of a user's file that raised, "my_team.py:12", or else where the method begins; "" where neither is known."""
+    """The line of a user's file that raised, "my_team.py:12", else the method's first line; "" if neither is known."""
     kind = type(team)
     home = Path(inspect.getfile(kind)).parent
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
@@ -130,7 +130,7 @@ def _expect(name: str, found: object, kind: type, *more: None) -> None:
     if not isinstance(found, kind) and not (more and found is None):
         raise TypeError(f"expected {name} to be {kind.__name__}{' or None' if more else ''}, found {_shown(found)}")
     if isinstance(found, str):
-        found.encode()  # half a surrogate pair, of json.loads("\\ud800"), cannot be tokenised or stored
+        found.encode()  # a lone surrogate, as from json.loads("\\ud800"), cannot be tokenised or stored
 
 
 def _number(name: str, found: object) -> float:

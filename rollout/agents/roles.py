@@ -34,7 +34,7 @@ PLACEHOLDERS: Mapping[Role, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Role.DISTILLER: (("problem", "output"), ("purpose",)),
     Role.ADVISER: (("problem",), ("solution", "report")),
 }
-"""Placeholders that a role's turns must have, and those they may have, each as {name}."""
+"""Placeholders, as {name}, that a role's turns must have, and those that they may have."""
 
 READS: Mapping[Role, str] = {
     **dict.fromkeys((Role.SOLVER, Role.CORRECTOR, Role.DEBATER, Role.ANSWERER, Role.REASONER), "answer"),
@@ -42,12 +42,12 @@ READS: Mapping[Role, str] = {
     Role.ROUTER: "route",
     Role.SEARCHER: "query",
 }
-"""Kind of parser of a role's words, by the names of PARSERS; other roles have none."""
+"""Kind of parser (a key of PARSERS) of each role's completions; other roles have none."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSpec:
-    """One agent of an orchestration: AgentSpec("verifier1", Role.VERIFIER). also: further roles whose prompts ask it."""
+    """One agent of an orchestration: AgentSpec("verifier1", Role.VERIFIER). also: further roles whose prompts it gets."""
 
     name: str
     role: Role = Role.SOLVER
@@ -55,15 +55,15 @@ class AgentSpec:
 
     @property
     def gives_verdicts(self) -> bool:
-        """It judges its first input."""
+        """True if it judges its first input."""
         return self.role is Role.VERIFIER
 
     @property
     def advises(self) -> bool:
-        """It gives neither answer nor verdict: the outcome of its episode is its reward."""
+        """True if it gives neither answer nor verdict, so that its episode's outcome is its reward."""
         return self.role is Role.ADVISER
 
     @property
     def solves(self) -> bool:
-        """Its response to a problem alone is an answer to it."""
+        """True if it answers a problem without other input."""
         return self.role in (Role.SOLVER, Role.DEBATER, Role.REASONER)

@@ -1,4 +1,4 @@
-r"""Equality of two final answers: text as text, mathematics as mathematics. The reference decides which of them it is.
+r"""Equality of two final answers: text as text, mathematics as mathematics; the reference decides which.
 
 Lima                  text: case, spaces and unicode form do not matter; Mail is wrong
 (C), C                a choice: its letter
@@ -81,7 +81,7 @@ _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
 
 
 def answer_key(answer: str) -> str:
-    """A normal form: answers with the same key are one answer to whoever counts votes.
+    """A normal form: answers with the same key count as one in a vote.
 
     Case, white space, unicode form, quotes, dollar signs, a final full stop and LaTeX that only sets type do not matter;
     numbers go by value (70, 70.0, 1,234, 1/2, \\frac{1}{2}).
@@ -94,7 +94,7 @@ def answer_key(answer: str) -> str:
 
 
 def same_answer(reference: str, answer: str) -> bool:
-    """True where an answer is the reference. sympy may hang on hostile input or take all memory: the caller bounds both.
+    """True if an answer equals the reference. sympy may hang on hostile input or exhaust memory: the caller bounds both.
 
     Raises:
         ValueError: the reference is mathematics that math-verify cannot read.
@@ -131,7 +131,7 @@ def _one_form(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without what only sets type."""
+    """The text without pure type-setting."""
     text, before = _one_form(text), ""
     while before != text:
         before, text = text, _WRAPPER.sub(r"\1", text)
@@ -187,15 +187,15 @@ def _quantity(text: str) -> tuple[str, str, str] | None:
 
 
 def _elements(text: str) -> list[str] | None:
-    """Keys of the elements of a set, sorted; None where it is no set."""
+    """Keys of a set's elements, sorted; None if it is no set."""
     found = _SET.fullmatch(text)
     return found and sorted(map(answer_key, found[1].split(",")))
 
 
 def _same_mathematics(reference: str, answer: str) -> bool:
-    from math_verify import parse, verify  # takes 2 s: answers that need no parser do not pay for it
+    from math_verify import parse, verify  # takes 2 s, so imported only for answers that need a parser
 
-    # The dollar signs make it LaTeX wherever it can be read so; a bare number is read either way.
+    # The dollar signs make math-verify try LaTeX first; a bare number parses either way.
     # Timeouts of math-verify are off: the pool kills what hangs.
     reference, answer = (_BARE_PI.sub(r"\\pi ", text) for text in (reference, answer))
     gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=None, raise_on_error=True)

@@ -19,15 +19,15 @@ from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.types import Message, Sample, ToolCall, ToolFunction
 
 MOST_CALLS = 8
-"""Calls of one turn that are made."""
+"""Calls of one turn that are executed; further ones are refused."""
 
-_MOST_SHOWN = 100  # characters of a model's words in a message
+_MOST_SHOWN = 100  # characters of a model's text quoted in a message
 
 
 def read_calls(sample: Sample, functions: Mapping[str, ToolFunction]) -> list[ToolCall | str]:
-    """The calls that the sample shows in its present turn; in place of one that cannot be made, what is wrong with it.
+    """The calls in the sample's current turn; an invalid call is replaced by its error text.
 
-    functions: that it can call, by name.
+    functions: those that it can call, by name.
     """
     calls: list[ToolCall | str] = []
     for index, text in enumerate(all_tagged("tool_call", sample.shown)):
@@ -56,9 +56,9 @@ def _call(turn: str, index: int, text: str, functions: Mapping[str, ToolFunction
 
 
 def tool_messages(outputs: Sequence[str], renderer: ChatRenderer, max_tokens: int) -> list[Message]:
-    """The outputs of a turn's calls as messages of max_tokens together; the longest lose their ends, down to one length.
+    """The outputs of a turn's calls as messages, max_tokens in total; the longest are truncated to a common length.
 
-    An output stands between tags of the template's: such tags of its own lose their brackets.
+    The template puts tags around an output; the same tags inside it lose their brackets.
     """
     kept = even_shares([renderer.num_tokens(text) for text in outputs], max_tokens)
     texts = [renderer.first_tokens(text, num) for text, num in zip(outputs, kept, strict=True)]

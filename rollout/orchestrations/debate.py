@@ -1,4 +1,4 @@
-"""Debate (Du et al., arXiv:2305.14325): several solve, read each other, and solve again; the majority's answer counts."""
+"""Debate (Du et al., arXiv:2305.14325): agents solve, read each other's solutions, solve again; the majority's answer counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from marsrl.rollout.types import Ask, Message, Sample
 
 
 class Debate(Orchestration):
-    """One agent, `debater`, plays all who debate. Who has said nothing in a round is not asked in the next."""
+    """One agent, `debater`, plays all debaters. A debater that says nothing in a round is left out of the next."""
 
     class Options(Settings):
         debaters: int = Field(3, gt=1, le=MOST, description="who solve side by side")
@@ -49,7 +49,7 @@ class Debate(Orchestration):
         return self.prompt(ask.agent, Role.DEBATER, episode, own.shown, others=told)
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """The answer that was given most often in the last round that anybody answered, the earliest of equals."""
+        """The most frequent answer of the last round with any answer; the earliest in a tie."""
         rounds: dict[int, list[Sample]] = {}
         for ask in self.follow(episode):
             rounds.setdefault(ask.id.count("/"), []).extend(s for s in episode.samples(ask) if s.answer is not None)

@@ -1,4 +1,5 @@
-"""One policy in two parts: System 2 reasons and calls tools, System 1 reads for it what they find (MARS, arXiv:2510.04935)."""
+"""One policy in two roles: System 2 reasons and calls tools, System 1 reads and condenses their outputs (MARS,
+arXiv:2510.04935)."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from marsrl.rollout.fitting import even_shares, first_fit_decreasing
 from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall, ToolOutput
 
 _BETWEEN = "\n\n"  # two outputs in a bin
-_PACKED = 1024  # calls whose bins are kept: an episode waits for one at a time; MARS plays 32 x 16 at once, and the next step's
-_READ_ITSELF = ("python",)  # a tool whose output System 2 reads as it is
+_PACKED = 1024  # calls whose bins are cached: one an episode; MARS plays 32 x 16 at once, and the next step's
+_READ_ITSELF = ("python",)  # a tool whose output goes to System 2 directly
 
 
 class _Wanted(NamedTuple):
-    """A call of a tool as System 2 wrote it."""
+    """A tool call as System 2 wrote it."""
 
     tool: str
     arguments: dict[str, object]
@@ -35,18 +36,18 @@ class _Wanted(NamedTuple):
 
 
 class DualSystem(Orchestration):
-    """System 2 takes turns: in each it thinks, and then calls a tool, answers, or does neither, and goes on.
+    """In each of its turns System 2 thinks, and then calls a tool, answers, or does neither and continues.
 
         system2 -call-> tool -outputs-> bins -> system1, one a bin -distillates-> system2 -call-> ... -> answer
 
-    Outputs of search, scholar and visit are packed into bins by first-fit-decreasing on their tokens. A bin holds what System 1
-    may read, less its instructions, the question and the purpose; an output that is longer is cut, and has a bin of its own.
-    System 1 reads all bins side by side, and what it writes of them is System 2's next message, in the bins' order, not
-    sampled and counted in its length. What python prints, and every error, System 2 reads itself.
+    Outputs of search, scholar and visit are packed into bins by first-fit-decreasing on their tokens. A bin's capacity is System
+    1's input limit less its instructions, the question and the purpose; a longer output is cut, and gets its own bin. System 1
+    reads all bins in parallel, and its texts, in the bins' order, are System 2's next message: not sampled, but counted in its
+    length. System 2 reads Python's output, and every error, itself.
 
-    A turn with a call and an answer calls; a call that cannot be read, or of a tool that is not there, is answered by an error
-    text. The last turn calls nothing: with an answer it ends the episode, without one its outcome is 0. What both systems are
-    trained by is that outcome (credit.reward_scheme=outcome). It calls the tools that the config has set.
+    In a turn with a call and an answer the call wins; an invalid call, or one of an unset tool, is answered by an error text. The
+    last turn calls nothing: with an answer it ends the episode, without one the outcome is 0. Both systems are trained on that
+    outcome (credit.reward_scheme=outcome). System 2 can call the tools that the config has set.
     """
 
     class Options(Settings):
@@ -70,7 +71,7 @@ class DualSystem(Orchestration):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        # asked for once to ask, and again for each prompt and what is said of it
+        # needed once for the asks, and again for each prompt and its parsing
         self._bins = lru_cache(_PACKED)(self._pack)
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
@@ -113,7 +114,7 @@ class DualSystem(Orchestration):
         return (Message("user", tool_response(_BETWEEN.join(read) or NOTHING_READ)),)
 
     def parse(self, sample: Sample) -> Sample:
-        """shown: of System 2 the words of its present turn. finish WAITING where the turn calls, or does not answer."""
+        """shown: for System 2 the text of its current turn. finish WAITING if the turn has a call, or no answer."""
         read = super().parse(sample)
         if sample.agent == "system1":
             return replace(read, answer=None)
@@ -137,15 +138,15 @@ class DualSystem(Orchestration):
         return Reward(readable, MISSING, {"readable": readable}, "" if readable else "nothing said")
 
     def outcomes(self, episode: Episode) -> dict[str, float]:
-        """The correctness of System 2's answer: 0 without one, unknown where its engine or its judge failed."""
+        """The correctness of System 2's answer: 0 without one, unknown if its engine or its judge failed."""
         (last,) = episode.samples(episode.ask("system2")) or (None,)
         value = MISSING if last is None else last.reward.correct
         return {sample.uid: value for answer in episode.answers.values() for sample in answer}
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
-        """turns and answered; calls of each tool, pages and papers found; failed_calls, of which an error came, and
-        turns_without_call, where none could be read either; distillates, one a bin, and distillates_at_once, of the call that had
-        most of them: so many of System 1's calls run side by side."""
+        """turns and answered; calls of each tool, pages and papers found; failed_calls, answered by an error, and
+        turns_without_call, which went on without a valid call; distillates, one a bin, and distillates_at_once, the most of one
+        call, which run in parallel."""
         reasoned = episode.samples(episode.ask("system2"))
         num_waits = sum(sample.turn for sample in reasoned)
         tools = [call.tool for call in episode.calls.values()]
@@ -153,7 +154,7 @@ class DualSystem(Orchestration):
         for name, output in episode.outputs.items():
             num_parts[episode.calls[name].tool] += len(output.parts)
         found = {"pages": num_parts["search"] + num_parts["visit"], "papers": num_parts["scholar"]}
-        # a turn has one call; Episode.ask puts its number behind the agent's name
+        # a turn has one call; Episode.ask appends the index to the agent's name
         turns = (ask.id.rpartition("/system1")[2] for ask in episode.asks.values() if ask.agent == "system1")
         bins = Counter(int(turn.lstrip("#").partition(".")[0] or 0) for turn in turns)
         return {
@@ -176,7 +177,7 @@ class DualSystem(Orchestration):
         return episode.call(wanted.tool, sample, **wanted.arguments)
 
     def _wanted(self, sample: Sample) -> _Wanted | str | None:
-        """The call in System 2's present turn; what is wrong with it; or None where there is none."""
+        """The call in System 2's current turn, or its error text; None without a call."""
         text = tagged("tool_call", sample.shown)
         if text is None:
             return None
@@ -197,7 +198,7 @@ class DualSystem(Orchestration):
         return wanted.purpose if self.options.show_purpose else ""
 
     def _readings(self, episode: Episode, sample: Sample, wanted: _Wanted) -> list[tuple[Ask, str]]:
-        """System 1's asks about the outputs of this call, with the bin that each reads; none as long as there are none."""
+        """System 1's asks about this call's outputs, each with its bin; none until the outputs have come."""
         output = episode.output(self._call(episode, sample, wanted))
         if output is None or output.is_error or wanted.tool in _READ_ITSELF or not self.options.distil:
             return []
@@ -207,7 +208,7 @@ class DualSystem(Orchestration):
         ]
 
     def _pack(self, question: str, purpose: str, output: ToolOutput) -> tuple[str, ...]:
-        """The bins of a tool's output; () where question and purpose leave System 1 no room to read anything."""
+        """The bins of a tool's output; () if question and purpose leave System 1 no room."""
         renderer, settings = self._reads("system1")
         empty = self._prompts["system1"].fill(Role.DISTILLER, problem=question, purpose=purpose)
         capacity = settings.max_input_tokens - len(renderer.render(empty, **settings.template_options)[0])
@@ -221,7 +222,7 @@ class DualSystem(Orchestration):
         )
 
     def _cut(self, output: ToolOutput) -> str:
-        """All that a tool found, in max_found_tokens."""
+        """A tool's whole output, cut to max_found_tokens."""
         renderer, _ = self._reads("system2")
         texts = _texts(output)
         room = self.options.max_found_tokens - (len(texts) - 1) * renderer.num_tokens(_BETWEEN)
@@ -233,5 +234,5 @@ class DualSystem(Orchestration):
 
 
 def _texts(output: ToolOutput) -> Sequence[str]:
-    """Pages, papers, or whatever else a tool found, each by itself."""
+    """The parts of a tool's output: pages, papers, or the whole text."""
     return output.parts or (output.text,)

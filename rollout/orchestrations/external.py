@@ -1,4 +1,4 @@
-"""A program that is not ours plays the episode: it calls agents by HTTP, and says what they are worth (docs/external.md)."""
+"""An external program plays the episode: it calls agents by HTTP and sets their rewards (docs/external.md)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from marsrl.rollout.types import MISSING, Ask, Finish, Reward, Sample, ToolCall
 
 
 class External(Orchestration):
-    """The agents are those of the section `agents`; a session with the program is one call of a tool, during which it asks them.
+    """The agents are those of the section `agents`; a session with the program is one tool call, during which it calls them.
 
-    A sample ends with its session. Its reward is what the program says; else, for all samples, what the task says of the
-    program's answer, or of the last one that an agent gave.
+    A sample ends with its session. Its reward is the program's; without one, all samples get the task's judgement of the
+    program's answer, or of the last answer by an agent.
     """
 
     name = "external"
@@ -100,11 +100,11 @@ class External(Orchestration):
         return {uid: value for uid, value in outcomes.items() if uid in end.read}
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
-        """Samples that a session became, and calls in it."""
+        """Number of samples and of calls of a session."""
         end = self.end(episode)
         return {"samples": len(episode.asks), "calls": 0 if end is None else end.num_calls}
 
     def end(self, episode: Episode) -> SessionEnd | None:
-        """The end of its session; None as long as it goes on, and where it failed."""
+        """The end of its session; None while it runs, and if it failed."""
         output = episode.outputs.get(f"{episode.id}/{SESSION}")
         return None if output is None or output.is_error else SessionEnd.decode(output.text)

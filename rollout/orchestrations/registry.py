@@ -24,7 +24,7 @@ ORCHESTRATIONS: Mapping[str, type[Orchestration]] = {
 
 
 def find_orchestration(name: str) -> type[Orchestration]:
-    """The class of this name; ValueError names the ones there are, or says what is wrong with the file."""
+    """The class of this name; ValueError lists the known names, or says what is wrong with the file."""
     if is_own(name):
         return _of_file(name)
     if name not in ORCHESTRATIONS:
@@ -34,12 +34,12 @@ def find_orchestration(name: str) -> type[Orchestration]:
 
 
 def agent_names(orchestration: str) -> tuple[str, ...]:
-    """Agents of the orchestration of this name, in the order of play; none of one whose agents the settings name."""
+    """Agents of the named orchestration, in the order of play; () if the settings name its agents."""
     return tuple(spec.name for spec in find_orchestration(orchestration).agents)
 
 
 def read_options(orchestration: str, options: OptionValues) -> Settings:
-    """orchestration_options of the orchestration of this name; ValueError names the key that is wrong."""
+    """orchestration_options of the named orchestration; ValueError names the wrong key."""
     kind = find_orchestration(orchestration)
     try:
         return kind.Options.model_validate(dict(options))
@@ -59,7 +59,7 @@ def build_orchestration(
     tools: Collection[str] = (),
     renderers: Mapping[str, ChatRenderer] | None = None,
 ) -> Orchestration:
-    """The orchestration of this name with these settings (see Orchestration); ValueError says which is wrong."""
+    """The named orchestration with these settings (see Orchestration); ValueError names the wrong one."""
     kind = find_orchestration(name)
     return kind(agents, default_prompts, read_options(name, options or {}), rollout, evaluate, tools, renderers)
 

@@ -15,15 +15,15 @@ from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, 
 
 
 class SearchTeam(Orchestration):
-    """In each turn the Verifier says whether what was found is enough: yes, and the Answer agent answers; no, and the Search
-    agent writes a query, what is found for it is shown to all from then on, and the next turn begins.
+    """In each turn the Verifier decides whether the search results suffice. If so, the Answer agent answers; if not, the Search
+    agent writes a query, whose results all agents see from then on, and the next turn begins.
 
         verifier -no-> search -> tool -> verifier -no-> search -> tool -> verifier -yes-> answer
 
-    In the last turn nobody searches any more: without a yes the episode ends without an answer. A Verifier without a readable
-    yes or no says no, where agents.verifier.missing_verdict is not "correct" (as in the published code); a Search agent
-    without a readable query ends the turn with nothing found. What this team is trained by is the outcome
-    (credit.reward_scheme=outcome): a route and a query have no reward of their own but for being readable.
+    In the last turn nobody searches: without a yes the episode ends without an answer. An unreadable verdict counts as no, unless
+    agents.verifier.missing_verdict is "correct" (as in the published code); an unreadable query ends the turn with nothing found.
+    The team is trained on the outcome (credit.reward_scheme=outcome): routes and queries have no reward of their own except for
+    being readable.
     """
 
     class Options(Settings):
@@ -70,7 +70,7 @@ class SearchTeam(Orchestration):
         return {"verifier": turns * size, "search": (turns - 1) * size, "answer": size}
 
     def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
-        """Everybody reads what was searched for and found; the Search agent also what the Verifier says of it."""
+        """Every agent reads all queries and results; the Search agent also the Verifier's report."""
         inputs = episode.inputs(ask)
         found = [self._found(episode, sample) for sample in inputs if sample.agent == "search"]
         advice = "".join(sample.shown for sample in inputs if sample.agent == "verifier")

@@ -14,12 +14,12 @@ from marsrl.rollout.types import Ask, Message, Sample
 
 
 class SolverVerifier(Orchestration):
-    """The Verifier approves a solution, or the Solver solves again with the report before it; nobody verifies the last.
+    """The Verifier approves a solution, or the Solver tries again with the report; the last solution is not verified.
 
-    A solution that reaches its length limit is verified too, as far as it goes, so that it can be solved again. The last solution
-    counts, with an answer or without one, as in the published code. A verdict that cannot be read rejects, where
-    agents.verifier.missing_verdict is not "correct". In the published code it approves, and so it does with the prompt set
-    drmas_math and agents.verifier.parser=compat.
+    A solution that reaches its length limit is verified too, as far as it goes, so that the Solver can try again. The last
+    solution counts, with or without an answer, as in the published code. An unreadable verdict rejects, unless
+    agents.verifier.missing_verdict is "correct". In the published code it approves, as it does with the prompt set drmas_math and
+    agents.verifier.parser=compat.
     """
 
     class Options(Settings):

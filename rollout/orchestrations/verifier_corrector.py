@@ -1,8 +1,8 @@
 """The Verifier-Corrector reasoning system (MarsRL, arXiv:2511.11373).
 
 train      solver -> verifier1 -> corrector1 -> verifier2 -> corrector2
-           A group of G on each of at most num_picks outputs of the agent before; a Corrector is asked only about reports
-           that flag an error. Picks pool over all groups of that agent, once the last of them is over.
+           A group of G samples on each of at most num_picks outputs of the previous agent; a Corrector gets only reports
+           that flag an error. Picks are made over all groups of that agent, once the last of them is complete.
 evaluate   solver, then Verifier and Corrector in turn until a stop rule holds (Loop)
 collect    as train, one sample an ask and every eligible output handed on, as far as corrector1
 """
@@ -20,7 +20,7 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import Ask, Finish, Sample
 
 SCRIPT_DRAWS = 3
-"""Draws of the published script from a Solver whose completions are truncated."""
+"""The published script's number of draws when the Solver's completions are truncated."""
 
 
 class VerifierCorrector(Orchestration):
@@ -70,10 +70,10 @@ class VerifierCorrector(Orchestration):
         return {sample.uid for ask in asks[:-1] for sample in episode.samples(ask)}
 
     def outcomes(self, episode: Episode) -> dict[str, float]:
-        """The mean final correctness over the leaves below each sample, by uid.
+        """Mean final correctness over the leaves below each sample, by uid.
 
-        A leaf is a sample that no other answers. A Solver's or Corrector's leaf counts its own correctness, a verdict that
-        of the solution judged.
+        A leaf is a sample without successors. A Solver's or Corrector's leaf counts its own correctness, a Verifier's that of
+        the solution it judged.
         """
         children: dict[str | None, list[tuple[Ask, Sample]]] = {}
         for ask in episode.asks.values():
@@ -94,9 +94,9 @@ class VerifierCorrector(Orchestration):
         }
 
     def is_eligible(self, sample: Sample, for_agent: str) -> bool:
-        """May `for_agent` be asked about this sample? Finished, parsable, rewarded; for a Corrector: flagged wrong.
+        """True if `for_agent` may get this sample as input: finished, parsable, rewarded; for a Corrector: flagged wrong.
 
-        With agents.<name>.pick_unparsable also one that says something, but no answer or no verdict.
+        With agents.<name>.pick_unparsable also a sample with text but no answer or verdict.
         """
         if sample.finish is not Finish.STOP or sample.reward.is_missing or math.isnan(sample.reward.correct):
             return False
@@ -106,7 +106,7 @@ class VerifierCorrector(Orchestration):
         return sample.answer is not None or may_be_unparsable
 
     def _handed_on(self, episode: Episode, asks: Sequence[Ask], successor: AgentSpec) -> list[tuple[Sample, ...]]:
-        """The inputs of the successor's asks about what one agent said, sorted by uid."""
+        """The inputs of the successor's asks about one agent's samples, sorted by uid."""
         ask_of = {sample.uid: ask for ask in asks for sample in episode.samples(ask)}
         chosen = [s for ask in asks for s in episode.samples(ask) if self.is_eligible(s, successor.name)]
         if episode.purpose == "train":
@@ -140,11 +140,11 @@ class VerifierCorrector(Orchestration):
 
     @property
     def is_script(self) -> bool:
-        """Is an evaluation played as the published script plays it (Loop)?"""
+        """True if an evaluation follows the published script (Loop)."""
         return self.evaluate.compat == "marsrl"
 
     def _after_solution(self, episode: Episode, loop: Loop, sample: Sample) -> Ask | None:
-        # the script looks at why a completion ended alone
+        # the script looks only at the finish reason
         is_whole = sample.finish is Finish.STOP and (self.is_script or sample.shown != "")
         if not is_whole and loop.candidates:
             loop.end(loop.best(self.is_script), "truncated correction")
@@ -177,17 +177,17 @@ class VerifierCorrector(Orchestration):
         if not accepts and (report.verdict is False or self.is_script or report.shown):
             corrector = "corrector1" if report.agent == "verifier1" else "corrector2"
             return episode.ask(corrector, current.sample, report)
-        # the Verifier is asked again: to confirm, or because there is nothing that a Corrector could read
+        # ask the Verifier again: to confirm, or because there is no report for a Corrector
         return episode.ask(ask.agent, current.sample, turn=current.num_calls + 1)
 
 
 def pick(
     candidates: Sequence[Sample], num_picks: int, rule: str, prefers_right: bool, rng: random.Random
 ) -> list[Sample]:
-    """At most num_picks different samples, sorted by uid; the same whatever order the candidates come in.
+    """At most num_picks different samples, sorted by uid; independent of the candidates' order.
 
-    Right means reward.correct >= 1. adaptive: preferred ones first, the rest fills up. balanced: one of each in turn,
-    beginning with the preferred kind. paired: equal numbers of both, or none. Ties are broken by rng.
+    Right means reward.correct >= 1. adaptive: preferred ones first, then the rest. balanced: one of each in turn, beginning with
+    the preferred kind. paired: equal numbers of both, or none. Ties are broken by rng.
     """
     pool = sorted(candidates, key=lambda sample: sample.uid)
     rng.shuffle(pool)
@@ -209,7 +209,7 @@ def pick(
 
 @dataclass(slots=True)
 class Candidate:
-    """A solution that was put before the Verifier, and how it fared."""
+    """A solution shown to the Verifier, and its verdicts."""
 
     sample: Sample
     num_correct: int = 0
@@ -227,10 +227,9 @@ class Loop:
 
     evaluate.compat=marsrl is the published script (github.com/liushulinle/MarsRL, vc_reasoning_system.py and
     extract_solution.py, e68a831): a truncated solution is drawn again, three draws in all; empty reports are handed on; and
-    however the loop ended, the candidate with the most completed Verifier calls counts (the earliest of equals), be it the one
-    that was accepted or not.
+    however the loop ends, the candidate with the most completed Verifier calls counts (the earliest of equals), accepted or not.
 
-    asks: in order. solution: the Solver's, its last draw. final: the answer that counts, None while it goes on; reason: why it
+    asks: in order. solution: the Solver's last draw. final: the answer that counts, None while the loop runs; reason: why it
     stopped; num_iterations: Verifier calls.
     """
 

@@ -1,1 +1,1 @@
-"""Judges answers in processes of their own."""
+"""Judges of answers, in separate processes."""

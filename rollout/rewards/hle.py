@@ -1,8 +1,8 @@
-"""The judge protocol of Humanity's Last Exam (arXiv 2501.14249): what a judge reads, and how its words are read.
+"""The judge protocol of Humanity's Last Exam (arXiv 2501.14249): the judge's prompt, and the parser of its completion.
 
 The judge sees question, answer and reference and writes the fields extracted_final_answer, reasoning, correct (yes or no)
-and confidence, a line each. The prompt is in our own words. What it reads may try to talk it, or its reader, into
-something: each text stands between two lines with a mark that it cannot know, and only the judge's own completion is read.
+and confidence, a line each. The prompt is in our own words. The texts may try to manipulate the judge or the parser: each stands
+between two lines with a mark that its author cannot know, and only the judge's own completion is parsed.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _EMPHASIS = r"[\s*_`]*"  # before a value
 _FIELD = re.compile(rf"{_MARKS}(extracted_final_answer|reasoning|correct|confidence){_MARKS}:(.*)", re.IGNORECASE)
 _YES_NO = re.compile(rf"{_EMPHASIS}(yes|no)[\s*_`.]*", re.IGNORECASE)
 _PERCENT = re.compile(rf"{_EMPHASIS}(\d{{1,3}}(?:\.\d{{1,6}})?) ?%?[\s*_`.]*", re.ASCII)
-_LONGEST_LINE = 4096  # characters of a line that is looked at as a field's beginning
+_LONGEST_LINE = 4096  # characters at the start of a line that are searched for a field
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A judge's decision. confidence: in [0, 1]; None where none can be read."""
+    """A judge's decision. confidence: in [0, 1]; None if unreadable."""
 
     is_correct: bool
     reasoning: str = ""
@@ -66,18 +66,18 @@ class Judgement:
 
 
 class Unreadable(ValueError):
-    """A completion is no judgement; the text says why."""
+    """A completion without a valid judgement; the text says why."""
 
 
 def judge_messages(question: str, answer: str, references: Sequence[str], secret: int) -> tuple[Message, ...]:
-    """The chat that asks for a judgement of this answer. secret: what the mark is made from, beside the texts."""
+    """The chat that asks for a judgement of this answer. secret: the mark is derived from it and the texts."""
     reference = references[0] if len(references) == 1 else _SEVERAL + "\n".join(references)
     texts = {"question": question, "answer": answer, "reference": reference}
     told = "\0".join([str(secret), *texts.values()]).encode("utf-8", "replace")
     values = {**texts, "mark": hashlib.blake2b(told, digest_size=8).hexdigest()}
 
     def filled(template: str) -> str:
-        """In one pass: a "{reference}" that stands in the answer's own text stays as it is."""
+        """Fill the template in one pass: a "{reference}" inside the answer stays."""
         return _SLOT.sub(lambda slot: values[slot[1]], template)
 
     return Message("system", filled(_INSTRUCTIONS)), Message("user", filled(_MATERIAL))
@@ -87,14 +87,14 @@ def read_judgement(text: str) -> Judgement:
     """The judgement in the visible part of a judge's whole completion. Linear in its length.
 
     Strict: exactly one line is the field `correct`, its value yes or no alone (any case, Markdown around it, a full stop);
-    the other fields stand at most once, and extracted_final_answer and reasoning before it. So a judge that repeats fields
-    out of what it reads is not believed.
+    the other fields occur at most once, and extracted_final_answer and reasoning before it. So a judge that copies fields from
+    its input is not believed.
 
     Raises:
-        Unreadable: it is none of that.
+        Unreadable: the completion breaks these rules.
     """
     found: dict[str, str] = {}
-    for line in unicodedata.normalize("NFKC", text).split("\n"):  # full-width colons; other line ends are no line's end
+    for line in unicodedata.normalize("NFKC", text).split("\n"):  # full-width colons; only \n ends a line
         match = _FIELD.fullmatch(line[:_LONGEST_LINE].rstrip())
         if match is None:
             continue

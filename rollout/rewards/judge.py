@@ -28,8 +28,8 @@ from marsrl.rollout.worker_process import Answer, Crashed, Late, NotStarted, Wor
 _log = logging.getLogger(__name__)
 
 Judge = Callable[[Problem, str], Future[Reward]]
-"""Begins a judgement of an answer to a problem. An answer that cannot be judged has a missing reward. An exception in the
-future is not the answer's fault: it ends the run."""
+"""Begins to judge an answer to a problem. An answer that cannot be judged gets a missing reward. An exception in the future is
+not the answer's fault and ends the run."""
 
 _MODULE = "marsrl.rollout.rewards.judge"
 MATH_JUDGE = f"{_MODULE}:math_judge"
@@ -37,20 +37,20 @@ _MEMORY_BYTES = 4 << 30
 
 
 def known(reward: Reward) -> Future[Reward]:
-    """A judgement that took no time."""
+    """A judgement that is already known."""
     future: Future[Reward] = Future()
     future.set_result(reward)
     return future
 
 
 class RewardPool:
-    """Judge processes, and a thread for each that hands it its work; started by the first answers.
+    """Judge processes, each with a thread that feeds it; started with the first answers.
 
         with RewardPool(JudgeOptions(workers=2, timeout_s=10)) as pool:
             reward = pool.submit(problem, r"\\frac{1}{2}").result()
 
     Args:
-        judge: "module:function", importable by a fresh interpreter; called with `arguments` (plain values) it gives the judge,
+        judge: "module:function", importable by a fresh interpreter; called with `arguments` (plain values) it returns the judge,
             (problem, answer) -> a reward in [0, 1]. Ours needs a reference answer.
     """
 
@@ -65,8 +65,8 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(self._options.workers, "marsrl-rewards")
 
     def submit(self, problem: Problem, answer: str) -> Future[Reward]:
-        """Begin a judgement. The future is cancelled, or fails with CancelledError, where the pool is closed before; it fails
-        with RuntimeError where no judge starts.
+        """Begin a judgement. The future is cancelled, or fails with CancelledError, if the pool closes first; it fails with
+        RuntimeError if no judge process starts.
 
         Raises:
             RuntimeError: the pool is closed.
@@ -92,7 +92,7 @@ class RewardPool:
         self.close()
 
     def _judged(self, problem: Problem, answer: str) -> Reward:
-        """In a thread of the pool."""
+        """The reward of an answer; runs in one of the pool's threads."""
         try:
             with self._processes.worker() as worker:
                 reply = worker.ask({"problem": asdict(problem), "answer": answer}, timeout_s=self._options.timeout_s)
@@ -123,7 +123,7 @@ def math_judge() -> Callable[[Problem, str], bool]:
 
 
 def _checked(value: object) -> float:
-    """The judge's return value, if it is a reward; ValueError for anything else, NaN too."""
+    """The judge's return value if it is a valid reward; ValueError for anything else, including NaN."""
     if isinstance(value, Real | np.bool_) and 0 <= float(value) <= 1:
         return float(value)
     raise ValueError(f"it returned {value!r:.60}, expected a number from 0 to 1")

@@ -1,12 +1,12 @@
-"""A language model as the judge: answers in, promises of rewards out, while others decode.
+"""A language model as the judge: takes answers, returns futures of rewards, while other agents decode.
 
     submit -> judged before, or under way? -> prompt (hle.py) -> the policy's engines -> read -> yes 1, no 0
                                                     ^                              '-> unreadable: drawn again
                                                     '------- judge.retries times ------------'   then missing
 
-Answers are hostile, the judge's own words are not trusted, and its server may be down or hang: whatever goes wrong is a
-missing reward with a note, counted, and too large a share of those is told by too_many_missing. The engines are the
-judge's own, as its thread drives them alone.
+Answers are hostile, the judge's output is untrusted, and its server may be down or hang: any failure is a missing reward with
+a note, and counted; too_many_missing reports an excessive share of them. The engines belong to the judge, whose thread drives
+them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import MISSING, Finish, IntArray, Problem, Reward
 
 _VERSION = 0  # of a frozen policy, for ever
-_COLLECT_S = 0.05  # for which results are waited for at a time: how long a new answer may wait
-_RETRY_TEMPERATURE = 0.7  # at 0 the same would be said again
-_MOST_SHOWN = 200  # characters of the judge's words in a message or note
+_COLLECT_S = 0.05  # longest wait for results, and so the longest delay of a new answer
+_RETRY_TEMPERATURE = 0.7  # at 0 the model would repeat itself
+_MOST_SHOWN = 200  # characters of the judge's text in a message or note
 _COUNTED = (
     *("calls", "cached", "missing", "yes", "retries", "compared", "agreed"),
     *("input_tokens", "cached_tokens", "output_tokens", "seconds", "engine_restarts"),
@@ -43,9 +43,9 @@ _Key = tuple[str, str | None, str]  # question, reference, answer
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A judgement under way, of the same answer to the same question for all that wait for it.
+    """A pending judgement, shared by all callers with the same answer to the same question.
 
-    purpose: of the first of them. said: Unreadable where there is no judgement. began: monotonic seconds.
+    purpose: of the first caller. said: Unreadable if there is no judgement. began: monotonic seconds.
     """
 
     key: _Key
@@ -59,7 +59,7 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Tally:
-    """Answers since too_many_missing looked last. last: why the last missing one has no judgement."""
+    """Counts of answers since the last too_many_missing. last: the reason of the latest missing judgement."""
 
     calls: int = 0
     missing: int = 0
@@ -67,15 +67,15 @@ class _Tally:
 
 
 class ModelJudge:
-    """Judges answers by a frozen policy, in a thread of its own. See the module.
+    """Judges answers by a frozen policy, in a separate thread. See the module.
 
         judge = ModelJudge(pool, renderer, JudgeConfig(policy="judge"), own=task.judge, seed=0)
         judge.submit(problem, "Lima", "evaluate").result()
 
     Args:
-        pool: the policy's engines, which nobody else drives; close it after the judge.
-        own: the task's own judgement, for how often both agree: judge/compared, judge/agreed.
-        right_answers: those that a reference holds, of which one is enough.
+        pool: the policy's engines, driven by the judge alone; close it after the judge.
+        own: the task's own judgement, for judge/compared and judge/agreed.
+        right_answers: splits a reference into its right answers, any of which suffices.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ModelJudge:
         self._renderer, self._own, self._seed, self._right_answers = renderer, own, seed, right_answers
         self._changed = threading.Condition()  # guards all below
         self._queue: list[_Pending] = []  # to be drawn
-        self._open: dict[_Key, _Pending] = {}  # that a further call of the same may join
+        self._open: dict[_Key, _Pending] = {}  # that further calls with the same answer can join
         self._kept: OrderedDict[_Key, Future[Judgement]] = OrderedDict()  # the least recently used first
         self._counts: dict[Purpose, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._tallies: dict[Purpose, _Tally] = defaultdict(_Tally)
@@ -103,11 +103,11 @@ class ModelJudge:
         self._num_requests = 0
 
     def serves(self, purpose: Purpose) -> bool:
-        """Are answers of such episodes the model's to judge (judge.when)?"""
+        """True if the model judges answers of episodes with this purpose (judge.when)."""
         return self.config.when == "always" or purpose != "train"
 
     def submit(self, problem: Problem, answer: str, purpose: Purpose) -> Future[Reward]:
-        """Begin a judgement. The future is cancelled where the judge is closed before.
+        """Begin a judgement. The future is cancelled if the judge closes first.
 
         Raises:
             RuntimeError: the judge is closed, or its engines are lost for good.
@@ -128,10 +128,10 @@ class ModelJudge:
         return reward
 
     def take_counts(self, purpose: Purpose) -> dict[str, float]:
-        """Metrics since the last call, judge/...; {} where the model judges no such answers.
+        """Metrics since the last call, judge/...; {} if the model judges no such answers.
 
-        calls: answers; cached of them were judged before, or at the same time for another. compared: of those with a judgement,
-        whose own judgement by the task is known; agreed: and says the same. seconds: from each answer to its judgement.
+        calls: answers; cached: those judged before, or shared with a pending judgement. compared: judged answers that the task
+        judged too; agreed: those with equal judgements. seconds: sum of the times from answer to judgement.
         """
         if not self.serves(purpose):
             return {}
@@ -140,9 +140,9 @@ class ModelJudge:
         return {f"judge/{name}": counts.get(name, 0.0) for name in _COUNTED}
 
     def too_many_missing(self, purpose: Purpose, at_least: int = 1) -> str:
-        """A sentence, where more than judge.max_missing_share of the answers since the last look have no judgement; "" else.
+        """A message if more than judge.max_missing_share of the answers since the last check have no judgement; otherwise "".
 
-        at_least: with fewer answers there is no look yet.
+        at_least: with fewer answers the check is postponed.
         """
         with self._changed:
             tally = self._tallies[purpose]
@@ -158,13 +158,13 @@ class ModelJudge:
         )
 
     def sleep(self) -> None:
-        """As EnginePool.sleep, once nothing is drawn any more: also what was given up holds its engine."""
+        """As EnginePool.sleep, after all draws have ended: abandoned ones occupy their engine too."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not (self._queue or self._drawing))
         self.pool.sleep(keeps_weights=True)
 
     def close(self) -> None:
-        """End the thread and drop what is under way; may be called twice. The pool is left open."""
+        """End the thread and drop pending judgements; may be called twice. The pool stays open."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -174,7 +174,7 @@ class ModelJudge:
             pending.said.cancel()
 
     def _judgement(self, key: _Key, purpose: Purpose) -> Future[Judgement]:
-        """The judgement of the same answer that is kept or under way; else a new one. With the lock held."""
+        """The cached or pending judgement of the same answer, else a new one. Requires the lock."""
         counts = self._counts[purpose]
         counts["calls"] += 1
         if key in self._kept or key in self._open:
@@ -199,10 +199,10 @@ class ModelJudge:
         return left
 
     def _tell(self, reward: Future[Reward], said: Future[Judgement], own: Future[Reward], purpose: Purpose) -> None:
-        """The reward, once the task's own judgement is there too."""
+        """Set the reward, once the task's own judgement is there too."""
         if said.cancelled():
             reward.cancel()
-            reward.set_running_or_notify_cancel()  # tells who waits for it
+            reward.set_running_or_notify_cancel()  # notifies those waiting for it
             return
         why_none = said.exception()
         if why_none is None:
@@ -236,7 +236,7 @@ class ModelJudge:
     # In the judge's thread.
 
     def _run(self) -> None:
-        """Round after round until the judge is closed. Where its engines fail for good, all that wait for it fail."""
+        """Runs rounds until the judge is closed. If its engines fail for good, all pending judgements fail."""
         try:
             while self._round():
                 pass
@@ -264,14 +264,14 @@ class ModelJudge:
         return True
 
     def _request(self, pending: _Pending) -> DecodeRequest | None:
-        """The next draw of a judgement; None where its prompt is too long, which settles it."""
+        """The next draw of a judgement; None if its prompt is too long, which settles it."""
         question, reference, answer = pending.key
         if pending.prompt is None:
             most = self.config.max_input_tokens
             ids, text = self._prompt(question, answer, reference or "")
             if len(ids) > most:
                 found = f"what it would read has {len(ids)} tokens, more than judge.max_input_tokens = {most}"
-                # long by itself an answer is wrong; a question or a reference is nobody's fault
+                # an answer too long by itself is wrong; a long question or reference is a missing judgement
                 is_answer = len(self._prompt(question, "", reference or "")[0]) <= most
                 self._end(pending, Judgement(False, found) if is_answer else Unreadable(found))
                 return None
@@ -304,7 +304,7 @@ class ModelJudge:
             counts["output_tokens"] += len(result.token_ids)
             counts["engine_restarts"] += faults.engine_restarts
             if self._open.get(pending.key) is not pending:
-                return  # it was given up meanwhile
+                return  # given up in the meantime
         if result.finish is Finish.ERROR:  # the engine has tried again by itself
             self._end(pending, Unreadable(f"no answer: {_shown(result.error)}"))
             return
@@ -325,7 +325,7 @@ class ModelJudge:
                 self._queue.append(pending)
 
     def _give_up_late_ones(self) -> None:
-        """An engine's later answer to them is dropped."""
+        """Settle judgements past their deadline as missing; the engine's later answer is dropped."""
         most = self.config.timeout_s
         with self._changed:
             late = {pending for pending in self._open.values() if time.monotonic() > pending.began + most}
@@ -348,5 +348,5 @@ class ModelJudge:
 
 
 def _shown(text: str) -> str:
-    """The end of somebody else's words in one line without control characters, where a judgement says yes or no."""
+    """The end of an untrusted text, where a judgement says yes or no, as one line without control characters."""
     return repr(text if len(text) <= _MOST_SHOWN else f"... {text[-_MOST_SHOWN:]}")

@@ -68,7 +68,7 @@ def apply(value: int, operation: str) -> int:
 
 
 def parse_chain(question: str) -> Chain:
-    """The chain that a problem's text states."""
+    """Parse the chain in a problem's text."""
     words = question.split()
     return Chain(int(words[1]), tuple(words[3::2]))
 
@@ -88,7 +88,7 @@ def draw_chain(rng: random.Random, options: ArithmeticOptions, held_out: bool) -
 
 
 class ArithmeticTask(Task):
-    """Exact judgement: an answer is the right digit or it is not."""
+    """Chains with exact judgement: an answer is the right digit or wrong."""
 
     name = "arithmetic"
     prompts = "chain"

@@ -1,6 +1,6 @@
 """Traces of a mediocre team about chains, for the warm start.
 
-The tutors slip on purpose; RL is to remove the slips. Recipe and constants: docs of the CPU default run.
+The tutors slip on purpose, for RL to remove the slips. Recipe and constants: docs/cpu_default.md.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from marsrl.rollout.types import Message
 class TutorRates:
     """Error rates of the tutors, as probabilities.
 
-    anchor: the Verifier takes the claim as its own result. restate: the Corrector rebuts whatever the report says.
-    hard_claims: the solution put before the Verifier is full of slips (slip_hard a line), so that copying its lines
-    is no substitute for working them out; without such solutions some seeds learn to copy, and stay at chance.
+    anchor: the Verifier adopts the claim as its own result. restate: the Corrector rebuts every report.
+    hard_claims: the solution shown to the Verifier is full of slips (slip_hard a line), so that copying its lines cannot replace
+    calculating; without such solutions some seeds learn to copy, and stay at chance.
     """
 
     slip_solver: float = 0.10
@@ -44,7 +44,8 @@ def solver_trace(rng: random.Random, chain: Chain, slip: float, options: Arithme
 def team_traces(rng: random.Random, chain: Chain, rates: TutorRates, options: ArithmeticOptions) -> list[Trace]:
     """Solver, Verifier and Corrector on one chain; the Corrector's input is always a flagged solution.
 
-    Without a Corrector where tutors that hardly slip flag none in _MOST_TRIES, as at a chain of * with slip_multiply 0.
+    There is no Corrector if the tutors slip so rarely that none is flagged in _MOST_TRIES, as in a chain of * with slip_multiply
+    0.
     """
     solution = _solution(rng, chain, rates.slip_solver, options)
     is_hard = rng.random() < rates.hard_claims
@@ -67,14 +68,14 @@ def team_traces(rng: random.Random, chain: Chain, rates: TutorRates, options: Ar
 
 
 def table_drill(rng: random.Random) -> Trace:
-    """One operation on a digit, in the words of a solution's line: the table that everything else stands on."""
+    """One operation on a digit, written as a solution's line: the table that all else builds on."""
     value, operation = rng.randrange(10), rng.choice(OPERATIONS)
     letter = rng.choice(LETTERS[1:-1])
     return Trace(None, f"= {value} {letter} {operation} =", str(apply(value, operation)), ends=False)
 
 
 def equality_drill(rng: random.Random) -> Trace:
-    """The last words of a report: are the two digits equal? Half of the drills are drawn equal."""
+    """The end of a report, which compares two digits; they are equal in half of the drills."""
     said = rng.randrange(10)
     got = said if rng.random() < 0.5 else rng.randrange(10)
     return Trace(None, f"got {got} said {said} Verdict:", "correct" if got == said else "wrong")

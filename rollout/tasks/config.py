@@ -45,12 +45,12 @@ _EXPECTED = {
     "data.train": "expected a path, or a list of {path, count}, or of {path, weight}",
     "data.eval": "expected a path, or a list of paths and of {path, name, count, repeat}",
 }
-_TAKEN = ("system", "alone", "tokens", "spent")  # of what metrics eval/... are of
+_TAKEN = ("system", "alone", "tokens", "spent")  # of the sets in metrics eval/...
 _File = TypeVar("_File", TrainFile, EvalFile)
 
 
 def _listed(value: Any, key: str, kind: type[_File], *accepted: type) -> list[_File]:
-    """The files of a list; ValueError names the place of what is wrong. accepted: what an item may be."""
+    """The files of a list; ValueError names the index of the invalid item. accepted: describes a valid item."""
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{key} is {value!r:.80}; {_EXPECTED[key]}")
     files: list[_File] = []
@@ -63,7 +63,7 @@ def _listed(value: Any, key: str, kind: type[_File], *accepted: type) -> list[_F
 
 
 def read_train_files(value: Any) -> Any:
-    """data.train as it is checked: a path as it is, a list as its files; ValueError names the place of what is wrong."""
+    """Validate data.train: a path unchanged, a list as TrainFiles; ValueError names the index of the invalid item."""
     if value is None or isinstance(value, str):
         return value
     files = _listed(value, "data.train", TrainFile, dict)
@@ -85,7 +85,7 @@ def read_train_files(value: Any) -> Any:
 
 
 def read_eval_files(value: Any) -> Any:
-    """data.eval as it is checked: a path as it is, a list as its files; ValueError names the place of what is wrong."""
+    """Validate data.eval: a path unchanged, a list as EvalFiles; ValueError names the index of the invalid item."""
     if value is None or isinstance(value, str):
         return value
     files: dict[str, EvalFile] = {}

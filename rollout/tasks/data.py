@@ -1,8 +1,8 @@
-"""Problems from jsonl, parquet and Hugging Face dataset directories, and the order in which they are drawn.
+"""Problems from jsonl, parquet and Hugging Face dataset directories, and the order of their draws.
 
 Known rows: GSM8K (question, answer with `####`), question/answer, query/ans_box, prompt/label, problem/answer or
 problem/solution with \\boxed, OlympiadBench (question, final_answer = list of one), and verl's (prompt = list of
-messages, reward_model.ground_truth). For task=qa also several right answers: golden_answers and reward_model.ground_truth.target
+messages, reward_model.ground_truth). For task=qa also lists of right answers: golden_answers and reward_model.ground_truth.target
 (Search-R1, Dr. MAS).
 """
 
@@ -32,7 +32,7 @@ _MAX_NOTES = 20
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """problems in file order; num_bad rows were skipped, notes say why for the first of them (file:line: reason)."""
+    """problems in file order; num_bad rows were skipped, the first of them with reasons in notes (file:line: reason)."""
 
     problems: tuple[Problem, ...]
     num_bad: int
@@ -46,9 +46,9 @@ def read_problems(
     answer_key: str | None = None,
     on_bad_line: Literal["error", "skip"] = "error",
 ) -> ReadResult:
-    """Every problem of a file or dataset directory. Keys not given are found from the first readable row.
+    """Every problem of a file or dataset directory. Keys not given are inferred from the first readable row.
 
-    Ids are file name and line, so they stay the same as long as the file does.
+    Ids are file name and line, so they are stable while the file is unchanged.
     """
     problems: list[Problem] = []
     notes: list[str] = []
@@ -71,9 +71,9 @@ def read_problems(
 
 @dataclass(frozen=True, slots=True)
 class ProblemRow:
-    """A row as it stands in its file, and the problem that it holds, or why it holds none.
+    """A row of a file with its problem, or the reason why it has none.
 
-    fields: {} where the line is no row. keys: of question and answer; "" where they have not been found.
+    fields: {} if the line is no valid row. keys: of question and answer; "" if not found.
     """
 
     file: Path
@@ -86,7 +86,7 @@ class ProblemRow:
 def read_problem_rows(
     path: str | Path, task: str, question_key: str | None = None, answer_key: str | None = None
 ) -> Iterator[ProblemRow]:
-    """Every row of a file or dataset directory, in order. Keys not given are found from the first readable row."""
+    """Every row of a file or dataset directory, in order. Keys not given are inferred from the first readable row."""
     for file in data_files(Path(path)):
         for line, row in _rows(file):
             found: Problem | BadLine
@@ -103,14 +103,14 @@ def read_problem_rows(
 
 
 def problem_of(uid: str, row: Mapping[str, object], task: str, keys: tuple[str, str]) -> Problem:
-    """The problem of a row; keys: of its question and its answer. Raises BadLine where there is none."""
+    """The problem of a row; keys: of its question and its answer. Raises BadLine if it has none."""
     question = _question(lookup(row, keys[0]))
     found = lookup(row, keys[1])
     return Problem(uid, question, _answers(found, keys[1]) if task == "qa" else _answer(found, keys[1]), task)
 
 
 def fingerprint(problems: Sequence[Problem]) -> dict[str, int | str]:
-    """{"problems": how many, "sum": of their questions and answers in order}: tells one set of problems from another."""
+    """{"problems": number, "sum": checksum of questions and answers in order}: identifies a set of problems."""
     told = hashlib.blake2b(digest_size=8)
     for problem in problems:
         told.update(json.dumps([problem.question, problem.answer]).encode())
@@ -118,12 +118,12 @@ def fingerprint(problems: Sequence[Problem]) -> dict[str, int | str]:
 
 
 def one_spaced(text: str) -> str:
-    """The text with one space for each run of white space, none at its ends: equal for texts that differ in it alone."""
+    """The text with single spaces for runs of white space, stripped: equal for texts that differ only in white space."""
     return " ".join(text.split())
 
 
 def repeats(problems: Sequence[Problem], key: str) -> list[str]:
-    """Sentences about questions that stand several times in one file or dataset, white space aside; [] where none does.
+    """Warnings about questions that occur several times in one file or dataset, ignoring white space; [] without any.
 
     key: the setting that names the file.
     """
@@ -151,7 +151,7 @@ def repeats(problems: Sequence[Problem], key: str) -> list[str]:
 
 
 class DataCursor:
-    """Endless draws from a fixed list: each epoch yields every problem once, in a seeded order of its own."""
+    """Endless draws from a fixed list: each epoch yields every problem once, in its own seeded order."""
 
     def __init__(self, problems: Sequence[Problem], seed: int) -> None:
         if not problems:
@@ -194,7 +194,7 @@ class DataCursor:
 
 
 def draw_held_out(problems: Sequence[Problem], num_problems: int | None, task: str, seed: int) -> list[Problem]:
-    """A seeded draw without replacement, in the order of the list; None, or more than there are: all of them."""
+    """A seeded draw without replacement, in the order of the list; all problems for None or a larger number."""
     order = random.Random(f"{task}/held-out/{seed}").sample(range(len(problems)), len(problems))
     return [problems[index] for index in sorted(order[:num_problems])]
 
@@ -225,7 +225,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def _rows(file: Path) -> Iterator[tuple[int, Mapping[str, object] | BadLine]]:
-    """(line number from 1, row or why it is none)."""
+    """(line number from 1, row or the reason why it is invalid)."""
     if file.suffix in (".parquet", ".arrow"):
         yield from enumerate(_table_rows(file), start=1)
     elif file.suffix in (".jsonl", ".json", ".ndjson"):
@@ -258,7 +258,7 @@ def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
 
 
 def lookup(row: Mapping[str, object], key: str) -> object:
-    """row[key]; a dotted key goes down into nested objects. None where it leads nowhere."""
+    """row[key]; a dotted key descends into nested objects. None if it is missing."""
     if key in row:
         return row[key]
     value: object = row
@@ -275,7 +275,7 @@ def _find_key(row: Mapping[str, object], candidates: Sequence[str], option: str)
 
 
 def _question(value: object) -> str:
-    if isinstance(value, list):  # a chat: the problem is what the user says last
+    if isinstance(value, list):  # a chat: the problem is the last user message
         turns = [turn for turn in value if isinstance(turn, Mapping) and turn.get("role") == "user"]
         if not turns:
             raise BadLine("the prompt is a list without a user message")
@@ -310,7 +310,7 @@ def _answer(value: object, key: str) -> str:
 
 
 def _answers(value: object, key: str) -> str:
-    """The right answers of a question as one reference (see `reference`)."""
+    """A question's right answers as one reference (see `reference`)."""
     answers = value if isinstance(value, list) else [value]
     if not answers:
         raise BadLine(f"the answer ({key}) is an empty list, expected at least one text")
@@ -321,14 +321,14 @@ def _answers(value: object, key: str) -> str:
 
 
 def reference(answers: Sequence[str]) -> str:
-    """Problem.answer of a question with these right answers: the only one, or a JSON list."""
+    """Problem.answer for these right answers: the only one, or a JSON list."""
     if len(answers) == 1 and not answers[0].startswith("["):
         return answers[0]
     return json.dumps(list(dict.fromkeys(answers)), ensure_ascii=False)
 
 
 def right_answers(reference: str) -> list[str]:
-    """The right answers that a reference holds."""
+    """The right answers in a reference."""
     if reference.startswith("["):
         try:
             answers = json.loads(reference)

@@ -4,7 +4,7 @@
     question  what is the river of the home of lotte holt ?          (two hops)
     answer    ebb
 
-and of papers that people wrote, whose questions want both searches, the scholar's first:
+and of papers by these people, whose questions need both searches, the scholar's first:
 
     paper     sparse lattices for routing (1997, 12 citations): the author of sparse lattices for routing is lotte holt . ...
     question  what is the home of the author of sparse lattices for routing ?
@@ -19,8 +19,8 @@ and calculations (task_options.calculations):
 
     question  what is 7 times 8 ?
 
-Nothing of it is in a model's memory: who does not search can only guess. All words are lower case and few, so that a
-tokenizer of whole words covers those of people and places.
+No model has memorised any of it: without searching it can only guess. All words are lower case and few, so that a whole-word
+tokenizer covers those of people and places.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _GRAMMAR = ("what", "is", "the", "of", "?", ".")
 WORDS = tuple(
     dict.fromkeys([*_GRAMMAR, *_OF_PEOPLE, *_OF_PLACES, *_FIRST, *_LAST, *_PLACES, *_COUNTRIES, *_RIVERS, *_TRADES])
 )
-"""Every word of documents, and of questions and answers about people and places."""
+"""All words of documents, questions and answers about people and places."""
 
 _MANNERS = (
     "sparse dense nested robust lazy exact partial noisy joint local global hidden stable fast slow soft hard deep wide"
@@ -81,12 +81,12 @@ _SIGNS = {"plus": "+", "minus": "-", "times": "*"}
 _ID = "calculation"
 
 CALCULATION_WORDS = (*_SIGNS, *_SIGNS.values(), *map(str, range(100)))
-"""Every word of questions, programs and answers about calculations, beside WORDS."""
+"""All words of questions, programs and answers about calculations that are not in WORDS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calculation:
-    """Two whole numbers and an operator (plus, minus, times): a question for a team that has Python. All are below 100."""
+    """Two whole numbers below 100 and an operator (plus, minus, times): a question for a team with Python."""
 
     left: int
     operator: str
@@ -104,7 +104,7 @@ class Calculation:
 
     @classmethod
     def of(cls, problem: Problem) -> Calculation | None:
-        """The one that a problem asks for; None where it asks for something else."""
+        """The calculation that a problem asks for; None for any other problem."""
         kind, _, rest = problem.id.partition("/")
         if kind != _ID:
             return None
@@ -113,7 +113,7 @@ class Calculation:
 
     @property
     def code(self) -> str:
-        """In Python."""
+        """The calculation as a Python expression."""
         return f"{self.left} {_SIGNS[self.operator]} {self.right}"
 
     @property
@@ -169,7 +169,7 @@ class World:
         return f"what is {' of '.join(f'the {relation}' for relation in reversed(relations))} of {name} ?"
 
     def steps(self, problem: Problem) -> list[tuple[str, str, str]]:
-        """The facts that a question of this world follows, in order: (entity, relation, value). The last value is its answer."""
+        """The facts that lead to a question's answer, in order: (entity, relation, value). The last value is the answer."""
         _, name, *relations = problem.id.split("/")
         steps: list[tuple[str, str, str]] = []
         for relation in relations:
@@ -178,7 +178,7 @@ class World:
         return steps
 
     def draw(self, rng: random.Random, held_out: bool) -> Problem:
-        """A question of the training split, or of the held-out one; ValueError where the world is too small to have one."""
+        """A question of the training or the held-out split; ValueError if the world is too small to have one."""
         names = self.people if self._options.about == "facts" else [paper.title for paper in self.papers]
         for _ in range(_MOST_DRAWS):
             if self._options.calculations and rng.random() < self._options.calculations:
@@ -210,14 +210,14 @@ class World:
         return NumberedProblems(lambda n: self.draw(random.Random(f"linked facts/{seed}/{n}"), held_out=False))
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:
-        """Questions that are never trained on; one may come twice, as there are only so many."""
+        """Questions that are never trained on; with repeats, as their number is limited."""
         rng = random.Random(f"linked facts/held-out/{seed}")
         return [self.draw(rng, held_out=True) for _ in range(num_problems)]
 
 
 def _path(rng: random.Random, hops: int, about: str) -> list[str]:
-    """Relations one after the other: from a person to people, then perhaps home and a fact of a place; from a paper to papers,
-    then perhaps its author and a fact of a person."""
+    """A chain of relations: from a person to people, then perhaps home and a fact of a place; from a paper to papers, then
+    perhaps the author and a fact of that person."""
     links, crossing, beyond, own = {
         "facts": (_TO_PEOPLE, "home", _OF_PLACES, _OF_PEOPLE),
         "papers": (_TO_PAPERS, "author", _OF_PEOPLE, _OF_PAPERS),
@@ -228,7 +228,7 @@ def _path(rng: random.Random, hops: int, about: str) -> list[str]:
 
 
 def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str, str], str]) -> tuple[Paper, ...]:
-    """Papers by these people, each but the oldest with one before it as its basis; their facts are added."""
+    """Papers by these people, each but the oldest based on an earlier one; adds their facts."""
     rng = random.Random(f"linked papers/{options.world_seed}")
     names = [f"{a} {b} for {c}" for a in _MANNERS.split() for b in _THINGS.split() for c in _AIMS.split()]
     titles = rng.sample(names, options.papers)
@@ -251,7 +251,7 @@ def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str,
 
 
 def read_facts_options(words: Sequence[str]) -> FactsOptions:
-    """Options from words key=value; ValueError names the one that is wrong."""
+    """Options from words key=value; ValueError names the invalid one."""
     given: dict[str, int | str] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -262,10 +262,10 @@ def read_facts_options(words: Sequence[str]) -> FactsOptions:
 
 
 def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int, num_held_out: int, seed: int) -> None:
-    """corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl in a folder that is made; what is there is not written over.
+    """Write corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl into a folder, which is created if needed.
 
     Raises:
-        FileExistsError: one of the files is there.
+        FileExistsError: one of the files exists.
     """
     world, folder = World(options), Path(folder)
     source = world.questions(seed)

@@ -23,14 +23,14 @@ Listed = Sequence[Problem | tuple[str, str | None]]
 
 
 class OwnTask:
-    """Problems, and what an answer to one is worth.
+    """Problems, and rewards of answers to them.
 
-    The trainer asks for the problems once, when it checks its settings. `reward` is called in processes of their own, each
-    with an object of this class without data: it may take task_options.timeout_s, and may crash.
+    The trainer lists the problems once, when it checks its settings. `reward` runs in separate processes, each with an object of
+    this class without data: it may take task_options.timeout_s, and may crash.
 
     Args:
-        options: as Options has them.
-        train, held_out: the problems of data.train and data.eval; none where they are not given.
+        options: values of Options.
+        train, held_out: the problems of data.train and data.eval; empty if not given.
     """
 
     class Options(JudgeOptions):
@@ -38,7 +38,7 @@ class OwnTask:
 
     name: ClassVar[str] = ""
     prompts: ClassVar[str] = "math"
-    """The prompt set: what each role is told, and how an answer is found in what it says (math: the last \\boxed{})."""
+    """The prompt set: each role's prompt, and the parser of its answer (math: the last \\boxed{})."""
 
     def __init__(
         self, options: JudgeOptions | None = None, train: Sequence[Problem] = (), held_out: Sequence[Problem] = ()
@@ -52,19 +52,19 @@ class OwnTask:
         return self.train_data
 
     def held_out(self) -> Listed:
-        """Evaluation problems. By default those of data.eval; where that is nothing, a tenth of `problems` is taken out."""
+        """Evaluation problems. By default those of data.eval; without any, a tenth of `problems` is held out."""
         return self.eval_data
 
     def reward(self, problem: Problem, answer: str) -> float:
-        """In [0, 1], of the answer that the prompt set's grammar finds in a completion. Only 1 is a right answer to a Verifier.
+        """The reward, in [0, 1], of an answer parsed from a completion. For a Verifier only 1 is right.
 
-        What raises, or is no such number, is a missing reward, never 0.
+        An exception, or any other value, is a missing reward, never 0.
         """
         raise NotImplementedError(f"{type(self).__name__}.reward: say what an answer is worth")
 
 
 def find_own_task(name: str) -> type[OwnTask]:
-    """The class of FILE.py:CLASS; ValueError says what is wrong with it."""
+    """The class FILE.py:CLASS; ValueError says what is wrong with it."""
     kind = own_class("task", name, OwnTask)
     if kind.prompts not in set_names():
         raise ValueError(
@@ -79,7 +79,7 @@ def find_own_task(name: str) -> type[OwnTask]:
 def make_own_task(
     name: str, options: OptionValues, train: Sequence[Problem] = (), held_out: Sequence[Problem] = ()
 ) -> OwnTask:
-    """The user's task with these task_options and data; ValueError where they are wrong or its own code fails."""
+    """The user's task with these task_options and data; ValueError if they are invalid or its own code fails."""
     kind = find_own_task(name)
     checked = read_settings(kind.Options, options, "task_options.", f"task {kind.name}: ")
     try:
@@ -94,7 +94,7 @@ def own_problems(
     """(problems to train on, problems to evaluate on) of the user's task, given those of data.train and data.eval.
 
     Raises:
-        ValueError: its code fails, or what it returns is no list of problems.
+        ValueError: its code fails, or does not return a list of problems.
     """
     task = make_own_task(name, options, train, held_out)
     return _listed(name, task, "problems"), _listed(name, task, "held_out")

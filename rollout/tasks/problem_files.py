@@ -1,6 +1,6 @@
-"""Problems of one file or of several, to train on and to evaluate on, and the order in which they are drawn.
+"""Training and evaluation problems of one or several files, and the order of their draws.
 
-To train on, several files have counts or weights (data.train); to evaluate on, each is a set with a name of its own (data.eval).
+Several training files have counts or weights (data.train); each evaluation file is a named set (data.eval).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from marsrl.rollout.types import Problem
 
 _File = TypeVar("_File", TrainFile, EvalFile)
 Read = Callable[[str], ReadResult]
-"""Reads the problems behind a path: data.read_problems with the settings of all files."""
+"""Reads the problems of a path: data.read_problems with the settings shared by all files."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Problems that are evaluated, each so many times. name: of their numbers; "" of the only ones. num_given: of the file."""
+    """A set of evaluation problems, each drawn `repeat` times. name: in metrics; "" if it is the only set. num_given: in the
+    file."""
 
     name: str
     problems: Sequence[Problem]
@@ -32,7 +33,7 @@ class HeldOut:
 
 
 class Mixture(tuple[Problem, ...]):
-    """The problems of several files, one file after the other, which draws (`draw_endlessly`) take by weight."""
+    """The problems of several files in order; `draw_endlessly` draws files by weight."""
 
     files: tuple[tuple[Problem, ...], ...]
     weights: tuple[float, ...]
@@ -44,7 +45,7 @@ class Mixture(tuple[Problem, ...]):
         return mixture
 
     def without(self, questions: Collection[str]) -> Mixture:
-        """The same files without these questions; ValueError names one of which nothing is left."""
+        """The same files without these questions; ValueError names a file that would be empty."""
         files = [[problem for problem in file if problem.question not in questions] for file in self.files]
         for place, file in enumerate(files):
             if not file:
@@ -56,12 +57,12 @@ class Mixture(tuple[Problem, ...]):
 
 
 def read_train(train: str | Sequence[TrainFile], read: Read, seed: int) -> ReadResult:
-    """The problems of data.train: a file's or directory's, of files with counts so many of each, of files with weights a Mixture.
+    """The problems of data.train: those of a path; of files with counts, that many of each; of files with weights, a Mixture.
 
-    Ids of a list's problems begin with the place of their file, `0/train.jsonl:7`.
+    Ids of a list's problems begin with the index of their file, `0/train.jsonl:7`.
 
     Raises:
-        ValueError: as read_problems; of a list the text names the place.
+        ValueError: as read_problems; for a list the text names the index.
     """
     if isinstance(train, str):
         return read(train)
@@ -87,12 +88,12 @@ def read_eval(
     """(a set a file, number of lines that were skipped). Ids begin with the set's name, `aime25/aime25.jsonl:7`.
 
     Args:
-        seed: of the draw of so many problems of a file, which does not depend on the other files.
-        num_problems, repeat: of files without a count or a repeat of their own; a file may have fewer than num_problems; None:
-            all of it.
+        seed: of the draw of a file's problems, which does not depend on the other files.
+        num_problems, repeat: for files without their own count or repeat; a file may have fewer than num_problems; None: all
+            of it.
 
     Raises:
-        ValueError: as read_problems; the text names the place.
+        ValueError: as read_problems; the text names the index.
     """
     sets, num_bad = [], 0
     for file, found in _each("data.eval", files, read):
@@ -104,7 +105,7 @@ def read_eval(
 
 
 def _each(key: str, files: Sequence[_File], read: Read) -> Iterator[tuple[_File, ReadResult]]:
-    """Each file with its problems; ValueError names the one that cannot be read, or has fewer than its count."""
+    """Each file with its problems; ValueError names a file that is unreadable or has fewer than its count."""
     for place, file in enumerate(files):
         try:
             found = read(file.path)
@@ -119,7 +120,7 @@ def _each(key: str, files: Sequence[_File], read: Read) -> Iterator[tuple[_File,
 
 
 class MixtureCursor:
-    """Endless draws from several files: which one is next is drawn by weight, and each has a cursor of its own."""
+    """Endless draws from several files: each draw picks a file by weight, and then its next problem."""
 
     def __init__(self, mixture: Mixture, seed: int) -> None:
         self._weights, self._seed, self._position = mixture.weights, seed, 0
@@ -145,5 +146,5 @@ class MixtureCursor:
 
 
 def draw_endlessly(problems: Sequence[Problem], seed: int) -> ProblemSource:
-    """Draws that derive from the seed alone: by weight of a mixture, else each problem once an epoch."""
+    """Endless draws determined by the seed: by weight from a mixture, else each problem once an epoch."""
     return MixtureCursor(problems, seed) if isinstance(problems, Mixture) else DataCursor(problems, seed)

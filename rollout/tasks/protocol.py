@@ -11,7 +11,7 @@ from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.types import Problem, Reward
 
 EVALUATION_SET, INPUTS_SET = 0, 1
-"""Seeds of the two held-out draws: the same problems whatever run.seed is, and not the same in both."""
+"""Seeds of the two held-out draws: independent of run.seed, and different from each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ProblemSource(Protocol):
 
 
 class NumberedProblems:
-    """A source whose problems are made as they are drawn: draw(0), draw(1), ..., so that its state is one number."""
+    """A source that generates problem by problem: draw(0), draw(1), ..., so that its state is one number."""
 
     def __init__(self, draw: Callable[[int], Problem]) -> None:
         self._draw, self._position = draw, 0
@@ -51,14 +51,13 @@ class NumberedProblems:
 
 
 HELD_OUT = 64
-"""Problems of an evaluation where evaluate.num_problems is null and no file says how many there are."""
+"""Number of evaluation problems if evaluate.num_problems is null and no file determines it."""
 
 
 class Task(Protocol):
     """A kind of problem.
 
-    prompts: name of the prompt set that fits it. documents, papers: what there is to search where tools.search.corpus and
-    tools.scholar.corpus are null.
+    prompts: name of its default prompt set. documents, papers: searched if tools.search.corpus and tools.scholar.corpus are null.
     """
 
     name: str
@@ -67,15 +66,15 @@ class Task(Protocol):
     papers: Sequence[Document] = ()
 
     def problems(self, seed: int) -> ProblemSource:
-        """An endless training stream that derives from the seed alone."""
+        """An endless training stream determined by the seed."""
 
     def held_out(self, num_problems: int | None, seed: int) -> list[Problem]:
-        """Problems for evaluation, none of which `problems` ever yields: so many; None: all that are given, or HELD_OUT of a
-        task that makes them."""
+        """num_problems evaluation problems, which `problems` never yields; None: all given ones, or HELD_OUT of a task that
+        generates them."""
 
     def judge(self, problem: Problem, answer: str) -> Future[Reward]:
-        """Begin a judgement (rewards/judge.py). What could not be judged is missing, never 0."""
+        """Begin a judgement (rewards/judge.py). The reward of an answer that cannot be judged is missing, never 0."""
 
     def close(self) -> None:
-        """End what it has started, such as processes."""
+        """Release resources, such as processes."""
         return

@@ -1,4 +1,4 @@
-"""Questions with short answers, judged as SQuAD does: of files, or of the built-in corpus of linked facts."""
+"""Questions with short answers, judged as in SQuAD: from files, or about the built-in linked facts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(text: str) -> str:
-    """Lower case, without ASCII punctuation, articles and needless space (SQuAD's evaluation script, in its order)."""
+    """The text in lower case, without ASCII punctuation, articles and extra space (in the order of SQuAD's evaluation script)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def exact_match(answer: str, right: str) -> float:
-    """1 where both are the same, normalised. A text of which nothing is left then ("The", "!") has to be the same itself."""
+    """1 if both are equal after normalisation. If that leaves nothing ("The", "!"), the texts themselves must be equal."""
     one, other = normalised(answer), normalised(right)
     if not one or not other:
         return float(answer.strip().lower() == right.strip().lower())
@@ -34,7 +34,7 @@ def exact_match(answer: str, right: str) -> float:
 
 
 def f1(answer: str, right: str) -> float:
-    """Harmonic mean of precision and recall over the words, normalised; each word as often as it stands there."""
+    """Harmonic mean of precision and recall over the normalised words, counted with multiplicity."""
     said, wanted = Counter(normalised(answer).split()), Counter(normalised(right).split())
     if not said or not wanted:
         return exact_match(answer, right)
@@ -42,7 +42,7 @@ def f1(answer: str, right: str) -> float:
 
 
 class QaTask(Task):
-    """Problems read by `data.read_problems`, or, without any, of a world of facts that options.world_seed makes."""
+    """Problems read by `data.read_problems` or, without any, about the world of facts of options.world_seed."""
 
     name = "qa"
     prompts = "qa"
@@ -58,7 +58,7 @@ class QaTask(Task):
         return draw_endlessly(self._train, seed) if self._world is None else self._world.questions(seed)
 
     def held_out(self, num_problems: int | None, seed: int) -> list[Problem]:
-        """A seeded draw; from a file without replacement, all of them if there are fewer, or None is asked for."""
+        """A seeded draw; from a file without replacement, and all of it for None or a larger number."""
         if self._world is not None and not self._held_out:
             return self._world.held_out(HELD_OUT if num_problems is None else num_problems, seed)
         return draw_held_out(self._held_out, num_problems, self.name, seed)

@@ -23,14 +23,14 @@ TASKS: Mapping[str, type[ArithmeticOptions | MathOptions | QaOptions]] = {
     "math": MathOptions,
     "qa": QaOptions,
 }
-"""The tasks that ship, and the kind of their task_options."""
+"""The tasks that ship, with the classes of their task_options."""
 
 TOKENIZERS = {"arithmetic": ARITHMETIC_TOKENIZER, "facts": FACTS_TOKENIZER, "calls": CALLS_TOKENIZER}
-"""Tokenizers of policies that a school makes, by School.tokenizer."""
+"""Tokenizers of policies made for a warm start, by School.tokenizer."""
 
 
 class ListedTask(Task):
-    """A list of problems, of files or of a user's class, and the pool that judges their answers. Close it: it owns processes."""
+    """A list of problems from files or a user's class, with the pool that judges answers. Close it: it owns processes."""
 
     def __init__(
         self, name: str, prompts: str, train: Sequence[Problem], held_out: Sequence[Problem], pool: RewardPool
@@ -42,7 +42,7 @@ class ListedTask(Task):
         return draw_endlessly(self._train, seed)
 
     def held_out(self, num_problems: int | None, seed: int) -> list[Problem]:
-        """A seeded draw without replacement, all of them if there are fewer, or None is asked for; [] without evaluation data."""
+        """A seeded draw without replacement, all of them for None or a larger number; [] without evaluation data."""
         return draw_held_out(self._held_out, num_problems, self.name, seed)
 
     def judge(self, problem: Problem, answer: str) -> Future[Reward]:
@@ -57,7 +57,7 @@ def build_task(
 ) -> Task:
     """The task of this name.
 
-    train and held_out: problems read from files, or a user's own (arithmetic makes its own, qa without any).
+    train and held_out: problems read from files, or a user's own (arithmetic generates its own, as does qa without any).
     """
     if is_own(name):
         own = make_own_task(name, options)

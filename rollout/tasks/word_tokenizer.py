@@ -1,4 +1,4 @@
-"""Tokenizers of whole words, an id each, for policies that are made from nothing; and traces that teach these."""
+"""Whole-word tokenizers for policies that start from random weights, and traces to teach them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from marsrl.rollout.types import Message
 CONTROL = ("<pad>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 END = "<|end|>"
 
-# Only an assistant's turn ends with the end token: it is the one that the model has to write.
+# Only an assistant's turn ends with the end token, as only that one must be learned.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} "
     "{% if message['role'] == 'assistant' %}<|end|> {% endif %}{% endfor %}"
@@ -25,8 +25,8 @@ class WordTokenizer:
 
         WordTokenizer(("=", "claim"), gaps=" +", apart="\n").write(directory)
 
-    words: beside the control words. gaps, apart: regular expressions of what is no part of a word, and of what is a word
-    wherever it stands.
+    words: beside the control words. gaps, apart: regular expressions of separators, and of strings that are always a word of
+    their own.
     """
 
     words: tuple[str, ...]
@@ -35,7 +35,7 @@ class WordTokenizer:
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """All words, and reserved ones up to a multiple of 64; the last of them stands for all that is unknown."""
+        """All words, padded with reserved ones to a multiple of 64; the last stands for unknown words."""
         known = tuple(dict.fromkeys((*CONTROL, *self.words)))
         return (*known, *(f"<r{index}>" for index in range(-len(known) % 64 or 64)))
 
@@ -69,10 +69,10 @@ _VERDICTS = ("correct", "wrong", "yes", "no")
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A prompt and the completion to imitate (the end token comes after it where `ends` is set).
+    """A prompt and the completion to imitate (followed by the end token if `ends`).
 
-    prompt: a str is tokenised as it stands. completion: words with a space between, a token each. role: who writes it; None
-    for a drill whose loss nobody asks for.
+    prompt: a str is tokenised unchanged. completion: words separated by spaces, a token each. role: its author; None for a
+    drill whose loss is not reported.
     """
 
     role: Role | None

@@ -1,1 +1,1 @@
-"""Tools that agents call: one protocol, a pool that bounds what a tool may cost, and the tools that ship."""
+"""Tools that agents call: the protocol, a pool that enforces limits, and the tools that ship."""

@@ -30,19 +30,19 @@ from marsrl.rollout.tools.protocol import SHIPPED, ReadPages, Tool
 from marsrl.rollout.tools.search import CorpusSearch, build_index, open_index
 from marsrl.rollout.types import ToolCall, ToolFunction, ToolOutput
 
-_LOOKED_AT = 1000  # documents of a corpus, before anything starts
+_LOOKED_AT = 1000  # documents of a corpus that are checked before anything starts
 
 
 def build_tools(
     config: ToolsConfig, names: Sequence[str], documents: Sequence[Document], papers: Sequence[Document] = ()
 ) -> ToolPool:
-    """The tools of these names, which the settings have, behind a pool. Close it.
+    """A pool of these tools, which must be set. Close it.
 
     documents, papers: the task's own, for a search and a scholar without a corpus.
 
     Raises:
-        ValueError: a corpus cannot be read as one; this machine has no sandbox for tools.python.
-        OSError: or not at all.
+        ValueError: a corpus is invalid; this machine has no sandbox for tools.python.
+        OSError: a corpus cannot be read.
     """
     given = {name: config.given[name] for name in names if name in config.given}
     if any(map(_reads_pages, given.values())):
@@ -59,7 +59,7 @@ def build_tools(
         for name, settings in given.items():
             tools[name] = _build_tool(name, settings, papers if name == "scholar" else documents, read_pages)
             stack.callback(tools[name].close)
-        stack.pop_all()  # they are the pool's
+        stack.pop_all()  # the pool owns them
     pool = ToolPool(tools, given)
     return pool
 
@@ -101,7 +101,7 @@ def _build_tool(name: str, settings: ToolLimits, documents: Sequence[Document], 
 def check_tools(
     config: ToolsConfig, names: Sequence[str], documents: Sequence[Document], papers: Sequence[Document] = ()
 ) -> dict[str, Sequence[ToolFunction]]:
-    """Refuse what build_tools would; of a corpus the first lines are looked at, a user's own tools are started for a moment.
+    """Check what build_tools would refuse; reads only a corpus's first lines, and starts a user's own tools briefly.
 
     Returns:
         The functions of each tool, as chat templates show them.

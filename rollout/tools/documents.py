@@ -1,4 +1,4 @@
-"""Documents and papers that are searched: in files, and as an agent reads them."""
+"""Documents and papers to search: reading them from files, and showing them to agents."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Document:
 
     @property
     def contents(self) -> str:
-        """Title and text in one, as Search-R1's corpora and servers have them."""
+        """Title and text in one string, as in Search-R1's corpora and servers."""
         return f'"{self.title}"\n{self.text}'
 
 
 class _Row(BaseModel):
-    """A line of a file; other keys of it are left out."""
+    """A line of a file; other keys are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True)
     id: str | int
@@ -41,7 +41,7 @@ class _Row(BaseModel):
 
 
 class Paper(_Row):
-    """One paper. year, citations: None where they are not known."""
+    """One paper. year, citations: None if unknown."""
 
     title: str = Field(pattern=r"\S")
     abstract: str | None = None
@@ -50,7 +50,7 @@ class Paper(_Row):
 
     @property
     def document(self) -> Document:
-        """The paper as the index holds it and an agent reads it, so that a query may name its year."""
+        """The paper as a document, for the index and for agents; it includes the year, so that a query can name it."""
         fields = {"Year": self.year, "Citations": self.citations, "Abstract": self.abstract or None}
         return Document(str(self.id), self.title, said_of(fields))
 
@@ -65,7 +65,7 @@ class _Contents(_Row):
 
 
 def from_contents(id: str, contents: str) -> Document:
-    """A document of Search-R1's form: the title in quotes on a line of its own, then the text."""
+    """A document in Search-R1's form: the title in quotes on the first line, then the text."""
     title, _, text = contents.strip().partition("\n")
     return Document(id, title.strip().strip('"'), text)
 
@@ -74,14 +74,14 @@ def read_corpus(path: str | Path) -> Iterator[Document]:
     """The documents of a jsonl file, one at a time: {id, title, text}, or {id, contents} as Search-R1 has them.
 
     Raises:
-        ValueError: a line is no document (file:line: reason), or there is none.
+        ValueError: a line is no document (file:line: reason), or the file has none.
         OSError: the file cannot be read.
     """
     return _read(path, _document, "{id, title, text} or {id, contents}")
 
 
 def read_papers(path: str | Path) -> Iterator[Document]:
-    """The papers of a jsonl file, one at a time: {title, abstract}, with id, year and citations where they are known.
+    """The papers of a jsonl file, one at a time: {title, abstract}, and optionally id, year and citations.
 
     Raises:
         ValueError, OSError: as read_corpus.
@@ -119,9 +119,9 @@ def _document(row: Mapping[str, object]) -> Document:
 
 
 def rendered(documents: Iterable[Document], kind: str = "Doc") -> list[str]:
-    """Documents as an agent reads them, in the form of Search-R1: a part each, the same document once.
+    """Documents in Search-R1's form for agents: a part each, duplicates once.
 
-    kind: what it is called before its number.
+    kind: the word before a document's number.
     """
     return [f"{kind} {i}(Title: {d.title}) {d.text}" for i, d in enumerate(dict.fromkeys(documents), start=1)]
 
@@ -132,5 +132,5 @@ def shown(documents: Iterable[Document], kind: str = "Doc") -> str | list[str]:
 
 
 def said_of(fields: Mapping[str, object]) -> str:
-    """Text of a paper beside its title: the fields that are known, by name."""
+    """A paper's text without its title: the known fields, by name."""
     return ". ".join(f"{name}: {value}" for name, value in fields.items() if value is not None)

@@ -1,11 +1,11 @@
-"""Fetches pages from addresses that a model or a stranger chose.
+"""Fetches pages from untrusted addresses, chosen by models or pages.
 
     address -> scheme, no credentials -> host looked up once -> every IP address public -> connection to that very IP address
        ^-------------------------------- redirect, five at most <------------------------------------------------|-> bytes
 
-The check stands where the connection is made (httpcore's network backend), so that there is nothing between the two that could
-look the host up again (DNS rebinding), and no redirect goes around it. Cookies are not kept, and proxies of the environment are
-not used: behind one, nobody here would know which address is reached.
+The check is in the code that connects (httpcore's network backend), so that nothing can look the host up again in between (DNS
+rebinding), and no redirect bypasses it. Cookies are not kept, and the environment's proxies are not used: behind a proxy the
+address that is reached would be unknown.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from marsrl.rollout.tools.protocol import ToolError
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
 _TEXTS = ("application/xhtml+xml", "application/pdf")  # beside text/*
-_UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")  # what it is, its first bytes say
+_UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")  # the first bytes tell the type
 _GZIP = 16 + zlib.MAX_WBITS
-_MOST_SHOWN = 60  # characters of a server's words in a message
+_MOST_SHOWN = 60  # characters of a server's text in a message
 
-# Not reachable by everybody, or no host's own, and unknown as such to `ipaddress`.
+# Not publicly reachable, or not a single host's address, and not known as such to `ipaddress`.
 _NOT_PUBLIC_4 = tuple(
     map(
         IPv4Network,
@@ -44,19 +44,19 @@ _NOT_PUBLIC_4 = tuple(
         ),
     )
 )
-_GLOBAL_6 = IPv6Network("2000::/3")  # what is assigned; ::ffff:a.b.c.d and NAT64 (64:ff9b::/96) are outside
+_GLOBAL_6 = IPv6Network("2000::/3")  # the assigned range; ::ffff:a.b.c.d and NAT64 (64:ff9b::/96) are outside
 _NOT_PUBLIC_6 = tuple(
     map(IPv6Network, ("2001::/23", "2002::/16", "3fff::/20"))
 )  # Teredo and others, 6to4, documentation
 
 
 class Refused(ToolError):
-    """A page that our limits keep from being read."""
+    """A page that our limits refuse."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A page as it came, decompressed. media_type: lower case, "" where the server did not say; charset likewise."""
+    """A page's body, decompressed. media_type: lower case, "" if the server did not send it; charset likewise."""
 
     body: bytes
     media_type: str
@@ -64,17 +64,17 @@ class Fetched:
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """True for a unicast address of the public Internet that no tunnel or translation leads on from."""
+    """True for a unicast address of the public Internet that is no tunnel or translation address."""
     if isinstance(address, IPv4Address):
         return address.is_global and not address.is_multicast and not any(address in each for each in _NOT_PUBLIC_4)
     return address in _GLOBAL_6 and address.is_global and not any(address in each for each in _NOT_PUBLIC_6)
 
 
 class Fetcher:
-    """Fetches one page a call, from several threads at once."""
+    """Fetches one page a call. Thread-safe."""
 
     def __init__(self, limits: PagesConfig, count_bytes: Callable[[int], None]) -> None:
-        """count_bytes: told of what arrives, decrypted."""
+        """count_bytes: called with the number of bytes received, decrypted."""
         self._limits, self._count_bytes = limits, count_bytes
         self._ssl_context = httpcore.default_ssl_context()
         self._headers = (
@@ -85,11 +85,11 @@ class Fetcher:
         )
 
     def fetch(self, url: str, deadline: float) -> Fetched:
-        """The page at this address. deadline: monotonic seconds, of the whole.
+        """The page at this address. deadline: monotonic seconds, for all redirects together.
 
         Raises:
-            Refused: its address, form or size is not allowed.
-            ToolError: there is none.
+            Refused: its address, type or size is not allowed.
+            ToolError: the page could not be fetched.
         """
         backend = _PublicNetwork(self._limits.allow_hosts, deadline, self._count_bytes)
         address = _checked(url)
@@ -109,7 +109,7 @@ class Fetcher:
         raise Refused(f"it redirects more than {_MOST_REDIRECTS} times")
 
     def _ask(self, pool: httpcore.ConnectionPool, address: httpx.URL) -> Fetched | httpx.URL:
-        """The page, or where it redirects to."""
+        """The page, or the address that it redirects to."""
         target = httpcore.URL(
             scheme=address.raw_scheme, host=address.raw_host, port=address.port, target=address.raw_path
         )
@@ -129,7 +129,7 @@ class Fetcher:
         return Fetched(body, media_type, charset)
 
     def _decompressed(self, chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
-        """The body, decompressed; neither form is ever larger than a page may be."""
+        """The decompressed body; the size limit holds before and after decompression."""
         if encoding.strip().lower() not in ("", "identity", "gzip", "x-gzip"):
             raise Refused(f"it is compressed by {encoding[:_MOST_SHOWN]!r}, which was not asked for")
         gzip = zlib.decompressobj(_GZIP) if "gzip" in encoding.lower() else None
@@ -149,7 +149,7 @@ class Fetcher:
 
 
 def _checked(url: str, base: httpx.URL | None = None) -> httpx.URL:
-    """The address, if its form is allowed. base: the page that redirects to it."""
+    """The address, if valid and allowed. base: the page that redirects to it."""
     try:
         address = httpx.URL(url.strip()) if base is None else base.join(url)
         host = address.raw_host
@@ -171,7 +171,7 @@ def _content_type(header: str) -> tuple[str, str]:
 
 
 class _PublicNetwork(httpcore.NetworkBackend):
-    """Connects to public addresses, and to any of hosts that are allowed by name; all that it opens ends at a deadline."""
+    """Connects to public addresses, and to any address of hosts allowed by name; its connections end at a deadline."""
 
     def __init__(self, allowed: Iterable[str], deadline: float, count_bytes: Callable[[int], None]) -> None:
         self._allowed, self._deadline, self._count_bytes = frozenset(allowed), deadline, count_bytes
@@ -188,20 +188,20 @@ class _PublicNetwork(httpcore.NetworkBackend):
         raise error or httpcore.ConnectError(f"{host} has no address")
 
     def _addresses(self, host: str, port: int) -> list[str]:
-        """The IP addresses of a host, if all of them may be connected to."""
+        """The IP addresses of a host, if all of them are allowed."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise httpcore.ConnectError(f"{host[:_MOST_SHOWN]} cannot be looked up ({error})") from None
         addresses = list(dict.fromkeys(str(where[0]) for *_, where in found))
         if host.lower() not in self._allowed and not all(is_public(ip_address(each)) for each in addresses):
-            # which address it is stays unsaid: a page could ask for the names of a private network
+            # the message hides the address: a page could probe the names of a private network
             raise Refused("its host has an address that is not public (tools.pages.allow_hosts)")
         return addresses
 
 
 class _Stream(httpcore.NetworkStream):
-    """A connection that ends at a deadline, however often something arrives."""
+    """A connection that ends at a deadline, even while data keeps arriving."""
 
     def __init__(self, stream: httpcore.NetworkStream, deadline: float, count_bytes: Callable[[int], None]) -> None:
         self._stream, self._deadline, self._count_bytes = stream, deadline, count_bytes
@@ -228,7 +228,7 @@ class _Stream(httpcore.NetworkStream):
 
 
 def _left(deadline: float) -> float:
-    """Seconds until then."""
+    """Seconds until the deadline."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise httpcore.ReadTimeout("the time is over")

@@ -1,9 +1,9 @@
-"""A Python function of a user's as a tool, each call in a process beside the run (rollout/worker_process.py).
+"""A user's Python function as a tool, called in a separate process (rollout/worker_process.py).
 
     python -P -m marsrl.rollout.tools.function CONNECTION SETTING FILE.py:FUNCTION MEMORY_MIB
 
-A request is {"arguments": JSON text}, a reply {"text"}, or {"error"}. The first one is {}, and its reply the function as a model
-sees it, {"description", "parameters"}, or {"refused": why it is no tool}.
+A request is {"arguments": JSON text}, a reply {"text"} or {"error"}. The first request is {}, answered by the function's schema,
+{"description", "parameters"}, or {"refused": why it is no tool}.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from marsrl.rollout.types import ToolFunction
 from marsrl.rollout.worker_process import START_TIMEOUT_S, Answer, Crashed, Late, NotStarted, WorkerPool, serve
 
 _MODULE = "marsrl.rollout.tools.function"
-_MOST_CHARS = 1 << 24  # of an output, before it is cut
-_MOST_SHOWN = 300  # characters of what is wrong with arguments
+_MOST_CHARS = 1 << 24  # limit of an output, before the pool cuts it
+_MOST_SHOWN = 300  # characters of an error about arguments
 _PASSED_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class PythonFunction:
-    """The tool: the arguments of the function by name -> its text, or its value as JSON.
+    """The tool: the function's arguments by name -> its text, or its value as JSON.
 
     Raises:
-        ValueError: there is no such function, or it cannot be a tool; the text begins with the key.
+        ValueError: no such function, or it cannot be a tool; the text begins with the key.
     """
 
     def __init__(self, name: str, settings: FunctionTool) -> None:
@@ -70,7 +70,7 @@ class PythonFunction:
         return str(reply["text"])
 
     def close(self) -> None:
-        """Calls under way fail; may be called twice."""
+        """End the processes; pending calls fail. May be called twice."""
         self._workers.close()
 
     def _ask(self, request: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
@@ -82,14 +82,14 @@ class PythonFunction:
 
 
 class _WithoutTitles(GenerateJsonSchema):
-    """Schemas without titles, which say a parameter's name again: prompts are short."""
+    """Schemas without titles, which only repeat parameter names, to keep prompts short."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
 
 def _reader(key: str, name: str, function: Callable[..., Any]) -> TypeAdapter[dict[str, Any]]:
-    """Makes keyword arguments of a JSON text; ValueError says why no model can call the function."""
+    """A parser from JSON text to keyword arguments; ValueError says why no model can call the function."""
     signature = f"{key} is {name!r}: {function.__name__}{inspect.signature(function)}"
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in _PASSED_BY_NAME:
@@ -99,7 +99,7 @@ def _reader(key: str, name: str, function: Callable[..., Any]) -> TypeAdapter[di
     if not inspect.getdoc(function):
         raise ValueError(f"{signature} has no docstring, by which a model knows what it does")
 
-    @functools.wraps(function)  # the same signature; an error of the arguments' is none of the function's
+    @functools.wraps(function)  # same signature; separates errors in the arguments from errors in the function
     def arguments(**given: Any) -> dict[str, Any]:
         return given
 
@@ -111,7 +111,7 @@ def _reader(key: str, name: str, function: Callable[..., Any]) -> TypeAdapter[di
 
 
 def _answer(key: str, name: str) -> Answer:
-    """Answers requests; ValueError says why the function is no tool."""
+    """The worker's answering function; ValueError says why the user's function is no tool."""
     function = own_function(key, name)
     reader = _reader(key, name, function)
     try:

@@ -1,4 +1,4 @@
-"""The process that takes the main text out of pages, so that what parses a stranger's bytes is not the trainer
+"""The process that extracts the main text of pages, so that untrusted bytes are not parsed in the trainer
 (rollout/worker_process.py).
 
     python -P -m marsrl.rollout.tools.main_text CONNECTION MEMORY_MIB
@@ -18,12 +18,12 @@ from marsrl.rollout.worker_process import Answer, serve
 
 
 def main_text(body: bytes, media_type: str, charset: str, most_chars: int) -> str:
-    """The main text of a page, "" where there is none. A PDF is known by its first bytes, whatever its server calls it.
+    """The main text of a page, "" if it has none. PDFs are recognised by their first bytes, whatever the media type.
 
-    most_chars: about; after so many no further page of a PDF is read.
+    most_chars: approximate limit, after which no further page of a PDF is read.
 
     Raises:
-        ValueError: it is no text.
+        ValueError: the body is no text.
     """
     if body.startswith(b"%PDF-"):
         return _of_pdf(body, most_chars)
@@ -40,9 +40,9 @@ def main_text(body: bytes, media_type: str, charset: str, most_chars: int) -> st
 
 
 def _decoded(body: bytes, charset: str) -> str:
-    """By its server's word, if that fits; else by its own, or what it looks like."""
+    """The text, decoded by the server's charset if it fits, else by the page's own or a detected one."""
     for name in (charset, "utf-8"):
-        with suppress(UnicodeError, LookupError):  # LookupError: no encoding of texts has this name
+        with suppress(UnicodeError, LookupError):  # LookupError: no text encoding has this name
             return body.decode(name)
     from trafilatura.utils import decode_file
 
@@ -62,7 +62,7 @@ def _of_pdf(body: bytes, most_chars: int) -> str:
 
 def main(line: str, memory_mib: int) -> None:
     def load() -> Answer:
-        logging.disable()  # they say on stderr what a page does wrong
+        logging.disable()  # they report a page's faults on stderr
         import pypdf  # noqa: F401
         import trafilatura  # noqa: F401
 

@@ -2,8 +2,8 @@
 
     calls (threads of the pool) -> an event loop in a thread of its own -> Client -> stdin and stdout of a command, or HTTP
 
-A server that has ended is started again by the next call, which tries once. The call in whose middle it ended is an error and is
-not made again: it may have ended the server, or done its work.
+The next call restarts a server that has ended, with one attempt. The call during which it ended is an error and is not repeated:
+it may have crashed the server, or have had its effect.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from marsrl.rollout.tools.config import McpServer
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolFunction
 
-_MOST_PAGES = 32  # of a server's list of tools
-_MOST_SHOWN = 300  # characters of a server's words in a message
-_LOST = (CONNECTION_CLOSED, INVALID_REQUEST)  # the second: of an HTTP server that has forgotten the session
+_MOST_PAGES = 32  # pages of a server's list of tools
+_MOST_SHOWN = 300  # characters of a server's text in a message
+_LOST = (CONNECTION_CLOSED, INVALID_REQUEST)  # the second: an HTTP server has forgotten the session
 
 
 class McpTools:
     """The tool: {"name": of one of the server's tools, "arguments": {...}} -> its text.
 
     Raises:
-        ValueError: the server does not start, or does not have the tools that the settings name.
+        ValueError: the server does not start, or lacks tools that the settings name.
     """
 
     argument = "name"
@@ -82,16 +82,16 @@ class McpTools:
         return text
 
     def take_counts(self) -> dict[str, float]:
-        """restarts: connections that were made anew because the server had ended."""
+        """restarts: reconnections because the server had ended."""
         counts, self._num_restarts = {"restarts": float(self._num_restarts)}, 0
         return counts
 
     def close(self) -> None:
-        """End the connection, and the server if we started it; calls under way fail. May be called twice."""
+        """End the connection, and the server if we started it; pending calls fail. May be called twice."""
         self._stack.close()
 
     def _connected(self) -> Client:
-        """The client of a server that is not known to have ended; started where it has. ToolError: it does not start."""
+        """The client of the running server, which is restarted if it has ended. ToolError: it does not start."""
         with self._starting:
             if self._client is None or self._connection is None or self._connection.done():
                 self._num_restarts += 1
@@ -111,7 +111,7 @@ class McpTools:
     # In the event loop.
 
     async def _hold(self, *, task_status: TaskStatus[Client]) -> None:
-        """Keeps a connection until it is cancelled: the task that opened it has to close it."""
+        """Holds a connection until cancelled: the task that opens it must close it."""
         settings, key = self._settings, f"tools.{self.name}"
         async with AsyncExitStack() as stack:
             if settings.command is not None:
@@ -129,7 +129,7 @@ class McpTools:
             await anyio.sleep_forever()
 
     async def _listed(self, client: Client) -> list[ToolFunction]:
-        """The server's tools, those that the settings name."""
+        """The server's tools that the settings name."""
         found: dict[str, ToolFunction] = {}
         cursor = None
         for _ in range(_MOST_PAGES):
@@ -147,7 +147,7 @@ class McpTools:
 
 
 def _text(result: CallToolResult) -> str:
-    """A result as a model can read it: texts as they are; of anything else, that it is there."""
+    """A result as text for a model: texts unchanged, other contents only mentioned."""
     shown = [each.text if isinstance(each, TextContent) else f"[{each.type}, not shown]" for each in result.content]
     if not shown and result.structured_content is not None:
         return to_json(result.structured_content).decode()
@@ -155,7 +155,7 @@ def _text(result: CallToolResult) -> str:
 
 
 def _words(error: BaseException) -> str:
-    """The error in one line; of a group of them, the first."""
+    """The error in one line; of an exception group, the first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(str(error).split())[:_MOST_SHOWN] or type(error).__name__

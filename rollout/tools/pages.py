@@ -1,8 +1,8 @@
-"""Pages of the web as text: what `visit` and a search with read_pages show of them.
+"""Web pages as text, for `visit` and for searches with read_pages.
 
     address -> fetch.Fetcher (a thread of the pool) -> bytes -> a process of main_text.py -> main text
 
-Agents do not call it by its name: visit and the searches do, through the pool, which keeps what it said.
+Agents do not call this tool: visit and the searches do, through the pool, which caches its outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from marsrl.rollout.tools.fetch import Fetched, Fetcher, Refused
 from marsrl.rollout.tools.protocol import WAITED, ReadPages, ToolError, text_argument, text_arguments
 from marsrl.rollout.worker_process import Crashed, Late, NotStarted, WorkerPool
 
-_INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG")  # by what parses pages: no keys
+_INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG")  # the parsers' environment: no keys
 
 
 class Pages:
@@ -28,7 +28,7 @@ class Pages:
 
     name = "pages"
     argument = "url"
-    is_deterministic = True  # what was read once in a run is not asked for again
+    is_deterministic = True  # a page is fetched once a run
 
     def __init__(self, limits: PagesConfig) -> None:
         """Nothing is fetched or started yet."""
@@ -55,18 +55,19 @@ class Pages:
         return text
 
     def take_counts(self) -> Mapping[str, float]:
-        """read: pages whose text was made; refused: by our limits, not by a server; bytes: received, of both and of others."""
+        """read: pages whose text was extracted; refused: by our limits, not by a server; bytes: received, failed pages
+        included."""
         with self._counting:
             counts = {name: float(self._counts[name]) for name in ("read", "refused", "bytes")}
             self._counts.clear()
         return counts
 
     def close(self) -> None:
-        """Pages that are being parsed fail; may be called twice."""
+        """End the parsers; pages being parsed fail. May be called twice."""
         self._workers.close()
 
     def _main_text(self, page: Fetched, deadline: float) -> str:
-        """The main text of a page. ToolError: it has none that could be read by then."""
+        """The main text of a page. ToolError: it has none, or not by the deadline."""
         asked = {**asdict(page), "most_chars": self._limits.max_output_chars}
         try:
             with self._workers.worker(max(0.0, deadline - time.monotonic())) as worker:

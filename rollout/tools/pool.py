@@ -1,12 +1,12 @@
-"""Calls of tools side by side, none of which can fail, hang or flood its caller.
+"""Concurrent tool calls that cannot fail, hang or flood their caller.
 
     submit(ToolCall) -> queue of the tool -> a thread for its run -> text or parts, cut at the cap -> Future[ToolOutput]
-                |-> cache: the same call was answered before, or is under way: it is not run again
+                |-> cache: an equal call was answered before, or is running: it is not run again
 
-Threads, because the tools that ship wait for sockets and for SQLite, which both let other threads run. A thread cannot be
-killed: a run that takes longer than timeout_s is given up by its timer, its call is an error, and another one takes its place.
-At most `concurrency` runs of a tool work and as many are given up; where that many hang, further calls are refused until one of
-them ends. The threads are daemons: a hung one does not hold up the end of the process.
+Threads suffice because the tools that ship wait for sockets and SQLite, which both release the GIL. A thread cannot be killed: a
+run beyond timeout_s is abandoned by its timer, its call is an error, and another run takes its place. At most `concurrency` runs
+of a tool work, and as many are abandoned; while that many hang, further calls are refused. The threads are daemons: a hung one
+does not delay the process's exit.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from marsrl.rollout.types import ToolCall, ToolFunction, ToolOutput
 _log = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
-"""The name in metrics of all tools that do not exist, and of calls that cannot be read: models make names up without end."""
+"""The name in metrics of all unknown tools and unreadable calls: models invent any number of names."""
 
 _MOST_ARGUMENT_CHARS = 1 << 20
 _MOST_SHOWN = 200  # characters of an error or a name in a text for the model
-_ENTRY_BYTES = 500  # of an entry of the cache beside its text, about
+_ENTRY_BYTES = 500  # approximate bytes of a cache entry beside its text
 _COUNTS = ("calls", "errors", "timeouts", "cached", "seconds", "truncated", "parts")
 
 
 class _Cache:
-    """Outputs by the arguments of their calls, those used last; of one tool."""
+    """One tool's outputs by arguments; least recently used ones are dropped."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -60,12 +60,12 @@ class _Cache:
 
 
 def _size(key: str, output: ToolOutput) -> int:
-    """Bytes of an entry, about: Python's strings have up to 4 a character."""
+    """Approximate bytes of an entry: Python's strings have up to 4 a character."""
     return 4 * (len(key) + len(output.text)) + _ENTRY_BYTES
 
 
 class _Books:
-    """Outputs kept and counts, by tool."""
+    """Cached outputs and counts, by tool."""
 
     def __init__(self, lanes: Mapping[str, _Lane]) -> None:
         self.caches = {name: _Cache(lane.limits.cache_mib << 20) for name, lane in lanes.items()}
@@ -74,17 +74,17 @@ class _Books:
 
 @dataclass(eq=False)
 class _Run:
-    """One run of a tool. key: its arguments in one spelling. futures: of the calls that it answers."""
+    """One run of a tool. key: its arguments, canonical. futures: of the calls that it answers."""
 
     key: str
     arguments: Mapping[str, object]
     futures: list[Future[ToolOutput]]
-    timer: threading.Timer | None = None  # gives it up
+    timer: threading.Timer | None = None  # abandons it
 
 
 @dataclass(eq=False)
 class _Lane:
-    """One tool with its runs. shared: those that a further call of the same may join, by key."""
+    """One tool with its runs. shared: runs that further equal calls can join, by key."""
 
     tool: Tool
     limits: ToolLimits
@@ -96,24 +96,24 @@ class _Lane:
 
 
 class ToolPool:
-    """Runs calls of tools, each within its limits (see the file).
+    """Runs tool calls within their limits; see the module.
 
     pool = ToolPool({"search": tool}, {"search": limits})
     pool.submit(ToolCall("000017/search:0/0/search#0", "search", '{"query": "capital of Peru"}')).result()
     """
 
     def __init__(self, tools: Mapping[str, Tool], limits: Mapping[str, ToolLimits] | None = None) -> None:
-        """limits: of each tool by name; a tool that is not named has the defaults."""
+        """limits: by tool name; a tool that is not named has the defaults."""
         if UNKNOWN in tools:
             raise ValueError(f"ToolPool: no tool can be called {UNKNOWN!r}, which counts those that do not exist")
         limits = limits or {}
-        self._lock = threading.RLock()  # guards everything; callbacks of futures run under it, and may submit
+        self._lock = threading.RLock()  # guards everything; futures' callbacks run under it, and may submit
         self._lanes = {name: _Lane(tool, limits.get(name, ToolLimits())) for name, tool in tools.items()}
         self._books = _Books(self._lanes)
         self._is_closed = False
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
-        """Begin a call. Whatever is wrong with it is its output; the future is cancelled where the pool is closed before.
+        """Begin a call. Errors become its output; the future is cancelled if the pool closes first.
 
         Raises:
             RuntimeError: the pool is closed.
@@ -130,13 +130,13 @@ class ToolPool:
         return future
 
     def count_unmade(self, number: int) -> None:
-        """Count calls that an agent wrote and nobody could make: of tools that it does not have, or not to be read."""
+        """Count calls by agents that could not be made: unreadable, or of tools that the agent does not have."""
         with self._lock:
             self._books.counts[UNKNOWN]["calls"] += number
             self._books.counts[UNKNOWN]["errors"] += number
 
     def argument(self, name: str) -> str:
-        """The name of the one text that a tool can be called with."""
+        """The name of a tool's single text argument."""
         return self._lanes[name].tool.argument
 
     def functions(self, name: str) -> Sequence[ToolFunction]:
@@ -145,7 +145,7 @@ class ToolPool:
         return tool.functions if hasattr(tool, "functions") else (SHIPPED[name],)
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics since the last call, tools/<name>/...: of calls that ended, seconds of runs, outputs that were cut, parts."""
+        """Metrics since the last call, tools/<name>/...: ended calls, seconds of runs, truncated outputs, parts."""
         with self._lock:
             self._add_own_counts()
             counts = self._books.counts
@@ -155,15 +155,15 @@ class ToolPool:
         return {f"tools/{name}/{key}": value for name, counted in counts.items() for key, value in counted.items()}
 
     def last_errors(self) -> dict[str, str]:
-        """The last error of each tool that had one, by its name."""
+        """The last error of each tool that had one, by tool name."""
         with self._lock:
             return {name: lane.last_error for name, lane in self._lanes.items() if lane.last_error}
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Calls in the body find nothing that was kept of earlier ones, and leave neither outputs nor counts behind.
+        """In the body, calls see no cached outputs of earlier ones, and leave neither outputs nor counts behind.
 
-        A call from before that ends in the body is counted there.
+        An earlier call that ends in the body is counted there.
         """
         with self._lock:
             self._add_own_counts()
@@ -176,7 +176,7 @@ class ToolPool:
                 self._books = before
 
     def close(self) -> None:
-        """Drop what is under way and close the tools; may be called twice. Runs under way are left to end by themselves."""
+        """Drop pending calls and close the tools; may be called twice. Active runs are left to end by themselves."""
         with self._lock:
             if self._is_closed:
                 return
@@ -185,7 +185,7 @@ class ToolPool:
                 for run in (*lane.queue, *lane.running):
                     for future in run.futures:
                         future.cancel()
-                        future.set_running_or_notify_cancel()  # tells who waits for it
+                        future.set_running_or_notify_cancel()  # notifies those waiting for it
                     run.futures = []
                     if run.timer is not None:
                         run.timer.cancel()
@@ -194,7 +194,7 @@ class ToolPool:
             for lane in self._lanes.values():
                 stack.callback(lane.tool.close)
 
-    # All below: with the lock held.
+    # All methods below require the lock.
 
     def _begin(self, call: ToolCall, future: Future[ToolOutput]) -> None:
         name, lane = call.tool, self._lanes[call.tool]
@@ -222,7 +222,7 @@ class ToolPool:
         self._start_runs(name)
 
     def _start_runs(self, name: str) -> None:
-        """As many of those that wait as there may be; none where too many hang."""
+        """Start waiting runs up to the limit; none while too many hang."""
         lane = self._lanes[name]
         while lane.queue and lane.num_hung >= lane.limits.concurrency:
             self._end_run(name, lane.queue.popleft(), _error(_hangs(name, lane)))
@@ -250,7 +250,7 @@ class ToolPool:
         counts["calls"] += 1
         counts["errors"] += output.is_error
         counts["parts"] += len(output.part_ends)
-        if future.set_running_or_notify_cancel():  # else the pool was closed, or its caller wants it no more
+        if future.set_running_or_notify_cancel():  # else the pool was closed, or its caller cancelled it
             future.set_result(output)
 
     def _add_own_counts(self) -> None:
@@ -258,10 +258,10 @@ class ToolPool:
             for key, value in (lane.tool.take_counts() if hasattr(lane.tool, "take_counts") else {}).items():
                 self._books.counts[name][key] = self._books.counts[name].get(key, 0.0) + value
 
-    # In threads of the pool's.
+    # In the pool's threads.
 
     def _give_up(self, name: str, run: _Run) -> None:
-        """A run that takes longer than it may is an error, and its thread no longer the pool's."""
+        """End an overdue run with an error, and abandon its thread."""
         with self._lock:
             lane, counts = self._lanes[name], self._books.counts[name]
             if run not in lane.running:
@@ -280,7 +280,7 @@ class ToolPool:
         output, is_cut = _output(lane, run)
         seconds = time.monotonic() - begin
         with self._lock:
-            if run not in lane.running:  # it was given up
+            if run not in lane.running:  # it was abandoned
                 lane.num_hung -= 1
                 return
             assert run.timer is not None
@@ -295,7 +295,7 @@ class ToolPool:
 
 
 def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
-    """(the tool's output, True where it was cut); a failure of the tool is an output too."""
+    """(the tool's output, True if truncated); a failure of the tool is an output too."""
     name, most = lane.tool.name, lane.limits.max_output_chars
     try:
         said = lane.tool.run(run.arguments)
@@ -304,7 +304,7 @@ def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
             raise TypeError(f"its output is {type(said).__name__}, expected text or a list of texts")
     except ToolError as error:
         return _error(str(error)), False
-    except BaseException as error:  # SystemExit too: the thread would end without a word, and the call with it
+    except BaseException as error:  # SystemExit too: it would silently end the thread, and the call would never end
         _log.warning("tool %s failed: %s", name, error, exc_info=error)
         return _error(f"{name} failed: {type(error).__name__}: {error}"), False
     kept = even_shares([len(part) for part in parts], most)
@@ -314,7 +314,7 @@ def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
 
 
 def _cut(text: str, longest: int) -> str:
-    shown = text[:longest].encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair has no tokens
+    shown = text[:longest].encode("utf-8", "replace").decode("utf-8")  # lone surrogates cannot be tokenised
     if len(text) <= longest:
         return shown
     return f"{shown}\n[cut: the first {longest:,} of {len(text):,} characters]"
@@ -329,7 +329,7 @@ def _hangs(name: str, lane: _Lane) -> str:
 
 
 def _arguments(text: str) -> tuple[dict[str, object], str]:
-    """(the arguments, the same in the one spelling that equal ones share)."""
+    """(the arguments, their canonical spelling)."""
     if len(text) > _MOST_ARGUMENT_CHARS:
         raise ToolError(f"the arguments have {len(text):,} characters, at most {_MOST_ARGUMENT_CHARS:,} are read")
     try:

@@ -8,28 +8,27 @@ from typing import Protocol
 from marsrl.rollout.types import ToolFunction, ToolOutput
 
 MOST_QUERIES = 8
-"""Most searches, or pages, of one call."""
+"""Limit of searches, or pages, in one call."""
 
 ReadPages = Callable[[Sequence[str], float], Sequence[ToolOutput]]
-"""(addresses of pages, seconds to wait) -> the main text of each, or why there is none; side by side, in their order."""
+"""(addresses of pages, seconds to wait) -> the main text of each or the reason why there is none, in order; read in parallel."""
 
 WAITED = 0.9
-"""Share of a call's time in which its pages must come; the rest is for handling those that came."""
+"""Share of a call's time limit in which its pages must arrive; the rest is for processing them."""
 
 _MOST_SHOWN = 80  # characters of an argument in a message
 
 
 class ToolError(Exception):
-    """A call that has no answer. The text is what the model reads: it says what was wrong with the call."""
+    """A failed call. The text, shown to the model, says what was wrong."""
 
 
 class Tool(Protocol):
-    """Something agents call, from several threads at once; ToolPool bounds its time and its output.
+    """A tool that agents call. Thread-safe; ToolPool bounds its time and output.
 
-    argument: the name of the one text that it can be called with. is_deterministic: the same arguments have the same answer for
-    as long as a run lasts, so that it may be kept. A tool with metrics of its own also has `take_counts() -> dict[str, float]`:
-    its counts by name since the last call, zeros too. One that is a user's says its functions (`functions`); those that ship are
-    in SHIPPED.
+    argument: the name of its single text argument. is_deterministic: equal arguments have equal answers during a run, so that
+    they may be cached. A tool with its own metrics also has `take_counts() -> dict[str, float]`: its counts by name since the
+    last call, zeros included. A user's tool lists its functions (`functions`); those of the tools that ship are in SHIPPED.
     """
 
     name: str
@@ -37,16 +36,16 @@ class Tool(Protocol):
     is_deterministic: bool
 
     def run(self, arguments: Mapping[str, object]) -> str | Sequence[str]:
-        """The answer: a text, or its parts (pages, papers), each a text that can be read by itself.
+        """The answer: a text, or its parts (pages, papers), each a self-contained text.
 
-        arguments: what the model wrote, any JSON object.
+        arguments: any JSON object, as the model wrote it.
 
         Raises:
-            ToolError: what the caller is to read instead of an answer.
+            ToolError: its text is shown instead of an answer.
         """
 
     def close(self) -> None:
-        """Release what it holds. Calls that still run may fail then."""
+        """Release resources. Running calls may fail."""
 
 
 def _of_texts(name: str, description: str, argument: str, of_each: str) -> ToolFunction:
@@ -77,7 +76,7 @@ SHIPPED: Mapping[str, ToolFunction] = {
 
 
 def text_argument(arguments: Mapping[str, object], name: str) -> str:
-    """The one argument of a tool that takes one text; ToolError says what else was found."""
+    """The argument of a tool that takes a single text; ToolError says what was found instead."""
     if list(arguments) != [name]:
         found = ", ".join(repr(key[:40]) for key in list(arguments)[:5]) or "none"
         raise ToolError(f"expected one argument, {name!r}, found {found}")
@@ -88,7 +87,7 @@ def text_argument(arguments: Mapping[str, object], name: str) -> str:
 
 
 def text_arguments(arguments: Mapping[str, object], one: str, several: str) -> list[str]:
-    """The different texts of {one: text} or {several: [texts]}; ToolError says what else was found."""
+    """The distinct texts of {one: text} or {several: [texts]}; ToolError says what was found instead."""
     if list(arguments) != [several]:
         return [text_argument(arguments, one)]
     given = arguments[several]
@@ -100,7 +99,7 @@ def text_arguments(arguments: Mapping[str, object], one: str, several: str) -> l
 
 
 def query_arguments(arguments: Mapping[str, object]) -> list[str]:
-    """The different queries of {"query": text} or {"queries": [texts]}; ToolError says what else was found."""
+    """The distinct queries of {"query": text} or {"queries": [texts]}; ToolError says what was found instead."""
     queries = text_arguments(arguments, "query", "queries")
     for query in queries:
         if not query.strip():

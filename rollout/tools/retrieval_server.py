@@ -1,10 +1,10 @@
-"""The index behind HTTP, as Search-R1's and Dr. MAS's code asks for it: `marsrl serve-retrieval`.
+"""The index as an HTTP server for Search-R1's and Dr. MAS's code: `marsrl serve-retrieval`.
 
     POST /retrieve  {"queries": [text, ...], "topk": 3, "return_scores": true}
     200             {"result": [[{"document": {"id": ..., "contents": "\"Title\"\ntext"}, "score": 12.3}, ...], ...]}
 
-`query` in place of `queries` is a list of one, as Dr. MAS asks; without return_scores the documents stand in the lists alone.
-It knows no users: whoever reaches the address can search.
+`query` in place of `queries` is one query, as Dr. MAS sends it; without return_scores the lists have bare documents. There is no
+authentication: anybody who reaches the address can search.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from marsrl.rollout.tools.search import SearchIndex
 _MOST_BODY_BYTES = 4 << 20
 _MOST_QUERIES = 1024
 _MOST_TOP_K = 100
-_MOST_SHOWN = 500  # characters of what is wrong with a request
+_MOST_SHOWN = 500  # characters of an error about a request
 
 
 class Query(BaseModel):
-    """A request. Other keys are ignored, as by those servers."""
+    """A request. Other keys are ignored, as in those servers."""
 
     queries: Annotated[list[str], Field(max_length=_MOST_QUERIES)] | None = None
     query: str | None = None
-    topk: int | None = Field(None, ge=0, le=_MOST_TOP_K)  # 0, null: the server's own, as there
+    topk: int | None = Field(None, ge=0, le=_MOST_TOP_K)  # 0, null: the server's default, as in those servers
     return_scores: bool = False
 
 
 def make_app(index: SearchIndex, top_k: int) -> FastAPI:
-    """The application; requests are answered in threads. top_k: for requests that do not say."""
-    app = FastAPI(title="marsrl retrieval", docs_url=None, redoc_url=None)  # their pages load scripts from elsewhere
+    """The application; threads answer requests. top_k: for requests without one."""
+    app = FastAPI(
+        title="marsrl retrieval", docs_url=None, redoc_url=None
+    )  # FastAPI's pages load scripts from other sites
 
     @app.post("/retrieve")
     async def retrieve(request: Request) -> dict[str, Any]:
@@ -66,10 +68,10 @@ def make_app(index: SearchIndex, top_k: int) -> FastAPI:
 
 
 def serve(index: SearchIndex, host: str, port: int, top_k: int, on_address: Callable[[str], None]) -> None:
-    """Answer until Ctrl-C. on_address: told the URL, once it can be reached.
+    """Serve until Ctrl-C. on_address: called with the URL once it is reachable.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: the address is not available.
     """
     with http_server.listen(host, port) as listening:
         shown = f"[{host}]" if ":" in host else host

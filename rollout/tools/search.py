@@ -1,9 +1,9 @@
 """An index of documents in SQLite's FTS5, ranked by its bm25(), and the tool that searches it.
 
-FTS5 and not bm25s: it is in Python's standard library, its index is one file that a second run opens at once, the documents
-stay on disk however many they are, and threads search it side by side. What it lacks are other k1 and b than 1.2 and 0.75.
+FTS5 instead of bm25s: it is in Python's standard library, its index is one file that a second run opens immediately, documents of
+any number stay on disk, and threads search it in parallel. Its k1 and b are fixed at 1.2 and 0.75.
 
-A model's query is no FTS5 query: its words are taken out and each is quoted, so that nothing in it is an operator.
+A model's query is not FTS5 syntax: its words are extracted and quoted, so that none is an operator.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from marsrl.rollout.tools.documents import Document, read_corpus, shown
 from marsrl.rollout.tools.protocol import ToolError, query_arguments
 
-_FORM = "1"  # of the file; another one is made anew
+_FORM = "1"  # of the file's format; a file of another version is rebuilt
 _WORD = re.compile(r"[^\W_]+")
-_MOST_QUERY_CHARS = 10_000  # what is read of a query
-_MOST_WORDS = 64  # of a query, those that come first; FTS5 takes 256 at most
-_TITLE_WEIGHT = 1.0  # as if title and text were one, which they are in Search-R1's corpora
-# Lucene's English ones, which its BM25 leaves out too: they stand in every document, and say nothing
+_MOST_QUERY_CHARS = 10_000  # of a query; the rest is ignored
+_MOST_WORDS = 64  # of a query, the first ones; FTS5 allows 256
+_TITLE_WEIGHT = 1.0  # as if title and text were one field, as in Search-R1's corpora
+# Lucene's English ones, which its BM25 omits too: they are in every document, and carry no information
 _STOPS = (
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was "
     "will with"
@@ -35,19 +35,19 @@ _STOP_WORDS = frozenset(_STOPS.split())
 
 
 class SearchIndex:
-    """Documents that can be searched, from several threads at once. Close it: it may own a file."""
+    """A searchable index of documents. Thread-safe. Close it: it may own a file."""
 
     def __init__(self, file: Path, owned: tempfile.TemporaryDirectory[str] | None = None) -> None:
-        """An index that is there; build_index and open_index make one. owned: the folder that goes when it is closed."""
+        """Open an existing index; build_index and open_index create one. owned: a folder that `close` removes."""
         self._address = f"{file.resolve().as_uri()}?mode=ro&immutable=1"
         self._owned = owned
         with closing(self._connect()) as connection:
             [[self.num_documents]] = connection.execute("SELECT count(*) FROM documents")
 
     def search(self, query: str, top_k: int) -> list[tuple[Document, float]]:
-        """The documents that fit best with their scores, at most top_k; ties in the order of the corpus.
+        """The best documents with their scores, at most top_k; ties in the order of the corpus.
 
-        A score is BM25's sum over the query's words, above 0. No words, or none that stands anywhere: [].
+        A score is BM25's sum over the query's words, above 0. [] for a query without words, or with unknown ones only.
         """
         words = _words(query)
         if not words:
@@ -61,17 +61,17 @@ class SearchIndex:
         return [(Document(id, title, text), score) for id, title, text, score in rows]
 
     def close(self) -> None:
-        """Remove the file where it is a temporary one; may be called twice."""
+        """Remove the file if it is temporary; may be called twice."""
         if self._owned is not None:
             self._owned.cleanup()
 
     def _connect(self) -> sqlite3.Connection:
-        # one a search: 0.1 ms, and no connection is shared by threads or left open by one that hangs
+        # one a search: costs 0.1 ms, and threads share no connection, nor does a hung one leave one open
         return sqlite3.connect(self._address, uri=True)
 
 
 def build_index(documents: Iterable[Document]) -> SearchIndex:
-    """An index in a temporary file; for corpora that are made, or read once."""
+    """An index in a temporary file, for corpora that are generated or read once."""
     folder = tempfile.TemporaryDirectory(prefix="marsrl-index-")
     file = Path(folder.name) / "index.sqlite"
     _write(file, documents, "")
@@ -86,11 +86,11 @@ def open_index(
     """The index of a corpus file.
 
     Args:
-        read: of what form its lines are.
-        file: where it is kept. Made if it is missing or of another corpus (path, size, time of change); None: temporary.
+        read: parses the corpus.
+        file: of the index. Built if it is missing or of another corpus (path, size, modification time); None: temporary.
 
     Raises:
-        ValueError: a line of the corpus is no document, or `file` is something else than an index.
+        ValueError: a line of the corpus is no document, or `file` is not an index.
         OSError: a file cannot be read or written.
     """
     if file is None:
@@ -101,7 +101,7 @@ def open_index(
         unfinished = file.with_name(f"{file.name}.{os.getpid()}.part")
         try:
             _write(unfinished, read(corpus), stamp)
-            os.replace(unfinished, file)  # whole or not at all, whoever else makes it
+            os.replace(unfinished, file)  # atomically, even if several processes build it
         finally:
             unfinished.unlink(missing_ok=True)
     return SearchIndex(file)
@@ -110,7 +110,7 @@ def open_index(
 class CorpusSearch:
     """The tool: {"query": text} or {"queries": [texts]} -> the top_k documents of each, in the order of the queries.
 
-    kind: what a document is called.
+    kind: the word for a document.
     """
 
     argument = "query"
@@ -131,7 +131,7 @@ class CorpusSearch:
 
 
 def _words(query: str) -> list[str]:
-    """The different words of a query in their order; without stop words, if there are others."""
+    """The distinct words of a query in order; without stop words, if there are others."""
     words = _WORD.findall(unicodedata.normalize("NFC", query[:_MOST_QUERY_CHARS]).lower())
     telling = [word for word in words if word not in _STOP_WORDS]
     return list(dict.fromkeys(telling or words))[:_MOST_WORDS]
@@ -161,7 +161,7 @@ def _stamp(corpus: Path, form: str) -> str:
 
 
 def _stamp_of(file: Path) -> str | None:
-    """The stamp in an index; None for one of another form. ValueError: it is no index, and is not written over."""
+    """The stamp in an index; None for another version's. ValueError: the file is no index, and is not overwritten."""
     try:
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as connection:
             [(form, stamp)] = connection.execute("SELECT form, stamp FROM about").fetchall()

@@ -1,17 +1,17 @@
-"""The tools that ask a server: a retrieval server as Search-R1 and Dr. MAS do, or Google and its Scholar by SerpApi's protocol.
+"""Tools that query a server: a retrieval server of Search-R1 and Dr. MAS, or Google and Google Scholar by SerpApi's protocol.
 
     POST url  {"queries": [query], "query": query, "topk": 3, "return_scores": true}
     200       {"result": [[{"document": {"id": ..., "contents": "\"Title\"\ntext"}, "score": 12.3}, ...]]}
 
-Search-R1's server reads `queries`, Dr. MAS's `query`; both leave out what they do not know.
+Search-R1's server reads `queries`, Dr. MAS's `query`; both ignore unknown keys.
 
     GET base_url/search.json?engine=google&q=...&num=10&api_key=...
     200 {"organic_results": [{"title": ..., "link": ..., "snippet": ...}, ...]}
 
-of scholar (engine=google_scholar) also "publication_info": {"summary": ...} and "inline_links": {"cited_by": {"total": 12}}. A
-search that succeeded may have no organic_results, because Google found nothing or shows other boxes alone, and a result no title.
-The key travels in the address, because the protocol has no other place for it. It is in nothing that is logged or kept: where the
-server's own words repeat it, it is taken out of them.
+for scholar (engine=google_scholar) also "publication_info": {"summary": ...} and "inline_links": {"cited_by": {"total": 12}}. A
+successful search may have no organic_results, because Google found nothing or shows only other boxes, and a result may have no
+title. The protocol requires the key in the address. It is never logged or stored, and is removed from the server's text if that
+repeats it.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from marsrl.rollout.tools.config import HttpSearch, SerpApiScholar, SerpApiSearc
 from marsrl.rollout.tools.documents import Document, from_contents, said_of, shown
 from marsrl.rollout.tools.protocol import WAITED, ReadPages, ToolError, query_arguments
 
-_NOTHING = "hasn't returned any results"  # what such a server calls an error
-_PAGE = 10  # results of a page of Google's; asked for fewer, such a server now and then says that there are none
+_NOTHING = "hasn't returned any results"  # in such a server's error if nothing was found
+_PAGE = 10  # results of one Google page; asked for fewer, such a server sometimes returns none
 _MARKUP = re.compile(r"</?(?:a|b|br|em|font|i|mark|p|span|strong|sub|sup|u|wbr)(?:\s[^<>]*)?/?>", re.IGNORECASE)
 
 
 class _ServerSearch:
-    """{"query": text} or {"queries": [texts]} -> what is found for each, a request a query, in turn.
+    """{"query": text} or {"queries": [texts]} -> the results of each, one request a query, in turn.
 
-    A ToolError where the server has no answer to one of them.
+    ToolError if the server fails to answer one of them.
     """
 
     argument = "query"
-    is_deterministic = True  # a corpus does not change while a run lasts, and what was asked once is not paid for again
+    is_deterministic = True  # a corpus does not change during a run, and repeated queries are not paid for again
 
     def __init__(
         self, name: str, url: str, options: ServerLimits, kind: str, secret: Mapping[str, str] | None = None
     ) -> None:
-        """Nothing is sent yet. kind: what an agent reads a result is called."""
+        """Sends nothing yet. kind: the word for a result, as shown to agents."""
         self.name, self._url, self._kind = name, url, kind
         self._line = HttpLine(
             url,
             f"tools.{name}.",
-            concurrency=2 * options.concurrency,  # a call that was given up may still hold its own
+            concurrency=2 * options.concurrency,  # an abandoned call may still hold its own
             timeout_s=options.request_timeout_s,
             retries=options.retries,
             backoff_s=options.backoff_s,
@@ -62,7 +62,7 @@ class _ServerSearch:
 
     def run(self, arguments: Mapping[str, object]) -> str | list[str]:
         try:
-            # a lone surrogate stands in no address, and servers differ about it
+            # lone surrogates are invalid in an address, and servers treat them differently
             queries = [each.encode("utf-8", "replace").decode("utf-8") for each in query_arguments(arguments)]
             found = self._found(queries)
         except Refused as error:
@@ -71,7 +71,7 @@ class _ServerSearch:
         return said if isinstance(said, str) else [self._line.hide(part) for part in said]
 
     def close(self) -> None:
-        """Searches under way fail; may be called twice."""
+        """Make pending searches fail; may be called twice."""
         self._line.cut()
 
     def _found(self, queries: Sequence[str]) -> list[Document]:
@@ -101,7 +101,7 @@ class Retrieval(_ServerSearch):
 
 
 def _document(found: object) -> Document:
-    """With return_scores it is {"document": ..., "score": ...}; a server may leave the score out, as where it is not asked."""
+    """A document of an answer: {"document": ..., "score": ...}, or the bare document from a server without scores."""
     document = found.get("document", found) if isinstance(found, dict) else None
     contents = document.get("contents") if isinstance(document, dict) else None
     if not isinstance(document, dict) or not isinstance(contents, str):
@@ -110,10 +110,10 @@ def _document(found: object) -> Document:
 
 
 class SerpApi(_ServerSearch):
-    """The top_k results of each query, with the text of their pages where options.read_pages says so."""
+    """The top_k results of each query, with the text of their pages if options.read_pages."""
 
     def __init__(self, name: str, options: SerpApiSearch, read_pages: ReadPages) -> None:
-        """Raises ValueError where the variable that options.api_key_env names is not set."""
+        """Raises ValueError if the variable that options.api_key_env names is not set."""
         self._top_k, self._is_scholar = options.top_k, isinstance(options, SerpApiScholar)
         self._read_pages = read_pages if options.read_pages else None
         self._timeout_s = options.timeout_s
@@ -160,7 +160,7 @@ class SerpApi(_ServerSearch):
 
 
 def _with_bodies(found: Sequence[Document], read_pages: ReadPages, wait_s: float) -> list[Document]:
-    """Each result once, with the text of its page behind its snippet, or why there is none. wait_s: for all of them."""
+    """Each result once, with its page's text after the snippet, or the reason why there is none. wait_s: for all of them."""
     links = {document.id: document for document in reversed(found) if document.id}
     pages = dict(zip(links, read_pages(list(links), max(0.0, wait_s)), strict=True))
     bodies = {
@@ -175,17 +175,17 @@ def _with_bodies(found: Sequence[Document], read_pages: ReadPages, wait_s: float
 
 
 def _below(value: object, key: str) -> object:
-    """value[key]; None where either is not there."""
+    """value[key]; None if either is missing."""
     if value is not None and not isinstance(value, dict):
         raise Refused(f"expected an object with `{key}`, found {excerpt(value)}")
     return None if value is None else value.get(key)
 
 
 def _text(value: object, key: str) -> str:
-    """The text of this key without a page's markup; "" where it is not there."""
+    """The text of this key without markup; "" if missing."""
     found = _below(value, key)
     if not isinstance(found, str | None):
         raise Refused(f"expected a text `{key}`, found {excerpt(value)}")
-    # first the tags: those that are written out are the page's own words
+    # tags first: escaped ones are the page's own text
     plain = html.unescape(_MARKUP.sub("", found or ""))
     return plain.encode("utf-8", "replace").decode("utf-8")

@@ -1,5 +1,5 @@
-"""Reasons why runs and engines do not get the device that they ask for: a GPU that PyTorch does not see is an error, and no cause
-to use the CPU."""
+"""Reasons why a run or engine cannot have its device. A GPU that PyTorch does not see is an error, never a reason to fall back to
+the CPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Literal
 
 Device = Literal["auto", "cuda", "cpu"]
 
-KERNEL_MODULE = Path("/proc/driver/nvidia/version")  # in containers too, also in those that get no GPU
+KERNEL_MODULE = Path("/proc/driver/nvidia/version")  # exists in containers too, even in those without a GPU
 CUDA_SET = "13.0"  # of constraints/cuda.txt
 OLDEST_DRIVER = {12: 525, 13: 580}  # by CUDA's major version: docs.nvidia.com/deploy/cuda-compatibility, table 1
 
 
 def driver_version() -> str | None:
-    """Number of the NVIDIA driver, such as 580.65.06; None: neither the kernel nor nvidia-smi tells one."""
+    """Version of the NVIDIA driver, such as 580.65.06; None if neither the kernel nor nvidia-smi reports one."""
     try:
         said = KERNEL_MODULE.read_text(encoding="utf-8").partition("\n")[0]
     except OSError:
@@ -35,8 +35,8 @@ def why_not_device(asked: Device = "auto") -> str | None:
     """Reason why PyTorch cannot compute on the device asked for; None: it can.
 
     Args:
-        asked: auto is the CPU only where no GPU is to be had: without a driver, or with CUDA_VISIBLE_DEVICES empty. Where
-            PyTorch sees no GPU, the variable MARSRL_DEVICE=cpu makes it cpu, whatever is asked.
+        asked: auto is the CPU only if no GPU is available: without a driver, or with an empty CUDA_VISIBLE_DEVICES. If
+            PyTorch sees no GPU, MARSRL_DEVICE=cpu overrides any value with cpu.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""`marsrl doctor`: what is installed, what will serve here, and for what will not, the reason. Starts no engine."""
+"""`marsrl doctor`: what is installed, what works on this host, and why the rest does not. Starts no engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from marsrl.trainer.plan.placement import with_backend
 
 
 class Finding(NamedTuple):
-    """One line of the report. detail says the version, or the reason why not."""
+    """One line of the report. detail: the version, or the reason why not."""
 
     topic: str
     name: str
@@ -38,11 +38,11 @@ class Finding(NamedTuple):
 
 
 def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node: int | None = None) -> list[Finding]:
-    """Every finding; starts nothing but a snippet in a sandbox, and joins a Ray cluster, where the config names one, for a look.
+    """All findings. Runs only a snippet in a sandbox, and briefly joins the Ray cluster that the config names, if any.
 
     Args:
-        config: also what would become of it here; None: what the settings' defaults need.
-        num_nodes, ranks_per_node: torchrun's words; None: a rank for each GPU that engines leave.
+        config: also report its outcome on this host; None: check what default settings need.
+        num_nodes, ranks_per_node: torchrun's options; None: a rank for each GPU not used by engines.
     """
     installed, settings = library_versions(LIBRARIES), config or RunConfig()
     libraries = {name: f"{installed.get(name, 'not installed')}: {purpose}" for name, purpose in LIBRARIES.items()}
@@ -92,7 +92,7 @@ def machine_findings(settings: RunConfig) -> Iterator[Finding]:
 
 
 def room_for_weights(config: RunConfig) -> Finding:
-    """Room for the weights in files, where they travel so, and what shared memory there is."""
+    """Room for weight files, if weights are sent as files, and the available shared memory."""
     parent = parent_of(config.sync.directory)
     usage = shutil.disk_usage(parent)
     config = with_backend(config, on_gpus=torch.cuda.is_available())
@@ -114,7 +114,7 @@ def room_for_weights(config: RunConfig) -> Finding:
 
 
 def gpu_findings() -> Iterator[Finding]:
-    """Driver, CUDA, NCCL and who reaches whose memory; nothing where PyTorch sees no GPU."""
+    """Driver, CUDA, NCCL and peer access between GPUs; nothing if PyTorch sees no GPU."""
     cuda: Any = torch.cuda
     if not cuda.is_available():
         return
@@ -186,9 +186,9 @@ def sandbox_findings(settings: RunConfig) -> Iterator[Finding]:
 
 
 def ray_findings(config: RunConfig) -> Iterator[Finding]:
-    """Ray's token here, and what the cluster that the config names has."""
+    """Ray's token on this host, and the resources of the cluster that the config names."""
     if importlib.util.find_spec("ray") is None:
-        return  # said among the engines
+        return  # reported with the engines
     from marsrl.rollout.pool.ray_token import show_token, token_here
 
     yield Finding("ray", "token", *token_here())
@@ -210,7 +210,7 @@ def ray_findings(config: RunConfig) -> Iterator[Finding]:
 
 
 def free_gpus(config: RunConfig) -> int:
-    """Ranks that a node has: one for every GPU of this host that the config's engines leave; 1 without GPUs."""
+    """Ranks of a node: one for each of this host's GPUs not used by the config's engines; 1 without GPUs."""
     if config.rollout.placement == "local" or not torch.cuda.is_available():
         return 1
     of_engines = num_engine_gpus(config.served_rollouts) if config.rollout.ray_address is None else 0
@@ -218,7 +218,7 @@ def free_gpus(config: RunConfig) -> int:
 
 
 def config_findings(config: RunConfig, num_nodes: int, ranks_per_node: int) -> Iterator[Finding]:
-    """Outcome of a run with these settings on hosts like this one: its placement, or the refusal."""
+    """Outcome of a run with these settings on hosts like this one: its placement or the refusal."""
     started = f"torchrun --nnodes {num_nodes} --nproc-per-node {ranks_per_node}"
     world_size = num_nodes * ranks_per_node
     with environment(LOCAL_WORLD_SIZE=str(ranks_per_node), WORLD_SIZE=str(world_size)):

@@ -1,4 +1,4 @@
-"""All that can be wrong with a run and is cheap to see, before process groups, Ray or engines start."""
+"""Cheap checks of a whole run, before process groups, Ray or engines start."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from marsrl.trainer.plan.refusals import (
 )
 from marsrl.trainer.schools.schools import school_of, who_is_taught
 
-_LOOKED_AT = 64  # prompts of a team's first agent, where all fit
+_LOOKED_AT = 64  # prompts of a team's first agent that are checked, if all fit
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Settings that fit together and with what is on disk. `task` holds its problems already read.
+    """Settings that are consistent with each other and with the files on disk. `task` has already read its problems.
 
-    plan: the arithmetic of a step, in words. placement: the rank or engine of each GPU, in words. warnings: what is no error and
-    most likely a mistake. curators: policies that nobody but `marsrl curate` asks, and no run has.
+    plan: the arithmetic of a step, as text. placement: the rank or engine of each GPU, as text. warnings: likely mistakes that
+    are no errors. curators: policies used only by `marsrl curate`, not by runs.
     """
 
     config: RunConfig
@@ -74,7 +74,7 @@ class Checked:
         return {key: fingerprint(problems) for key, problems in found if problems}
 
     def text(self, *, with_config: bool) -> str:
-        """The batch arithmetic, after the resolved config if wanted."""
+        """The batch arithmetic, preceded by the resolved config if with_config."""
         whole = self.config.model_copy(update={"policies": {**self.config.policies, **self.curators}})
         config = yaml.safe_dump(whole.model_dump(mode="json"), sort_keys=False) if with_config else ""
         lines = ["batch arithmetic:", *(f"  {line}" for line in self.plan)]
@@ -94,14 +94,14 @@ class Checked:
 def preflight(
     config: RunConfig, world_size: int, *, trains: bool = True, given: Sequence[Problem] | None = None
 ) -> Checked:
-    """Resolve and check; reads the data files, looks into the model directories, starts nothing but a user's own tools, for a
-    moment.
+    """Resolve and check the settings. Reads the data files, inspects the model directories, and briefly starts a user's own
+    tools, but nothing else.
 
-    trains: False where the team is evaluated only: no trainer takes room on the GPUs, and problems of data.eval are enough.
+    trains: False if the team is only evaluated: no trainer uses the GPUs, and problems of data.eval suffice.
     given: problems to evaluate on, in place of those of the data files.
 
     Raises:
-        ValueError: settings, data or a model directory cannot be used; the text says which, found, expected.
+        ValueError: settings, data or a model directory are invalid; the text says which, with what was found and expected.
         OSError: a file cannot be read.
     """
     import torch
@@ -150,7 +150,7 @@ def preflight(
 
 
 def _of_the_other_engine(config: RunConfig) -> list[str]:
-    """A warning about settings of the engine that does not decode here; those at their default say nothing."""
+    """A warning about non-default settings of an engine that this run does not use."""
     rollout = config.rollout
     sections: dict[str, Settings] = {"rollout.local": rollout.local}
     if rollout.engine == "local":
@@ -166,10 +166,10 @@ def _of_the_other_engine(config: RunConfig) -> list[str]:
 
 
 def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bool) -> tuple[RunConfig, list[str]]:
-    """The config with prompts that leave room in the policy's model, and warnings: does its directory fit what is to be done?"""
+    """Check a policy's directory: (the config with prompts shortened to leave room in its model, warnings)."""
     policy, asked, warnings = config.policies[name], config, list[str]()
-    longest_sequence(config, name)  # or nobody has the policy
-    if policy.engine == "openai":  # the directory holds a tokenizer; how long sequences can be only the server knows
+    longest_sequence(config, name)  # otherwise no agent has the policy
+    if policy.engine == "openai":  # the directory is for the tokenizer only; the maximum length is the server's
         return config, warnings
     if policy.model is not None:
         shape = read_shape(policy.model)
@@ -194,7 +194,7 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
 
 
 def _shorter_than_asked(asked: RunConfig, config: RunConfig) -> list[str]:
-    """Warnings about prompt lengths that a file or the command line sets and the run does not have: defaults fit silently."""
+    """Warnings about prompt lengths that a file or the command line sets and that were lowered; defaults are lowered silently."""
     return [
         f"agents.{name}.max_input_tokens is {agent.max_input_tokens}, and {config.agents[name].max_input_tokens} in this run: "
         "the model's positions and a micro-batch leave no more beside the agent's completion"
@@ -205,7 +205,7 @@ def _shorter_than_asked(asked: RunConfig, config: RunConfig) -> list[str]:
 
 
 def _check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
-    """The model can be cut as the layout says, and the loss can be computed on it."""
+    """Check that the layout can cut the model and that its loss can be computed."""
     layout = resolve(config.policies[name].layout)
     check(layout, shape, world_size)
     if reason := why_not_context(layout, config.loss.ratio, config.loss.correction):
@@ -219,7 +219,7 @@ def _check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size
 
 
 def _check_something_trains(config: RunConfig) -> None:
-    """Some sample can have a gradient: an advantage that is not 0, or a term of the loss that needs none."""
+    """Check that some sample can have a gradient: through a non-zero advantage, or a loss term that needs none."""
     credit, loss = config.credit, config.loss
     trained = [name for name in config.agents if credit.trains(name)]
     if all(config.agents[name].loss_weight == 0 for name in trained):
@@ -236,7 +236,7 @@ def _check_something_trains(config: RunConfig) -> None:
 
 
 def check_external(external: ExternalConfig) -> str | None:
-    """The workers' key, None for a random one; the program can be started, on the rank that will do so, and the port is there."""
+    """The workers' key, None for a random one; checks on the responsible rank that the program can start and the port is free."""
     from marsrl.rollout.http_server import listen
 
     if int(os.environ.get("RANK", "0")) != 0:
@@ -251,7 +251,7 @@ def check_external(external: ExternalConfig) -> str | None:
 
 
 def _check_parsers(config: RunConfig) -> None:
-    """vLLM's parsers find what the models' chat templates write."""
+    """Check that vLLM's parsers read what the models' chat templates write."""
     for name, policy in config.policies.items():
         if (policy.tool_parser or policy.reasoning_parser) and (policy.model is None or config.external is None):
             raise ConfigError(
@@ -265,7 +265,7 @@ def _check_parsers(config: RunConfig) -> None:
 
 
 def _check_layouts(config: RunConfig) -> None:
-    """All trained policies are cut alike: every rank holds them all, on one set of process groups."""
+    """Check that all trained policies have one layout: every rank holds them all, on one set of process groups."""
     first, *others = config.trained_policies
     for name in others:
         if resolve(config.policies[name].layout) != resolve(config.policies[first].layout):
@@ -283,7 +283,7 @@ def _check_wandb(config: RunConfig) -> None:
 
 
 def _check_prometheus(config: RunConfig) -> None:
-    """The port can be had, on the rank that will open it."""
+    """Check on the rank that will open the port that it is free."""
     port = config.run.prometheus_port
     if not port or int(os.environ.get("RANK", "0")) != 0:
         return
@@ -299,7 +299,7 @@ def _check_prometheus(config: RunConfig) -> None:
 
 
 def _check_judge(config: RunConfig, problems: RunProblems, *, trains: bool) -> list[str]:
-    """A warning about problems without a reference answer; an error where none of those that are to be judged has one."""
+    """A warning about problems without a reference answer; an error if no problem to be judged has one."""
     judge, warnings = config.judge, list[str]()
     if judge is None:
         return warnings
@@ -321,7 +321,7 @@ def _check_judge(config: RunConfig, problems: RunProblems, *, trains: bool) -> l
 
 
 def _check_files(model: str, shape: ModelShape, *, is_trained: bool) -> None:
-    """The weights are those that config.json describes, by their files' headers; the tokenizer renders chats."""
+    """Check that the weight files' headers match config.json, and that the tokenizer renders chats."""
     from marsrl.trainer.learner.megatron.hf_files import HfReader
 
     with HfReader(model) as reader:
@@ -335,7 +335,7 @@ def _check_files(model: str, shape: ModelShape, *, is_trained: bool) -> None:
 
 
 def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
-    """A reference with a directory of its own fits the policy's layout and speaks its tokens."""
+    """Check that a reference with its own directory fits the policy's layout and tokenizer."""
     policy = config.policies[name]
     if config.loss.kl == "none" or policy.reference in ("none", "start"):
         return
@@ -349,7 +349,7 @@ def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size
 
 
 def _check_templates(config: RunConfig) -> None:
-    """The models of agents that call tools by their chat templates have templates that show them."""
+    """Check that chat templates show tools, for agents that call tools through them."""
     for name, agent in config.agents.items():
         if not agent.tools:
             continue
@@ -371,11 +371,11 @@ def _check_first_prompts(
     functions: Mapping[str, Sequence[ToolFunction]],
     num_problems: int,
 ) -> list[str]:
-    """Warnings about first prompts that are longer than the agent's max_input_tokens; an error where none can be asked or cut.
+    """Warnings about first prompts longer than the agent's max_input_tokens; an error if all are, and none is cut.
 
-    num_problems: of the data; 0: the task makes them.
+    num_problems: of the data; 0: the task generates them.
     """
-    if orchestration.plays_sessions:  # a program says what it asks
+    if orchestration.plays_sessions:  # a program's prompts are unknown
         return []
     source = task.problems(config.run.seed)
     (ask, *_) = _first_asks(
@@ -420,7 +420,7 @@ def _check_first_prompts(
 
 
 def _first_asks(orchestration: Orchestration, episode: Episode) -> Sequence[Ask]:
-    """First asks of the team; ConfigError where its own code fails, or asks nobody."""
+    """The team's first asks; ConfigError if its own code fails, or asks no agent."""
     try:
         asks = [each for each in orchestration.follow(episode) if isinstance(each, Ask)]
     except Exception as error:

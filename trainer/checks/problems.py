@@ -1,4 +1,4 @@
-"""The problems of a run: those of its files or its own task, and those held out for evaluation."""
+"""The problems of a run, from files or a user's own task, and those held out for evaluation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from marsrl.trainer.config.read import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RunProblems:
-    """train: () of a task that makes its own. held_out: to evaluate on; sets: which of data.eval's these are, if it is a list.
+    """train: () for a task that generates its own. held_out: to evaluate on; sets: the sets of data.eval, if that is a list.
 
-    num_skipped: lines of data.train and data.eval left out (data.on_bad_line=skip). num_taken: of the problems to train on, for
-    evaluation, where none are given for it. warnings: about questions that are there twice, and problems that are not evaluated.
+    num_skipped: lines of data.train and data.eval left out (data.on_bad_line=skip). num_taken: training problems held out because
+    none are given for evaluation. warnings: about repeated questions, and problems that are not evaluated.
     """
 
     train: Sequence[Problem]
@@ -33,17 +33,17 @@ class RunProblems:
 
 
 def sources(task: str) -> tuple[str, str]:
-    """Source of training and evaluation problems, as the user named it."""
+    """Sources of training and evaluation problems, as the user named them."""
     return ("problems", "held_out") if is_own(task) else ("data.train", "data.eval")
 
 
 def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | None) -> RunProblems:
     """Problems of the files or of a user's own task, with some held out if none are given for evaluation.
 
-    given: to evaluate on, in place of the files' (see preflight). Where nobody trains, problems to evaluate on are enough.
+    given: to evaluate on, in place of the files' (see preflight). Without training, problems to evaluate on suffice.
 
     Raises:
-        ValueError: a file cannot be used, or does not go with the task.
+        ValueError: a file is invalid, or does not fit the task.
         OSError: a file cannot be read.
     """
     found = read_data(config) if given is None else RunProblems((), given)
@@ -55,7 +55,7 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
     if given is None:
         warnings += _not_evaluated(config, found, of_eval)
     if not trains and not train:
-        train = held_out  # nobody draws from them; a task that reads files wants some
+        train = held_out  # never drawn from; a task that reads files requires some
     if train and not held_out:
         train, held_out = hold_out(train, config.evaluate.num_problems or HELD_OUT)
         num_taken = len(held_out)
@@ -63,7 +63,7 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
 
 
 def _not_evaluated(config: RunConfig, found: RunProblems, of_eval: str) -> list[str]:
-    """A warning for each set of which a part is left out."""
+    """A warning for each set that is evaluated only in part."""
     most, num_given = config.evaluate.num_problems, len(found.held_out)
     played = [(of_eval, num_given if most is None else min(most, num_given), num_given, "evaluate.num_problems")]
     if found.sets and isinstance(config.data.eval, tuple):
@@ -80,7 +80,7 @@ def _not_evaluated(config: RunConfig, found: RunProblems, of_eval: str) -> list[
 
 
 def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train: str, of_eval: str) -> list[str]:
-    """A warning where questions to evaluate on are trained on as well; ConfigError where all of them are."""
+    """A warning if evaluation questions are also trained on; ConfigError if all of them are."""
     trained = {one_spaced(problem.question) for problem in train}
     both = [problem for problem in held_out if one_spaced(problem.question) in trained]
     if not both:
@@ -95,7 +95,7 @@ def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train
 
 
 def read_data(config: RunConfig) -> RunProblems:
-    """Problems of the files, none without a file; or as a user's own task reads them."""
+    """Problems read from the files, or through a user's own task; none without a file."""
     data = config.data
 
     def read(path: str) -> ReadResult:
@@ -134,10 +134,11 @@ def read_data(config: RunConfig) -> RunProblems:
 
 
 def hold_out(problems: Sequence[Problem], wanted: int) -> tuple[Sequence[Problem], list[Problem]]:
-    """(train, held out): a tenth of the questions, those of the lowest hash, at most as many as an evaluation uses.
+    """(train, held out): held out is a tenth of the questions, those with the lowest hashes, at most as many as an evaluation
+    uses.
 
-    The same questions whatever the order of the file, and equal questions on the same side. At least one question is
-    left on either side; of a single one nothing is held out.
+    Independent of the file's order, with equal questions on the same side. Each side keeps at least one question; a single
+    one is not held out.
     """
     questions = sorted({p.question for p in problems}, key=lambda question: (zlib.crc32(question.encode()), question))
     chosen = set(questions[: min(wanted, max(1, len(questions) // 10))]) if len(questions) > 1 else set()

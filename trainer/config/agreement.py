@@ -1,4 +1,4 @@
-"""Rules between sections of a config. Each raises ValueError with the keys, what was found and what would be right."""
+"""Rules between sections of a config. Each raises ValueError with the keys, what was found and what was expected."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ NO_INPUTS_TO_OFFLOAD_ON_CPU = (
 
 
 def check_agreement(config: RunConfig, *, trains: bool) -> None:
-    """Refuse a config whose sections are each right and contradict each other.
+    """Refuse a config whose sections are individually valid but contradict each other.
 
     Args:
-        trains: False where nothing is trained, and every policy may be frozen.
+        trains: False if nothing is trained, so that all policies may be frozen.
 
     Raises:
         ValueError: two sections contradict each other.
@@ -80,7 +80,7 @@ def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained
 
 
 def _check_truncation(config: RunConfig, name: str, agent: AgentConfig) -> None:
-    """Refuse what a trained agent with top_p or top_k cannot be trained with."""
+    """Refuse settings that rule out training an agent with top_p or top_k."""
     if config.loss.truncation == "refuse":
         raise ValueError(
             f"agents.{name}.top_p and agents.{name}.top_k are {agent.top_p} and {agent.top_k}, and a trained agent "

@@ -1,4 +1,4 @@
-"""`marsrl config`: the settings that result, what one key means, every key as a page."""
+"""`marsrl config`: the resulting settings, the meaning of one key, and all keys as a page."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def page_of(name: str) -> str:
 
 
 def help_line(message: str) -> str:
-    """Page and command that explain the setting at the start of an error's text; "" where it starts with none."""
+    """Page and command that explain the setting at the start of an error's text; "" if it starts with none."""
     first = re.match(r"[\w.]*", message)[0].rstrip(".")  # type: ignore[index]  # it matches the empty text, too
     name = as_key(first.split("."))
     if name not in all_keys() or "docs/" in message:
@@ -75,7 +75,7 @@ def help_line(message: str) -> str:
 
 
 def as_yaml(config: RunConfig, origin: ConfigOrigin | None = None) -> str:
-    """The settings as a file that gives the same again; with an origin each line ends with where its value was given."""
+    """The settings as a file that reproduces them; with an origin, each line ends with the place of its value."""
     return "\n".join(_lines(config.model_dump(mode="json"), (), origin)) + "\n"
 
 
@@ -92,7 +92,7 @@ def _lines(settings: dict[str, Any], above: tuple[str, ...], origin: ConfigOrigi
 
 
 def _scalar(value: Any) -> str:
-    """On one line, with what a terminal would obey escaped."""
+    """The value on one line, with terminal control characters escaped."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=False)
     return text.removesuffix("...\n").rstrip("\n")
 
@@ -105,14 +105,14 @@ def explained(name: str, config: RunConfig, origin: ConfigOrigin) -> str:
     """Type, default and meaning of a key or section, and its value in these settings.
 
     Raises:
-        ConfigError: there is no such key; the message names the nearest.
+        ConfigError: no such key; the message names the nearest.
     """
     where = name.split(".")
     generic = as_key(where)
     settings = config.model_dump(mode="json")
     found, value = all_keys().get(generic), _value(settings, where)
     is_option = generic.split(".")[0] in ("task_options", "orchestration_options") and value is not None
-    if generic.endswith(".<name>") and value is not None:  # policies.main: a section that the user has named
+    if generic.endswith(".<name>") and value is not None:  # policies.main: a section named by the user
         found = Key(generic, "section", "", all_keys()[generic.removesuffix(".<name>")].meaning)
     elif is_option:
         found = all_keys()[where[0]]
@@ -126,7 +126,7 @@ def explained(name: str, config: RunConfig, origin: ConfigOrigin) -> str:
         lines += [
             f"  {short}: {_short(value[short])}  # {meaning}".removesuffix("  # ")
             for short, meaning in shown
-            if short in value  # else of another kind of the section
+            if short in value  # otherwise of another kind of the section
         ]
     elif isinstance(value, dict) and value:
         lines += [f"  {each}" for each in _lines(value, (), None)]
@@ -148,7 +148,7 @@ def _value(settings: Any, where: list[str]) -> Any:
 
 
 def as_markdown() -> str:
-    """All keys as a page: a table a section, which refers to an earlier one of the same keys."""
+    """All keys as a page with a table for each section; sections with equal keys refer to the first of them."""
     sections: dict[str, list[Key]] = {}
     for key in all_keys().values():
         if key.kind != "section":
@@ -175,7 +175,7 @@ def _anchor(section: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Outside its backticks, what Markdown would read as markup is escaped."""
+    """The text with Markdown's markup escaped outside of backticks."""
     pieces = text.rstrip(".").replace("|", "\\|").split("`")
     pieces[::2] = [piece.replace("<", "\\<").replace("*", "\\*").replace("[", "\\[") for piece in pieces[::2]]
     return "`".join(pieces)

@@ -17,13 +17,13 @@ _OF_ONE_RUN = ("name", "resume")
 
 
 def write_settings_of(run: Path, out: Path) -> Path:
-    """The file `out`, which read as --config gives the run's settings, but for run.name and run.resume.
+    """Write the file `out`, which as --config reproduces the run's settings except run.name and run.resume.
 
-    It names the task, the preset that config.yaml says the run was made of, and what differs from these; where the presets
-    of today do not lead there, it inherits nothing (`preset: none`) and has what differs from the keys' defaults.
+    It names the task, the preset recorded in config.yaml, and the differences from these; if today's presets cannot reproduce
+    the run, it inherits nothing (`preset: none`) and lists the differences from the keys' defaults.
 
     Raises:
-        ConfigError: it is not a run's directory, its settings are of another version, or `out` exists.
+        ConfigError: no run directory, settings of another version, or `out` exists.
     """
     source = run / "config.yaml"
     if not source.is_file():
@@ -57,7 +57,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _own(wanted: dict[str, Any], preset: dict[str, str]) -> dict[str, Any] | None:
-    """Settings that differ from the preset with the same task and team; None where these do not go together."""
+    """Settings that differ from the preset with the same task and team; None if these do not fit together."""
     team = {key: wanted[key] for key in ("task", "orchestration")}
     try:
         base, _ = read_config(None, [f"{key}={value}" for key, value in {**preset, **team}.items()], trains=False)

@@ -1,4 +1,4 @@
-"""The settings that there are, read from the models: each key's type, default and meaning, and the nearest to a wrong one."""
+"""All settings, read from the models: each key's type, default and meaning, and the nearest to an unknown key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BOUNDS = (
     (annotated_types.Lt, "lt", "<"),
     (annotated_types.Le, "le", "<="),
 )
-_FAR = 65_536  # upper bounds from here on only keep typing errors out
+_FAR = 65_536  # larger upper bounds only catch typing errors
 _OR_NULL = " or null"
 _PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
 
@@ -33,9 +33,8 @@ _PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false", t
 class Key:
     """A setting or a section of them.
 
-    name: dotted, `<name>` for what the user calls it; kind: its type in words; default: in words, "" where one must be given
-    or where it is a section; below: the models of a section, several where it has kinds; free: are its keys names of the
-    user's?
+    name: dotted, with `<name>` for the user's names; kind: its type as text; default: as text, "" if required or a section;
+    below: the models of a section, several if it has kinds; free: True if its keys are names chosen by the user.
     """
 
     name: str
@@ -48,7 +47,7 @@ class Key:
 
 @functools.cache
 def all_keys() -> dict[str, Key]:
-    """Every setting and section by its name, a section before what it holds, in the order in which they are written."""
+    """Every setting and section by name, in the order of the models, a section before its keys."""
     return {key.name: key for key in _keys_of(RunConfig, "")}
 
 
@@ -63,7 +62,7 @@ def _keys_of(model: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """The fields of a model by name, and as <name> what any other key of it is, where it takes one."""
+    """The fields of a model by name and, if it allows other keys, their type as <name>."""
     yield from model.model_fields.items()
     if model.model_config.get("extra") == "allow":
         others = get_type_hints(model, include_extras=True)["__pydantic_extra__"]
@@ -71,12 +70,12 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def _kind(model: type[BaseModel]) -> str:
-    """Value of `kind` that selects the model; "" for a model that has no kinds beside it."""
+    """Value of `kind` that selects the model; "" for a model without kinds."""
     return str(get_args(model.model_fields["kind"].annotation)[0]) if "kind" in model.model_fields else ""
 
 
 def _of_kinds(keys_of: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
-    """Each key once, with the kinds that have it where not all do, and with theirs where defaults differ."""
+    """Each key once, with the kinds that have it unless all do, and with defaults by kind if they differ."""
     for name in dict.fromkeys(key.name for keys in keys_of.values() for key in keys):
         having = {kind: key for kind, keys in keys_of.items() for key in keys if key.name == name}
         first = next(iter(having.values()))
@@ -91,17 +90,17 @@ def _of_kinds(keys_of: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
 
 
 def as_key(where: Sequence[str]) -> str:
-    """The key's name in the models of a key as the user writes it: agents.solver.top_p -> agents.<name>.top_p."""
+    """The model's name of a key that a user writes: agents.solver.top_p -> agents.<name>.top_p."""
     name = ""
     for part in where:
-        is_own = f"{name}.<name>" in all_keys() and f"{name}.{part}" not in all_keys()  # beside keys that have names
+        is_own = f"{name}.<name>" in all_keys() and f"{name}.{part}" not in all_keys()  # beside keys with fixed names
         is_named = is_own or (name in all_keys() and all_keys()[name].free)
         name = f"{name}.{'<name>' if is_named else part}".lstrip(".")
     return name
 
 
 def kinds_of(name: str) -> dict[str, type[BaseModel]]:
-    """The models of a section that has several kinds, by kind; {} of any other."""
+    """The models of a section with several kinds, by kind; {} for any other."""
     models = all_keys()[name].below if name in all_keys() else ()
     return {_kind(model): model for model in models} if len(models) > 1 and all(map(_kind, models)) else {}
 
@@ -126,7 +125,8 @@ def nearest(where: Sequence[str]) -> str:
 
 
 def as_written(place: Sequence[str | int]) -> list[str]:
-    """A key as the user writes it: pydantic also names the kind of a section that has several (tools.search.index.corpus)."""
+    """A key as the user writes it, without the kind that pydantic inserts for a section with several
+    (tools.search.index.corpus)."""
     where: list[str] = []
     kinds: Collection[str] = ()
     for part in map(str, place):
@@ -139,7 +139,7 @@ def as_written(place: Sequence[str | int]) -> list[str]:
 
 
 def _held(annotation: Any) -> list[type[BaseModel]]:
-    """The models of an annotation: itself, an optional one, those of a mapping, the kinds of a section."""
+    """The models in an annotation: itself, an optional one, a mapping's values, or the kinds of a section."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in _held(part)]
@@ -156,7 +156,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _words(annotation: Any) -> str:
-    """A type as a user of YAML reads it."""
+    """A type in terms of YAML."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return f"{_words(parts[0])}{_bounds(parts[1:])}"

@@ -12,19 +12,19 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-_KEY = re.compile(r"[A-Za-z_]\w*(?:\.\w[\w-]*)+")  # rollout.segments; whether it is one of ours, the places say
+_KEY = re.compile(r"[A-Za-z_]\w*(?:\.\w[\w-]*)+")  # rollout.segments; the places tell if it is a setting
 _FIRST_WORD = re.compile(r"([A-Za-z_]\w*)(?=[:=]| is )")  # task: ..., layout: ...
 
 
 class ConfigError(ValueError):
-    """The config as a whole cannot be used; the text says which keys, what was found and what was expected."""
+    """An invalid config; the text names the keys, what was found and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One source of settings: a preset, the user's file, or the command line.
 
-    label: in words; file: where it was read, None for the command line; settings: nested, as OmegaConf merges them;
+    label: for messages; file: its path, None for the command line; settings: nested, as OmegaConf merges them;
     places: dotted key -> "my.yaml:12", sections included.
     """
 
@@ -35,7 +35,7 @@ class Layer:
 
 
 def layer_of_file(path: Path, label: str) -> Layer:
-    """A YAML file's settings, each with label:line; ConfigError where it cannot be read."""
+    """A YAML file's settings, each with label:line; ConfigError if it is unreadable."""
     try:
         settings = OmegaConf.load(path)
         node = yaml.compose(path.read_text("utf-8"))
@@ -47,7 +47,7 @@ def layer_of_file(path: Path, label: str) -> Layer:
 
 
 def layer_of_words(words: Sequence[str], label: str = "command line") -> Layer:
-    """The settings of words `key.sub=value`; ConfigError where one is none."""
+    """The settings in words `key.sub=value`; ConfigError for a malformed word."""
     for word in words:
         key, equals, _ = word.partition("=")
         if not equals or not key or key.startswith("-"):
@@ -64,7 +64,7 @@ def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
-        if key.value == "<<":  # the keys of an anchor; those written beside them count more, so they come later
+        if key.value == "<<":  # an anchor's keys first: keys written beside them take precedence
             yield from _keys(value, prefix)
             continue
         yield prefix + str(key.value), key.start_mark.line + 1
@@ -82,29 +82,29 @@ class ConfigOrigin:
 
     @property
     def name(self) -> str:
-        """The stem of the last file, the user's or a preset: what a run without a name is called after."""
+        """The stem of the last file, the user's or a preset: the default name of a run."""
         files = [layer.file for layer in self.layers if layer.file is not None]
         return files[-1].stem if files else "run"
 
     @property
     def places(self) -> dict[str, str]:
-        """Dotted key -> where it was given last."""
+        """Dotted key -> the place where it was last given."""
         return {key: place for layer in self.layers for key, place in layer.places.items()}
 
     def place(self, key: Sequence[str]) -> str:
-        """File and line of a key, or else of the innermost section around it; "" for a default."""
+        """File and line of a key, else of the innermost section around it; "" for a default."""
         places = self.places
         return next((places[k] for end in range(len(key), 0, -1) if (k := ".".join(key[:end])) in places), "")
 
     def with_places(self, message: str) -> str:
-        """The message, and behind it where each setting that it names was given. Defaults have no place.
+        """The message, followed by the places of the settings that it names. Defaults have no place.
 
-        A key may be written from its policy or agent on: layout.tensor is policies.<name>.layout.tensor.
+        A key may be abbreviated to the part below its policy or agent: layout.tensor is policies.<name>.layout.tensor.
         """
         places = self.places
         mentioned = _KEY.findall(message)
         first = _FIRST_WORD.match(message)
-        is_section = first and any(key.startswith(f"{first[0]}.") for key in places)  # `rollout`: its line says little
+        is_section = first and any(key.startswith(f"{first[0]}.") for key in places)  # `rollout`: its line helps little
         if first and not is_section:
             mentioned.insert(0, first[0])
         found = {
@@ -117,7 +117,7 @@ class ConfigOrigin:
 
     @contextmanager
     def places_in_errors(self) -> Iterator[None]:
-        """A ValueError of the body says where the settings that it names were given; it becomes a ConfigError."""
+        """Turn a ValueError of the body into a ConfigError with the places of the settings that it names."""
         try:
             yield
         except ValueError as error:

@@ -102,7 +102,7 @@ class PriceConfig(Settings):
     output: float = Field(ge=0, description="decoded tokens")
 
     def of(self, input_tokens: float, cached_tokens: float, output_tokens: float) -> float:
-        """Cost of so many tokens; cached_tokens are among input_tokens."""
+        """Cost of these tokens; input_tokens include cached_tokens."""
         cached = self.input if self.cached_input is None else self.cached_input
         whole = (input_tokens - cached_tokens) * self.input + cached_tokens * cached + output_tokens * self.output
         return whole / 1e6

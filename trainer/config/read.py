@@ -1,4 +1,4 @@
-"""Preset < YAML file < `key.sub=value` words -> a checked RunConfig, or one message that a person can act on."""
+"""Preset < YAML file < `key.sub=value` words -> a checked RunConfig, or one actionable message."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _PATHS = re.compile(
 def read_config(
     path: str | Path | None, overrides: Sequence[str] = (), *, trains: bool = True
 ) -> tuple[RunConfig, ConfigOrigin]:
-    """The checked settings, and what they were made of.
+    """The checked settings, and their layers.
 
     Layers, later ones win: the task's preset, the one that `preset` names, the file, the words. Mappings are merged key
-    by key, a list is replaced. `preset: none` inherits nothing. A layer that makes a choice leaves behind what layers below
-    it set for another one (_of_other_choices). A policy that only a preset names is left out where no agent has it: who gives
-    policies of his own to all agents does not get the preset's beside them.
+    by key, a list is replaced. `preset: none` inherits nothing. A layer that makes a choice drops the settings of lower layers
+    for another choice (_of_other_choices). A policy that only a preset names is dropped if no agent uses it, so that a user who
+    gives all agents policies of their own does not get the preset's too.
 
     Args:
         path: a YAML file or the name of a shipped preset; None: no file.
         overrides: words `key.sub=value`, later ones win; values are YAML.
-        trains: False where nothing is trained, and every policy may be frozen.
+        trains: False if nothing is trained, so that all policies may be frozen.
 
     Raises:
         ConfigError: unreadable file, malformed word, unknown key, wrong type, or settings that contradict each other.
@@ -65,7 +65,7 @@ def read_config(
 
 
 def models_given(config: RunConfig) -> dict[str, str]:
-    """The directory of each policy, where nothing is warm-started: ConfigError names one without."""
+    """The model directory of each policy, for commands without a warm start: ConfigError names a policy without one."""
     models = {name: policy.model for name, policy in config.policies.items() if policy.model is not None}
     missing = [name for name in config.policies if name not in models]
     if missing:
@@ -74,7 +74,7 @@ def models_given(config: RunConfig) -> dict[str, str]:
 
 
 def preset_names() -> list[str]:
-    """The shipped presets."""
+    """Names of the shipped presets."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
@@ -92,7 +92,7 @@ def _read_preset(name: str) -> Layer:
 
 
 def _inherited(given: Sequence[Layer]) -> list[Layer]:
-    """The presets below what the user gives, lowest first; one that he gives himself is not there twice."""
+    """The presets below the user's layers, lowest first; without one that the user already gives."""
     named, layers = _last(given, "preset"), list(given)
     if named == "none":
         return []
@@ -113,14 +113,14 @@ def _inherited(given: Sequence[Layer]) -> list[Layer]:
 
 
 def _last(layers: Sequence[Layer], key: str) -> str | None:
-    """A value at the top as the last layer that gives one gives it."""
+    """A top-level value from the last layer that has one."""
     values = [layer.settings.get(key) for layer in layers]
     return next((str(value) for value in reversed(values) if value is not None), None)
 
 
 def _make_paths_absolute(merged: dict[str, Any], layers: Sequence[Layer]) -> None:
     """Paths in a user's YAML file are relative to it, those in a word to the working directory."""
-    givers = {key: layer for layer in layers for key in layer.places}  # the last one's value holds
+    givers = {key: layer for layer in layers for key in layer.places}  # the last layer's value counts
     for key, giver in givers.items():
         above, _, name = key.rpartition(".")
         section = _section(merged, above) if above else merged
@@ -132,8 +132,8 @@ def _make_paths_absolute(merged: dict[str, Any], layers: Sequence[Layer]) -> Non
 def _absolute(value: Any, name: str, folder: Path) -> Any:
     """The path or paths of a setting called `name`.
 
-    Left as they are: malformed values, for the models to refuse, the words that a key takes in place of a path, and the names
-    of models that are nowhere here (Qwen3-8B of `marsrl plan`; Qwen/Qwen3-8B, of which read_shape says how to get it).
+    Unchanged: malformed values, which the models refuse; words that a key allows in place of a path; and names of models that are
+    not on disk (Qwen3-8B for `marsrl plan`; Qwen/Qwen3-8B, for which read_shape's error says how to get it).
     """
     if isinstance(value, list):
         return [_absolute(each, name, folder) for each in value]
@@ -159,7 +159,7 @@ def _absolute(value: Any, name: str, folder: Path) -> Any:
 
 
 def _leave_out_other_choices(merged: dict[str, Any], origin: ConfigOrigin) -> None:
-    """Take out what belongs to another choice, where only layers below the one that makes the choice give it."""
+    """Remove settings of other choices, if only layers below the one that makes the choice give them."""
     for choice, section, others in list(_of_other_choices(merged)):
         makers = [i for i, layer in enumerate(origin.layers) if choice in layer.places]
         settings = _section(merged, section)
@@ -169,7 +169,7 @@ def _leave_out_other_choices(merged: dict[str, Any], origin: ConfigOrigin) -> No
 
 
 def _of_other_choices(merged: dict[str, Any]) -> Iterator[tuple[str, str, set[str]]]:
-    """(key of the choice, section, keys in it that belong to other choices): what is malformed is left to the models.
+    """(key of the choice, section, keys in it that belong to other choices); malformed values are left to the models.
 
     An orchestration has its agents, a section with kinds the keys of its kind, rollout.engine the engine's section.
     """
@@ -187,14 +187,14 @@ def _of_other_choices(merged: dict[str, Any]) -> Iterator[tuple[str, str, set[st
 
 
 def _section(settings: Any, name: str) -> dict[str, Any]:
-    """The mapping of this name; an empty one where there is none."""
+    """The mapping of this name; empty if there is none."""
     for part in name.split("."):
         settings = settings.get(part) if isinstance(settings, dict) else None
     return settings if isinstance(settings, dict) else {}
 
 
 def _team(orchestration: Any) -> set[str] | None:
-    """The names of its agents; None where the checks of the settings will refuse it."""
+    """The names of its agents; None if the later checks will refuse it."""
     try:
         return set(agent_names(orchestration)) if isinstance(orchestration, str) else None
     except ValueError:
@@ -206,13 +206,15 @@ def _is_shipped(layer: Layer) -> bool:
 
 
 def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -> None:
-    """Take the policies out that no layer of the user names, a shipped preset being none, and no agent has."""
+    """Remove policies that no agent has and no layer of the user names; a shipped preset is not the user's."""
     policies, agents = merged.get("policies"), merged.get("agents")
     if not isinstance(policies, dict) or not isinstance(agents, dict):
         return
     team = _team(merged.get("orchestration", "verifier_corrector"))
     used = {str(agent.get("policy", "main")) for agent in agents.values() if isinstance(agent, dict)}
-    used |= {"main"} if team is not None and not team <= set(agents) else set()  # an agent that is not given has it
+    used |= (
+        {"main"} if team is not None and not team <= set(agents) else set()
+    )  # the default of an agent that is not given
     own = [layer for layer in given if not _is_shipped(layer)]
     for name in list(policies):
         if name not in used and not any(f"policies.{name}" in layer.places for layer in own):
@@ -220,7 +222,7 @@ def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -
 
 
 def explain(error: ValidationError, origin: ConfigOrigin) -> str:
-    """One line a problem: the key, what is wrong with it, the nearest right key for an unknown one, where it was given."""
+    """One line for each problem: the key, the error, the nearest key for an unknown one, and the place."""
     lines = []
     for problem in error.errors(include_url=False):
         where = as_written(problem["loc"])

@@ -1,4 +1,4 @@
-"""The settings of a run, as a whole. What its sections demand of each other is in agreement.py."""
+"""The settings of a whole run. Rules between sections are in agreement.py."""
 
 from __future__ import annotations
 
@@ -77,14 +77,15 @@ class RunConfig(Settings):
 
     @property
     def trains_whole(self) -> bool:
-        """True where all samples of a rollout instance are trained in one step: their credit needs them all, or the outcome."""
+        """True if all samples of a rollout instance are trained in one step, because their credit needs all of them, or the
+        outcome."""
         team = find_orchestration(self.orchestration)
         needs_outcome = team.plays_sessions or any(spec.advises for spec in team.agents)
         return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome" or needs_outcome
 
     @property
     def curators(self) -> dict[str, PolicyConfig]:
-        """The policies that nobody but `marsrl curate` asks: judges of its stages."""
+        """Policies used only by `marsrl curate`, as judges of its stages."""
         named = {judge.policy for judge in self.curate.judges.values()}
         used = {agent.policy for agent in self.agents.values()} | ({self.judge.policy} if self.judge else set())
         return {name: policy for name, policy in self.policies.items() if name in named - used}
@@ -140,7 +141,7 @@ class RunConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _vllm_of_policies_is_whole(cls, given: Any) -> Any:
-        """policies.<name>.vllm over rollout.vllm, key by key, so that what is saved says all of it."""
+        """Merge policies.<name>.vllm over rollout.vllm, key by key, so that the saved config is complete."""
         rollout, policies = (
             (given.get(key) for key in ("rollout", "policies")) if isinstance(given, dict) else (None, None)
         )
@@ -158,7 +159,7 @@ class RunConfig(Settings):
     @field_validator("agents")
     @classmethod
     def _are_the_whole_team(cls, agents: dict[str, AgentConfig], others: ValidationInfo) -> dict[str, AgentConfig]:
-        if "orchestration" not in others.data:  # it is wrong itself, which is said
+        if "orchestration" not in others.data:  # it is invalid itself, which is reported
             return agents
         return find_orchestration(others.data["orchestration"]).whole_team(agents)
 

@@ -1,1 +1,1 @@
-"""From groups to micro-batches: who gets how much credit, how a step is cut, packed and shared out among ranks."""
+"""From groups to micro-batches: credit, mini-batches, packing, and distribution to ranks."""

@@ -1,4 +1,4 @@
-"""The batches of steps that were skipped because loss or gradient was not finite, kept for whoever looks into it.
+"""Batches of steps skipped because of a non-finite loss or gradient, saved for debugging.
 
 batch = read_bad_batch("runs/a/bad_batches/step_7_main.msgpack")
 batch.suspects                      # uids of the samples with a number in them that is not finite
@@ -17,28 +17,28 @@ from marsrl.rollout.state import decode, encode
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 
-KEPT_BAD_BATCHES = 8  # files; max_bad_steps of them where that is more
+KEPT_BAD_BATCHES = 8  # files; or max_bad_steps if that is larger
 
 
 @dataclass(frozen=True, slots=True)
 class BadBatch:
-    """One skipped update: all ranks' sequences, and what came out."""
+    """One skipped update: all ranks' sequences, and its results."""
 
     step: int
     policy: str
-    version: int  # of the weights that it was skipped at
+    version: int  # version of the weights
     loss: float
     grad_norm: float
     sequences: tuple[TrainSequence, ...]
 
     @property
     def suspects(self) -> list[str]:
-        """Samples that brought a non-finite number with them; empty where it arose in the model."""
+        """Samples with a non-finite number among their inputs; empty if it arose in the model."""
         return [s.uid for s in self.sequences if not _is_finite(s)]
 
     @property
     def problem(self) -> str:
-        """In one line."""
+        """The problem in one line."""
         named = f"; not finite in the data of {', '.join(self.suspects[:4])}" if self.suspects else ""
         return f"loss {self.loss}, gradient norm {self.grad_norm} of policy {self.policy}{named}"
 
@@ -48,7 +48,7 @@ def bad_batch_file(run: RunDirectory, step: int, policy: str) -> Path:
 
 
 def save_bad_batch(run: RunDirectory, batch: BadBatch, *, keep: int) -> Path:
-    """Write it and return the file; of all there are, the `keep` of the last steps stay."""
+    """Write the batch and return the file; only the files of the last `keep` steps are kept."""
     path = bad_batch_file(run, batch.step, batch.policy)
     write_atomically(path, encode(batch))
     files = sorted(run.bad_batches.glob("step_*.msgpack"), key=lambda file: int(file.name.split("_")[1]))
@@ -58,7 +58,7 @@ def save_bad_batch(run: RunDirectory, batch: BadBatch, *, keep: int) -> Path:
 
 
 def read_bad_batch(path: str | Path) -> BadBatch:
-    """Read what save_bad_batch wrote."""
+    """Read a file of save_bad_batch."""
     return decode(BadBatch, Path(path).read_bytes())
 
 

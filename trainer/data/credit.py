@@ -1,7 +1,7 @@
 """Credit assignment: advantages from groups of rewards, and the samples that train.
 
-Credit is given once a step, over all samples of all policies: who is compared with whom does not depend on which weights
-answered, nor on who is trained. Only then is it cut, by policy (Credited.of) and into updates (mini_batches.py).
+Credit is computed once a step, over all samples of all policies: comparisons depend neither on the weights that answered nor on
+who is trained. Only then is it split by policy (Credited.of) and into updates (mini_batches.py).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Credited:
         Credited((group,), (sequence, other), counted={"000017/solver:0": 3, "000017/solver:1": 2},
                  advantages={"000017/solver:0": 1.0, "000017/solver:1": -1.0})
 
-    groups: every group, trained or not, with the rewards that were credited (the outcome where credit.reward_scheme says
-    so). sequences: the trained samples that have a gradient. counted: the sampled tokens of each trained sample that is
-    in the loss's denominator, by uid (algorithms: those with a reward; zero-spread groups when credit.count_zero_groups).
-    copies: how many samples each of them stands for, by uid, where not one (credit.balance), in gradient and denominator.
+    groups: every group, trained or not, with its credited rewards (the outcomes under that credit.reward_scheme).
+    sequences: the trained samples with a gradient. counted: number of sampled tokens, by uid, of each trained sample in the
+    loss's denominator (those with a reward; of zero-spread groups if credit.count_zero_groups).
+    copies: weight of a sample in gradient and denominator, by uid, if not 1 (credit.balance).
     advantages: of every trained sample with a reward, by uid, for the samples log.
     """
 
@@ -52,7 +52,7 @@ class Credited:
         return sum(self.copies.get(uid, 1) * count for uid, count in self.counted.items())
 
     def of(self, agents: Collection[str]) -> Credited:
-        """The part of these agents; nothing is computed again."""
+        """The part of these agents; nothing is recomputed."""
         groups = tuple(group for group in self.groups if group.agent in agents)
         uids = {sample.uid for group in groups for sample in group.samples}
         return Credited(
@@ -77,16 +77,16 @@ def credit(
     """Advantages of all samples, and the sequences that enter packing.
 
     Args:
-        groups: finished groups of all agents, whichever policy answers and whether they are trained: each is in the
-            statistics that credit.normalise takes, and in the outcomes.
-        agents: every agent of the team in order; a sequence's agent index is its place here.
-        success: the credited reward before penalties from which a sample is positive (mpt.success), if its advantage is
-            above 0 too.
+        groups: finished groups of all agents, of any policy, trained or not: all enter credit.normalise's statistics and the
+            outcomes.
+        agents: every agent of the team in order; a sequence's agent index is the position here.
+        success: smallest credited reward, before penalties, of a positive sample (mpt.success); its advantage must also be
+            above 0.
         keep_zero: keep samples with advantage 0 (a KL term or an entropy bonus still gives them a gradient).
-        group_size: to which credit.balance brings an agent's samples of a rollout instance, drawn by `seed`.
+        group_size: number of an agent's samples of a rollout instance after credit.balance, drawn by `seed`.
 
-    A sample without a reward is in no statistic, no sequence and no denominator. An advantage of exactly 0 (a group
-    without spread, a singleton) leaves the sample out of packing.
+    A sample without a reward is in no statistic, sequence or denominator. A sample with an advantage of exactly 0 (in a group
+    without spread, or alone) is not packed.
     """
     names = list(agents)
     if config.reward_scheme == "outcome":
@@ -115,10 +115,10 @@ def credit(
 
 
 def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[np.float64]:
-    """[samples] the advantage of each; without meaning where the sample has no reward.
+    """[samples] the advantage of each; meaningless if the sample has no reward.
 
-    credit.normalise=trajectory: a trajectory, whose reward is the mean over its calls, is compared with the others of the
-    problem, and all its calls have its advantage (the GRPO baseline published with Dr. MAS, arXiv:2602.08847).
+    credit.normalise=trajectory: a trajectory's reward, the mean over its calls, is compared with the problem's other
+    trajectories, and all its calls get its advantage (the GRPO baseline published with Dr. MAS, arXiv:2602.08847).
     """
     whole = config.normalise == "trajectory"
     compared: dict[str, list[Sample]] = {}
@@ -151,7 +151,7 @@ def _mean_reward(samples: Sequence[Sample]) -> float:
 
 
 def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, is_positive: bool) -> TrainSequence:
-    """Packing's input for a sample. place: index of its agent in the team."""
+    """The packing input for a sample. place: index of its agent in the team."""
     return TrainSequence(
         uid=sample.uid,
         prompt_ids=sample.prompt_ids,
@@ -170,8 +170,8 @@ def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, 
 def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int]:
     """Copies of each sample, by uid, that give every agent `number` samples in every rollout instance (MARS).
 
-    Of more, so many are drawn, the others have 0; fewer are all taken equally often, and those that are drawn once more. Every
-    sample of one agent and instance is as likely to be drawn, so the mean over the copies is expected to be that over them.
+    Of more samples, `number` are drawn and the others get 0; fewer are all repeated equally often, and the remainder is drawn.
+    All samples of an agent and instance are drawn with equal probability, so the expected mean over copies is their mean.
     """
     uids: dict[tuple[str, str], list[str]] = {}
     for sample in samples:
@@ -187,7 +187,7 @@ def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int
 def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
     """The same groups with every reward replaced by the outcome of its episode (Orchestration.outcomes).
 
-    agents.<name>.format_penalty is taken off it too; `correct` of the new reward is the outcome itself.
+    agents.<name>.format_penalty is subtracted here too; `correct` of the new reward is the outcome itself.
     """
 
     def outcome(sample: Sample) -> Sample:
@@ -205,7 +205,7 @@ def _indices(names: Iterable[str]) -> npt.NDArray[np.int64]:
 
 
 def drmas_metrics(groups: Iterable[Group]) -> dict[str, float]:
-    """drmas/{agent}/mu, sigma and variance_inflation: how far the agents' rewards lie apart (Dr. MAS, arXiv:2602.08847).
+    """drmas/{agent}/mu, sigma and variance_inflation: the spread between agents' rewards (Dr. MAS, arXiv:2602.08847).
 
     mu_k and sigma_k are over the calls of agent k for one prompt (rollout instance), mu and sigma over those of all agents
     for it. variance_inflation: (sigma_k^2 + (mu_k - mu)^2) / sigma^2 (lemma 4.2), what the second moment of agent k's

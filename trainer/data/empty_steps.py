@@ -1,4 +1,4 @@
-"""Why a step cannot be trained on."""
+"""Messages about steps that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from marsrl.trainer.config import RunConfig
 
 
 def too_many_errors(batch: StepBatch, most: float) -> str:
-    """A sentence, where more than this share of the batch's samples and episodes ended in an error; "" elsewhere."""
+    """A message if more than this share of the batch's samples and episodes ended in an error; otherwise ""."""
     samples = [sample for group in batch.groups for sample in group.samples]
     failed = [sample for sample in samples if sample.finish is Finish.ERROR]
     num_episodes = int(batch.metrics.get("rollout/failed_episodes", 0))
@@ -23,9 +23,9 @@ def too_many_errors(batch: StepBatch, most: float) -> str:
 
 
 def why_nothing_trains(batch: StepBatch, config: RunConfig, num_steps: int) -> str:
-    """A sentence for whoever has to change a setting.
+    """A message with the settings to change.
 
-    num_steps: steps in a row without a gradient; the last of them played `batch`.
+    num_steps: consecutive steps without a gradient; `batch` is the last one's.
     """
     samples = [sample for group in batch.groups for sample in group.samples]
     if not samples:

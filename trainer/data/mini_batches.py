@@ -1,7 +1,7 @@
-"""A step's credited samples of one policy cut into mini-batches, one an optimizer update; groups stay whole.
+"""Split of a step's credited samples of one policy into mini-batches, one for each optimizer update; groups stay whole.
 
-Here each update gets its denominators: they are known before anything is packed, so that neither ranks nor micro-batches
-nor the cut of a sequence over ranks can change them.
+Each update gets its denominators here, before packing, so that they cannot depend on ranks, micro-batches or the split of a
+sequence over ranks.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Average:
     max_tokens: int = 1
 
     def size(self, num_tokens: int) -> int:
-        """Contribution of a sample of so many tokens to its denominator."""
+        """Contribution to the denominator of a sample with so many tokens."""
         return {"token": num_tokens, "sequence": 1, "sequence_sum_constant": self.max_tokens}[self.aggregation]
 
 
 def mini_batches(credited: Credited, number: int, average: Average, *, seed: int, step: int) -> tuple[MiniBatch, ...]:
     """One step in at most `number` mini-batches, an optimizer update each, in order.
 
-    Groups in an order drawn from (seed, step) go one by one to the mini-batch with the fewest samples in the loss's
-    denominator; each has denominators of its own, of the samples of its groups (algorithms: "per update"). A
-    mini-batch that nothing in would train is left out; its tokens are then in no denominator.
+    Groups, in an order drawn from (seed, step), each go to the mini-batch with the fewest samples in the loss's denominator;
+    each mini-batch has the denominators of its own groups. A mini-batch without a gradient is dropped; its tokens are then in no
+    denominator.
     """
     order = sorted(credited.groups, key=lambda group: group.group_id)
     random.Random(derive_seed(seed, "mini-batches", str(step))).shuffle(order)

@@ -1,4 +1,4 @@
-"""Packing of credited samples into micro-batches: split over ranks, first-fit-decreasing into bins, laid end to end.
+"""Packing of credited samples into micro-batches: split over ranks, first-fit-decreasing into bins, concatenated.
 
 The target shift is made once, by kernels.pack: position t predicts token t+1 of its own sequence, and `mask[t]` says
 whether that token was sampled by the policy (not prompt, not tool text, not padding). Everything downstream is elementwise
@@ -37,7 +37,7 @@ class TrainSequence:
     Completion arrays are [N]: token_ids int32, is_sampled bool, rollout_logprobs float32 (None: not known, as in
     supervised traces), token_weights float32 (None outside supervised training; there it replaces the advantage).
     routed_experts: [tokens of prompt and completion that the engine was fed, layers, top_k] (rollout/routed_experts.py).
-    kept_tokens: what the sampler kept at the completion's places (rollout/kept_tokens.py); None: nothing was left out.
+    kept_tokens: tokens that the sampler kept at the completion's places (rollout/kept_tokens.py); None: all.
     """
 
     uid: str
@@ -49,7 +49,7 @@ class TrainSequence:
     agent: int  # index into the run's agents
     temperature: float
     is_positive: bool = False  # a success with an advantage above 0 (DMMPT; credit.py)
-    weight: float = 1.0  # factor on every term of its tokens: the part of the loss's denominator that is its own
+    weight: float = 1.0  # factor on every term of its tokens: its own part of the loss's denominator
     token_weights: FloatArray | None = None
     routed_experts: ExpertArray | None = None
     kept_tokens: KeptTokens | None = None
@@ -65,7 +65,7 @@ class TrainSequence:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One micro-batch: S sequences end to end, T tokens (padding of the last alignment included).
+    """One micro-batch: S concatenated sequences, T tokens (alignment padding included).
 
     The prompt 11 12 with its completion 13 14, and the prompt 21 with the completion 22 23 24, whose 23 a tool wrote:
 
@@ -89,27 +89,27 @@ class PackedBatch:
     cu_seqlens: Tensor  # [S+1] int32
     max_seqlen: int
     agent_of: Tensor  # [S] int64
-    agents: tuple[int, ...]  # [S] the same, where the host need not wait for the device
+    agents: tuple[int, ...]  # [S] the same on the host, without synchronisation
     is_positive: Tensor  # [S] bool
     weights: Tensor | None  # [S] float32, factor on every term of a sequence's tokens; None: 1 for all
-    trained_rows: Tensor  # [R] int64, where mask is True: the host knew how many these are, no device was asked
+    trained_rows: Tensor  # [R] int64, where mask is True; their number is known on the host
     positive_rows: Tensor  # [P] int64, of these, the tokens of positive samples
-    routed_experts: Tensor | None = None  # [T, layers, top_k] uint8 or int16; not_recorded() where there is no record
-    support: Support | None = None  # of each token what its target was drawn from; None: the whole vocabulary for all
+    routed_experts: Tensor | None = None  # [T, layers, top_k] uint8 or int16; not_recorded() if there is no record
+    support: Support | None = None  # the tokens that each target was drawn from; None: the whole vocabulary for all
 
     @property
     def num_tokens(self) -> int:
         return self.token_ids.numel()
 
     def of_tokens(self, of_sequences: Tensor) -> Tensor:
-        """[T] the value of each token's sequence, from [S]; the host does not wait."""
+        """[T] the value of each token's sequence, from [S]; no synchronisation."""
         return of_sequences.repeat_interleave(self.cu_seqlens.diff().long(), output_size=self.num_tokens)
 
 
 def rows_of(
     mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor, num_rows: tuple[int | None, int | None] = (None, None)
 ) -> list[Tensor]:
-    """[trained_rows, positive_rows] of a batch; num_rows: how many these are, else the host waits for the device."""
+    """[trained_rows, positive_rows] of a batch; num_rows: their numbers, without which the host waits for the device."""
     of_positive = is_positive.repeat_interleave(cu_seqlens.diff(), output_size=mask.numel())
     return [kernels.kept_rows(kept, num_kept=num) for kept, num in zip((mask, mask & of_positive), num_rows)]
 
@@ -161,7 +161,7 @@ def _cost(length: int) -> float:
 
 
 def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """One bin more: the fullest bin that holds several sequences is halved; an empty bin where none does."""
+    """Add a bin: the fullest bin with several sequences is halved; an empty bin if there is none."""
     several = [b for b, members in enumerate(bins) if len(members) > 1]
     if not several:
         return [*bins, []]
@@ -170,13 +170,13 @@ def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> list[list[i
 
 
 def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
-    """Sequences end to end, on the learner's device; T is padded up to a multiple of `align` (tensor parallelism cuts T).
+    """Concatenated sequences on the learner's device; T is padded to a multiple of `align` (tensor parallelism splits T).
 
-    The host strings their arrays together; kernels.pack makes of these what the positions read and predict. An empty
-    list packs to one masked token, so that a rank without work still takes part in every collective.
+    The host concatenates their arrays, from which kernels.pack computes each position's input and target. An empty list packs to
+    one masked token, so that a rank without work still takes part in every collective.
 
     Raises:
-        ValueError: a token is not among those that its sampler is said to have kept.
+        ValueError: a token is not among those that its sampler recorded as kept.
     """
     if not sequences:
         empty = np.zeros(1, np.int32)
@@ -231,12 +231,12 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
 
 
 def _on_device(values: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> Tensor:
-    """The values where the learner computes; the host does not wait."""
+    """The values on the learner's device; no synchronisation."""
     return torch.from_numpy(np.asarray(values, dtype)).to(training_device(), non_blocking=True)
 
 
 def _of_tokens(sequences: Sequence[TrainSequence], of_completions: Sequence[npt.NDArray[Any]]) -> Tensor:
-    """[N] the values of all completions at their tokens, 0 at the prompts' tokens."""
+    """[N] the completions' values, and 0 at prompt tokens."""
     pairs = zip(sequences, of_completions, strict=True)
     return _on_device(
         np.concatenate([part for s, own in pairs for part in (np.zeros(len(s.prompt_ids), own.dtype), own)])
@@ -244,7 +244,7 @@ def _of_tokens(sequences: Sequence[TrainSequence], of_completions: Sequence[npt.
 
 
 def _routed_experts(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], total: int) -> Tensor | None:
-    """[T, layers, top_k]; a sequence without a record leaves its tokens unrecorded. None where no sequence has one."""
+    """[T, layers, top_k]; a sequence without a record leaves its tokens unrecorded. None if no sequence has one."""
     known = [(start, s.routed_experts) for start, s in zip(starts, sequences) if s.routed_experts is not None]
     if not known:
         return None
@@ -255,7 +255,7 @@ def _routed_experts(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.i
 
 
 def _support(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], total: int) -> Support | None:
-    """Tokens among which each of the T positions was drawn; None if none was left out anywhere."""
+    """The tokens that each of the T positions was drawn from; None if nowhere restricted."""
     counts = np.zeros(total, np.int64)
     ids = []
     for start, s in zip(starts, sequences):

@@ -1,8 +1,8 @@
-"""Rank 0 knows the batch; every data-parallel rank gets its micro-batches, all their arrays, and nobody else's.
+"""Distribution of rank 0's batch: every data-parallel rank gets the arrays of its own micro-batches, and no others.
 
-One micro-batch of every data rank is on its way at a time. Rank 0 holds data_size of them encoded, another rank one, a device no
-more than collective.SCATTER_BYTES. A micro-batch of max_tokens tokens takes some 13 bytes a token, and layers x top_k more with
-the experts of decoding: 37 MiB for 98,304 tokens of Qwen3-30B-A3B.
+One micro-batch for each data rank is sent at a time. Rank 0 holds data_size of them encoded, other ranks one, a device at most
+collective.SCATTER_BYTES. A micro-batch takes some 13 bytes a token, and layers x top_k more with recorded experts: 37 MiB for
+98,304 tokens of Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from marsrl.trainer.runs.collective import (
 class MiniBatch:
     """Training input of one optimizer update: MiniBatch((sequence, another), normaliser=5120.0).
 
-    normaliser: the loss's denominator beside the sequences' weights, over all ranks.
+    normaliser: the loss's common denominator, apart from the sequences' weights, over all ranks.
     """
 
     sequences: tuple[TrainSequence, ...]
@@ -36,7 +36,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer update as a rank does it: its micro-batches, and the normaliser over all ranks."""
+    """A rank's part of one optimizer update: its micro-batches, and the normaliser over all ranks."""
 
     micro_batches: tuple[PackedBatch, ...]
     normaliser: float
@@ -47,7 +47,7 @@ class BatchShard:
     """Share of a batch that this rank packs (the same for ranks of one data_rank), and the packing rules.
 
     align: T of every micro-batch is a multiple of it.
-    routes: how it gets here from rank 0; None where every rank holds the sequences, or there is one rank.
+    routes: the transport from rank 0; None if every rank holds the sequences, or there is one rank.
     objectives: of each agent, in order: a micro-batch has one. (): all agents have the same.
     """
 
@@ -73,7 +73,7 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
     Every rank gets the same number of micro-batches an update, as the collectives inside a forward pass need.
 
     Raises:
-        RuntimeError: on all ranks, when the batch cannot be planned, or a rank could not send, read or pack its part.
+        RuntimeError: on all ranks, if the batch cannot be planned, or a rank failed to send, read or pack its part.
     """
     if world_size() == 1:
         assert mini_batches is not None, "scatter: one rank alone needs the batch"
@@ -99,7 +99,7 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
             if outline is not None:
                 try:
                     parts = [encode(share[i]) for share in plans[number]]
-                except Exception as raised:  # raised below: the others are in the collectives of this loop
+                except Exception as raised:  # raised below: other ranks are still in this loop's collectives
                     error, parts = error or raised, [b""] * shard.data_size
             data = scatter_bytes(parts, data_ranks, shard.routes)
             try:
@@ -113,7 +113,7 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
 
 
 def micro_batches(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[PackedBatch]:
-    """This rank's part of sequences that every rank already holds (supervised traces from a common seed)."""
+    """This rank's part of sequences that every rank holds (supervised traces from a common seed)."""
     return [pack(members, align=shard.align) for members in _plan(sequences, shard)[shard.data_rank]]
 
 

@@ -13,14 +13,14 @@ from marsrl.trainer.evaluate.draws import Said
 from marsrl.trainer.evaluate.intervals import mean_of
 from marsrl.trainer.report.summary import AtK
 
-ORDERS = 64  # random orders of a problem's draws, whose first k stand for k draws
-_RIGHT = "\x00right"  # all right answers are one, however they are written
+ORDERS = 64  # random orders of a problem's draws, the first k of which are a sample of k
+_RIGHT = "\x00right"  # all right answers count as one, however they are written
 
 
 def at_k(draws: Mapping[str, Sequence[Said]]) -> AtK:
-    """pass@k and majority@k for k = 1, 2, 4, ... and all draws; empty where every problem was drawn once.
+    """pass@k and majority@k for k = 1, 2, 4, ... and all draws; empty if every problem was drawn once.
 
-    A draw that nobody could judge is none; a problem counts for a k that it has draws enough for.
+    Draws without a judgement are ignored; a problem counts for each k up to its number of draws.
     """
     known = [[said for said in each if said.correct is not None] for _, each in sorted(draws.items())]
     most = max(map(len, known), default=0)
@@ -42,10 +42,10 @@ def pass_at(n: int, c: int, ks: Sequence[int]) -> dict[int, float]:
 
 
 def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """(majority@k, that of the shorter half) by k: how right the answer is that most of k draws give.
+    """(majority@k, that of the shorter half) by k: correctness of the most frequent answer among k draws.
 
-    A mean over ORDERS seeded orders of the draws; of equals, each counts a share. Who gave no answer has no vote; without a
-    vote nothing is right. NaN where there are fewer than k draws.
+    A mean over ORDERS seeded orders of the draws; ties share. Draws without an answer have no vote; without votes the
+    majority is wrong. NaN for fewer than k draws.
     """
     found: dict[int, tuple[float, float]] = {k: (math.nan, math.nan) for k in ks if k > len(draws)}
     if not draws:

@@ -21,10 +21,10 @@ from marsrl.trainer.runs.lock import RunLock
 
 
 def settings_of_run(run: Path) -> tuple[str, list[str]]:
-    """(the config file, words) with which the run's team is evaluated, as its latest checkpoint has it.
+    """(config file, words) to evaluate the run's team with the weights of its latest checkpoint.
 
     Raises:
-        ValueError: it is no run, or has no whole checkpoint.
+        ValueError: no run, or a run without a complete checkpoint.
     """
     config = RunDirectory(run).config
     if not config.is_file():
@@ -36,11 +36,11 @@ def settings_of_run(run: Path) -> tuple[str, list[str]]:
 def evaluate_alone(
     config_file: str | None, settings: Sequence[str], json_file: str | None, out: Path | None = None
 ) -> None:
-    """Print the evaluation as JSON, write it to json_file, and then to stderr a table of accuracy, tokens, seconds and cost, and
-    where the files are.
+    """Print the evaluation as JSON and write it to json_file; then print to stderr a table of accuracy, tokens, seconds and cost,
+    and the files' paths.
 
-    The fixed inputs are collected from the team itself. out: a folder that keeps the evaluation and every draw that has ended;
-    where it has begun, it goes on.
+    The fixed inputs are collected from the team itself. out: a folder for the evaluation and every finished draw; an earlier
+    evaluation in it is resumed.
 
     Raises:
         ValueError: the settings, the data or the model cannot be used.
@@ -68,7 +68,7 @@ def evaluate_alone(
             found = evaluator.evaluate(versions, bar.played, kept)
         seconds = time.monotonic() - start
     result = found.model_dump(mode="json")
-    print(json.dumps(result, indent=1), flush=True)  # before the table, which a terminal is to show at its end
+    print(json.dumps(result, indent=1), flush=True)  # before the table, which should be last in a terminal
     files = [Path(json_file)] if json_file is not None else []
     files += [out / EVALUATION] if out is not None else []
     for file in files:
@@ -79,7 +79,7 @@ def evaluate_alone(
 
 
 def _kept(stack: ExitStack, folder: Path, config: RunConfig, made_of: str) -> Kept:
-    """Open the folder's kept draws, locked for this process until the stack closes."""
+    """Open the folder's saved draws, locked for this process until the stack closes."""
     directory = RunDirectory(folder)
     if directory.has_begun:
         raise ValueError(f"--out {folder} is the directory of a training run; name another folder")

@@ -1,8 +1,7 @@
-"""Records of an evaluation, one a draw of a problem: enough for every number, and to go on after a kill.
+"""Records of an evaluation, one for each draw of a problem: enough to compute every number, and to resume after a kill.
 
-draws.jsonl of an evaluation's folder holds a line a draw that ended, fixed_answers.jsonl one a fixed input that was answered;
-their keys say what they depend on (trainer/runs/answers.py), so a line of another problem, or of another question to the team,
-is never taken.
+draws.jsonl in an evaluation's folder has a line for each finished draw, fixed_answers.jsonl one for each answered fixed input;
+their keys encode all that they depend on (trainer/runs/answers.py), so that a line of another problem or team is never reused.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ from marsrl.trainer.runs.answers import Answers, key_of
 
 DRAWS, EVALUATION = "draws.jsonl", "evaluation.json"
 Held = TypeVar("Held")
-MAX_ANSWER_CHARS = 200  # of an answer that is kept; longer ones are equal where they begin alike
+MAX_ANSWER_CHARS = 200  # characters of a saved answer; longer ones with this beginning count as equal
 
 
 class Call(Schema):
-    """A completion. correct: null where its judge failed; verdict: null without one; is_of_right: is the solution that a verdict
-    is about right? null where that is not known, or there is none. is_redrawn: a later draw stands in for it. seconds: of an
-    engine."""
+    """A completion. correct: null if its judge failed; verdict: null without one; is_of_right: correctness of the solution that a
+    verdict judges, null if unknown or without a verdict. is_redrawn: replaced by a later draw. seconds: of engine time."""
 
     agent: str
     correct: float | None
@@ -48,8 +46,8 @@ class Call(Schema):
 
 
 class Said(Schema):
-    """An answer that counts: how right it is (null: not known), its beginning (null: there was none), and the tokens of its
-    completion."""
+    """An answer that counts: its correctness (null: unknown), its beginning (null: no answer), and its completion's number of
+    tokens."""
 
     correct: float | None
     answer: str | None = None
@@ -59,8 +57,8 @@ class Said(Schema):
 class Draw(Schema):
     """One draw of one problem. problem: its id; question: a digest of question and answer, the same in every run.
 
-    of: the set of data.eval. alone: null where the first agent does not solve. judge: what a model judged since the last draw.
-    latency_s: from its first request to its end, in the process that played it (Played); null where nothing was asked.
+    of: the set of data.eval. alone: null if the first agent does not solve. judge: a model judge's counts since the last draw.
+    latency_s: from its first request to its end, in the process that played it (Played); null without requests.
     """
 
     of: str
@@ -77,14 +75,14 @@ class Draw(Schema):
 
 
 class FixedAnswer(Schema):
-    """A completion to one of the fixed inputs."""
+    """A completion for one of the fixed inputs."""
 
     problem: str
     call: Call
 
 
 class Store(Generic[Held]):
-    """Records by key: in memory and, where there is a file, on disk."""
+    """Records by key, in memory and, if given a file, on disk."""
 
     def __init__(self, file: Answers[Held] | None, plain: Callable[[Held], dict[str, Any]]) -> None:
         self._file, self._plain = file, plain
@@ -97,14 +95,14 @@ class Store(Generic[Held]):
         return self._new[key] if self._file is None or key in self._new else self._file[key]
 
     def add(self, key: str, held: Held, *, is_whole: bool) -> None:
-        """is_whole: nothing failed in it. What an engine gave up is not written: it is played again by who goes on."""
+        """is_whole: nothing failed in it. Records with engine failures are not written, so a resumed evaluation repeats them."""
         self._new[key] = held
         if self._file is not None and is_whole:
             self._file.add(key, self._plain(held))
 
 
 class Kept(ExitStack):
-    """Draws, answers to fixed inputs and the episodes that those are of. folder: None keeps them in memory alone."""
+    """Saved draws, answers to fixed inputs and the inputs' episodes. folder: None keeps them only in memory."""
 
     def __init__(self, folder: Path | None = None) -> None:
         super().__init__()
@@ -121,28 +119,28 @@ class Kept(ExitStack):
 
 
 def read_draws(folder: Path) -> list[Draw]:
-    """Draws of an evaluation's folder; [] where nothing was kept."""
+    """Draws in an evaluation's folder; [] without any."""
     return Answers.read(folder / DRAWS, Draw.model_validate) if (folder / DRAWS).is_file() else []
 
 
 def digest(problem: Problem) -> str:
-    """A digest of what is asked and what is right, whatever file it came from."""
+    """A digest of question and reference answer, independent of the file."""
     return key_of(question=problem.question, answer=problem.answer)
 
 
 def episode_key(identity: str, episode: Episode) -> str:
-    """The key of a draw. identity: of those who play it."""
+    """The key of a draw. identity: of the team."""
     return key_of(identity=identity, episode=episode.id, question=digest(episode.problem))
 
 
 def fixed_key(identity: str, episode: Episode, ask: Ask) -> str:
-    """The key of a fixed answer: of the words that are put before the agent, too."""
+    """The key of a fixed answer; includes the agent's prompt."""
     shown = [sample.shown for sample in episode.inputs(ask)]
     return key_of(identity=identity, ask=ask.id, question=digest(episode.problem), shown=shown)
 
 
 def draw_of(team: Team, of: str, played: Played, judge: Mapping[str, float]) -> Draw:
-    """Record of an episode that has ended. of: its set; judge: counts of the judge since the last draw."""
+    """Record of a finished episode. of: its set; judge: the judge's counts since the last draw."""
     episode = played.episode
     tokens = {sample.uid: len(sample.token_ids) for sample in played.samples}
     redrawn = team.redrawn(episode)
@@ -174,7 +172,7 @@ def _tools(episode: Episode) -> dict[str, ToolUsage]:
 
 
 def call_of(episode: Episode, ask: Ask, sample: Sample, seconds: float, *, is_redrawn: bool = False) -> Call:
-    """sample: with its tokens; seconds: of an engine."""
+    """Record of a completion. sample: with its tokens; seconds: of engine time."""
     written = int(sample.is_sampled.sum())
     judged = episode.sample(ask.inputs[0]) if ask.inputs else None
     is_known = judged is not None and not math.isnan(judged.reward.correct)
@@ -193,7 +191,7 @@ def call_of(episode: Episode, ask: Ask, sample: Sample, seconds: float, *, is_re
 
 
 def _said(sample: Sample | None, tokens: Mapping[str, int]) -> Said:
-    """No answer at all is wrong."""
+    """Record of an answer that counts; a missing answer is wrong."""
     if sample is None:
         return Said(correct=0.0)
     answer = None if sample.answer is None else sample.answer[:MAX_ANSWER_CHARS]

@@ -1,10 +1,10 @@
 """Evaluation of a team on held-out problems: each agent, and all of them together.
 
-fixed inputs   of the agents that the orchestration has tried apart, from episodes that are played once, before RL; each
-               evaluation asks them anew
+fixed inputs   of the agents in Orchestration.tried_apart, from episodes played once, before RL; each evaluation answers
+               them again
 system         episodes that end in the answer that counts (Orchestration.follow and outcome, purpose "evaluate")
 
-Where a folder is given, what has ended is on disk (draws.py), and an evaluation that was killed goes on with the rest.
+With a folder, finished draws are on disk (draws.py), and an evaluation that was killed resumes with the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from marsrl.trainer.runs.answers import key_of
 
 @dataclass(frozen=True, slots=True)
 class AgentInputs:
-    """Fixed inputs of one agent: (id of the episode, ask), split by whether the first input is right."""
+    """Fixed inputs of one agent: (episode id, ask), split by correctness of the first input."""
 
     right: tuple[tuple[str, Ask], ...] = ()
     wrong: tuple[tuple[str, Ask], ...] = ()
@@ -43,7 +43,7 @@ class AgentInputs:
 
 @dataclass(frozen=True, slots=True)
 class FixedInputs:
-    """The fixed inputs by agent, and the episodes that hold what they show."""
+    """The fixed inputs by agent, and the episodes with the samples that they show."""
 
     inputs: dict[str, AgentInputs] = field(default_factory=dict)
     episodes: dict[str, Episode] = field(default_factory=dict)
@@ -51,10 +51,11 @@ class FixedInputs:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Evaluates a team. Problems and fixed inputs do not depend on `seed`, the draws on nothing else: before and after compare.
+    """Evaluates a team. Problems and fixed inputs do not depend on `seed`, draws on nothing else, so evaluations before and after
+    training are comparable.
 
-    max_tokens: of one completion. policies: settings of those that answer. sets: what to evaluate on; by default the task's
-    held-out problems. identity: what tells its answers from another team's, as JSON, for what is kept.
+    max_tokens: of one completion. policies: settings of the policies that answer. sets: problems to evaluate on; by default the
+    task's held-out ones. identity: distinguishes the team's saved answers from another's, as JSON.
     """
 
     team: Team
@@ -70,7 +71,7 @@ class Evaluator:
     def collect_inputs(
         self, versions: Mapping[str, int], progress: OnProgress | None = None, kept: Kept | None = None
     ) -> FixedInputs:
-        """Inputs from the team as it is now. Fewer than wanted where it has not solved (or missed) enough problems.
+        """Collect fixed inputs from the current team. Fewer than wanted if it has not solved (or failed) enough problems.
 
         kept: as in `evaluate`.
         """
@@ -78,7 +79,7 @@ class Evaluator:
             return self.fixed
         store = (kept or Kept()).episodes
         problems = self.task.held_out(3 * self.config.fixed_inputs, INPUTS_SET)
-        # What is drawn follows from these names, as from those of the seeds below: others would draw anew.
+        # These names determine the draws, as do those of the seeds below: changing them changes all draws.
         names = [f"probe{i:05d}" for i in range(len(problems))]
         episodes = [Episode(n, n, p, self.seed, "collect") for n, p in zip(names, problems, strict=True)]
         keys = {episode.id: episode_key(self._identity(versions), episode) for episode in episodes}
@@ -107,16 +108,16 @@ class Evaluator:
         by_truth: dict[bool, list[tuple[str, Ask]]] = {True: [], False: []}
         for episode, ask in asks:
             solution = episode.sample(ask.inputs[0])
-            if not math.isnan(solution.reward.correct):  # else its judge failed, and it is neither
+            if not math.isnan(solution.reward.correct):  # otherwise its judge failed, and it is neither
                 by_truth[is_right(solution)].append((episode.id, ask))
         return AgentInputs(tuple(by_truth[True][:size]), tuple(by_truth[False][:size]))
 
     def evaluate(
         self, versions: Mapping[str, int], progress: OnProgress | None = None, kept: Kept | None = None
     ) -> Evaluation:
-        """Every number of the before / after table. Whole episodes and fixed inputs are played side by side.
+        """All numbers of the before / after table. Whole episodes and fixed inputs are played concurrently.
 
-        kept: what is there of this evaluation, by these weights, and is not played again; what ends is added.
+        kept: this evaluation's saved results by these weights, which are not repeated; new ones are added.
 
         Raises:
             RuntimeError: a judge left more answers unjudged than judge.max_missing_share.
@@ -163,7 +164,7 @@ class Evaluator:
         return self.sets or (HeldOut("", problems, self.config.repeat),)
 
     def num_kept(self, versions: Mapping[str, int], kept: Kept) -> tuple[int, int]:
-        """(draws that are kept, of how many)."""
+        """(number of saved draws, number of all draws)."""
         identity = self._identity(versions)
         keys = [episode_key(identity, episode) for each in self.held_out() for episode in self._episodes(each)]
         return sum(key in kept.draws for key in keys), len(keys)
@@ -179,10 +180,10 @@ class Evaluator:
     def correctness(
         self, problems: Mapping[str, Problem], repeat: int, versions: Mapping[str, int]
     ) -> dict[str, list[float]]:
-        """Correctness of each of `repeat` answers of the whole team, by the problem's name; NaN where it is not known:
-        the judge failed, an engine gave up, the team's own code raised. No answer at all is wrong.
+        """Correctness of each of `repeat` answers of the whole team, by the problem's name; NaN if unknown: the judge failed, an
+        engine gave up, or the team's own code raised. A missing answer is wrong.
 
-        A problem's draws follow from its name, whatever is asked beside it.
+        A problem's draws depend only on its name, not on the other problems.
         """
         episodes = self._draws(problems, repeat)
         self._play(episodes, "call", versions, None)
@@ -216,7 +217,7 @@ class Evaluator:
             play.finish()
 
     def _apart(self) -> AbstractContextManager[None]:
-        """Keep the tools' caches and counts of the body apart from the rollouts'."""
+        """Keep the tools' caches and counts in the body separate from the rollouts'."""
         return nullcontext() if self.team.tools is None else self.team.tools.apart()
 
     def _begin(
@@ -228,7 +229,7 @@ class Evaluator:
     ) -> EvaluationPlay:
         sampling = Sampling(self.config.temperature, self.config.top_p, self.config.top_k)
         slots = [pool.num_slots for pool in self.team.pools.values()]
-        # twice as many as have a slot: one that is free is used, and draws end, and are kept, from early on
+        # twice the number of slots: keeps all slots busy, and draws end, and are saved, early on
         most = None if None in slots else 2 * sum(each or 0 for each in slots)
         return EvaluationPlay(
             self.team, versions, self.max_tokens, sampling,
@@ -236,10 +237,10 @@ class Evaluator:
         )  # fmt: skip
 
     def _seed(self, name: str) -> int:
-        """Asking the same thing under another name draws anew."""
+        """The seed of a name: the same request under another name gets new draws."""
         return derive_seed(self.seed, "evaluate", name)
 
 
 def _is_whole(played: Played) -> bool:
-    """Did nothing fail in it? What an engine gave up is played again where an evaluation goes on."""
+    """True if nothing failed in it. A resumed evaluation repeats episodes with engine failures."""
     return not played.episode.error and not any(sample.finish is Finish.ERROR for sample in played.samples)

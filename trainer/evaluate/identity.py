@@ -1,4 +1,4 @@
-"""Identity of those who answer, a part of each key, so that no answer is taken for another team's."""
+"""Identity of a team or policy, a part of each saved answer's key, so that answers of different teams are never mixed up."""
 
 from __future__ import annotations
 

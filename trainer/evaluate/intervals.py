@@ -1,7 +1,7 @@
 """95% intervals by bootstrap over problems (Efron and Tibshirani 1993, chapter 13, the percentile interval).
 
-Draws of one problem are alike: an interval that counts each as a sample of its own is too narrow. So whole problems are drawn
-again, with all that was measured of them, and what is asked for is computed anew each time. Seeded; plain numpy.
+Draws of one problem are correlated: an interval that treats them as independent is too narrow. So the bootstrap resamples whole
+problems with all their draws, and recomputes the statistic each time. Seeded; plain numpy.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from marsrl.trainer.report.summary import Estimate, wilson_interval
 
 Array = npt.NDArray[np.float64]
 Statistic = Callable[[Array], Array]
-"""weights [B, P], how often each of P problems was drawn -> [B], the statistic of each draw; NaN where it has none."""
+"""weights [B, P], the count of each of P problems in each resample -> [B], the statistics; NaN if undefined."""
 
 RESAMPLES = 2000
-_BLOCK = 1 << 22  # weights held at once: 32 MiB
+_BLOCK = 1 << 22  # weights in memory at once: 32 MiB
 _SEED = 17
 
 
 def bootstrap(num_problems: int, statistic: Statistic) -> tuple[float, float]:
-    """(2.5%, 97.5%) of the statistic; NaNs where it is never defined. The same problems give the same draws."""
+    """(2.5%, 97.5%) quantiles of the statistic; NaNs if never defined. The same number of problems gives the same resamples."""
     found = np.concatenate([statistic(weights) for weights in _draws(num_problems)])
     found = found[np.isfinite(found)]
     if not len(found):
@@ -36,8 +36,8 @@ def bootstrap(num_problems: int, statistic: Statistic) -> tuple[float, float]:
 def estimate_of(num_problems: int, num_samples: int, statistic: Statistic) -> Estimate:
     """The statistic, in [0, 1], of all problems, with its interval.
 
-    Where no draw differs (all right, all wrong, one problem) the bootstrap knows nothing: Wilson's interval of so many problems
-    stands in.
+    If all draws are equal (all right, all wrong, one problem) the bootstrap is degenerate: Wilson's interval for as many problems
+    is used instead.
     """
     mean = float(statistic(np.ones((1, num_problems)))[0]) if num_problems else np.nan
     if np.isnan(mean):
@@ -62,7 +62,7 @@ def ratio(successes: Sequence[float] | Array, counts: Sequence[float] | Array) -
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """The mean over problems of what each has; NaN: this one has none."""
+    """The mean over problems of their values; NaN: a problem without one."""
     held = np.asarray(values, float)
     held = held[np.isfinite(held)]
     return estimate_of(len(held), len(held), ratio(held.tolist(), [1.0] * len(held)))

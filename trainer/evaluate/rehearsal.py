@@ -1,7 +1,7 @@
-"""`marsrl try`: one problem played by a team with made-up answers, through the scheduler, the rewards and the credit of training.
+"""`marsrl try`: a team plays one problem with made-up answers, through the scheduler, rewards and credit of training.
 
-No model: a script answers, right or wrong by a coin, or what a table says. It shows whom a team asks, what they read, and what
-their words are worth, before anything is trained.
+Without a model: a script answers, right or wrong at random, or from a table. It shows a team's asks, prompts and rewards before
+anything is trained.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 _CALL = '<tool_call>{"tool": "search", "arguments": {"query": "QUESTION"}, "purpose": "QUESTION"}</tool_call>'
-_NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # of JSON's
+_NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # unescaped in a JSON string
 
 Answers = Mapping[str, Sequence[str]]
-"""Answers of an agent, call by call; after the last it starts over."""
+"""Answers of each agent, in the order of its calls; starts over after the last."""
 
 
 def read_answers(path: Path, agents: Sequence[str]) -> Answers:
     """A YAML file `agent: [text, ...]`.
 
     Raises:
-        ValueError: it is none, or names an agent that the team does not have.
+        ValueError: invalid, or names an agent that the team does not have.
     """
     try:
         table = yaml.safe_load(path.read_text("utf-8"))
@@ -81,8 +81,8 @@ def read_answers(path: Path, agents: Sequence[str]) -> Answers:
 
 
 class Turn(NamedTuple):
-    """One call of an agent by a program. number: of the call in its session, from 1; num_new: tokens that it read, of a turn that
-    goes on without those before it; text: what was answered."""
+    """One call of an agent by a program. number: of the call in its session, from 1; num_new: tokens read, for a continued sample
+    only the new ones; text: the answer."""
 
     number: int
     num_new: int
@@ -92,7 +92,7 @@ class Turn(NamedTuple):
 class Rehearsal(NamedTuple):
     """A problem as it was played.
 
-    errors: by episode, why one ended where the team's own code or the program failed. turns: by sample, where a program plays.
+    errors: by episode, if the team's own code or the program failed. turns: by sample, if a program plays.
     """
 
     problem: Problem
@@ -102,10 +102,10 @@ class Rehearsal(NamedTuple):
 
 
 def rehearse(config: RunConfig, answers: Answers, *, question: str = "", reference: str = "") -> Rehearsal:
-    """This question, or else a problem of the task, played to the end of its rollout instance, with its credit.
+    """Play this question, or a problem of the task, to the end of its rollout instance, with its credit.
 
     Raises:
-        ValueError: the task has no problems of its own.
+        ValueError: the task has no problems.
     """
     asked: list[str] = []
     with _scripted(config, answers, question, reference, pipeline="trajectory", asked=asked) as (rollout, problem):
@@ -144,7 +144,7 @@ def _turns(groups: Sequence[Group], asked: Sequence[str], renderer: ChatRenderer
 
 
 def reward_rules(config: RunConfig) -> list[str]:
-    """The reward rule of each agent, a line an agent."""
+    """The reward rule of each agent, one line each."""
     kind = find_orchestration(config.orchestration)
     if config.credit.reward_scheme == "outcome":
         return ["reward of every agent: the outcome of its episode (credit.reward_scheme)"]
@@ -152,15 +152,14 @@ def reward_rules(config: RunConfig) -> list[str]:
 
 
 def _specs(config: RunConfig) -> Sequence[AgentSpec]:
-    """The agents; those of a program answer the problem, as far as anybody knows."""
+    """The agents; those of a program are assumed to answer the problem."""
     return find_orchestration(config.orchestration).agents or [AgentSpec(name) for name in config.agents]
 
 
 def first_update_line(config: RunConfig) -> list[str]:
-    """First step of a dry run that has samples to train on, with made-up answers of one segment each; [] for step 1.
+    """A line about the first step with samples to train on, with made-up answers of one segment each; [] for step 1.
 
-    Teams that call tools are not asked, a tool may be a paid service, and no program is. With overlap a step waits for groups
-    that have ended.
+    Not for teams with tools, which may be paid services, nor for programs. With overlap a step waits for finished groups.
     """
     if config.tools.names or config.rollout.overlap or config.external is not None:
         return []
@@ -186,7 +185,7 @@ def _scripted(
     pipeline: Literal["agentic", "trajectory"],
     asked: list[str] | None = None,
 ) -> Iterator[tuple[Rollout, Problem]]:
-    """The run's rollout with one problem, whose engine is a script. asked: takes in uids, request by request."""
+    """The run's rollout with one problem and a script as its engine. asked: collects uids, request by request."""
     given = Problem("given", question, reference or None, config.task)
     train = [given] if question else read_data(config).train
     task = build_task(config.task, config.task_options, train, train)
@@ -253,8 +252,8 @@ def _scripted(
 def _gateway(
     external: ExternalConfig, agents: Mapping[str, AgentConfig], renderer: ChatRenderer
 ) -> contextlib.AbstractContextManager[Gateway]:
-    """The door of the program, which one worker plays, a session after the other: seeded answers are the same every time."""
-    from marsrl.rollout.gateway.server import open_gateway  # here: most teams do without FastAPI
+    """The gateway of the program, with one worker that plays sessions in turn, so that seeded answers are reproducible."""
+    from marsrl.rollout.gateway.server import open_gateway  # imported here: most teams do not need FastAPI
     from marsrl.trainer.checks.preflight import check_external
 
     if external.workers:
@@ -265,7 +264,7 @@ def _gateway(
 
 
 class _CallReader:
-    """Finds calls of tools in the form of most chat templates; what is malformed stays text."""
+    """Finds tool calls in the form of most chat templates; malformed ones stay text."""
 
     reads_calls = True
 
@@ -282,7 +281,7 @@ class _CallReader:
 
 
 def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
-    """The tree of what was said: a branch an episode, below each sample those that were asked about it, and what failed."""
+    """The tree of samples: a branch for each episode, below each sample its successors, and failures."""
     problem, credited, errors, turns = rehearsal
     reference = "" if problem.answer is None else f"   (answer: {problem.answer})"
     tree = Tree(Text(f"{problem.question}{reference}"))
@@ -317,7 +316,7 @@ def _short(text: str) -> str:
 
 
 def _line(sample: Sample, advantage: float | None, says: str, error: str | None) -> Text:
-    """error: of its episode, which stands below."""
+    """One line about a sample. error: of its episode, printed below."""
     reward = "none" if sample.reward.is_missing else f"{sample.reward.value:g}"
     trained = "" if advantage is None else f", advantage {advantage:+.2f}"
     note = f" ({sample.reward.note})" if sample.reward.note not in ("", error) else ""
@@ -336,7 +335,7 @@ class _MadeUp:
     prompts: PromptSet
     role: Role
     stops: Sequence[str]
-    function: ToolFunction | None = None  # that it calls in its first turn
+    function: ToolFunction | None = None  # called in its first turn
 
     def __post_init__(self) -> None:
         what = READS.get(self.role)
@@ -348,7 +347,7 @@ class _MadeUp:
             )
 
     def words(self, problem: Problem, turn: int, coin: random.Random) -> str:
-        """turn: how often its sample has gone on before."""
+        """The text of an answer. turn: number of earlier continuations of its sample."""
         if self.function is not None and turn == 0:
             call = {"name": self.function.name, "arguments": _example(self.function.parameters, problem.question)}
             return f"<tool_call>{json.dumps(call)}</tool_call>"
@@ -371,7 +370,7 @@ class _MadeUp:
 
 
 def _example(schema: Mapping[str, Any], text: str) -> object:
-    """A value of a JSON schema, about; text: in place of any string."""
+    """An approximate value for a JSON schema; text: used for every string."""
     if found := [schema[key] for key in ("default", "const") if key in schema]:
         return found[0]
     if several := schema.get("enum") or schema.get("examples"):
@@ -389,7 +388,7 @@ def _example(schema: Mapping[str, Any], text: str) -> object:
 def _script(
     problem: Problem, answers: Answers, words: Mapping[str, _MadeUp], seed: int, asked: list[str], *, is_whole: bool
 ) -> Callable[[DecodeRequest], str]:
-    """asked: takes in uids, request by request. is_whole: every turn of a sample is an answer of its own."""
+    """asked: collects uids, request by request. is_whole: every turn of a sample is a complete answer."""
     calls: Counter[str] = Counter()
     turns: Counter[str] = Counter()  # by uid
 

@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, from its draws and the answers to its fixed inputs alone: what was kept counts as what is new."""
+"""The numbers of an evaluation, from its draws and fixed answers alone, saved or new."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Scorer:
     judge: str | None = None
 
     def evaluation(self, draws: Sequence[Draw], fixed: Mapping[str, Sequence[FixedAnswer]]) -> Evaluation:
-        """The numbers of all draws together, and of each set where they have names."""
+        """The numbers of all draws together, and of each named set."""
         names = dict.fromkeys(draw.of for draw in draws)
         whole = self._of(draws, fixed)
         if set(names) <= {""}:
@@ -85,8 +85,8 @@ def _by_problem(draws: Sequence[Draw], of: Callable[[Draw], Said | None]) -> dic
 
 
 def _accuracy(correct: Iterable[tuple[str, float | None]]) -> Estimate:
-    """Mean correctness of (problem, correct), the share of right ones where a task knows right and wrong alone; what is not
-    known is not counted."""
+    """Mean correctness of (problem, correct), the share of right ones if a task knows only right and wrong; unknown ones are not
+    counted."""
     sums: dict[str, list[float]] = defaultdict(list)
     for problem, value in correct:
         if value is not None:
@@ -96,8 +96,8 @@ def _accuracy(correct: Iterable[tuple[str, float | None]]) -> Estimate:
 
 
 def _detection(calls: Sequence[tuple[str, Call]]) -> dict[str, object]:
-    """loop_confusion, and how many wrong solutions are found (detection recall, arXiv:2511.11373, Figure 5; no verdict finds
-    none), and how many that are called wrong are (precision)."""
+    """loop_confusion; the share of wrong solutions that are called wrong (detection recall, arXiv:2511.11373, Figure 5; no
+    verdict counts as missed); and the share of solutions called wrong that are (precision)."""
     known = [(problem, call) for problem, call in calls if call.is_of_right is not None]
     of_wrong = [(problem, float(call.verdict is False)) for problem, call in known if not call.is_of_right]
     called_wrong = [(problem, float(not call.is_of_right)) for problem, call in known if call.verdict is False]
@@ -123,7 +123,7 @@ def _confusion(calls: Iterable[Call]) -> Confusion:
 def _balanced(asked: Sequence[FixedAnswer]) -> AgentEstimate:
     """Balanced accuracy: the mean of the two classes' accuracies, no verdict counting as an error.
 
-    The inputs are equally many of both classes unless the team could not provide them; n is their sum.
+    Both classes have equally many inputs unless the team could not provide them; n is their sum.
     """
     problems = {name: i for i, name in enumerate(dict.fromkeys(each.problem for each in asked))}
 
@@ -163,9 +163,9 @@ def _means(draws: Sequence[Draw]) -> dict[str, float]:
 
 
 def eval_metrics(found: Evaluation) -> dict[str, float]:
-    """eval/... of a step's line: of each row its mean, low and high; detection_recall and detection_precision of each Verifier,
-    response_length of each agent; system and alone, at the most draws, of pass_at, majority_at and short_majority_at; tokens and
-    spent an episode. Those of a set have its name before theirs."""
+    """eval/... of a step's line: mean, low and high of each row; detection_recall and detection_precision of each Verifier;
+    response_length of each agent; pass_at, majority_at and short_majority_at of system and alone at the largest k; tokens and
+    spent an episode. A set's metrics begin with its name."""
     metrics: dict[str, float] = {}
 
     def note(name: str, value: Estimate | None) -> None:

@@ -1,4 +1,4 @@
-"""`marsrl tool`: one call of one tool, with the settings of a run and through the pool that bounds it in training."""
+"""`marsrl tool`: one tool call, with a run's settings and through the pool that limits it in training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from marsrl.trainer.config import RunConfig
 
 
 def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
-    """(what the tool says, for a terminal; is it an error?).
+    """(the tool's output, safe for a terminal; True if it is an error).
 
-    argument: the one text that it takes, or a JSON object of its arguments.
+    argument: its single text argument, or a JSON object of its arguments.
 
     Raises:
-        ValueError: there is no such tool, or its settings cannot be used.
+        ValueError: no such tool, or invalid settings.
         OSError: a corpus cannot be read.
     """
     if name not in (known := dict.fromkeys((*TOOL_NAMES, *config.tools.names))):
@@ -46,7 +46,7 @@ def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
 
 
 def _arguments(given: str, name: str) -> str:
-    """A JSON object as it is; any other text as the argument of this name."""
+    """A JSON object unchanged; any other text as the argument of this name."""
     try:
         is_object = isinstance(json.loads(given), dict)
     except (ValueError, RecursionError):

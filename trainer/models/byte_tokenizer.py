@@ -1,10 +1,10 @@
-"""A tokenizer for models without a vocabulary: one token a byte, with a ChatML template like Qwen's, calls of tools included."""
+"""A tokenizer for models without a vocabulary: one token a byte, with a ChatML template like Qwen's that supports tool calls."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_SIZE = 320  # 256 bytes and room for control tokens; a multiple of 64, so that tensor parallelism can cut it
+_SIZE = 320  # 256 bytes and room for control tokens; a multiple of 64, so that tensor parallelism can split it
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _THINK = ("<think>", "</think>")  # ordinary added tokens, as in Qwen: they are part of the text
 

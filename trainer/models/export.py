@@ -42,7 +42,7 @@ def export(source: str | Path, out: str | Path, policy: str | None = None) -> Ex
         policy: which of several policies.
 
     Raises:
-        ValueError: nothing to export there, several policies and none named, or `out` exists.
+        ValueError: nothing to export, several policies without a choice, or `out` exists.
     """
     out = Path(out)
     if out.exists():
@@ -56,8 +56,8 @@ def export(source: str | Path, out: str | Path, policy: str | None = None) -> Ex
 
 
 def exported(run: Path) -> dict[str, Path]:
-    """A Hugging Face directory by trained policy, of the run's latest checkpoint: made in its folder exported/, and kept there
-    until there is a later one.
+    """A Hugging Face directory for each trained policy, from the run's latest checkpoint: cached in its folder exported/ until
+    there is a later one.
 
     Raises:
         ValueError: the run has no whole checkpoint, or it is damaged.
@@ -67,7 +67,7 @@ def exported(run: Path) -> dict[str, Path]:
         raise ValueError(
             f"run {run} has no whole checkpoint yet: one is written every run.checkpoint_minutes, at Ctrl-C and at the end"
         )
-    manifest = (latest.path / MANIFEST).read_bytes()  # a step that was played again has other weights
+    manifest = (latest.path / MANIFEST).read_bytes()  # a step that was repeated has other weights
     kept = run / "exported" / f"{latest.path.name}-{hashlib.blake2b(manifest, digest_size=4).hexdigest()}"
     for other in kept.parent.glob("step_*"):
         if other != kept:
@@ -80,8 +80,7 @@ def exported(run: Path) -> dict[str, Path]:
 
 
 def hf_tensors(folder: Path, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) in the checkpoint's dtype and the order of the mapping; one layer's experts at most
-    are held."""
+    """(Hugging Face name, tensor) in the checkpoint's dtype and the mapping's order; holds at most one layer's experts."""
     stored = _Stored(folder)
     for unit in units(shape, 1):
         whole = stored.whole(shape, unit)
@@ -114,10 +113,10 @@ def _policy_folder(source: Path, policy: str | None) -> Path:
 
 
 class _Stored:
-    """The Megatron parameters in a distributed checkpoint, whole whatever layout wrote them.
+    """The whole Megatron parameters in a distributed checkpoint of any layout.
 
     Parameters of all layers are one stored tensor [layers, ...]; expert parameters [layers, experts, ...]. A stored
-    chunk is at most one layer of one rank, so that a layer is read at a time and kept until the next is asked for.
+    chunk is at most one layer of one rank, so layers are read one at a time; the last is cached.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -129,7 +128,7 @@ class _Stored:
         self._of_layer: dict[str, Tensor] = {}
 
     def whole(self, shape: ModelShape, unit: Unit) -> Tensor:
-        """The unit's Megatron tensor in the view that is cut; a vocabulary with the padding it was stored with."""
+        """The unit's whole Megatron tensor, in the view that layouts split; a vocabulary with its stored padding."""
         if not unit.name.startswith(_LAYERS):
             return self._read(unit.name, ())
         layer, _, rest = unit.name.removeprefix(_LAYERS).partition(".")
@@ -167,7 +166,7 @@ class _Stored:
 
 
 class _Into(DefaultLoadPlanner):
-    """Destination of torch's reader: one tensor, whatever is read."""
+    """torch's load planner with a single destination tensor."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class InitShape:
-    """A Qwen3-MoE without its vocabulary. vLLM on CPU wants expert_width a multiple of 32 and head_dim 32 or more."""
+    """A Qwen3-MoE's sizes without the vocabulary. vLLM on CPU needs expert_width a multiple of 32 and head_dim at least 32."""
 
     hidden: int
     num_layers: int
@@ -31,7 +31,7 @@ class InitShape:
     expert_width: int
     max_positions: int = 1024
     rope_theta: float = 10000.0
-    vocab_size: int | None = None  # rows of the embedding where there are to be more than the tokenizer has words
+    vocab_size: int | None = None  # rows of the embedding, if more than the tokenizer's words
 
 
 SHAPES = {
@@ -52,8 +52,8 @@ def init_model(
 ) -> Path:
     """Write the directory `out` and return it: weights, config, generation_config, tokenizer with chat template.
 
-    tokenizer: "bytes", "arithmetic", "facts", "calls", or a Hugging Face directory whose tokenizer is copied. Matrices are
-    normal with std 0.05; what writes into the residual stream (o_proj, down_proj) is scaled by 1 / sqrt(2 layers). The same seed
+    tokenizer: "bytes", "arithmetic", "facts", "calls", or a Hugging Face directory whose tokenizer is copied. Matrices are normal
+    with std 0.05; those that write into the residual stream (o_proj, down_proj) are scaled by 1 / sqrt(2 layers). The same seed
     gives the same weights.
     """
     if isinstance(shape, str):
@@ -133,7 +133,7 @@ def _write_config(shape: InitShape, vocab_size: int, eos_id: int, pad_id: int, d
         "vocab_size": vocab_size,
         "hidden_size": shape.hidden,
         "hidden_act": "silu",
-        "intermediate_size": shape.expert_width * shape.experts_per_token,  # of a dense layer; there is none
+        "intermediate_size": shape.expert_width * shape.experts_per_token,  # of dense layers, which do not exist here
         "moe_intermediate_size": shape.expert_width,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,

@@ -8,11 +8,11 @@ from marsrl.trainer.config.read import ConfigError
 
 
 def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
-    """(samples by agent, at most; True), or for a team without a bound (one call of each agent in an episode, False)."""
+    """(largest number of samples by agent, True), or for a team without a bound (one call of each agent in an episode, False)."""
     agents = {
         name: agent.model_copy(update={"prompt": None, "parser": "strict"}) for name, agent in config.agents.items()
     }
-    team = build_orchestration(  # the words of prompts do not matter; qa has some for every role
+    team = build_orchestration(  # prompt texts do not matter here; qa has some for every role
         config.orchestration, agents, "qa", config.orchestration_options, config.rollout
     )
     of_instance = team.most_samples()
@@ -59,10 +59,10 @@ def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
 
 
 def longest_sequence(config: RunConfig, policy: str) -> int:
-    """Tokens of the longest prompt and completion that an agent of the policy, or the judge by it, can reach.
+    """Tokens of the longest prompt and completion of the policy's agents, or of the judge.
 
     Raises:
-        ValueError: nobody has the policy.
+        ValueError: no agent or judge has the policy.
     """
     longest = [
         agent.max_input_tokens + (agent.max_response_tokens or config.rollout.max_response_tokens)
@@ -79,13 +79,12 @@ def longest_sequence(config: RunConfig, policy: str) -> int:
 
 
 def shorten_prompts(config: RunConfig, policy: str, max_positions: int, *, trains: bool = True) -> RunConfig:
-    """max_input_tokens of the policy's agents and of its judge, lowered to what leaves room for a whole completion of theirs.
+    """Lower max_input_tokens of the policy's agents and of its judge to leave room for a whole completion.
 
-    The room is the model's positions, and of a policy that is trained (trains: here) a micro-batch too, which holds whole
-    samples.
+    The room is the model's positions and, for a policy that is trained here (trains), a micro-batch, which holds whole samples.
 
     Raises:
-        ConfigError: a completion alone takes all of it.
+        ConfigError: a completion alone fills the room.
     """
 
     def shortened(key: str, max_input_tokens: int, max_response_tokens: int, bounds: dict[str, int]) -> int:

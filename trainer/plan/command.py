@@ -28,7 +28,7 @@ _OF_A_POLICY = (
 
 
 def as_json(plan: Plan) -> str:
-    """Everything that is printed and every option; bytes and seconds as plain numbers."""
+    """All that is printed, and every option; bytes and seconds as plain numbers."""
     content: dict[str, Any] = {**vars(plan), "policies": [], "fits": plan.fits, "step_s": plan.step_s}
     for policy in plan.policies:
         written = {name: getattr(policy, name) for name in _OF_A_POLICY}
@@ -115,7 +115,7 @@ def _cells(option: Option, is_mine: bool, has_reference: bool) -> list[Text]:
 
 
 def _recompute_modes(policy: PolicyPlan, chosen: Option) -> Table:
-    """Activations kept for the backward, the head and the fullest moment, for each recompute mode of one layout."""
+    """Activations saved for the backward, the head and the peak, for each recompute mode of one layout."""
     headings = ("recompute", ">kept", ">head (logits chunk, gradients)", ">fullest moment", ">needs", ">update")
     rows = []
     for each in policy.options:
@@ -136,7 +136,7 @@ def _where_time_goes(option: Option) -> Table:
 
 
 def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], **looks: Any) -> Table:
-    """headings: `>` before one puts its column to the right."""
+    """A table. headings: a leading `>` aligns the column to the right."""
     table = Table(title=title, title_justify="left", **looks)
     for heading in headings:
         table.add_column(heading.removeprefix(">"), justify="right" if heading.startswith(">") else "left")
@@ -171,7 +171,7 @@ def _engines(policy: PolicyPlan) -> Table:
 
 
 def _where_experts_lie(engines: EngineSetup) -> list[tuple[str, str]]:
-    """A line about the experts of an engine over several GPUs."""
+    """A line about the placement of experts in an engine over several GPUs."""
     num_gpus, num_experts = engines.tensor_parallel, engines.shape.num_experts
     if num_gpus == 1 or not num_experts:
         return []
@@ -185,7 +185,7 @@ def _where_experts_lie(engines: EngineSetup) -> list[tuple[str, str]]:
 
 
 def _sync_words(sync: SyncTime) -> str:
-    """Its parts, those that take time."""
+    """The parts of a sync that take time."""
     parts = {"gather": sync.gather, "files": sync.write, "load": sync.load, "between GPUs": sync.send}
     parts |= {"buckets": sync.copy, "checksums": sync.checksum}
     listed = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in parts.items() if seconds)
@@ -193,7 +193,7 @@ def _sync_words(sync: SyncTime) -> str:
 
 
 def _splits(policy: PolicyPlan) -> Table:
-    """Each way to decode with the numbers of GPUs that suit it."""
+    """Each way to decode, with suitable numbers of GPUs."""
     headings = (">train", "engines x GPUs", ">requests", ">rollout", ">update", ">step", "layout of the update")
     rows = []
     for each in policy.splits:

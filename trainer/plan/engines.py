@@ -1,4 +1,4 @@
-"""The engines of a policy: what fits beside their weights, how fast they decode, and how long a publish to them takes."""
+"""The engines of a policy: memory beside their weights, decoding speed, and the time of a publish."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from marsrl.trainer.plan.parameters import active_elements, active_expert_elemen
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Engines of one policy. memory_share: of a GPU's memory that an engine may take. longest: tokens of a sequence.
+    """Engines of one policy. memory_share: share of a GPU's memory for an engine. longest: tokens of the longest sequence.
 
-    kv_cache: fp8 holds keys and values in one byte a number; auto: in dtype. cache_bytes: of them on each GPU, whatever
-    memory_share is; None: what memory_share leaves. spreads_experts: each whole on one of the engine's GPUs.
+    kv_cache: fp8 stores keys and values in one byte a number; auto: in dtype. cache_bytes: size of the cache on each GPU,
+    regardless of memory_share; None: what memory_share leaves. spreads_experts: each expert is whole on one of the engine's GPUs.
     """
 
     shape: ModelShape
@@ -34,12 +34,12 @@ class EngineSetup:
 
     @property
     def experts_of_gpu(self) -> int:
-        """Whole experts on the fullest GPU; 0: none is whole, or there are none."""
+        """Whole experts on the fullest GPU; 0 if experts are split, or there are none."""
         return -(-self.shape.num_experts // self.tensor_parallel) if self.spreads_experts else 0
 
     @property
     def imbalance(self) -> float:
-        """Experts at work on the busiest GPU over the mean: 1 where every GPU has a part of each."""
+        """Active experts on the busiest GPU over the mean: 1 if every GPU has a part of each."""
         return hw.IMBALANCE.value if self.experts_of_gpu else 1.0
 
     @property
@@ -58,9 +58,9 @@ class EngineSetup:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one GPU of an engine, and what its KV cache holds. kv_cache is negative where the weights do not fit.
+    """Bytes on one GPU of an engine, and the capacity of its KV cache. kv_cache is negative if the weights do not fit.
 
-    taken: of the GPU, all of it. has_room: and that is there.
+    taken: bytes of the GPU in use. has_room: that many are available.
     """
 
     weights: float
@@ -70,18 +70,18 @@ class EngineMemory:
     has_room: bool
     kv_bytes_per_token: float
     kv_tokens: int  # of one engine, over its GPUs
-    longest_sequences: float  # of maximal length, held at once
+    longest_sequences: float  # sequences of maximal length at once
 
     @property
     def fits(self) -> bool:
-        """vLLM starts: there is room for the cache, and in it for a sequence of maximal length."""
+        """True if vLLM can start: the cache fits, and a sequence of maximal length fits in it."""
         return self.has_room and self.longest_sequences >= 1
 
 
 @dataclass(frozen=True)
 class Demand:
-    """A step's completions. response: tokens of one on average; group_size: samples of one prompt, whose keys are made once;
-    overlaps: decoding goes on while new weights come."""
+    """A step's completions. response: mean tokens of one; group_size: samples of a prompt, whose keys are computed once;
+    overlaps: decoding continues while new weights arrive."""
 
     samples: float
     response: float
@@ -93,9 +93,9 @@ class Demand:
 
 @dataclass(frozen=True)
 class RolloutTime:
-    """Seconds that the completions of one step take. concurrency: requests that one engine decodes at once, on average.
+    """Seconds to decode one step's completions. concurrency: mean number of requests that an engine decodes at once.
 
-    prefill: of the seconds, those of prompts and of prefixes that are read again; prefilled: tokens of both.
+    prefill: part of the seconds for prompts and for prefixes that are read again; prefilled: tokens of both.
     """
 
     seconds: float
@@ -111,8 +111,8 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
 
 
 def engine_memory(setup: EngineSetup, gpu: hw.Gpu) -> EngineMemory:
-    """memory x share - weights of a GPU - workspace is KV cache, where that has no size of its own. More GPUs than KV heads
-    hold copies of these."""
+    """KV cache = memory x share - weights of a GPU - workspace, unless its size is given. More GPUs than KV heads hold copies of
+    the heads."""
     weights = _cut_bytes(setup, touched=1.0) + _whole_bytes(setup)
     embedding = elements(setup.shape).embedding * SIZE[setup.dtype] / setup.tensor_parallel
     weights += embedding if elements(setup.shape).head else 0.0  # looked up, not read
@@ -138,8 +138,8 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
     prefilled = samples prompt / group + samples max(0, response / stage - 1/2) length (+ engines c length with overlap)
     prefill   = prefilled (2 P_active + 2 N D L length) / (engines t peak)
 
-    What goes on in another stage is read again, and at a publish all that is under way: new weights empty the cache. A
-    completion has response / stage - 1/2 ends of stages in it on average.
+    A completion that continues in another stage is read again, as are all running ones at a publish: new weights empty the
+    cache. A completion spans response / stage - 1/2 ends of stages on average.
     """
     shape, tensor = setup.shape, setup.tensor_parallel
     length = hw.MEAN_PROMPT.value + demand.response / 2 * hw.LENGTH_SPREAD.value
@@ -170,7 +170,7 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
 
 
 def _cut_bytes(setup: EngineSetup, touched: float) -> float:
-    """Bytes on one GPU of the weights that are cut over an engine's GPUs; of the experts, the share that is read."""
+    """Bytes on one GPU of the weights split over an engine's GPUs; of the experts, the share that is read."""
     counts, shape, tensor = elements(setup.shape), setup.shape, setup.tensor_parallel
     of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0  # over the mean
     of_layers = counts.layer_cut + counts.layer_experts * touched * of_fullest
@@ -178,7 +178,7 @@ def _cut_bytes(setup: EngineSetup, touched: float) -> float:
 
 
 def _whole_bytes(setup: EngineSetup) -> float:
-    """Bytes of what each of an engine's GPUs holds whole: norms and router."""
+    """Bytes of weights that each of an engine's GPUs holds whole: norms and router."""
     counts = elements(setup.shape)
     return (setup.shape.num_layers * counts.layer_whole + counts.final_norm) * SIZE[setup.dtype]
 
@@ -192,14 +192,14 @@ class Load:
     demand: Demand
 
     def seconds(self, num_engines: int, gpu: hw.Gpu) -> float:
-        """Seconds until so many engines have decoded its completions."""
+        """Seconds for so many engines to decode its completions."""
         return rollout_time(replace(self.setup, num_engines=num_engines), self.memory, gpu, self.demand).seconds
 
 
 def split_engines(loads: Mapping[str, Load], num_gpus: int, gpu: hw.Gpu) -> dict[str, int]:
-    """Engines of each policy that share so many GPUs, at least one each: of all splits the one that is done first.
+    """The number of engines of each policy, at least one, for the fastest split of so many GPUs.
 
-    One more engine goes to whoever would be done last, as long as there is room for it.
+    Greedy: the next engine goes to the policy that would finish last, while there is room.
     """
     counts = dict.fromkeys(loads, 1)
     left = num_gpus - sum(load.setup.tensor_parallel for load in loads.values())
@@ -213,10 +213,10 @@ def split_engines(loads: Mapping[str, Load], num_gpus: int, gpu: hw.Gpu) -> dict
 
 @dataclass(frozen=True)
 class SyncTime:
-    """Seconds of one publish by what takes them, one after the other; 0: this backend does not do it.
+    """Seconds of the parts of one publish, which run in turn; 0: not part of this backend.
 
-    gather: the whole model on rank 0 and in its host's memory. write, load: files. send: between GPUs. copy: into buckets and
-    out of them. checksum: of what is sent, and of what arrived. links_alone: an engine GPU receives its weights, nothing else.
+    gather: the whole model on rank 0 and into its host's memory. write, load: files. send: between GPUs. copy: into and out of
+    buckets. checksum: of the sent and the received weights. links_alone: only the time for an engine GPU to receive its weights.
     """
 
     backend: SyncBackend

@@ -1,4 +1,4 @@
-"""Every constant of the planner in one table, each with its source. Nothing else in plan/ is a guess about a machine."""
+"""All constants of the planner in one table, with sources. Nothing else in plan/ is an assumption about a machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DGX = "DGX data sheet, one adapter a GPU"
 class Gpu:
     """One GPU of a node of eight. Bandwidths in bytes/s, one direction.
 
-    attention: share of the peak that an attention kernel reaches over forward and backward. host_memory: of a node.
+    attention: share of the peak that an attention kernel reaches in forward and backward. host_memory: of a node.
     """
 
     memory_bytes: float
@@ -52,7 +52,7 @@ _GPU_SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number and where it is from."""
+    """A number and its source."""
 
     name: str
     value: float
@@ -107,7 +107,7 @@ POSITIVE_SHARE = _assumed("samples that DMMPT's entropy pass visits", 0.5, "shar
 MEAN_RESPONSE = _assumed("mean completion over rollout.max_response_tokens", 0.35, "", "; --mean-response sets it")
 LENGTH_SPREAD = _assumed("E[length^2] / E[length]^2", 1.5)
 MEAN_PROMPT = _assumed("mean prompt", 2048, "tokens", ": problem, solution and report without their thinking")
-# Step time at 64k for 1, 2 and 4 segments: 1240, 774 and 601 s: what waiting for the longest completions costs.
+# Step times at 64k for 1, 2 and 4 segments, 1240, 774 and 601 s, give the cost of waiting for the longest completions.
 TAILS = {1: 1240 / 601, 2: 774 / 601}
 TAIL = Constant(
     "waiting for the longest completions, 1 / 2 / 4 segments", TAILS[1], "x (1.29, 1.0)", "UloRL, arXiv 2507.19766"
@@ -117,14 +117,14 @@ ASSUMPTIONS = tuple(each for each in list(globals().values()) if isinstance(each
 
 
 def find_gpu(name: str) -> Gpu:
-    """A preset; ValueError with the names where there is none."""
+    """The preset of this name; ValueError lists the names."""
     if name not in GPUS:
         raise ValueError(f"--gpu {name} is not known; presets: {', '.join(GPUS)}")
     return GPUS[name]
 
 
 def gpu_here() -> Gpu | None:
-    """The preset that is nearest to this machine's GPU, with its memory and that of its host; None: no GPU is here."""
+    """The preset nearest to this machine's GPU, with the actual memory of GPU and host; None without a GPU."""
     import os
 
     import torch
@@ -137,7 +137,7 @@ def gpu_here() -> Gpu | None:
 
 
 def constants(gpu: Gpu) -> list[Constant]:
-    """All numbers that a plan for this GPU rests on."""
+    """All constants that a plan for this GPU uses."""
     of_gpu = [
         Constant(label, getattr(gpu, field.name), unit, source)
         for field in fields(gpu)
@@ -147,5 +147,5 @@ def constants(gpu: Gpu) -> list[Constant]:
 
 
 def tail(segments: int) -> float:
-    """Rollout time over the time of its tokens alone: it waits for the longest completions."""
+    """Factor of a rollout's time for waiting for its longest completions."""
     return TAILS.get(segments, TAILS[2] if segments == 3 else 1.0)

@@ -1,4 +1,4 @@
-"""Bytes of a training rank: what it always holds, what a micro-batch leaves behind, and the most of both at once.
+"""Bytes of a training rank: permanent state, a micro-batch's activations, and the peak of both.
 
 Symbols of the formulas: T tokens of a micro-batch (over CP ranks), t = TP, e = bytes of a number of the model's dtype,
 H hidden, N query heads, K key/value heads, D head size, F width of the MLP (of an expert), E experts, k of them a token,
@@ -24,12 +24,12 @@ SIZE = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Training:
-    """The settings that decide the memory of the training ranks.
+    """The settings that determine the memory of training ranks.
 
-    tokens: of the largest micro-batch. num_micro_batches: of a step and rank. head_rows: rows of logits held at once.
+    tokens: of the largest micro-batch. num_micro_batches: of a step and rank. head_rows: rows of logits in memory at once.
     expert_imbalance: rows of the busiest rank's experts over the mean.
-    reference: the frozen model of a KL term, on the same layout and in the same dtype; None: no such term.
-    deterministic: attention keeps copies of the queries' gradient apart. router_replay: of a model with experts.
+    reference: the frozen model of a KL term, in the same layout and dtype; None: no such term.
+    deterministic: attention keeps separate copies of the queries' gradient. router_replay: of a model with experts.
     """
 
     shape: ModelShape
@@ -69,13 +69,13 @@ class Training:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank of pipeline stage `stage`, at the moment when it holds the most.
+    """Peak bytes of one rank of pipeline stage `stage`.
 
-    activations: kept for the backward of all micro-batches in flight. working: of the fullest moment beside that, which
-    `moment` names. reference: weights of the KL term's frozen model. head: chunk of logits, gradient of the hidden states,
-    float32 gradient of the output layer. replay: experts to force, of all micro-batches of the step.
-    host: in CPU memory (offload): optimizer state, and float32 gradients on their way to it; layers' inputs; in pinned memory.
-    Under router_replay "recompute" also the experts that were recorded.
+    activations: saved for the backward of all micro-batches in flight. working: temporary bytes at the peak, which `moment`
+    names. reference: weights of the KL term's frozen model. head: chunk of logits, gradient of the hidden states, float32
+    gradient of the output layer. replay: experts to force, of all micro-batches of the step.
+    host: in CPU memory (offload): optimizer state, its float32 gradients and layers' inputs, in pinned memory; under
+    router_replay "recompute" also the recorded experts.
     """
 
     stage: int
@@ -155,7 +155,7 @@ def optimizer_bytes(setup: Training, counts: RankElements) -> int:
 
 
 def layer_bytes(setup: Training, recompute: Recompute) -> int:
-    """Bytes that one layer keeps of one micro-batch for its backward.
+    """Bytes that one layer saves of one micro-batch for its backward.
 
     full: its input, T H e / t; full_offload: nothing. none, with sequence parallelism:
 
@@ -195,8 +195,8 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
 
 
 def remade_bytes(setup: Training) -> int:
-    """Bytes that recomputation makes again at once: a layer, without its input where that is kept; selective: one norm's output
-    and copies, and the MLP or the experts' activation: R F/ETP e."""
+    """Bytes recomputed at a time: a layer, without its input if that is saved; selective: one norm's output and copies, and the
+    MLP's or the experts' activation: R F/ETP e."""
     s, layout, e = setup.shape, setup.layout, setup.size
     if setup.recompute == "none":
         return 0
@@ -263,7 +263,7 @@ def attention_copies_bytes(setup: Training) -> int:
 
 
 def layer_working_bytes(setup: Training) -> int:
-    """Temporary bytes of one layer, forward or backward, beside what it keeps.
+    """Temporary bytes of one layer, forward or backward, beside its saved activations.
 
     dense    T/t H e 2 + T F/t e 2 [gradients of gate and up]
     experts  forward: R H e [results] + where others send rows

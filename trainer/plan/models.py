@@ -1,4 +1,4 @@
-"""Shapes of published models, for planning where the checkpoint is not at hand. Read from their config.json files."""
+"""Shapes of published models, from their config.json files, for planning without a checkpoint."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ KNOWN = {
 
 
 def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") -> ModelShape:
-    """The shape of the model that a policy without one starts from; shape: policies.<name>.shape; tokenizer: its school's."""
+    """The shape of the random model that a policy without a checkpoint starts from; shape: policies.<name>.shape; tokenizer: its
+    school's."""
     from marsrl.rollout.tasks.registry import TOKENIZERS
     from marsrl.trainer.models.init_model import SHAPES
     from marsrl.trainer.schools.warm_start import SHAPE
@@ -96,16 +97,16 @@ def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") ->
 
 
 def taught_shape(config: RunConfig, policy: PolicyConfig) -> ModelShape | None:
-    """The shape of this policy, which has no model; None: nobody teaches the team of these settings."""
+    """The shape of this policy without a model; None if the team has no warm start."""
     school = school_of(config)
     return None if school is None else warm_start_shape(policy.shape, school.tokenizer)
 
 
 def find_shape(model: str) -> ModelShape:
-    """The shape of a directory's model (config.json is enough), else of a published one by its name.
+    """The shape of a directory's model (config.json suffices), else of a published one by name.
 
     Raises:
-        ValueError: neither a directory nor a name that is known; with the names.
+        ValueError: neither a directory nor a known name; lists the names.
     """
     if Path(model).is_dir():
         return read_shape(model, needs_weights=False)

@@ -1,4 +1,4 @@
-"""GPU and host memory that a policy needs, from the settings: for the plan, and for a dry run on such a machine."""
+"""GPU and host memory that a policy needs, from its settings: for the plan, and for a dry run on a machine with GPUs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ _TWO_CONTEXTS = Layout(1, 1, 1, 1, context=2)
 
 @dataclass(frozen=True)
 class Needs:
-    """GPU and host memory that one policy takes. configured: the config's layout, None where it is not valid (then
-    why_not_configured).
+    """GPU and host memory that one policy takes. configured: the config's layout, None if invalid (see why_not_configured).
 
-    weight_files: bytes in the memory of trainer rank 0's host on their way to the engines, two versions.
-    routed_experts: bytes there of a step's samples, the experts that decoding chose (trainer.router_replay=rollout).
+    weight_files: bytes of files for the engines in the memory of rank 0's host, two versions.
+    routed_experts: bytes there of the experts recorded for a step's samples (trainer.router_replay=rollout).
     """
 
     name: str
@@ -56,14 +55,14 @@ class Needs:
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory on the fullest node: what its ranks keep there, files of weights, and experts of samples."""
+        """Bytes of host memory on the fullest node: its ranks' offloaded state, weight files, and recorded experts."""
         ranks = min(self.job.training.world_size, int(hw.GPUS_PER_NODE.value))
         kept = self.configured.memory.host * ranks if self.configured else 0
         return kept + self.weight_files + self.routed_experts
 
     @property
     def fits(self) -> bool:
-        """The config's layout, engines and host memory."""
+        """True if the config's layout, engines and host memory fit."""
         is_trained = self.configured is not None and self.configured.fits
         return is_trained and self.engine.fits and self.host_bytes <= self.gpu.host_memory
 
@@ -71,7 +70,7 @@ class Needs:
 def needs_of(
     config: RunConfig, name: str, shape: ModelShape, trainers: int, gpu: hw.Gpu, mean_response: float | None = None
 ) -> Needs:
-    """Needs of a trained policy on so many trainer ranks; config: with prompts as shorten_prompts leaves them."""
+    """Needs of a trained policy on so many trainer ranks; config: after shorten_prompts."""
     policy, rollout = config.policies[name], config.rollout
     longest = longest_sequence(config, name)
     response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
@@ -106,7 +105,7 @@ def needs_of(
 
 
 def shortages(needs: Needs) -> Iterator[str]:
-    """Sentences about what does not fit by the formulas, on this GPU and on a host of it."""
+    """Sentences about what does not fit by formula on this GPU and its host."""
     name, engine, configured, gpu = needs.name, needs.engine, needs.configured, needs.gpu
     allowed = gpu.memory_bytes * needs.engines.memory_share
     has_own_cache = needs.engines.cache_bytes is not None
@@ -144,7 +143,7 @@ def shortages(needs: Needs) -> Iterator[str]:
 
 
 def shortages_here(config: RunConfig, name: str, shape: ModelShape, trainers: int) -> list[str]:
-    """The same for the GPU that is here, for a dry run: warnings, because these are formulas; none where no GPU is."""
+    """`shortages` for this machine's GPU, as warnings of a dry run, because they are estimates; none without a GPU."""
     gpu = hw.gpu_here()
     if gpu is None:
         return []
@@ -153,7 +152,7 @@ def shortages_here(config: RunConfig, name: str, shape: ModelShape, trainers: in
 
 
 def _work(config: RunConfig, name: str, response: float) -> Work:
-    """One step's training of a policy, by completions of so many tokens on average."""
+    """One step's training work of a policy, for completions of this mean length."""
     of_policy = [each for each in config.agents if config.agents[each].policy == name]
     of_agent, _ = samples_of_a_step(config)
     samples = sum(of_agent[each] for each in of_policy)
@@ -181,7 +180,7 @@ def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int)
 def _job(
     config: RunConfig, policy: PolicyConfig, shape: ModelShape, trainers: int, work: Work, kept_bytes: float
 ) -> Job:
-    """The training job that layouts are ranked for. kept_bytes: memory of each GPU that engines keep from the trainer."""
+    """The training job for ranking layouts. kept_bytes: memory of each GPU reserved by engines."""
     loss, replay = config.loss, config.trainer.router_replay
     reference = None
     if loss.kl != "none":

@@ -1,4 +1,4 @@
-"""Parameter counts of a rank: every parameter of the mapping, divided by the ranks that cut it."""
+"""Parameter counts of a rank: every parameter of the mapping, divided by the ranks that split it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, padded_rows
 
 @dataclass(frozen=True)
 class Elements:
-    """Numbers of a whole model by how they are cut. Those of layers are of one layer; all layers are alike."""
+    """Parameter counts of a whole model by kind of split. Counts of layers are for one layer; all layers are equal."""
 
     embedding: int  # TP, padded; shared with the head where the model is tied
     head: int  # the same of the output layer; 0 where it is tied
@@ -32,7 +32,7 @@ class Elements:
 
 @dataclass(frozen=True)
 class RankElements:
-    """Numbers on one rank: experts apart, because fewer ranks share their optimizer state."""
+    """Parameter counts of one rank; experts separately, because fewer ranks share their optimizer state."""
 
     dense: int
     expert: int
@@ -44,7 +44,7 @@ class RankElements:
 
 @lru_cache(maxsize=64)
 def elements(shape: ModelShape) -> Elements:
-    """Numbers of the whole model, counted tensor by tensor from the mapping between Hugging Face and Megatron."""
+    """Parameter counts of the whole model, tensor by tensor, from the mapping between Hugging Face and Megatron."""
     found = units(shape, 1)
     layer = [unit for unit in found if unit.name.startswith("decoder.layers.0.")]
 
@@ -64,25 +64,25 @@ def elements(shape: ModelShape) -> Elements:
 
 @lru_cache(maxsize=64)
 def num_tensors(shape: ModelShape) -> int:
-    """Tensors of the model as Hugging Face has it, each expert's by itself."""
+    """Number of tensors in Hugging Face's format, with separate experts."""
     return sum(len(hf_shapes(shape, unit)) for unit in units(shape, 1))
 
 
 def active_elements(shape: ModelShape) -> int:
-    """Numbers that take part in one token's forward pass, the embedding's rows left out (they are looked up)."""
+    """Parameters active in one token's forward pass, without the embedding (a lookup)."""
     e = elements(shape)
     head = e.head or e.embedding
     return head + e.num_layers * (e.layer_cut + e.layer_whole) + active_expert_elements(shape)
 
 
 def active_expert_elements(shape: ModelShape) -> int:
-    """Numbers of experts that take part in one token's forward pass."""
+    """Parameters of experts active in one token's forward pass."""
     e = elements(shape)
     return e.num_layers * (e.layer_experts * shape.experts_per_token // shape.num_experts) if shape.num_experts else 0
 
 
 def rank_elements(shape: ModelShape, layout: Layout, stage: int) -> RankElements:
-    """On a rank of pipeline stage `stage`; the vocabulary is padded to a multiple of TP.
+    """Counts of a rank of pipeline stage `stage`; the vocabulary is padded to a multiple of TP.
 
     dense = L/PP (cut / TP + whole) + [first stage] V H / TP + [last stage] (V H / TP + H); a tied model's last stage has
     its own copy of the embedding where PP > 1.

@@ -1,4 +1,4 @@
-"""Placement of a run: the host and GPU of every rank and engine, and the path of the weights from ranks to engines."""
+"""Placement of a run: the host and GPU of every rank and engine, and the transport of weights from ranks to engines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from marsrl.trainer.config import RunConfig, SyncBackend
 
 
 def with_backend(config: RunConfig, *, on_gpus: bool) -> RunConfig:
-    """The config with sync.backend=auto decided, in one way on all ranks: by the settings and whether there are GPUs.
+    """The config with sync.backend=auto resolved, equally on all ranks, from the settings and the presence of GPUs.
 
-    Engines on the trainer's GPUs map its memory (ipc). Engines on GPUs of their own get each rank's part straight from its
-    GPU (nccl), on one host too: files there would be gathered by one rank, copied to the host's memory and read from
-    there by every engine, the whole model over one GPU's link to the host each time. Without GPUs, and where
-    sync.directory asks for them, files (shm).
+    Engines on the trainer's GPUs map its memory (ipc). Engines on GPUs of their own get each rank's part directly from its
+    GPU (nccl), even on one host: files would be gathered by one rank, copied to the host's memory and read by every engine,
+    moving the whole model over one GPU's link to the host each time. Without GPUs, or with sync.directory, files (shm).
     """
     if config.sync.backend != "auto":
         return config
@@ -35,7 +34,7 @@ def _backend(config: RunConfig, on_gpus: bool) -> SyncBackend:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`num` ranks, or engines of a policy, on one host, from number `first` on, `each` GPUs apiece.
+    """`num` ranks, or engines of a policy, on one host, numbered from `first`, with `each` GPUs apiece.
 
     gpu: the first GPU; None: on the host's CPUs.
     """
@@ -47,7 +46,7 @@ class Tenant:
     gpu: int | None
 
     def text(self, num_hosts: int = 1) -> str:
-        """num_hosts: hosts in a row that look like this one."""
+        """The tenant as text. num_hosts: number of consecutive hosts that look alike."""
         numbers = _range(self.first, self.num * num_hosts)
         who = f"{self.who}{'s' if self.num * num_hosts > 1 else ''} {numbers}"
         if self.gpu is None:
@@ -58,7 +57,7 @@ class Tenant:
 
 @dataclass
 class Host:
-    """A host and who is on it. name: "trainer host", "engine host", "this host". free: its GPUs for further engines."""
+    """A host and its tenants. name: "trainer host", "engine host", "this host". free: its GPUs for further engines."""
 
     name: str
     tenants: list[Tenant]
@@ -66,9 +65,9 @@ class Host:
 
 
 def placement(config: RunConfig, host: TrainerHost, world_size: int) -> list[Host]:
-    """All hosts with their ranks and engines, trainer hosts first; which engine gets which of its host's GPUs is Ray's choice.
+    """All hosts with their ranks and engines, trainer hosts first; Ray assigns a host's GPUs to its engines.
 
-    Hosts of engines that are not known yet are taken to have as many GPUs as this one, and a slot each where it has none.
+    Engine hosts that are not known yet are assumed to have as many GPUs as this one, or a slot each if it has none.
     """
     hosts, rollout, has_gpus = list[Host](), config.rollout, host.num_gpus > 0
     for first in range(0, world_size if host.num_ranks else 0, max(1, host.num_ranks)):
@@ -115,7 +114,7 @@ def _add_engines(hosts: list[Host], policy: str, rollout: RolloutConfig, more_gp
 
 
 def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> list[str]:
-    """For people: a line a host, hosts that look alike in one; then how weights travel."""
+    """The placement as text: a line for each host, equal hosts merged, and the transport of weights."""
 
     def looks(place: tuple[int, Host]) -> tuple[object, ...]:
         i, one = place
@@ -139,7 +138,7 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
 
 
 def rebalance_outlook(config: RunConfig, *, has_gpus: bool) -> str:
-    """Moves that rollout.rebalance can make, in words. has_gpus: an engine takes some, else a slot."""
+    """Possible moves of rollout.rebalance, as text. has_gpus: an engine takes GPUs, otherwise a slot."""
     asked = {agent.policy for agent in config.agents.values()}
     of = {
         name: config.rollout_of(name) for name, each in config.policies.items() if each.openai is None and name in asked

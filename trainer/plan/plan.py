@@ -1,4 +1,4 @@
-"""The plan of a run: its policies on so many GPUs, from its settings alone."""
+"""The plan of a run: its policies on a number of GPUs, from its settings alone."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from marsrl.trainer.plan.refusals import refusals_of, why_not_backend
 class PolicyPlan(Needs):
     """Needs of one policy, and its alternatives.
 
-    options: valid layouts in all recompute modes, the best first; what does not fit comes last.
-    splits: other ways to decode and to split the GPUs, the shortest step first; of engines with GPUs of their own and a
-        policy that is alone.
+    options: valid layouts in all recompute modes, the best first; those that do not fit come last.
+    splits: other ways to decode and to split the GPUs, the shortest step first; only for a single policy whose engines have
+        their own GPUs.
     """
 
     options: tuple[Option, ...]
@@ -59,7 +59,7 @@ class PolicyPlan(Needs):
 
     @property
     def chosen(self) -> Option | None:
-        """The config's layout where it fits, else the best that does; None: nothing fits."""
+        """The config's layout if it fits, else the best that does; None if nothing fits."""
         if self.configured is not None and self.configured.fits:
             return self.configured
         return self.options[0] if self.options and self.options[0].fits else None
@@ -67,7 +67,7 @@ class PolicyPlan(Needs):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a whole run. refused: what stops it as it starts; notes: what does not fit, in sentences."""
+    """The plan of a whole run. refused: reasons that stop it at the start; notes: sentences about what does not fit."""
 
     gpu: str
     num_gpus: int
@@ -81,12 +81,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """The settings as they are would run."""
+        """True if the settings would run unchanged."""
         return not self.refused and all(policy.fits for policy in self.policies)
 
     @property
     def step_s(self) -> float | None:
-        """Rollout, updates and publishing of one step; None where nothing fits."""
+        """Seconds of one step with rollout, updates and publishing; None if nothing fits."""
         chosen = [p.chosen for p in self.policies]
         updates = [each.time.total for each in chosen if each is not None]
         if len(updates) < len(chosen):
@@ -102,8 +102,7 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         mean_response: completion tokens on average; default: a share of rollout.max_response_tokens (hardware.py).
 
     Raises:
-        ValueError: no GPU of this name, a model of unknown shape, fewer GPUs than the engines alone need, or a number that
-            nobody has.
+        ValueError: an unknown GPU, a model of unknown shape, fewer GPUs than the engines alone need, or an absurd number.
     """
     gpu = hw.find_gpu(gpu_name)
     if not 1 <= num_gpus <= MOST_RANKS:
@@ -155,7 +154,7 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
 
 
 def _refused_engines(config: RunConfig, loads: Mapping[str, Load]) -> list[str]:
-    """Engines that no host can hold, or over whose GPUs the model cannot be cut."""
+    """Reasons against engines that no host can hold, or whose GPUs cannot split the model."""
     found = []
     for name, load in loads.items():
         vllm = config.rollout_of(name).vllm
@@ -167,7 +166,7 @@ def _refused_engines(config: RunConfig, loads: Mapping[str, Load]) -> list[str]:
 
 
 def _shape(config: RunConfig, name: str, policy: PolicyConfig) -> ModelShape:
-    """The shape of the policy's model, or of the one that a school makes."""
+    """The shape of the policy's model, or of its warm start's."""
     shape = find_shape(policy.model) if policy.model else taught_shape(config, policy)
     if shape is None:
         raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
@@ -190,7 +189,7 @@ def _policy(
 
 
 def _notes_on_the_split(loads: Mapping[str, Load], gpu: hw.Gpu, config: RunConfig) -> list[str]:
-    """The policies' share of the engines' GPUs, and a faster one."""
+    """Notes on the policies' shares of the engines' GPUs, and on a faster split."""
     if (
         len(loads) < 2
         or config.rollout.placement == "local"

@@ -1,5 +1,5 @@
-"""All layouts and recompute modes that could train a policy: which fit, how long a step takes, why the others do not; and other
-ways to decode and to split the GPUs."""
+"""All layouts and recompute modes for a policy: memory, step time, and reasons why some do not fit; and other ways to decode and
+to split the GPUs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from marsrl.trainer.plan.memory import RankMemory, Recompute, Training, most_loa
 from marsrl.trainer.plan.speed import StepTime, Work, step_time
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full", "full_offload")
-_TENSOR_PARALLEL = (1, 2, 4, 8)  # an engine stands on one node
-_MAX_NUM_SEQS = 256  # vLLM's default; more requests make its steps longer, not its cache larger
+_TENSOR_PARALLEL = (1, 2, 4, 8)  # an engine is on one node
+_MAX_NUM_SEQS = 256  # vLLM's default; more requests lengthen its steps, without a larger cache
 
 
 @dataclass(frozen=True)
 class Job:
     """A training job: `training` in any layout and recompute mode.
 
-    shared_bytes: on the same GPU beside this policy's training (an engine in the same process). scored: the models that run
-    forward once before the update. cuts_sequences: context parallelism is possible.
+    shared_bytes: used on the same GPU beside this policy's training (an engine in the same process). scored: the models with a
+    forward pass before the update. cuts_sequences: context parallelism is possible.
     """
 
     training: Training
@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to train. needed: bytes of the fullest GPU, with what the process and fragmentation take."""
+    """One way to train. needed: bytes on the fullest GPU, including process overhead and fragmentation."""
 
     layout: Layout
     recompute: Recompute
@@ -52,7 +52,7 @@ class Option:
 
     @property
     def why_not(self) -> str:
-        """The largest part of what does not fit, with its remedy."""
+        """The largest part of the memory, if it does not fit, with a remedy."""
         memory, fewer = self.memory, "more tensor, expert or pipeline ranks"
         shorter = "tensor or context ranks, or shorter sequences"
         parts = {
@@ -69,7 +69,7 @@ class Option:
 
 
 def options(job: Job, gpu: hw.Gpu) -> list[Option]:
-    """Every layout that is valid, in every recompute mode; the fastest that fits first, then what comes closest."""
+    """Every valid layout in every recompute mode; those that fit first, fastest first, then the closest."""
     layouts = [
         each for each in fitting(job.training.shape, job.training.world_size) if each.context == 1 or job.cuts_sequences
     ]
@@ -98,7 +98,7 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
 
 
 def best_of_each_layout(found: Sequence[Option]) -> list[Option]:
-    """The first option of every layout, in the order of `found`: a layout is listed once."""
+    """The first option of every layout, in the order of `found`."""
     first: dict[Layout, Option] = {}
     for each in found:
         first.setdefault(each.layout, each)
@@ -107,7 +107,7 @@ def best_of_each_layout(found: Sequence[Option]) -> list[Option]:
 
 @dataclass(frozen=True)
 class Split:
-    """So many GPUs train, the others decode. update: the fastest layout that fits on them."""
+    """A split into GPUs that train and GPUs that decode. update: the fastest layout that fits on the former."""
 
     num_trainers: int
     engines: EngineSetup
@@ -120,7 +120,7 @@ class Split:
 def step_seconds(rollouts: Sequence[float], updates: Sequence[float], syncs: Sequence[float], overlap: int) -> float:
     """Seconds of one step of all policies, from the seconds of each.
 
-    Policies decode side by side, and are updated and published in turn: max(rollouts) + sum(updates) + sum(syncs). With
+    Policies decode concurrently, and are updated and published in turn: max(rollouts) + sum(updates) + sum(syncs). With
     rollout.overlap the engines decode while the trainer trains, and only a publish stops both:
     max(max(rollouts), sum(updates)) + sum(syncs).
     """
@@ -129,9 +129,9 @@ def step_seconds(rollouts: Sequence[float], updates: Sequence[float], syncs: Seq
 
 
 def splits(job: Job, load: Load, backend: SyncBackend, overlap: int, num_gpus: int, gpu: hw.Gpu) -> list[Split]:
-    """The fastest of each way to decode, one policy alone; the shortest step first.
+    """The fastest split for each way to decode, for a single policy; the shortest step first.
 
-    Ways: GPUs an engine, KV cache in the policy's dtype or FP8. Trainers: whole nodes where there are several.
+    Ways: GPUs an engine, KV cache in the policy's dtype or FP8. Trainers: whole nodes if there are several.
     """
     of_node = int(hw.GPUS_PER_NODE.value)
     unit = of_node if num_gpus > of_node else 1
@@ -154,7 +154,7 @@ def splits(job: Job, load: Load, backend: SyncBackend, overlap: int, num_gpus: i
 
 
 def _setups(now: EngineSetup) -> Iterator[EngineSetup]:
-    """Engine setups that the model can be cut for; with a cache in FP8 for a model in bfloat16."""
+    """Engine setups that can split the model; also with an FP8 cache for a bfloat16 model."""
     caches: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8") if now.dtype == "bfloat16" else ("auto",)
     most = max(now.max_num_seqs, _MAX_NUM_SEQS)
     for tensor, cache in itertools.product(_TENSOR_PARALLEL, caches):

@@ -1,5 +1,4 @@
-"""Refusals of a machine, of settings that are right by themselves: engines, the optimizer and the weight sync have to find there
-what they need."""
+"""Refusals of valid settings by a machine that lacks what engines, optimizer or weight sync need."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
 
 
 def slow_records(config: RunConfig, host: TrainerHost) -> list[str]:
-    """Agents whose draws vLLM's own sampler has to list the vocabulary for (docs/credit.md)."""
+    """Warnings about agents for whose draws vLLM's own sampler must list the whole vocabulary (docs/credit.md)."""
     return [
         f"agents.{name} leaves no token out, and the engines of policies.{agent.policy} list at each place what was kept "
         "(loss.truncation=renormalise): vLLM's own sampler is slow at it; set top_p or top_k, or rollout.vllm.sampler=marsrl"
@@ -52,14 +51,14 @@ def slow_records(config: RunConfig, host: TrainerHost) -> list[str]:
 
 
 def check_extra(config: RunConfig) -> None:
-    """rollout.vllm.extra is what vLLM takes, where it is installed; where not, engines stand elsewhere and ask theirs."""
+    """Check rollout.vllm.extra against vLLM, if it is installed here; otherwise the engines' hosts check it."""
     if importlib.util.find_spec("vllm") is not None:
         for vllm in vllm_of(config).values():
             checked_extra(vllm.extra)
 
 
 def check_machine(config: RunConfig, host: TrainerHost) -> None:
-    """Engines, optimizer and weight files can be where the config wants them."""
+    """Check that engines, optimizer and weight files can be where the config puts them."""
     import torch
 
     has_cuda, sync = torch.cuda.is_available(), config.sync
@@ -67,7 +66,7 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
         raise ConfigError(
             f"rollout.placement=colocated: {NO_SLEEP_ON_CPU}, or rollout.engine=local, whose sleep moves nothing on a CPU"
         )
-    if int(os.environ.get("RANK", "0")) == 0:  # the others may stand on another host, and see other GPUs and folders
+    if int(os.environ.get("RANK", "0")) == 0:  # other ranks may be on other hosts, with other GPUs and folders
         if sync.directory is not None and not os.access(sync.directory, os.W_OK | os.X_OK):
             raise ConfigError(f"sync.directory is {sync.directory}, which is no folder that can be written to: make it")
         if found := refusals_of(config, host):
@@ -80,7 +79,7 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
 
 
 def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
-    """Refusals of these settings by engines and trainer on that host."""
+    """Reasons why engines or trainer on that host refuse these settings."""
     files = (config.sync.directory or "/dev/shm") if config.sync.backend == "shm" else None
     found = list(refusals(config.served_rollouts, host, weight_files=files))
     for name, vllm in vllm_of(config).items():
@@ -90,12 +89,12 @@ def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
 
 
 def vllm_of(config: RunConfig) -> dict[str, VllmOptions]:
-    """rollout.vllm as each policy has it that vLLM serves."""
+    """The vLLM options of each policy that vLLM serves."""
     if config.rollout.engine != "vllm":
         return {}
     return {name: config.rollout_of(name).vllm for name, each in config.policies.items() if each.openai is None}
 
 
 def engines_device(host: TrainerHost) -> str:
-    """Device of the engines: GPUs where rank 0 sees one."""
+    """Device of the engines: GPUs if rank 0 sees one."""
     return "cuda" if host.num_gpus else "cpu"

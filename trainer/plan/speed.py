@@ -1,7 +1,7 @@
-"""Seconds of a training step on its ranks: floating-point work, memory traffic and links, one after the other.
+"""Seconds of a training step on its ranks: floating-point work, memory traffic and links, added up.
 
-Nothing overlaps here: the trainer does not overlap its collectives with computation, and a plan had better be late than
-early. Symbols as in memory.py.
+Nothing overlaps: the trainer does not overlap collectives with computation, and a plan should rather be pessimistic. Symbols as
+in memory.py.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Work:
 
     @property
     def mean_length(self) -> float:
-        """Mean length of the sequence that a token is in: longer ones hold more tokens."""
+        """Mean sequence length over tokens, so longer sequences weigh more."""
         return self.tokens / self.sequences * hw.LENGTH_SPREAD.value
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one update, by what takes them. bubble: ranks of a pipeline that wait for their turn. scoring: forward
-    passes before it (reference, old log-probs). offloading: of layers' inputs, there and back."""
+    """Seconds of the parts of one update. bubble: idle time of pipeline ranks. scoring: forward passes before it (reference, old
+    log-probs). offloading: of layers' inputs, both ways."""
 
     linear: float
     experts: float
@@ -59,7 +59,7 @@ class StepTime:
 def step_time(
     setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool, scored: Sequence[ModelShape] = ()
 ) -> StepTime:
-    """Seconds of one update of one policy. scored: the models that run forward once before it.
+    """Seconds of one update of one policy. scored: the models with a forward pass before it.
 
     linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute; experts the same
                 selective: r = 1 for a dense layer's MLP only
@@ -115,7 +115,7 @@ def step_time(
         expert_parallel += exchanges * gathered / _link(gpu, layout.expert_tensor)
     keys = 2 * tokens * shape.num_kv_heads * shape.head_size / layout.tensor * e * num_layers
     context_parallel = (2 + again) * keys * (layout.context - 1) / layout.context
-    context_parallel /= _link(gpu, layout.tensor * layout.context)  # such a group lies across the tensor groups
+    context_parallel /= _link(gpu, layout.tensor * layout.context)  # such a group spans the tensor groups
     busy = linear + experts + attention + head + elementwise + tensor_parallel + expert_parallel + context_parallel
     bubble = busy * (layout.pipeline - 1) / max(1.0, micro_batches)
     return StepTime(

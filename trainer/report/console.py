@@ -18,13 +18,13 @@ from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, compared, of_other_inputs
 from marsrl.trainer.report.warnings_log import append_warning
 
-PLAIN_INTERVAL_S = 15.0  # between lines of a bar that goes to a file: a 10-minute run stays under a hundred lines
+PLAIN_INTERVAL_S = 15.0  # seconds between lines of a bar in a file: keeps a 10-minute run under a hundred lines
 
 
 class Bar:
-    """Progress of one thing: a count with its rate, the time left and a note (a loss). show: draws it when it has changed.
+    """A progress bar: a count with its rate, the time left and a note (a loss). show: redraws it after changes.
 
-    A bar that is never advanced shows nothing.
+    A bar that never advances shows nothing.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Bar:
         self.update(self.completed + count, note)
 
     def update(self, completed: int, note: str | None = None) -> None:
-        """Set how much is done, in `unit`; note None keeps the last one."""
+        """Set the progress, in `unit`; note None keeps the last one."""
         self.completed = completed
         self.note = self.note if note is None else note
         self.is_begun = True
@@ -53,7 +53,7 @@ class Bar:
 
     @property
     def pace(self) -> str:
-        """Rate, time left at that rate and note, as far as they are known."""
+        """Rate, time left at that rate, and note, as far as known."""
         elapsed_s, parts = time.monotonic() - self._start, []
         if elapsed_s > 0 and self.unit:
             rate = self.completed / elapsed_s
@@ -77,14 +77,14 @@ class RunConsole:
             bar.advance(note="loss 0.31")
         console.results(summary)
 
-    Text is printed as it is: a `[red]` that a model or a path holds is no markup here.
+    Text is printed literally: `[red]` in a model's text or a path is no markup.
     """
 
     def __init__(self, rank: int = 0, stream: TextIO | None = None) -> None:
         self.is_quiet = rank != 0
         self._console = Console(file=stream or sys.stderr, quiet=self.is_quiet, highlight=False)
         self._kept: Path | None = None
-        self.step = 0  # of the run, as its warnings say it
+        self.step = 0  # the run's step, for its warnings
 
     def message(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
@@ -100,7 +100,7 @@ class RunConsole:
 
     @contextmanager
     def progress(self, description: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
-        """A bar for the body. total None: not known, only the count and the rate are shown."""
+        """A bar for the body. total None: unknown, so only count and rate are shown."""
         if self.is_quiet:
             yield Bar(description, total, unit)
         elif self._console.is_terminal:
@@ -129,7 +129,7 @@ class RunConsole:
                 self.message(bar.line)
 
     def results(self, summary: Summary) -> None:
-        """The table before / after with 95% intervals; nothing where nothing was evaluated."""
+        """Print the before / after table with 95% intervals; nothing without an evaluation."""
         if summary.before is None and summary.after is None:
             return
         title = f"{summary.name}: held-out problems, 95% intervals over problems"
@@ -143,7 +143,7 @@ class RunConsole:
         self._console.print(table)
 
     def teams(self, evaluated: Sequence[tuple[str, Evaluation, float]]) -> None:
-        """A table of teams: accuracy, and the cost of an episode by agent. evaluated: (name, evaluation, seconds)."""
+        """Print a table of teams: accuracy, and the cost of an episode by agent. evaluated: (name, evaluation, seconds)."""
         table = table_of(f"{MEANING}; seconds: of the whole evaluation", "", "correct", *COLUMNS, "seconds")
         for name, evaluation, seconds in evaluated:
             whole, parts = episode_costs(evaluation)
@@ -166,7 +166,7 @@ def table_of(title: str, *headings: str) -> Table:
 
 
 def _rows_at(evaluation: Evaluation) -> list[tuple[str, Estimate]]:
-    """Rows of each set: its system, the first agent alone, and pass@k and its kin at the largest k."""
+    """Rows of each set: the system, the first agent alone, and pass@k and majorities at the largest k."""
     rows = []
     for prefix, each in {"": evaluation, **{f"{name} ": each for name, each in evaluation.sets.items()}}.items():
         rows += [(f"{prefix}alone", each.alone)] if each.alone is not None else []

@@ -1,5 +1,5 @@
-"""Usage, cost and latency of agents, policies and the judge, by a price table: as metrics of a
-step, and of an evaluation as rows of a table, the same in `marsrl evaluate` and `marsrl compare`."""
+"""Usage, cost and latency of agents, policies and the judge, by a price table: as a step's metrics, and as an evaluation's
+table in `marsrl evaluate` and `marsrl compare`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.config import PolicyConfig, PriceConfig
 from marsrl.trainer.report.summary import Estimate, Evaluation, JudgeUsage, Latency, Usage, estimate
 
-_ENOUGH_CALLS = 8  # of a step, below which errors of a tool say nothing
+_ENOUGH_CALLS = 8  # calls in a step, below which a tool's errors are not meaningful
 _MOST_OF_AN_ERROR = 300  # characters
 COLUMNS = ("calls", "input tokens", "output tokens", "cost", "engine s", "median s", "p95 s")
 MEANING = (
@@ -49,9 +49,9 @@ def cost_metrics(
 
 
 def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
-    """tools/<name>/share of one step: of the calls of all tools; nothing where none was called (MARS, its figures of tool use).
+    """tools/<name>/share of one step, of all tools' calls; empty without calls (MARS, its figures of tool use).
 
-    Pages are no call of an agent's, but of a tool that reads them.
+    Pages are read by tools, and do not count as agents' calls.
 
     Args:
         counted: the batch's metrics, with tools/<name>/calls (rollout/tools/pool.py).
@@ -63,11 +63,11 @@ def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
 
 
 def failing_tools(counted: Mapping[str, float], last_errors: Mapping[str, str]) -> list[str]:
-    """Warnings of tools whose calls were mostly errors in a step: a server that is gone, a key that is used up.
+    """Warnings about tools whose calls were mostly errors in a step, such as a lost server or an exhausted key.
 
     Args:
         counted: the batch's metrics, with tools/<name>/calls and errors (rollout/tools/pool.py).
-        last_errors: what each tool's last run said that was an error. A tool without one did not fail: its calls were wrong.
+        last_errors: text of each tool's last failed run. A tool without one did not fail: its calls were invalid.
     """
     found = []
     for name, error in last_errors.items():
@@ -81,9 +81,9 @@ def failing_tools(counted: Mapping[str, float], last_errors: Mapping[str, str]) 
 
 
 def judge_metrics(counted: Mapping[str, float], price: PriceConfig | None) -> dict[str, float]:
-    """judge/missing_share, yes_share and agreement with the task's own judgement, and judge/spent where there is a price.
+    """judge/missing_share, yes_share and agreement with the task's own judgement, and judge/spent if there is a price.
 
-    counted: metrics of a batch, or of an evaluation, as ModelJudge.take_counts has them; {} where nothing was judged.
+    counted: metrics of a batch or an evaluation by ModelJudge.take_counts; {} if nothing was judged.
     """
     calls = counted.get("judge/calls", 0)
     if not calls:
@@ -100,7 +100,7 @@ def judge_metrics(counted: Mapping[str, float], price: PriceConfig | None) -> di
 
 
 def judge_usage(counted: Mapping[str, float], policy: str, price: PriceConfig | None) -> JudgeUsage | None:
-    """The same of an evaluation; None where nothing was judged."""
+    """The judge's usage in an evaluation; None if nothing was judged."""
     found = judge_metrics(counted, price)
     if not found:
         return None
@@ -133,7 +133,7 @@ def usage(
 
 
 def latency(seconds: Sequence[float]) -> Latency | None:
-    """Median and 95th percentile of episodes that took so long, by the nearest rank; None where there is none."""
+    """Median and 95th percentile of episodes' seconds, by the nearest rank; None without any."""
     ended = sorted(seconds)
     if not ended:
         return None
@@ -142,9 +142,9 @@ def latency(seconds: Sequence[float]) -> Latency | None:
 
 
 class EpisodeClock:
-    """Seconds from an episode's first request to its end. A rollout calls it, from any thread.
+    """Seconds from an episode's first request to its end. Called by a rollout, from any thread.
 
-    An episode that began before this process did (a run that goes on) is not counted.
+    Episodes that began before this process (in a resumed run) are not counted.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -159,7 +159,7 @@ class EpisodeClock:
             self._seconds.append(self._now() - began)
 
     def metrics(self) -> dict[str, float]:
-        """latency_s/episode_p50 and _p95 of the episodes that have ended since the last call; nothing where none has."""
+        """latency_s/episode_p50 and _p95 of the episodes that ended since the last call; empty without any."""
         found, self._seconds = latency(self._seconds), []
         if found is None:
             return {}
@@ -197,7 +197,7 @@ def episode_costs(evaluation: Evaluation) -> tuple[EpisodeCost, list[EpisodeCost
 
 
 def _used(used: Sequence[Usage], episodes: int) -> tuple[str, ...]:
-    """Calls, tokens in and out, cost, where all have a price, and seconds of engines, where they are known."""
+    """Calls, tokens in and out, cost if all have a price, and engine seconds if known."""
     if not used:
         return ("",) * 5
     spent = [each.spent for each in used]

@@ -1,6 +1,6 @@
 """Metrics of each agent from a step's groups: rewards, advantages, lengths and verdicts.
 
-Pure functions. A name whose value nothing defines (the mean of no reward) is left out; it is never NaN and never 0.
+Pure functions. An undefined value (the mean of no reward) is left out, never NaN or 0.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from marsrl.rollout.types import Finish, Group, Sample
 
 ONE_SIDED = 0.95
-MIN_VERDICTS = 20  # 1 / (1 - ONE_SIDED): among fewer, one dissenting verdict already is more than the share we look for
+MIN_VERDICTS = 20  # 1 / (1 - ONE_SIDED): among fewer, a single dissenting verdict already exceeds the share
 
 
 def summarise(
@@ -31,7 +31,7 @@ def summarise(
         num_unfinished: samples carried over to a later stage.
         advantages: {sample uid: advantage}, as trained on; without it no advantage metric.
         verifiers: agents that give verdicts; default: those with at least one that could be read.
-        frozen: agents whose policy has one version for ever; their samples are never stale.
+        frozen: agents of frozen policies; their samples are never stale.
 
     Returns:
         reward/all/mean               over the present rewards of all agents
@@ -56,7 +56,7 @@ def summarise(
     }
     for finish in Finish:
         metrics[f"rollout/finish_{finish.value}"] = sum(sample.finish is finish for sample in samples)
-    # a sample that an engine gave up before its first token has no segment and no age
+    # a sample that failed before its first token has no segment and no age
     staleness = [version - s.oldest_version for s in samples if s.segments and s.agent not in frozen]
     if staleness:
         metrics["rollout/staleness_mean"] = _mean(staleness)
@@ -85,9 +85,9 @@ def team_metrics(counted: Mapping[str, float]) -> dict[str, float]:
 
 
 def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
-    """A sentence for every agent whose readable verdicts are over 95% the same: it no longer judges.
+    """A warning for every agent with over 95% equal readable verdicts: it no longer judges.
 
-    Fewer than 20 verdicts of an agent say nothing and give no warning.
+    Fewer than 20 verdicts of an agent give no warning.
     """
     counts: dict[str, list[int]] = {}
     for group in groups:
@@ -132,7 +132,7 @@ def _verdict_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
     metrics = {f"verdicts/{agent}/missing": 1 - len(verdicts) / len(samples)}
     if verdicts:
         metrics[f"verdicts/{agent}/fraction_wrong"] = _mean([not verdict for verdict in verdicts])
-    # A verdict agrees with the solution or not (Orchestration.reward), which tells what the solution was.
+    # The reward tells if the verdict agrees with the solution (Orchestration.reward), and so if the solution was right.
     judged = [(s.verdict, s.reward.parts["verdict"]) for s in samples if "verdict" in s.reward.parts]
     of_wrong = [agrees for verdict, agrees in judged if verdict == (agrees == 0)]
     if of_wrong:

@@ -1,4 +1,4 @@
-"""metrics.jsonl and its copies (TensorBoard; wandb when asked): one line a step, each step once, always valid JSON."""
+"""metrics.jsonl and its copies (TensorBoard; optionally wandb): one line a step, each step once, always valid JSON."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         with MetricsLog(run, resume_step=checkpoint.step) as metrics:
             metrics.log(13, {"actor/loss": 0.1, ...})
 
-    resume_step: the last step that the checkpoint contains; lines after it belong to work that is lost and are cut
-    off (0 cuts all but a line of step 0). Needed where the run has a metrics.jsonl already; None refuses to touch it.
-    TensorBoard is told to forget the same steps; its event files keep them, its pages do not show them.
+    resume_step: the last step in the checkpoint; later lines belong to lost work and are cut off (0 keeps only a line of step 0).
+    Required if the run already has a metrics.jsonl; None refuses to touch it. TensorBoard purges the same steps: its event files
+    keep them, its pages do not show them.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._wandb = _start_wandb(wandb_project, run, resume_step) if wandb_project is not None else None
         self._tensorboard: Any = None
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # here: a run without it need not import tensorboard
+            from torch.utils.tensorboard import SummaryWriter  # imported here: optional
 
             purge_step = None if resume_step is None else resume_step + 1
             self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=purge_step)
         self._file = open(run.metrics, "ab")  # noqa: SIM115 - open for the life of the log
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step. Steps must increase: a line a step is what resume and every reader rely on."""
+        """Write one step. Steps must increase: resume and all readers rely on one line a step."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"metrics of step {step} come after step {self._last_step}; each step is logged once")
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
@@ -93,16 +93,16 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:
-    """Every whole line. A torn last line (the run died while writing it, or is writing it now) is left out.
+    """Every complete line. A torn last line (the run died while writing it, or is writing it now) is skipped.
 
     Raises:
-        ValueError: another line is no metrics object; says which.
+        ValueError: another line, which the message names, is invalid.
     """
     return [row for row, _ in parse_metrics(path.read_bytes(), path)]
 
 
 def parse_metrics(content: bytes, path: Path) -> Iterator[tuple[MetricsRow, bytes]]:
-    """Every whole line of what was read of a file, and what it says; path: for the error of `read_metrics`."""
+    """Every complete line in a file's content, with its parsed value; path: for the error of `read_metrics`."""
     for number, line in enumerate(
         content.split(b"\n")[:-1], start=1
     ):  # what follows the last newline is torn, or empty
@@ -119,19 +119,19 @@ def parse_metrics(content: bytes, path: Path) -> Iterator[tuple[MetricsRow, byte
 
 
 def _truncate(path: Path, last_step: int) -> int | None:
-    """Drop the lines after last_step and a torn line; returns the last step left."""
+    """Drop lines after last_step and a torn line; return the last remaining step."""
     kept = [(row, line) for row, line in parse_metrics(path.read_bytes(), path) if row.step <= last_step]
     write_atomically(path, b"".join(line + b"\n" for _, line in kept))
     return kept[-1][0].step if kept else None
 
 
 def _start_wandb(project: str, run: RunDirectory, resume_step: int | None) -> Any:
-    """Start a wandb run; it talks to the network, so it happens only where run.wandb names a project."""
+    """Start a wandb run. It uses the network, so only if run.wandb names a project."""
     try:
         import wandb
     except ImportError as error:
         raise RuntimeError(
             f"run.wandb={project} asks for wandb, which is not installed; `pip install wandb`, or unset run.wandb"
         ) from error
-    resume = "must" if resume_step else "allow" if run.existed else "never"  # 0: a start that may have failed before
+    resume = "must" if resume_step else "allow" if run.existed else "never"  # 0: an earlier start may have failed
     return wandb.init(project=project, name=run.path.name, id=run.path.name, dir=str(run.path), resume=resume)

@@ -1,4 +1,4 @@
-"""Parquet files with a dataclass a row: written whole or not at all, read with errors that name the file."""
+"""Parquet files with a dataclass for each row: written atomically, read with errors that name the file."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def write_rows(path: Path, schema: pa.Schema, groups: Iterable[Sequence[dict[str
 
 @contextmanager
 def opened(path: str | Path, what: str) -> Iterator[pq.ParquetFile]:
-    """The file, to read in the body. what: it holds.
+    """Open the file for reading in the body. what: describes its contents in errors.
 
     Raises:
-        ValueError: the file is gone or damaged; says which.
+        ValueError: the file, which the message names, is missing or damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -1,10 +1,10 @@
-"""A run's numbers for Prometheus at 127.0.0.1:run.prometheus_port/metrics, rank 0 alone.
+"""A run's numbers for Prometheus at 127.0.0.1:run.prometheus_port/metrics, on rank 0 only.
 
     reward/solver/mean           marsrl_reward_mean{agent="solver"}          reward/all/mean: without a label
     small/actor/loss             marsrl_actor_loss{policy="small"}
-    rollout/engine_restarts      marsrl_rollout_engine_restarts_total        what a step counts, added up since this start
+    rollout/engine_restarts      marsrl_rollout_engine_restarts_total        a step's counts, added up since this start
 
-The gauges are the row of metrics.jsonl, those of the last step; beside them is what can be asked at any time. docs/prometheus.md
+Gauges have the values of the last step, as in metrics.jsonl; others are current at each scrape. docs/prometheus.md
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Labels = tuple[tuple[str, str], ...]
 def sample_of(name: str, agents: Collection[str], policies: Collection[str]) -> tuple[str, Labels]:
     """The Prometheus name and labels of a metric of metrics.jsonl.
 
-    policies: those that metrics have in front, () where one is trained alone.
+    policies: prefixes of metrics; () if only one policy is trained.
     """
     parts, labels = name.split("/"), dict[str, str]()
     if len(parts) > 2 and parts[0] in policies:
@@ -59,8 +59,8 @@ def sample_of(name: str, agents: Collection[str], policies: Collection[str]) -> 
 class MetricsPort:
     """Contents of the metrics port. A prometheus_client collector: read by server threads, written by the run's.
 
-    num_steps: run.steps. engines: {policy: engines that serve}; silences_s: {rank: seconds without a word}; both are asked at a
-    scrape.
+    num_steps: run.steps. engines: {policy: serving engines}; silences_s: {rank: seconds since its last heartbeat}; both are
+    called at each scrape.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class MetricsPort:
         self._last: tuple[int | None, float, dict[str, dict[Labels, float]]] = (None, time.monotonic(), {})
 
     def show(self, step: int, row: Mapping[str, float]) -> None:
-        """Show the metrics of this step. Of two that become one name, the later is shown."""
+        """Show the metrics of this step. If two get one name, the later one is shown."""
         gauges: dict[str, dict[Labels, float]] = {}
         totals = {name: dict(values) for name, values in self._totals.items()}
         for metric, value in row.items():
@@ -92,11 +92,11 @@ class MetricsPort:
                 of_name[labels] = of_name.get(labels, 0.0) + value
             else:
                 gauges.setdefault(name, {})[labels] = float(value)
-        self._totals = totals  # replaced whole: a scrape may be looking at those before
+        self._totals = totals  # replaced, not changed: a scrape may be reading the old ones
         self._last = (step, time.monotonic(), gauges)
 
     def collect(self) -> Iterator[Any]:
-        """Metric families, as prometheus_client asks its collectors for them."""
+        """Metric families, in the form that prometheus_client expects from collectors."""
         from prometheus_client.core import Metric
 
         def family(name: str, text: str, kind: str, values: Mapping[Labels, float]) -> Metric:
@@ -138,7 +138,7 @@ def served(port: int, shown: MetricsPort) -> Iterator[None]:
     """Serve http://127.0.0.1:port/metrics in the body.
 
     Raises:
-        RuntimeError: the port cannot be had; says why.
+        RuntimeError: the port is not available, with the reason.
     """
     from prometheus_client import CollectorRegistry, start_http_server
 

@@ -1,10 +1,10 @@
-"""samples/step_N.parquet: every sample of a step, for people, the viewer and whatever reads Parquet (DuckDB, pandas, Polars).
+"""samples/step_N.parquet: every sample of a step, for people, the viewer and any reader of Parquet (DuckDB, pandas, Polars).
 
     duckdb -c "SELECT agent, avg(reward) FROM 'runs/a/samples/*.parquet' GROUP BY agent"
     python -c "import pandas; print(pandas.read_parquet('runs/a/samples/step_3.parquet'))"
 
-A row a sample: step, line (from 1) and the fields of SampleRecord. What a model wrote is kept as it is, but for lone
-surrogates, which no UTF-8 file can hold: each is a "?".
+A row for each sample: step, line (from 1) and the fields of SampleRecord. Models' texts are unchanged, except that lone
+surrogates, which UTF-8 cannot encode, become "?".
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from marsrl.rollout.types import Finish, Group, Sample, Segment
 from marsrl.trainer.report.parquet import opened, schema_of, write_rows
 from marsrl.trainer.runs.directory import RunDirectory, step_files
 
-_ROW_GROUP_CHARS = 8 << 20  # of prompts and texts: what is read to show one sample
+_ROW_GROUP_CHARS = 8 << 20  # characters of prompts and texts in a row group, the unit that is read to show one sample
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """One sample as it is kept: texts and numbers, no token ids. None = missing or not that role."""
+    """One sample as logged: texts and numbers, no token ids. None = missing, or not applicable to the role."""
 
     uid: str
     parent_uid: str | None
@@ -75,9 +75,9 @@ def record(sample: Sample, advantage: float | None) -> SampleRecord:
 def write_samples(
     run: RunDirectory, step: int, groups: Iterable[Group], advantages: Mapping[str, float] | None = None
 ) -> Path:
-    """Write the samples of a step, whole or not at all, and return the file. advantages: {sample uid: advantage}.
+    """Write the samples of a step atomically and return the file. advantages: {sample uid: advantage}.
 
-    A step that is played again after a resume replaces its file.
+    A step that is repeated after a resume replaces its file.
     """
     samples = (sample for group in groups for sample in group.samples)
     return write_records(
@@ -86,7 +86,7 @@ def write_samples(
 
 
 def write_records(run: RunDirectory, step: int, records: Iterable[SampleRecord]) -> Path:
-    """`write_samples` of records."""
+    """As `write_samples`, from records."""
     schema = schema_of(SampleRecord, "step", "line")
     return write_rows(run.samples / f"step_{step}.parquet", schema, _row_groups(step, records))
 
@@ -109,10 +109,10 @@ def sample_files(run: RunDirectory) -> dict[int, Path]:
 
 
 def read_samples(path: Path) -> Iterator[SampleRecord]:
-    """The samples of a file, a row group at a time, so that a step of long texts need not fit in memory.
+    """The samples of a file, read by row groups, so that a step of long texts need not fit in memory.
 
     Raises:
-        ValueError: the file is gone or damaged; says which.
+        ValueError: the file, which the message names, is missing or damaged.
     """
     with opened(path, "file of samples") as file:
         for batch in file.iter_batches(batch_size=256):
@@ -155,7 +155,7 @@ def _from_row(values: dict[str, Any]) -> SampleRecord:
     fields["parts"] = dict(values["parts"])
     fields["segments"] = tuple(Segment(**each) for each in values["segments"])
     fields["finish"] = Finish(values["finish"])
-    return SampleRecord(**fields)  # unknown or lacking columns raise
+    return SampleRecord(**fields)  # unknown or missing columns raise
 
 
 def _finite(value: float) -> float | None:

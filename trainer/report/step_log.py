@@ -1,6 +1,6 @@
 """Rank 0's record of a step: its metrics, its samples, and the tokens of some samples.
 
-log.note({"actor/loss": 0.1})               # as the step goes on; a name that is noted again is replaced
+log.note({"actor/loss": 0.1})               # during the step; a repeated name is replaced
 log.write(step, batch, seconds, ...)        # metrics.jsonl, Prometheus, samples/, one line on the console
 log.write_tokens(step, batch); log.forget() # tokens/; the next step begins with nothing noted
 """
@@ -26,10 +26,10 @@ from marsrl.trainer.runs.directory import RunDirectory
 
 
 class StepLog:
-    """Record of the current step, on rank 0 alone.
+    """Record of the current step, on rank 0 only.
 
-    port: may be set; is shown every row. episode_clock: is to hear of the scheduler's episodes. kept: uids of the samples whose
-    tokens are written. tokens: what the step's updates said of them.
+    port: optional; gets every row. episode_clock: to be notified of the scheduler's episodes. kept: uids of the samples whose
+    tokens are written. tokens: results of the step's updates for them.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, console: RunConsole, team: Team) -> None:
@@ -41,14 +41,14 @@ class StepLog:
         self.forget()
 
     def forget(self) -> None:
-        """Begin with the next step."""
+        """Clear the record for the next step."""
         self.kept: Collection[str] = frozenset()
         self.tokens: list[TrainedTokens] = []
         self._row: dict[str, float] = {}
         self._advantages: dict[str, float] = {}  # by uid
 
     def open(self, resume_step: int | None) -> None:
-        """resume_step: of the checkpoint that the run goes on from, whose later rows are cut off; None: the run is new."""
+        """resume_step: of the checkpoint that the run resumes from; later rows are cut off. None: a new run."""
         self._metrics = MetricsLog(self._directory, wandb_project=self._config.run.wandb, resume_step=resume_step)
         self._spikes = GradSpikes(row.values for row in read_metrics(self._directory.metrics))
 
@@ -57,17 +57,17 @@ class StepLog:
         self._metrics.close()
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Metrics of this step."""
+        """Add metrics of this step."""
         self._row.update(values)
 
     def note_credit(self, credited: Credited) -> None:
-        """The advantages, for the samples log, and what a common baseline would cost."""
+        """Add the advantages, for the samples log, and the metrics of a common baseline (drmas_metrics)."""
         self._advantages.update(credited.advantages)
-        if self._config.has_whole_instances:  # else a step has parts of them, mostly of one agent
+        if self._config.has_whole_instances:  # otherwise a step has incomplete instances, mostly of one agent
             self.note(drmas_metrics(credited.groups))
 
     def choose_kept(self, credited: Credited, step: int) -> list[str]:
-        """Uids of the samples whose tokens are to be kept of this step."""
+        """Uids of the samples whose tokens are logged in this step."""
         run = self._config.run
         trained = {sequence.uid for sequence in credited.sequences}
         chosen = choose_samples(credited.groups, trained, num_groups=run.token_log_groups, seed=run.seed, step=step)
@@ -84,10 +84,10 @@ class StepLog:
         num_unfinished: int,
         untrained: str = "",
     ) -> None:
-        """All but the tokens.
+        """Write everything but the tokens.
 
-        seconds: of each part of the step. version: of the policy that consumed the batch. num_unfinished: samples carried over.
-        untrained: why the step has trained nothing; "" where it has trained.
+        seconds: of each part of the step. version: of the policy that trained on the batch. num_unfinished: samples carried
+        over. untrained: reason why the step trained nothing; "" if it trained.
         """
         config, team = self._config, self._team
         summary = summarise(
@@ -127,7 +127,7 @@ class StepLog:
     def _times(self, batch: StepBatch, seconds: Mapping[str, float]) -> dict[str, float]:
         """Seconds of the step's parts, and tokens a second."""
         total, decoded = sum(seconds.values()), batch.metrics.get("rollout/tokens", 0)
-        overlaps = self._config.rollout.overlap > 0  # then the wait for a batch says nothing of what was decoded
+        overlaps = self._config.rollout.overlap > 0  # then the wait for a batch is not the decoding time
         return {
             **{f"timing_s/{name}": value for name, value in seconds.items()},
             "timing_s/total": total,
@@ -136,7 +136,7 @@ class StepLog:
         }
 
     def write_tokens(self, step: int, batch: StepBatch) -> None:
-        """The tokens of the samples in `kept`, with what the updates said of them."""
+        """Write the tokens of the samples in `kept`, with the updates' results."""
         policies = {name: agent.policy for name, agent in self._config.agents.items()}
         trained = {tokens.uid: tokens for tokens in self.tokens}
         samples = (sample for group in batch.groups for sample in group.samples)

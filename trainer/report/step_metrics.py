@@ -1,5 +1,4 @@
-"""An update's statistics under the names that people know (verl's vocabulary), overall and for every agent; and the gradient
-norms that stand out of those before them."""
+"""An update's statistics under familiar names (verl's vocabulary), overall and for every agent; and spikes of gradient norms."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from marsrl.trainer.learner.step_stats import StepStats
 
-WINDOW = 50  # norms that a median is of
-FACTOR = 5.0  # a norm above so many medians is a spike
-FEWEST = 5  # norms without which a median says little; until then nothing is a spike
+WINDOW = 50  # norms in a median
+FACTOR = 5.0  # a norm above this multiple of the median is a spike
+FEWEST = 5  # fewest norms for a meaningful median; until then nothing is a spike
 
 _NORM, _SPIKES = "grad_norm", "grad_spikes"
 _MEANS = {  # over trained tokens: the metric, and its sum in StepStats
@@ -27,7 +26,7 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
     """actor/*, mpt/* and train_rollout/* of one update of one policy.
 
     Means are over trained tokens; an agent without any has no entry, and a mean over nothing is left out.
-    actor/{agent}/grad_norm is there on steps that measured it (trainer.agent_grad_norm_every).
+    actor/{agent}/grad_norm exists in steps that measured it (trainer.agent_grad_norm_every).
     """
     sums = {name: dict(zip(agents, values, strict=True)) for name, values in stats.agent_sums.items()}
     tokens = sum(sums["tokens"].values())
@@ -45,7 +44,7 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
         for name, counted in _MEANS.items():
             metrics[name] = sum(sums[counted].values()) / tokens
         metrics["actor/kl"] = sum(sums["kl"].values()) / tokens
-    if stats.prob_diff_mean == stats.prob_diff_mean:  # not NaN: rollout log-probs were known
+    if stats.prob_diff_mean == stats.prob_diff_mean:  # not NaN: rollout log-probs are known
         metrics["train_rollout/prob_diff_mean"] = stats.prob_diff_mean
         metrics["train_rollout/prob_diff_max"] = stats.prob_diff_max
         metrics["train_rollout/k3"] = stats.k3
@@ -67,8 +66,8 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
 class GradSpikes:
     """Compares every gradient norm with the running median of the last 50 of its name.
 
-    rows: the metrics of the steps before, where a run goes on: what metrics.jsonl has is all the state there is.
-    Steps that trained nothing (norm 0) and norms that are not finite are in no median.
+    rows: the metrics of earlier steps, if the run is resumed: metrics.jsonl is the whole state.
+    Steps that trained nothing (norm 0) and non-finite norms enter no median.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, float | None]] = ()) -> None:

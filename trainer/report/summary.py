@@ -1,4 +1,4 @@
-"""summary.json: what a run reached, and on what it ran. The schema, its writer and its reader."""
+"""summary.json: results and hardware of a run. The schema, its writer and its reader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
 
     (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes / n. It stays inside [0, 1] and has a
     width at p = 0 and p = 1, unlike the normal interval. `successes` may be fractional (a mean of partial credit: the
-    interval is then a little too wide). n = 0 knows nothing: (0, 1).
+    interval is then a little too wide). n = 0 gives (0, 1).
     """
     if n < 0 or not 0 <= successes <= n:
         raise ValueError(f"wilson_interval: {successes} successes of {n}; expected 0 <= successes <= n")
@@ -40,7 +40,7 @@ class Schema(BaseModel):
 
 
 class Estimate(Schema):
-    """A measured proportion of n samples with its 95% interval. mean is null where n = 0."""
+    """A measured proportion of n samples with its 95% interval. mean is null if n = 0."""
 
     mean: float | None = Field(ge=0, le=1)
     low: float = Field(ge=0, le=1)
@@ -73,7 +73,7 @@ class Confusion(Schema):
 
 
 class Length(Schema):
-    """Tokens of completions: their mean, the longest, and the share that hit the most tokens there may be."""
+    """Tokens of completions: mean, longest, and the share that hit the maximum."""
 
     mean: float = Field(ge=0)
     longest: int = Field(ge=0)
@@ -83,10 +83,11 @@ class Length(Schema):
 class AgentEstimate(Estimate):
     """Accuracy of an agent: on fixed inputs if the team tests it separately, else in the evaluation's episodes.
 
-    Of an agent that gives verdicts the fixed inputs are as many right solutions as wrong ones, and the mean is the balanced
-    accuracy; confusion counts its verdicts there, loop_confusion those in the episodes, of which detection_recall is the share
-    of wrong solutions that it calls wrong, and detection_precision that of the solutions called wrong that are. Of any other the
-    fixed inputs are wrong ones, and breaks is how often it turns a right one wrong. length: of its completions in the episodes.
+    For an agent that gives verdicts, half of the fixed inputs are right solutions, and the mean is the balanced accuracy;
+    confusion counts its verdicts there, loop_confusion those in the episodes; of the latter, detection_recall is the share of
+    wrong solutions that it calls wrong, and detection_precision the share of solutions called wrong that are. For any other agent
+    the fixed inputs are wrong solutions, and breaks is the share of right ones that it turns wrong. length: of its completions in
+    the episodes.
     """
 
     confusion: Confusion | None = None
@@ -98,10 +99,10 @@ class AgentEstimate(Estimate):
 
 
 class AtK(Schema):
-    """pass@k and its kin by k; n of each estimate: problems with at least k draws.
+    """pass@k and majorities by k; n of each estimate: problems with at least k draws.
 
-    pass_at: the chance that one of k is right (Chen et al., arXiv:2107.03374, eq. 1, unbiased). majority_at: that the answer
-    given most often is. short_majority_at: the same of the shorter half of the k alone, rounded up (short-m@k, Hassid et al.,
+    pass_at: probability that one of k is right (Chen et al., arXiv:2107.03374, eq. 1, unbiased). majority_at: that the most
+    frequent answer is right. short_majority_at: the same for the shorter half of the k, rounded up (short-m@k, Hassid et al.,
     arXiv:2505.17813).
     """
 
@@ -112,7 +113,7 @@ class AtK(Schema):
 
 class Usage(Schema):
     """Usage of an agent in an evaluation. spent: by policies.<name>.price; null without one. seconds: of its policy's engines
-    (docs/own_team.md); null where it was not measured."""
+    (docs/own_team.md); null if not measured."""
 
     policy: str
     calls: int = Field(ge=0)
@@ -133,8 +134,8 @@ class ToolUsage(Schema):
 
 
 class JudgeUsage(Usage):
-    """Usage of the judge model. yes_share: of the answers that it judged; agreement: with the task's own
-    judgement, where that is known; null where there are none. missing: answers that it left unjudged."""
+    """Usage of the judge model. yes_share: of the answers that it judged; agreement: with the task's own judgement, where
+    known; null without any. missing: unjudged answers."""
 
     missing: int = Field(ge=0)
     yes_share: float | None = Field(None, ge=0, le=1)
@@ -142,8 +143,8 @@ class JudgeUsage(Usage):
 
 
 class Latency(Schema):
-    """Seconds of an episode from its first request to its end, beside the others that were played (docs/evaluate.md): median and
-    95th percentile of n."""
+    """Seconds of an episode from its first request to its end, under the evaluation's load (docs/evaluate.md): median and 95th
+    percentile of n."""
 
     median_s: float = Field(ge=0)
     p95_s: float = Field(ge=0)
@@ -151,14 +152,13 @@ class Latency(Schema):
 
 
 class Evaluation(Schema):
-    """One row set of the table: each agent that was asked, in the order of play, and the whole team.
+    """An evaluation: each agent that answered, in the order of play, and the whole team.
 
     Intervals are by bootstrap over problems (trainer/evaluate/intervals.py). system is avg@k: the mean over k draws of every
-    problem; alone: the same of the first agent's own answers in the same episodes (Orchestration.alone), null where it does not
-    solve. system_at, alone_at: of several draws. sets: each of data.eval's, where that is a list; here all of them together.
-    usage: by agent, of the episodes that `system` is of; tools: by name, of the same; judge: of their answers, null where no
-    model judged them; latency: of the same, null where nothing was asked, or it was not measured; team: means of the
-    orchestration's own metrics over them, by name.
+    problem; alone: the same for the first agent's own answers in the same episodes (Orchestration.alone), null if it does not
+    solve. system_at, alone_at: for several draws. sets: each of data.eval's, if that is a list; the other fields are for all
+    sets together. usage, by agent, tools, by name, latency, and team, the means of the orchestration's own metrics, are of the
+    episodes behind `system`; judge: of their answers. judge is null without a model judge, latency if not measured.
     """
 
     agents: dict[str, AgentEstimate] = Field(default_factory=dict)
@@ -185,7 +185,7 @@ class Evaluation(Schema):
         return {**sets, **self.agents, "system": self.system}
 
     def outside(self, bounds: Mapping[str, tuple[float, float]]) -> list[str]:
-        """For each row whose mean is not within its bounds, for people: what was found and what was wanted."""
+        """A sentence for each row whose mean is outside its bounds, with the value and the bounds."""
         found = {name: self.rows[name].mean for name in bounds if name in self.rows}
         return [
             f"{name} {mean}, wanted {bounds[name]}"
@@ -195,19 +195,19 @@ class Evaluation(Schema):
 
 
 def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[str, Estimate | None, Estimate | None]]:
-    """(name, before, after) of the table's lines; None where nothing was evaluated."""
+    """(name, before, after) of the table's lines; None if not evaluated."""
     rows = [{} if each is None else each.rows for each in (before, after)]
     names = dict.fromkeys([*rows[0], *rows[1]]) or dict.fromkeys(("system",))
     return [(name, rows[0].get(name), rows[1].get(name)) for name in sorted(names, key=lambda name: name == "system")]
 
 
 def of_other_inputs(before: Estimate | None, after: Estimate | None) -> bool:
-    """Were the two measured on different inputs, as those of a Corrector are, which the team's own course decides?"""
+    """True if the two were measured on different inputs, such as a Corrector's, which depend on the team's play."""
     return before is not None and after is not None and bool(before.n and after.n) and before.n != after.n
 
 
 class EngineRecord(Schema):
-    """Engine that decoded: class and version of the library; sampler: which sampler drew its tokens."""
+    """The engine that decoded: class and version of the library; sampler: the sampler of its tokens."""
 
     engine_class: str = Field(alias="class")
     library: str
@@ -229,7 +229,7 @@ class WarmStartRecord(Schema):
 
 
 class Summary(Schema):
-    """summary.json. before / after are null where nothing was evaluated."""
+    """summary.json. before / after are null without an evaluation."""
 
     name: str
     task: str
@@ -254,9 +254,9 @@ def save_summary(path: Path, summary: Summary) -> None:
 
 
 def load_summary(path: Path) -> Summary:
-    """Read summary.json. Raises ValueError with the file and the key that is wrong."""
+    """Read summary.json. Raises ValueError with the file and the invalid key."""
     try:
-        # json, not pydantic's own parser: that one refuses the lone surrogates of an undecodable file name
+        # json, not pydantic's parser, which rejects lone surrogates of undecodable file names
         return Summary.model_validate(json.loads(path.read_bytes()))
     except ValueError as error:  # pydantic's ValidationError is one
         raise ValueError(f"{path} is not a run summary of this version of marsrl: {error}") from error

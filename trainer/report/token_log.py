@@ -1,7 +1,7 @@
 """tokens/step_N.parquet: numbers of single tokens of some samples, every run.token_log_every steps.
 
-A row a sample, its tokens in list columns (TokenRecord). What an engine recorded stands beside what the update's own forward pass
-found; nothing is computed twice for it. docs/view.md lists the columns.
+A row for each sample, with its tokens in list columns (TokenRecord): an engine's records beside the results of the update's own
+forward pass; nothing is computed twice for it.
 
     log = read_tokens("runs/a/tokens/step_10.parquet")
     for sample in log.samples:
@@ -25,8 +25,8 @@ from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, Traine
 from marsrl.trainer.report.parquet import opened, schema_of, write_rows
 from marsrl.trainer.runs.directory import RunDirectory, step_files, step_of
 
-MOST_BYTES = 32 << 20  # of a step's columns, before they are compressed: a million tokens
-_TOKEN_BYTES, _SAMPLE_BYTES = 24, 1024  # of the columns beside the text, of the rest of a sample
+MOST_BYTES = 32 << 20  # bytes of a step's columns before compression: a million tokens
+_TOKEN_BYTES, _SAMPLE_BYTES = 24, 1024  # bytes of a token's columns beside its text, of the rest of a sample
 _COLUMNS = {
     "ends": np.int32,
     "token_ids": np.int32,
@@ -44,11 +44,12 @@ _COLUMNS = {
 class TokenRecord:
     """The completion of one sample, token by token: [N] each.
 
-    line: of the sample in samples/step_N.parquet, from 1. policy: whose weights answered. update: of the step, from 1, that
-    trained it; 0: none did, and logprobs and entropy are NaN. ends: int32, where in `text` (all tokens', the end token's
-    too) each one's ends. token_ids: int32. rollout_logprobs, logprobs, entropy: float32, nats, at the sampling
-    temperature, of what the sampler kept: of the weights that sampled, and twice of those at the update's start. NaN: the
-    policy did not choose the token, or a server did, which tells no log-probs. is_clipped: the ratio's clip is active.
+    line: of the sample in samples/step_N.parquet, from 1. policy: that answered. update: number of the step's update, from 1,
+    that trained it; 0: none, and logprobs and entropy are NaN. ends: int32, the end of each token's text in `text` (of all
+    tokens, the end token included). token_ids: int32. rollout_logprobs, logprobs, entropy: float32, nats, at the sampling
+    temperature, over the tokens that the sampler kept; the first of the weights that sampled, the others of those at the
+    update's start. NaN: the policy did not choose the token, or a server did, which returns no log-probs. is_clipped: the
+    ratio's clip is active.
     is_gated: DMMPT masks the token. is_masked: the gate or loss.correction does.
     """
 
@@ -82,10 +83,10 @@ class TokenLog:
 def choose_samples(
     groups: Iterable[Group], trained: Collection[str], *, num_groups: int, seed: int, step: int
 ) -> list[str]:
-    """Uids of the samples to keep: `num_groups` whole groups of each agent, as far as MOST_BYTES reaches.
+    """Uids of the samples to log: `num_groups` whole groups of each agent, up to MOST_BYTES.
 
-    Drawn from (seed, step, group id) alone, whatever the order of the groups; those with a sample in `trained` (uids with a
-    gradient) go first. Agents take turns, so that what does not fit any more is nobody's first group, as far as that is possible.
+    Drawn from (seed, step, group id) alone, independent of the groups' order; groups with a sample in `trained` (uids with a
+    gradient) go first. Agents take turns, so that as far as possible every agent's first group fits.
     """
     ranked: dict[str, list[Group]] = {}
     for group in sorted(groups, key=lambda group: _order(group, trained, seed, step)):
@@ -113,9 +114,11 @@ def _size(sample: Sample) -> int:
 def token_record(
     sample: Sample, line: int, policy: str, renderer: ChatRenderer, trained: TrainedTokens | None = None
 ) -> TokenRecord:
-    """A sample's tokens. renderer: of its policy; trained: what an update found, None where none trained the sample."""
+    """A sample's tokens. renderer: of its policy; trained: an update's results, None if the sample was not trained."""
     pieces = renderer.pieces(sample.token_ids)
-    text = "".join(pieces).encode("utf-8", "replace").decode()  # a lone surrogate, from a tokenizer in Python, is "?"
+    text = (
+        "".join(pieces).encode("utf-8", "replace").decode()
+    )  # lone surrogates, from a tokenizer in Python, become "?"
     own, num = sample.is_sampled, len(sample.token_ids)
     logprobs, entropy = (np.full(num, np.nan, np.float32) for _ in range(2))
     marks = np.zeros(num, np.uint8)
@@ -147,7 +150,7 @@ def token_file(run: RunDirectory, step: int) -> Path:
 
 
 def write_tokens(run: RunDirectory, step: int, records: Sequence[TokenRecord]) -> Path:
-    """Write the tokens of a step, whole or not at all, and return the file."""
+    """Write the tokens of a step atomically and return the file."""
     rows = [{"step": step, **asdict(record)} for record in records]
     return write_rows(token_file(run, step), schema_of(TokenRecord, "step"), [rows])
 
@@ -158,10 +161,10 @@ def token_files(run: RunDirectory) -> dict[int, Path]:
 
 
 def read_tokens(path: str | Path) -> TokenLog:
-    """Read what write_tokens wrote.
+    """Read a file of write_tokens.
 
     Raises:
-        ValueError: the file is gone or damaged; says which.
+        ValueError: the file, which the message names, is missing or damaged.
     """
     with opened(path, "token log") as file:
         if not file.schema_arrow.equals(schema_of(TokenRecord, "step")):

@@ -1,7 +1,7 @@
-"""trace.json: who was busy when, in the Chrome trace format that Perfetto (ui.perfetto.dev) opens.
+"""trace.json: the timeline of engines, ranks and others, in the Chrome trace format, which Perfetto (ui.perfetto.dev) opens.
 
 A lane is "kind/which": engine/0, rank/1, credit/main, reward/pool, sync/main. Perfetto shows a process for each kind and a
-thread for each lane. Where a step or a stage begins there is a mark over all lanes (lanes mark/step, mark/stage). Format:
+thread for each lane. The beginning of a step or stage is marked over all lanes (lanes mark/step, mark/stage). Format:
 "Trace Event Format" (Google), complete events ("ph": "X"), instant events ("i") and metadata events ("M").
 """
 
@@ -19,13 +19,13 @@ from pathlib import Path
 
 from marsrl.trainer.runs.directory import write_atomically
 
-MARKS = "mark"  # kind of the lanes in which steps and stages begin
+MARKS = "mark"  # kind of the lanes with beginnings of steps and stages
 Argument = int | float | str | bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work of one lane. start_s, end_s: seconds since the trace began."""
+    """An activity in one lane. start_s, end_s: seconds since the trace began."""
 
     lane: str
     name: str
@@ -36,7 +36,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class WallSpan:
-    """Work that another process timed, or that another process is told of. start, end: time.time()."""
+    """An activity timed by, or sent to, another process. start, end: time.time()."""
 
     name: str
     start: float
@@ -53,10 +53,10 @@ class TraceLog:
         trace.mark("step", 4)
         trace.save()
 
-    path: None where spans are collected only to be handed on (`take`). zero: time.monotonic() where the trace begins.
-    The clock is time.monotonic(), which never jumps. What another process timed (an engine, perhaps on another host) is
-    `add_wall`ed: as near as the hosts' wall clocks are. Where the file exists (a resumed run) its spans are kept
-    and the clock goes on behind them.
+    path: None if spans are collected only for another trace (`take`). zero: time.monotonic() at the trace's beginning.
+    The clock is time.monotonic(), which never jumps. Spans timed by another process (an engine, perhaps on another host) are
+    added by `add_wall`, as precise as the hosts' wall clocks agree. If the file exists (a resumed run) its spans are kept and
+    the clock continues after them.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -82,7 +82,7 @@ class TraceLog:
         self.add(lane, span.name, span.start - ahead, span.end - ahead, span.arguments)
 
     def mark(self, kind: str, number: int | None = None) -> None:
-        """A step or stage of this number begins now; None: one more than there are in this trace."""
+        """Mark the beginning of a step or stage with this number; None: the next number in this trace."""
         now, lane = time.monotonic(), f"{MARKS}/{kind}"
         with self._lock:
             self._num_marks[lane] += 1
@@ -90,7 +90,7 @@ class TraceLog:
         self.add(lane, f"{kind} {number}", now, now)
 
     def take(self) -> list[WallSpan]:
-        """Everything recorded so far, for another process's trace; it is forgotten here."""
+        """Return and remove everything recorded so far, for another process's trace."""
         with self._lock:
             spans, self._spans = self._spans, []
         ahead = _wall_clock_ahead() + self.zero
@@ -102,7 +102,7 @@ class TraceLog:
 
     @contextmanager
     def span(self, lane: str, name: str, **arguments: Argument) -> Iterator[None]:
-        """Record the body's time, also where it raises."""
+        """Record the body's time, even if it raises."""
         start = time.monotonic()
         try:
             yield
@@ -119,7 +119,7 @@ class TraceLog:
 
 
 def _wall_clock_ahead() -> float:
-    """time.time() - time.monotonic(), from the quickest of some readings: a thread may have to wait between two clocks."""
+    """time.time() - time.monotonic(), from the quickest of several readings: a thread may be delayed between the two."""
     readings = []
     for _ in range(5):
         before, wall, after = time.monotonic(), time.time(), time.monotonic()
@@ -128,7 +128,7 @@ def _wall_clock_ahead() -> float:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The spans of a trace.json that TraceLog wrote."""
+    """The spans of a trace.json written by TraceLog."""
     try:
         events = json.loads(path.read_bytes())["traceEvents"]
         lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -160,7 +160,7 @@ def _events(spans: list[Span]) -> list[dict[str, object]]:
         arguments = {key: _json_safe(value) for key, value in span.arguments.items()}
         phase: dict[str, object] = {"ph": "X", "dur": duration}
         if span.lane.startswith(f"{MARKS}/"):
-            phase = {"ph": "i", "s": "g"}  # an instant, over all lanes
+            phase = {"ph": "i", "s": "g"}  # an instant event over all lanes
         events.append({**phase, "name": span.name, "cat": "marsrl", "ts": start, **where, "args": arguments})
     return events
 
@@ -170,6 +170,6 @@ def _json_safe(value: Argument) -> Argument:
 
 
 def _natural(lane: str) -> tuple[str, int, str]:
-    """engine/2 before engine/10."""
+    """Sort key that puts engine/2 before engine/10."""
     kind, _, which = lane.partition("/")
     return kind, int(which) if which.isdecimal() else -1, which

@@ -21,9 +21,9 @@ _ENGINE_WORK = {
 
 
 def watch_engines(pools: Sequence[EnginePool], trace: TraceLog) -> None:
-    """A lane for every engine; engines are numbered over the policies, in order of the pools, as they begin.
+    """A lane for every engine; engines are numbered over all policies, in the order of the pools, as they start.
 
-    One more of a policy, which rollout.rebalance has moved, has the policy's name.
+    An engine added to a policy by rollout.rebalance has the policy's name.
     """
     first = 0
     for pool in pools:
@@ -40,7 +40,7 @@ def watch_engines(pools: Sequence[EnginePool], trace: TraceLog) -> None:
 
 
 def watch_judge(team: Team, trace: TraceLog) -> None:
-    """The lane reward/pool: when answers were judged, and how many."""
+    """The lane reward/pool: periods of judging, with the number of answers."""
 
     def note(num_answers: int, start: float, end: float) -> None:
         trace.add_wall("reward/pool", WallSpan("judge", start, end, {"answers": num_answers}))

@@ -1,4 +1,4 @@
-"""warnings.jsonl: what a run warned of, a line each, with the step that it was given in."""
+"""warnings.jsonl: a run's warnings, a line each, with the step."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from marsrl.trainer.runs.directory import names_file
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """One line. step: None where the line is no warning, and text says so."""
+    """One line. step: None if the line is invalid, which text says."""
 
     step: int | None
     text: str
 
 
 def append_warning(path: Path, step: int, text: str) -> None:
-    """Write one more, which a reader sees whole or not at all."""
+    """Append a warning, which readers see completely or not at all."""
     with names_file(path), open(path, "ab") as file:
         file.write(json.dumps({"step": step, "text": text}).encode("ascii") + b"\n")
 
 
 def read_warnings(path: Path) -> list[Warned]:
-    """Every whole line; none where there is no file. A torn last line (it is being written) is left out."""
+    """Every complete line; none without a file. A torn last line (being written) is skipped."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:

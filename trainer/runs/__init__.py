@@ -1,1 +1,1 @@
-"""A run on disk and among ranks: its directory, its lock, checkpoints, who lives, what is said last."""
+"""A run on disk and across ranks: directory, lock, checkpoints, heartbeats, and the final message."""

@@ -1,7 +1,6 @@
-"""Answers of models, appended to a file as they arrive, so that no question is asked twice.
+"""Answers of models, appended to a file as they arrive, so that no request is repeated.
 
-An answer is found by a key, a hash of all that it depends on, so it holds whatever else is changed and in whatever order rows
-come.
+An answer's key is a hash of everything that it depends on, so it stays valid whatever else changes, and in any order of rows.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Answers(dict[str, Answer]):
             self._file.seek(end)
 
     def add(self, key: str, answer: Mapping[str, Any]) -> None:
-        """Kept when this returns, unless the machine itself dies."""
+        """Add an answer, which survives everything but a crash of the machine once this returns."""
         line = json.dumps({"key": key, "answer": answer}, allow_nan=False).encode("ascii") + b"\n"
         with names_file(self._path):
             self._file.write(line)
@@ -50,7 +49,7 @@ class Answers(dict[str, Answer]):
         self._hold(line)
 
     def close(self) -> None:
-        """On disk; may be called twice."""
+        """Flush to disk and close; may be called twice."""
         if not self._file.closed:
             with names_file(self._path):
                 os.fsync(self._file.fileno())
@@ -66,11 +65,11 @@ class Answers(dict[str, Answer]):
         return list(held.values())
 
     def _read_all(self, file: BinaryIO) -> int:
-        """Bytes of whole lines."""
+        """Read all answers; returns the number of bytes in complete lines."""
         end = 0
         for line in file:
             if not line.endswith(b"\n"):
-                break  # torn: it was being written when the process died
+                break  # torn: the process died while writing it
             end += len(line)
             self._hold(line)
         return end
@@ -82,4 +81,4 @@ class Answers(dict[str, Answer]):
             if answer is not None and isinstance(held["key"], str):
                 self[held["key"]] = answer
         except (ValueError, KeyError, TypeError, RecursionError):
-            return  # damaged: it is asked again
+            return  # damaged: requested again

@@ -1,17 +1,17 @@
-"""A checkpoint: every policy's learner, the rollout's state, and what they belong to, written whole or not at all.
+"""A checkpoint: every policy's learner and the rollout's state with their metadata, written completely or not at all.
 
 checkpoints/step_12/policies/main/...   Megatron distributed checkpoint (all ranks write their part)
 checkpoints/step_12/rollout.msgpack     scheduler and problem source (rank 0)
 checkpoints/step_12/meta.json           step, policy versions (rank 0)
 checkpoints/step_12/manifest.json       size and checksum of every file (manifest.py)
-checkpoints/latest                      moved last, when everything above is on disk
+checkpoints/latest                      updated last, when everything above is on disk
 
-A save goes into step_12.part, which is renamed when it is whole:
+A save goes into step_12.part, which is renamed when complete:
 
     begin: plan, copy        write: each rank its files, fsync        end: index, manifest, rename, latest
     all ranks together       here, or in a thread beside training     all ranks together
 
-With run.async_checkpoint the end comes after the first step at whose end every rank has written.
+With run.async_checkpoint the end follows the first step after which every rank has written.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A save whose end is still to come."""
+    """A save in progress."""
 
     step: int
     policies: Mapping[str, PendingSave]
@@ -66,7 +66,7 @@ class _Pending:
 class CheckpointWriter:
     """Saves the run, one checkpoint at a time. Every method is collective.
 
-    keep_last: how many of the last checkpoints stay; keep_every: those of steps divisible by it stay too (0: none).
+    keep_last: number of recent checkpoints to keep; keep_every: also keep those of steps divisible by it (0: none).
     """
 
     def __init__(self, run: RunDirectory, *, keep_last: int, keep_every: int, is_async: bool) -> None:
@@ -80,19 +80,19 @@ class CheckpointWriter:
         learners: Mapping[str, Learner],
         rollout: RolloutState | None,
     ) -> None:
-        """Take a checkpoint after `step`; returns when it is whole, with async when the copies are taken.
+        """Save a checkpoint after `step`; returns when it is complete, or with async once the state is copied.
 
-        rollout: rank 0's. A save that is still under way is brought to its end first.
+        rollout: rank 0's. Finishes an earlier save first.
 
         Raises:
-            RuntimeError: on all ranks, when one could not write (disk full, no permission); the checkpoints before stay.
+            RuntimeError: on all ranks, if one could not write (disk full, no permission); earlier checkpoints stay.
         """
         self.finish()
         part, error = self._part(step), None
         if rank() == 0:
             assert rollout is not None
             try:
-                for left in self._run.checkpoints.glob("step_*.part"):  # by a run that died while saving
+                for left in self._run.checkpoints.glob("step_*.part"):  # left by a run that died while saving
                     shutil.rmtree(left)
                 write_atomically(part / "rollout.msgpack", encode(rollout))
                 write_json(part / "meta.json", {"step": step, "versions": dict(versions)})
@@ -102,7 +102,7 @@ class CheckpointWriter:
             stop_together(error, self._failure(step), self._advice())
         copy = self._is_async
         policies = {name: each.begin_save(part / "policies" / name, copy=copy) for name, each in learners.items()}
-        # A daemon: a run that is interrupted does not wait for it, and the part it leaves is no checkpoint.
+        # A daemon: an interrupted run does not wait for it, and its partial files are no checkpoint.
         writer = Thread(target=_write, args=(policies,), name=f"checkpoint {step}", daemon=True)
         if self._is_async:
             writer.start()
@@ -113,15 +113,15 @@ class CheckpointWriter:
             self.finish()
 
     def finish_if_written(self) -> None:
-        """End a save under way if every rank has written its part."""
+        """Finish the save in progress if every rank has written its part."""
         if self._pending is not None and all_true(not self._pending.writer.is_alive()):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save under way, if there is one, and end it: manifest, rename, latest, older ones removed.
+        """Wait for the save in progress, if any, and finish it: manifest, rename, latest, removal of older ones.
 
         Raises:
-            RuntimeError: on all ranks, when one could not write.
+            RuntimeError: on all ranks, if one could not write.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -145,14 +145,14 @@ class CheckpointWriter:
         part, final = self._part(step), self._run.checkpoint(step)
         write_manifest(part, known)
         sync_tree(part)
-        if final.exists():  # of a run that went back: `latest` has named the one that it went back to ever since
+        if final.exists():  # of a run that went back to an earlier checkpoint, which `latest` has named since then
             shutil.rmtree(final)
         os.rename(part, final)
         self._run.mark_latest(step)
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        """Later ones than `step` are of a run that went back: they stay until their step comes again."""
+        """Remove old checkpoints. Those later than `step` are of a run that went back, and stay until their step is repeated."""
         past = [each for each in self._run.steps_on_disk() if each <= step]
         for each in past[: -self._keep_last]:
             if not (self._keep_every and each % self._keep_every == 0):
@@ -160,7 +160,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def _cleared(self, step: int) -> Iterator[None]:
-        """Remove the partial checkpoint, as far as possible, where the body fails: it may be what fills the disk."""
+        """If the body fails, remove the partial checkpoint as far as possible: it may be what fills the disk."""
         try:
             yield
         except RuntimeError:
@@ -177,7 +177,7 @@ class CheckpointWriter:
 
     def _advice(self) -> str:
         place = ""
-        with contextlib.suppress(OSError):  # only words: the error itself has been told
+        with contextlib.suppress(OSError):  # only a note: the error itself has been reported
             place = f"{shutil.disk_usage(self._run.path).free / 2**20:.0f} MiB are free there; "
         return f"{place}mend what the error names: room, permissions, or what is in the way"
 
@@ -188,15 +188,15 @@ def load_checkpoint(
     resume: Literal["auto", "previous"],
     warn: Callable[[str], None],
 ) -> Restored | None:
-    """Collective: restore every learner and return the rest; None where the run has no checkpoint yet.
+    """Restore every learner and return the rest; None if the run has no checkpoint yet. Collective.
 
-    All files are compared with the manifest before anything is read from them. Where the checkpoint that `latest`
-    names is damaged, or `latest` does not name one, resume="auto" stops and names the newest that is whole;
-    resume="previous" takes that one and says how many steps are lost. `latest` names what the run goes on from.
+    All files are compared with the manifest before they are used. If the checkpoint that `latest` names is damaged, or `latest`
+    names none, resume="auto" stops and names the newest intact one; resume="previous" takes that one and reports how many
+    steps are lost. Afterwards `latest` names the restored one.
 
     Raises:
-        CheckpointError: on all ranks: damaged files, each with what was found and expected; no checkpoint is whole; or the
-            weights do not fit the model.
+        CheckpointError: on all ranks: damaged files, each with what was found and expected; no intact checkpoint; or weights
+            that do not fit the model.
     """
     latest, problem = _latest(run)
     if latest is None and problem is None:
@@ -211,7 +211,7 @@ def load_checkpoint(
     step = latest if problem is None else _go_back(run, latest, problem, resume, warn)
     assert step is not None
     if rank() == 0:
-        run.mark_latest(step)  # now, so that no folder which `latest` names is ever replaced
+        run.mark_latest(step)  # now, so that a folder named by `latest` is never replaced
     found = Checkpoint(run.checkpoint(step), step)
     meta = json.loads((found.path / "meta.json").read_bytes())
     if meta["step"] != found.step:
@@ -232,7 +232,7 @@ def load_checkpoint(
 
 
 def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
-    """(Step that `latest` names, what is wrong with `latest`) as rank 0 sees it, on all ranks. Collective."""
+    """(step that `latest` names, error in `latest`), read by rank 0, on all ranks. Collective."""
     seen: list[int | str | None] = [None, None]
     if rank() == 0:
         try:
@@ -245,7 +245,7 @@ def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
 
 
 def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, warn: Callable[[str], None]) -> int:
-    """The newest whole checkpoint before `latest` (None: of all), if the user asked for it; else an error that names it."""
+    """The newest intact checkpoint before `latest` (None: of all), if the user asked for it; otherwise an error that names it."""
     for step in reversed([each for each in run.steps_on_disk() if latest is None or each < latest]):
         if not _damage(run.checkpoint(step)):
             break
@@ -265,7 +265,7 @@ def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, w
 
 
 def _damage(folder: Path) -> list[str]:
-    """manifest.damage, the files shared out among the ranks; the same list on all. Collective."""
+    """manifest.damage, with the files divided among the ranks; the same list on all. Collective."""
     told = [decode(list[str], part) for part in gather_bytes(encode(damage(folder, rank(), world_size())))]
     return sorted({line for part in told for line in part})
 

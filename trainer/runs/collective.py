@@ -1,9 +1,8 @@
-"""Collectives of bytes between ranks: barrier, broadcast, scatter, gather, and a failure on one that is raised on all.
+"""Collectives of bytes between ranks: barrier, broadcast, scatter, gather, and raising one rank's failure on all.
 
-All of it begins with a meeting at the store (`barrier`), where ranks that have nothing to do sleep: rank 0 plays, evaluates
-and starts engines alone, for hours at times, and a kernel of NCCL that waits for it would take the GPU from an engine beside
-it. The collective behind a meeting is short, and so may its limit be (COLLECTIVE_S). Nothing limits a meeting: whether a rank
-that is not there yet still lives is heartbeat.py's to say.
+Each begins with a meeting at the store (`barrier`), where idle ranks sleep: rank 0 plays, evaluates and starts engines alone,
+sometimes for hours, and a waiting NCCL kernel would block the GPU for an engine on it. The collective after a meeting is short,
+and so can its timeout be (COLLECTIVE_S). Meetings have no timeout: heartbeat.py detects ranks that have died.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVE_S = 1800.0
-"""After so long in a collective, which all ranks have come to, something hangs that still beats. More than ranks that read a
-model from one slow disk end apart."""
+"""Timeout of a collective that all ranks have reached: something hangs although heartbeats continue. Longer than the spread
+between ranks that read a model from one slow disk."""
 
 PIECE_BYTES = 1 << 20
-"""Bytes that each rank brings to one all_gather: a few MB of one rank would else be as many on the device for every rank
-that there is."""
+"""Bytes of each rank in one all_gather: otherwise a few MB of one rank would take as much on the device for every rank."""
 
 SCATTER_BYTES = 64 << 20
-"""Bytes of all parts together that rank 0's device holds for one scatter; other devices hold those of one part."""
+"""Bytes of all parts together on rank 0's device in one scatter; other devices hold one part."""
 
-_LONG = datetime.timedelta(days=1)  # of one wait at the store, which begins anew then
+_LONG = datetime.timedelta(days=1)  # of one wait at the store, which is then repeated
 
 
 def rank() -> int:
@@ -41,14 +39,14 @@ def world_size() -> int:
 
 
 def barrier() -> None:
-    """All ranks are here. Those that came first have slept meanwhile, without a limit (the module says why). Collective."""
+    """Wait until all ranks are here, asleep and without a timeout (see the module). Collective."""
     if world_size() == 1:
         return
     meeting = _meeting()
     meeting.number += 1
     here, all_here, store = f"{meeting.number}/here", f"{meeting.number}/all", meeting.store
     if store.add(here, 1) == world_size():
-        for key in (f"{meeting.number - 1}/here", f"{meeting.number - 1}/all"):  # everybody has left the one before
+        for key in (f"{meeting.number - 1}/here", f"{meeting.number - 1}/all"):  # all ranks have left the previous one
             store.delete_key(key)
         store.set(all_here, "")
     else:
@@ -74,17 +72,17 @@ def _meeting() -> _Meeting:
 
 
 def _sleep_until(store: dist.Store, key: str) -> None:
-    """Returns when the key is there. The store is asked in a thread: its client hears no signal, and this rank's main thread must
-    hear that another rank is lost."""
+    """Return when the key exists. Waits in a thread, because the store's client blocks signals, and this rank's main thread must
+    notice that another rank is lost."""
     errors = list[RuntimeError]()
 
     def wait() -> None:
         while True:
             try:
                 return store.wait([key], _LONG)
-            except dist.DistStoreError:  # _LONG is over
+            except dist.DistStoreError:  # _LONG has passed
                 continue
-            except RuntimeError as error:  # the store is gone
+            except RuntimeError as error:  # the store is lost
                 return errors.append(error)
 
     thread = threading.Thread(target=wait, name="marsrl-meeting", daemon=True)
@@ -112,10 +110,10 @@ def broadcast_bytes(data: bytes | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Groups by which bytes for a data rank go to all its ranks: along `across`, then inside each replica.
+    """Groups for sending bytes to all ranks of a data rank: along `across`, then inside each replica.
 
-    across: rank 0's group, with the first rank of every `inside`; None on ranks that are not in it.
-    inside: this rank's, whose members have one data rank.
+    across: rank 0's group, with the first rank of every `inside`; None on other ranks.
+    inside: this rank's group, whose members have one data rank.
     """
 
     across: dist.ProcessGroup | None
@@ -123,7 +121,7 @@ class Routes:
 
 
 def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], routes: Routes) -> memoryview:
-    """This rank's part. Collective, in the middle of others: whoever begins meets first (`barrier`).
+    """This rank's part. Collective; has no meeting of its own, so the caller needs a `barrier` before the first.
 
     parts: rank 0's, by data rank; None elsewhere. data_ranks: by rank.
     """
@@ -143,7 +141,7 @@ def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], rout
             if parts is not None:
                 for row, part in zip(outgoing.numpy(), parts, strict=True):
                     here = memoryview(part)[begin : begin + size]
-                    row[: len(here)] = here  # what stands behind a part's end is not read
+                    row[: len(here)] = here  # data after a part's end is not read
                 rows = outgoing.to(device)
                 pieces = [rows[data_ranks[r]] for r in dist.get_process_group_ranks(routes.across)]
             dist.scatter(piece, pieces, src=0, group=routes.across)
@@ -182,10 +180,10 @@ def all_true(claim: bool) -> bool:
 
 
 def stop_together(error: BaseException | None, what: str, advice: str = "") -> None:
-    """Go on where no rank has an error, else raise on all of them. Collective.
+    """Return if no rank has an error, else raise on all of them. Collective.
 
     Raises:
-        RuntimeError: what, then each rank that failed with its error, then what to do about it.
+        RuntimeError: `what`, then each failed rank with its error, then the advice.
     """
     told = gather_bytes(f"{type(error).__name__}: {error}".encode() if error is not None else b"")
     failed = [f"rank {r}: {text.decode()}" for r, text in enumerate(told) if text]

@@ -1,20 +1,20 @@
 """Layout of a run's directory, which is never overwritten.
 
 runs/<name>/
-    lock                      held by the run that writes here, names its process (lock.py)
+    lock                      held by the run that writes here; names its process (lock.py)
     config.yaml               the resolved settings
-    prompts/                  copies of the prompt files that it names (kept_prompts.py)
+    prompts/                  copies of the prompt files named there (kept_prompts.py)
     metrics.jsonl             one object a step            (metrics.py)
-    evaluations/step_N/       evaluation.json, and what it rests on, a line a draw (evaluate/draws.py)
+    evaluations/step_N/       evaluation.json, and its draws, a line each (evaluate/draws.py)
     tensorboard/              the same, as event files
     samples/step_N.parquet    every sample of a step       (samples_log.py)
     tokens/step_N.parquet     numbers of single tokens, every run.token_log_every steps (token_log.py)
-    trace.json                who was busy when            (trace.py)
-    warnings.jsonl            what the run warned of       (warnings_log.py)
-    checkpoints/step_N/       and checkpoints/latest, a text file that names the last whole one
+    trace.json                timeline                     (trace.py)
+    warnings.jsonl            warnings of the run          (warnings_log.py)
+    checkpoints/step_N/       and checkpoints/latest, a text file that names the last complete one
     evaluation_before.json    of the weights before the first step
-    data.json                 fingerprints of the problems that it began with
-    bad_batches/              batches of steps that were skipped (bad_batches.py)
+    data.json                 fingerprints of the problems at the start
+    bad_batches/              batches of skipped steps (bad_batches.py)
     hf/                       an exported model
     summary.json              (report/summary.py); report.html (look/export.py)
 """
@@ -43,7 +43,7 @@ _COMMENT = re.compile(rb"\A#.*\n")
 
 @contextmanager
 def names_file(path: Path) -> Iterator[None]:
-    """An OSError of the body that names no file (a write, an fsync) names this one."""
+    """Make an OSError of the body that names no file (of a write, an fsync) name this one."""
     try:
         yield
     except OSError as error:
@@ -53,7 +53,7 @@ def names_file(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a whole file or nothing: a reader, or a crash, never sees half of it."""
+    """Write a file completely or not at all: neither readers nor a crash leave a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # same folder: a rename cannot cross file systems
     try:
@@ -67,7 +67,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Atomic, valid JSON: a NaN or an infinity in it is a ValueError, because no other JSON reader takes them."""
+    """Write valid JSON atomically. NaN or infinity is a ValueError, because other JSON readers reject them."""
     try:
         text = json.dumps(value, indent=1, allow_nan=False)
     except ValueError as error:
@@ -76,7 +76,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def sync(path: Path) -> None:
-    """fsync one file or folder: what it holds now is on disk."""
+    """fsync one file or folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -85,20 +85,20 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """fsync every file and folder, so that a rename that follows never outruns its contents."""
+    """fsync every file and folder, so that a later rename cannot reach the disk before the contents."""
     for folder, _, files in os.walk(root):
         for name in [*files, "."]:
             sync(Path(folder) / name)
 
 
 def step_of(file: Path) -> int | None:
-    """The step of a samples or tokens file, by its name; None where it is neither."""
+    """The step of a samples or tokens file, by its name; None for other files."""
     found = _STEP_FILE.fullmatch(file.name)
     return None if found is None else int(found[1])
 
 
 def step_files(folder: Path) -> dict[int, Path]:
-    """{step: file} of a folder of samples or tokens, in order of steps; none where the folder is not there."""
+    """{step: file} of a folder of samples or tokens, in order of steps; {} if there is no folder."""
     if not folder.is_dir():
         return {}
     found = {step: path for path in folder.iterdir() if (step := step_of(path)) is not None}
@@ -106,19 +106,19 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 
 class CheckpointError(RuntimeError):
-    """There is no going on from the run's last checkpoint as it is; the text says why, and what can be done."""
+    """The run cannot resume from its last checkpoint; the text says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint: its folder and the step after which it was taken."""
+    """A complete checkpoint: its folder and its step."""
 
     path: Path
     step: int
 
 
 class _At:
-    """A place in a run's folder, as an attribute of RunDirectory."""
+    """A path in a run's folder, as an attribute of RunDirectory."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -129,10 +129,10 @@ class _At:
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The folder of one run. Rank 0 makes it with `create`; everybody else looks at it with `RunDirectory(path)`."""
+    """The folder of one run. Rank 0 creates it with `create`; all others open it with `RunDirectory(path)`."""
 
     path: Path
-    existed: bool = False  # the folder was there: the run goes on in it, or a start before it failed
+    existed: bool = False  # the folder existed: the run resumes in it, or an earlier start failed
 
     lock = _At("lock")
     config = _At("config.yaml")
@@ -160,15 +160,14 @@ class RunDirectory:
         resume: Literal["off", "auto", "previous"] = "off",
         now: datetime | None = None,
     ) -> RunDirectory:
-        """Make directory/name, or for another resume than "off" find it.
+        """Create directory/name or, unless resume is "off", open it.
 
-        Without a name it is preset-YYYYMMDD-HHMMSS (UTC), with -2, -3, ... behind it where that is taken; the name is
-        claimed by mkdir, so that two runs started in the same second do not share it. A folder whose run never began
-        (its start failed) is taken again.
+        The default name is preset-YYYYMMDD-HHMMSS (UTC), with -2, -3, ... appended if taken; mkdir claims it, so that two runs
+        started in the same second do not share it. A folder whose run never began (its start failed) is reused.
 
         Raises:
-            ValueError: the name exists, its run began, and resume is off; it is there but is no run directory; it is no
-                plain file name; it is to go on and has no name; the folder cannot be written to.
+            ValueError: the name exists, its run began, and resume is off; it is no run directory; it is no plain file name;
+                resume without a name; the folder is not writable.
         """
         found, root = cls.find(directory, name, resume), Path(directory)
         with _told_where(root):
@@ -178,7 +177,7 @@ class RunDirectory:
             try:
                 if not found.existed:
                     found.path.mkdir(parents=True)
-            except FileExistsError:  # another start was faster
+            except FileExistsError:  # another process was faster
                 return cls.create(directory, name, preset, resume)
         return found
 
@@ -186,7 +185,7 @@ class RunDirectory:
     def find(
         cls, directory: str | Path, name: str | None, resume: Literal["off", "auto", "previous"] = "off"
     ) -> RunDirectory | None:
-        """Directory that `create` would make or find (`existed` tells which), made by neither; None if it would pick a name.
+        """The directory that `create` would create or open (see `existed`), without creating it; None if it would choose a name.
 
         Raises:
             ValueError: as `create` does.
@@ -212,7 +211,9 @@ class RunDirectory:
             return cls(path)
         run = cls(path, existed=True)
         is_foreign = not path.is_dir() or (any(path.iterdir()) and not run.config.is_file())
-        if resume == "off" and (is_foreign or run.has_begun or not run.lock.exists()):  # the lock: a start was here
+        if resume == "off" and (
+            is_foreign or run.has_begun or not run.lock.exists()
+        ):  # the lock: left by an earlier start
             go_on = "" if is_foreign else ", or set run.resume=auto to go on from its last checkpoint"
             raise ValueError(f"run.name={name}: {path} exists and is not overwritten; take another run.name{go_on}")
         if is_foreign:
@@ -223,7 +224,7 @@ class RunDirectory:
 
     @property
     def has_begun(self) -> bool:
-        """There is something of the run that a second one of its name would destroy."""
+        """True if the folder has data that a second run of this name would destroy."""
         if any(path.exists() for path in (self.checkpoints, self.samples, self.evaluation_before)):
             return True
         return self.metrics.exists() and self.metrics.stat().st_size > 0
@@ -233,8 +234,8 @@ class RunDirectory:
         return self.evaluations / f"step_{step}"
 
     def forget_after(self, step: int) -> None:
-        """Remove the samples, tokens and evaluations of later steps: they went with the process that made them, and are played
-        again. What a write of that process has left half done goes too.
+        """Remove the samples, tokens and evaluations of later steps, which are lost and will be repeated, and files that the
+        earlier process left half written.
         """
         for folder in (self.samples, self.tokens, self.evaluations):
             for path in folder.glob(".step_*.tmp"):
@@ -249,16 +250,16 @@ class RunDirectory:
         return self.checkpoints / f"step_{step}"
 
     def keep_data(self, fingerprints: Mapping[str, object]) -> None:
-        """Write down what the run begins with; one that has begun keeps its own."""
+        """Save the fingerprints at the start of the run; a resumed run keeps its own."""
         if not (self.has_begun and self.data.exists()):
             write_json(self.data, fingerprints)
 
     def write_config(self, resolved: object, made_of: str = "") -> Path:
         """Save the resolved settings (plain dicts, lists, numbers, strings) as config.yaml and return the file.
 
-        A run that goes on with other settings keeps the first file; what it goes on with is config.resumed_K.yaml. The
-        file of a start that failed is replaced.
-        made_of: the presets and files that the settings came from, a comment at the top.
+        A run that resumes with other settings keeps the first file; the new ones go to config.resumed_K.yaml. The file of a
+        failed start is replaced.
+        made_of: the presets and files of the settings, written as a comment at the top.
         """
         settings = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=False)
         comment = f"# settings: {made_of.encode('ascii', 'backslashreplace').decode()}\n" if made_of else ""
@@ -283,25 +284,25 @@ class RunDirectory:
         return [path for path in (self.config, *resumed) if path.is_file()]
 
     def mark_latest(self, step: int) -> None:
-        """Declare checkpoints/step_N whole. Call it when every rank has written its part, never earlier."""
+        """Declare checkpoints/step_N complete. Call it only after every rank has written its part."""
         write_atomically(self.checkpoints / "latest", f"step_{step}\n".encode("ascii"))
 
     def steps_on_disk(self) -> list[int]:
-        """The steps of which there is a checkpoint folder, whole or not, in order."""
+        """The steps with a checkpoint folder, complete or not, in order."""
         return sorted(int(p.name[5:]) for p in self.checkpoints.glob("step_*") if p.name[5:].isdecimal())
 
     def latest_checkpoint(self) -> Checkpoint | None:
-        """The last whole checkpoint, None before the first.
+        """The last complete checkpoint, None before the first.
 
         Raises:
-            CheckpointError: `latest` is gone though there are checkpoints, or names something else than one of them.
+            CheckpointError: `latest` is missing although there are checkpoints, or does not name one of them.
         """
         pointer = self.checkpoints / "latest"
         if not pointer.exists():
             steps = self.steps_on_disk()
             if len(steps) > 1:
                 raise CheckpointError(f"{pointer} is missing, and there is {_named(steps)}")
-            # of a single one: the run was killed after it had got its name and before `latest` did
+            # a single one: the run was killed after the checkpoint was renamed and before `latest` was written
             return Checkpoint(self.checkpoint(steps[0]), steps[0]) if steps else None
         content = pointer.read_bytes()[:100].decode("ascii", "backslashreplace").strip()
         found = _STEP.fullmatch(content)
@@ -316,7 +317,7 @@ class RunDirectory:
 
 
 def refuse_file_of_a_run(path: Path) -> None:
-    """Raise ValueError where a command is to replace a file of a run: only the run that holds its lock does that."""
+    """Raise ValueError if a command would replace a file of a run: only the run that holds its lock may."""
     for folder in path.absolute().parents:
         if path.exists() and (folder / "lock").is_file() and (folder / "config.yaml").is_file():
             raise ValueError(f"{path} is a file of the run in {folder} and is not replaced; name another file")
@@ -328,7 +329,7 @@ def _named(steps: list[int]) -> str:
 
 @contextmanager
 def _told_where(root: Path) -> Iterator[None]:
-    """An OSError of the body as a ValueError that names run.dir."""
+    """Turn an OSError of the body into a ValueError that names run.dir."""
     try:
         yield
     except OSError as error:
@@ -339,7 +340,7 @@ def _told_where(root: Path) -> Iterator[None]:
 
 
 def _claim(root: Path, name: str) -> Path:
-    """A new folder called name, name-2, name-3, ...: the first that is free."""
+    """Create the first free folder of name, name-2, name-3, ..."""
     attempt = 1
     while True:
         path = root / (name if attempt == 1 else f"{name}-{attempt}")

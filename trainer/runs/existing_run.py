@@ -16,16 +16,16 @@ from marsrl.trainer.runs.kept_prompts import changed_prompts, with_kept_prompts
 from marsrl.trainer.runs.lock import why_held
 
 Fingerprints = Mapping[str, Mapping[str, int | str]]
-"""Fingerprints of the problems to train on and to evaluate on, by their setting (tasks/data.fingerprint)."""
+"""Fingerprints of training and evaluation problems, by setting (tasks/data.fingerprint)."""
 
-OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # say which run goes on, not how it is made
+OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # select the run to resume, without changing it
 
 
 def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
-    """Describe, in sentences, what starting with these settings would do. Writes nothing.
+    """Describe, in sentences, the effect of starting with these settings. Writes nothing.
 
     Raises:
-        ValueError: it would be refused; as the start says it.
+        ValueError: the start would be refused; with the same text.
     """
     run = RunDirectory.find(config.run.dir, config.run.name, config.run.resume)
     if run is None:
@@ -38,10 +38,10 @@ def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
 
 
 def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> list[str]:
-    """Step from which an existing run goes on, and settings that differ, in sentences.
+    """The step from which an existing run resumes, and the settings that differ, in sentences.
 
     Raises:
-        ValueError: with these settings or problems it cannot go on; names the setting, what the run has and what was given.
+        ValueError: it cannot resume with these settings or problems; names the setting, the run's value and the given one.
     """
     if not run.has_begun:
         return [f"run: {run.path}, which a start has made and nothing has begun in: it begins at step 1"]
@@ -64,7 +64,7 @@ def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> li
 
 
 def saved_config(run: RunDirectory) -> RunConfig | None:
-    """The settings that the run began with; None where config.yaml is not there or not of this version."""
+    """The settings that the run began with; None if config.yaml is missing or of another version."""
     try:
         return RunConfig.model_validate(yaml.safe_load(run.config.read_bytes()))
     except (OSError, ValueError, yaml.YAMLError):  # pydantic's ValidationError is a ValueError
@@ -72,7 +72,7 @@ def saved_config(run: RunDirectory) -> RunConfig | None:
 
 
 def as_it_began(run: RunDirectory, config: RunConfig) -> RunConfig:
-    """The settings, with those of the warm start as the run began: its weights are in the checkpoints of one that goes on."""
+    """The settings with the run's original warm start, because a resumed run has its weights in the checkpoints."""
     saved = saved_config(run) if config.run.resume != "off" else None
     if saved is None:
         return config
@@ -95,7 +95,7 @@ def _where(run: RunDirectory, config: RunConfig) -> str:
 
 
 def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
-    """The settings that a checkpoint does not bear to change, each with both values."""
+    """Changed settings that are incompatible with the checkpoint, each with both values."""
     for key in ("task", "orchestration"):
         if getattr(saved, key) != getattr(now, key):
             yield _both(key, getattr(saved, key), getattr(now, key))
@@ -117,7 +117,7 @@ def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
 
 
 def _other_problems(run: RunDirectory, given: Fingerprints) -> Iterator[str]:
-    """Problems that differ from those that the run began with: they are drawn by their places, and evaluations are compared."""
+    """Problems that differ from the run's: problems are drawn by index, and evaluations are compared."""
     try:
         began = json.loads(run.data.read_bytes())
     except FileNotFoundError:
@@ -135,7 +135,7 @@ def _both(key: str, before: object, now: object) -> str:
 
 
 def _other_shape(before: PolicyConfig, now: PolicyConfig) -> str:
-    """Differences between the models' shapes; empty if there are none, or if the first model is gone."""
+    """Differences between the models' shapes; empty if equal, or if the first model no longer exists."""
     if before.model == now.model:
         first, other = (each.shape or "cpu_default" for each in (before, now))
         return "" if first == other else f"it has the shape {first}, given is {other}"

@@ -1,4 +1,4 @@
-"""Last words of a failed run: the error in one line, advice for a full disk, and how to resume."""
+"""The final message of a failed run: the error in one line, advice for a full disk, and how to resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def say_last(text: str) -> None:
-    """Print a line of ours that ends this process, and leave it to torchrun, whose closing summary then ends with it."""
+    """Print the final line of this process, and pass it to torchrun, whose closing summary then ends with it."""
     print(text, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
@@ -28,23 +28,23 @@ def say_last(text: str) -> None:
 
 
 def failure_message(error: BaseException, run: RunDirectory, weights: Path) -> str:
-    """One paragraph for the console, behind the traceback. Reads the run's directory, writes nothing.
+    """One paragraph for the console, after the traceback. Reads the run's directory, writes nothing.
 
-    weights: the folder where they are written for the engines.
+    weights: the folder of weight files for the engines.
     """
     parts = [f"marsrl: the run failed: {type(error).__name__}: {error}"]
     full = next((each for each in _chain(error) if isinstance(each, OSError) and each.errno in _FULL), None)
     if full is not None:
         parts.append(_no_room(full, run, weights))
-    if not isinstance(error, CheckpointError):  # that says itself what there is to go on from
+    if not isinstance(error, CheckpointError):  # which itself says what to resume from
         parts.append(where_to_go_on(run, is_refused=isinstance(error, ValueError)))
     return "; ".join(parts)
 
 
 def where_to_go_on(run: RunDirectory, *, is_refused: bool = False) -> str:
-    """The words with which the run is resumed, or that there is nothing to resume.
+    """The command-line words that resume the run, or that there is nothing to resume.
 
-    is_refused: the same start would end in the same way.
+    is_refused: the same start would be refused again.
     """
     words = f"run.name={run.path.name} run.resume="
     then = "with that set right, go on" if is_refused else "go on"
@@ -71,7 +71,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _no_room(error: OSError, run: RunDirectory, weights: Path) -> str:
-    """Names the full file system and the settings that need less of it or move elsewhere."""
+    """Names the full file system, and the settings that reduce or move its use."""
     advice = {run.path: "run.keep_checkpoints, another run.dir", weights: "another sync.directory"}
     named = Path(error.filename) if error.filename else run.path
     where = next((place for place in advice if named.is_relative_to(place)), named.parent)

@@ -1,12 +1,12 @@
 """Heartbeats of the ranks: when one falls silent, the others name it and stop, wherever they wait.
 
-Ranks wait for each other without a limit (collective.py), and a collective does not tell a dead rank from a slow one. torchrun
-stops the ranks of a machine when one of them dies, not those of others.
+Ranks wait for each other without a timeout (collective.py), and a collective cannot distinguish a dead rank from a slow one.
+torchrun stops the ranks of a machine when one of them dies, not those of other machines.
 
-    rank r: beat/r = 1, 2, 3, ...  (every beat_s)        rank 0 looks at all beats, the others at rank 0's
-    who finds a silent one: lost = "rank 17 ..."         everybody looks at lost, and stops
-    the store's machine has lost its power: no answer, and no error; a thread that does not ask it notices
-    on the machine of the silent one: SIGKILL for it     torchrun would wait half a minute for it to hear of SIGTERM
+    rank r: beat/r = 1, 2, 3, ...  (every beat_s)        rank 0 watches all beats, the others rank 0's
+    a rank that finds a silent one: lost = "rank 17 ..." all ranks watch `lost`, and stop
+    the store's machine lost power: no answer, no error  noticed by a thread that does not query the store
+    on the silent rank's machine: SIGKILL                torchrun would wait half a minute after SIGTERM
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ import torch.distributed as dist
 from marsrl.rollout.error_lines import first_line
 from marsrl.trainer.runs.stop import end_now
 
-BEAT_S = 5.0  # at most; a short run.silence_s makes it shorter
-GRACE_S = 10.0  # for the main thread to come back from a collective; then the process ends without it
-_GONE_S = 1.0  # for a thread that waits for a store that is gone
+BEAT_S = 5.0  # upper bound; shorter with a short run.silence_s
+GRACE_S = 10.0  # for the main thread to return from a collective; then the process is ended
+_GONE_S = 1.0  # for a thread that waits for a lost store
 
 
 class RankLost(RuntimeError):
-    """Another rank is silent or has ended: why this one stops."""
+    """Another rank is silent or has ended, so this one stops."""
 
 
 class Heartbeat:
     """A thread for the life of a run: `with Heartbeat(store, rank, world_size): ...`.
 
     Args:
-        store: a connection of its own: a client answers one question at a time, and a rank may be waiting in it.
-        silence_s: a rank that is silent is found and named within this time (run.silence_s).
-        go_on: what a user is told to go on with.
-        stop: called once, in the thread, with the reason and the beats of those that are silent.
+        store: a separate connection: a client handles one request at a time, and a rank may be waiting in its own.
+        silence_s: a silent rank is found and named within this time (run.silence_s).
+        go_on: returns the text that tells users how to resume.
+        stop: called once, in the thread, with the reason and the beats of the silent ranks.
 
-    A run that was stopped leaves the body with RankLost, whatever else that stop has raised there; with KeyboardInterrupt
-    where another rank was interrupted.
+    A stopped run leaves the body with RankLost, whatever else the stop raised there; with KeyboardInterrupt if another rank
+    was interrupted.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Heartbeat:
         self._stop = stop or self._stop_process
         self._left = threading.Event()
         self._counts = dict.fromkeys(self._watched, b"")  # last beats
-        self._changed = dict.fromkeys(self._watched, time.monotonic())  # when each was new
-        self._answered = threading.Event()  # by the store, since the last look
-        self._stopping = threading.Lock()  # taken by the thread that stops this process, for good
+        self._changed = dict.fromkeys(self._watched, time.monotonic())  # time of each new beat
+        self._answered = threading.Event()  # by the store, since the last check
+        self._stopping = threading.Lock()  # acquired for good by the thread that stops this process
         self._reason: str | None = None
-        self._is_interrupted = False  # the reason: somebody stopped another rank on purpose
-        self._error: BaseException | None = None  # what this rank leaves with
+        self._is_interrupted = False  # the reason: another rank was stopped on purpose
+        self._error: BaseException | None = None  # the exception that this rank exits with
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._watch = threading.Thread(target=self._watch_store, name="heartbeat-store", daemon=True)
 
@@ -87,14 +87,14 @@ class Heartbeat:
     ) -> None:
         self._error = error
         self._left.set()
-        # a store that does not answer must not hold up the way out; of one that is known to be gone nothing more comes
+        # an unresponsive store must not delay the exit; a lost one never answers
         self._thread.join(timeout=GRACE_S if self._reason is None else _GONE_S)
         if self._reason is not None and error is not None and not isinstance(error, RankLost):
             raise (KeyboardInterrupt if self._is_interrupted else RankLost)(self._reason) from error
 
     @property
     def silences_s(self) -> dict[int, float]:
-        """{rank that this one watches: seconds since it said something new}; on rank 0 all others. Threads may ask."""
+        """{watched rank: seconds since its last new beat}; rank 0 watches all others. Thread-safe."""
         return {rank: time.monotonic() - since for rank, since in self._changed.items()}
 
     def _run(self) -> None:
@@ -102,7 +102,7 @@ class Heartbeat:
         beat, silent = 0, list[str]()
         while self._reason is None:
             beat += 1
-            try:  # at once: who falls silent soon is found by its place, too
+            try:  # immediately, so that even a rank that soon falls silent has a known place
                 self._store.set(f"beat/{self._rank}", f"{beat} {socket.gethostname()} {os.getpid()}")
                 if self._store.check(["lost"]):
                     self._reason, silent, self._is_interrupted = json.loads(self._store.get("lost"))
@@ -119,7 +119,7 @@ class Heartbeat:
                     silent = [counts[r].decode() for r in lost]
                     self._reason = f"silent for run.silence_s = {self._silence_s:g} s: {named}"
                     self._store.set("lost", json.dumps([self._reason, silent, False]))
-            except RuntimeError as error:  # its server went down with rank 0 or with torchrun on that machine
+            except RuntimeError as error:  # its server ended with rank 0 or with torchrun on that machine
                 self._reason, silent = self._store_is_gone(f"the store does not answer ({first_line(error)})")
             if self._reason is None and self._left.wait(self._beat_s):
                 break
@@ -135,11 +135,11 @@ class Heartbeat:
                 told = f"rank {self._rank} ({socket.gethostname()}) {how}"
                 self._store.set("lost", json.dumps([told, [], is_interrupted]))
         except RuntimeError:
-            return  # the others are gone already, and so is their interest
+            return  # the others have already exited
 
     def _watch_store(self) -> None:
-        """A machine without power closes no connection: whoever asks its store waits for ever."""
-        waited_s = 0.0  # by our own beats: one in which this process was stopped itself counts once
+        """Watch for a lost store: a machine that lost power closes no connection, so its store's clients wait forever."""
+        waited_s = 0.0  # counts our own beats: a time in which this process itself was stopped counts as one
         while self._reason is None and not self._left.wait(self._beat_s):
             waited_s = 0.0 if self._answered.is_set() else waited_s + self._beat_s
             self._answered.clear()
@@ -154,7 +154,7 @@ class Heartbeat:
         return self._silence_s - 2 * self._beat_s
 
     def _store_is_gone(self, how: str) -> tuple[str, list[str]]:
-        """The reason to stop, and the beat that was rank 0's."""
+        """(reason to stop, rank 0's last beat)."""
         beat = self._counts.get(0, b"")
         return f"rank 0{_place(beat)} or its machine is gone: {how}", [beat.decode()] if beat else []
 
@@ -164,15 +164,15 @@ class Heartbeat:
 
     def _stop_process(self, reason: str, silent: Sequence[str]) -> None:
         print(f"marsrl: rank {self._rank} stops: {reason}; {self._go_on()}", file=sys.stderr, flush=True)
-        end_now()  # if the main thread hears of it
+        end_now()  # if the main thread is notified
         for beat in silent:
-            _kill_sibling(beat)  # a collective with it ends with an error, now
+            _kill_sibling(beat)  # collectives with it now end with an error
         if not self._left.wait(GRACE_S):
             os._exit(1)
 
 
 def heartbeat(silence_s: float, go_on: Callable[[], str]) -> Heartbeat:
-    """This rank's heartbeat, on a connection of its own to the store of the process group."""
+    """This rank's heartbeat, on a separate connection to the process group's store."""
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(datetime.timedelta(seconds=silence_s))
     store = dist.PrefixStore("marsrl/heartbeat", store)
@@ -180,18 +180,18 @@ def heartbeat(silence_s: float, go_on: Callable[[], str]) -> Heartbeat:
 
 
 def _place(beat: bytes) -> str:
-    """The machine and process of a beat; nothing where there was none, or the rank was done."""
+    """The machine and process of a beat; "" if there was none, or the rank had finished."""
     words = beat.decode().split(" ")
     return f" ({words[1]}, process {words[2]})" if len(words) == 3 else ""
 
 
 def _kill_sibling(beat: str) -> None:
-    """SIGKILL for the process of a beat where it is a child of our launcher: numbers mean something on one machine only."""
+    """Send SIGKILL to the process of a beat if it is a child of our launcher: pids are meaningful on one machine only."""
     words = beat.split(" ")
     if len(words) != 3:
         return
     _, host, pid = words
-    with contextlib.suppress(OSError):  # it has ended, or this system has no /proc
+    with contextlib.suppress(OSError):  # it has ended, or there is no /proc
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         if host == socket.gethostname() and parent == os.getppid():
             os.kill(int(pid), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A run keeps a copy of each prompt file, so that it is gone on with, and evaluated, in the words it began with."""
+"""A run keeps a copy of each prompt file, so that it is resumed and evaluated with the prompts it began with."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def with_kept_prompts(config: RunConfig) -> RunConfig:
 
 
 def keep_prompts(run: RunDirectory, config: RunConfig) -> None:
-    """Copy the prompt files into the run; what it has kept before stays."""
+    """Copy the prompt files into the run; existing copies stay."""
     for agent in config.agents.values():
         if is_prompt_file(agent.prompt):
             write_atomically(run.path / _kept_name(agent.prompt), Path(agent.prompt).read_bytes())
 
 
 def changed_prompts(run: RunDirectory, saved: RunConfig, now: RunConfig) -> Iterator[str]:
-    """Prompt files whose words are other than those the run began with, both configs as with_kept_prompts gives them."""
+    """Prompt files whose contents differ from those that the run began with; both configs from with_kept_prompts."""
     agents: dict[str, list[str]] = {}
     for name, agent in now.agents.items():
         before = saved.agents[name].prompt if name in saved.agents else None

@@ -1,4 +1,4 @@
-"""One run at a time writes a run directory: a lock that ends with the process that holds it, however that ends."""
+"""A lock for the single writer of a run directory, which is released with its process, however that ends."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
-    """Rank 0 takes it before it writes anything and holds it until its process ends.
+    """Rank 0 acquires it before it writes anything, and holds it until its process ends.
 
-    The kernel lets go of an flock when the last process that holds it dies, so kill -9 leaves nothing to clean up; the
-    file stays and says who held it last. On NFS the lock holds across hosts.
+    The kernel releases an flock when the last process that holds it dies, so kill -9 leaves nothing to clean up; the
+    file stays and names its last holder. On NFS the lock works across hosts.
 
-    warning: what to tell the user where the file system knows no locks; then nothing keeps a second run out.
+    warning: for the user, if the file system has no locks, and so nothing prevents a second run.
     """
 
     def __init__(self, run: RunDirectory) -> None:
-        """Raises ValueError when another process holds it; the text names process and host."""
+        """Raises ValueError, which names process and host, if another process holds it."""
         self.warning: str | None = None
         try:
             self._file = open(run.lock, "a+", encoding="utf-8")  # noqa: SIM115 - for the life of the process
@@ -51,12 +51,12 @@ class RunLock:
         self._file.flush()
 
     def release(self) -> None:
-        """Let go before the process ends; may be called twice."""
+        """Release the lock before the process ends; may be called twice."""
         self._file.close()
 
 
 def why_held(run: RunDirectory) -> str:
-    """The reason for which RunLock would be refused now, or an empty text. Writes nothing."""
+    """The reason why RunLock would fail now, or "". Writes nothing."""
     try:
         file = open(run.lock, encoding="utf-8")  # noqa: SIM115 - the line below closes it
     except OSError:

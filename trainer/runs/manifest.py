@@ -1,7 +1,7 @@
-"""Contents of a checkpoint: size and CRC-32 of every file in manifest.json, which has a checksum of itself.
+"""manifest.json of a checkpoint: size and CRC-32 of every file, and a checksum of itself.
 
-CRC-32 finds every error of up to 32 bits in a row and all but one in 2^32 of the others; it is no protection against an
-attacker. zlib's runs at 1.5 GB/s on one core and releases the interpreter lock.
+CRC-32 detects every burst error of up to 32 bits and all but one in 2^32 of the others; it does not protect against attackers.
+zlib's runs at 1.5 GB/s on one core and releases the GIL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DamagedError(RuntimeError):
 
 
 def file_sum(path: Path) -> FileSum:
-    """Size and CRC-32 of what is on disk now."""
+    """Size and CRC-32 of a file on disk."""
     crc, num_bytes = 0, 0
     with open(path, "rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -40,7 +40,7 @@ def file_sum(path: Path) -> FileSum:
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> None:
-    """List every file under `folder`. known: sums that were taken while a file was written; the others are read now."""
+    """Write the manifest of all files under `folder`. known: sums computed while writing; other files are read now."""
     sums = {name: known.get(name) or file_sum(folder / name) for name in _names(folder)}
     missing = sorted(known.keys() - sums.keys())
     if missing:
@@ -49,10 +49,10 @@ def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileSum]:
-    """The sums by file name relative to `folder`, in the order of the names.
+    """The sums by file name relative to `folder`, sorted by name.
 
     Raises:
-        DamagedError: there is no manifest, or it is not what write_manifest wrote, to the byte.
+        DamagedError: the manifest is missing, or differs in any byte from the one written.
     """
     path = folder / NAME
     try:
@@ -72,7 +72,7 @@ def read_manifest(folder: Path) -> dict[str, FileSum]:
 def damage(folder: Path, part: int = 0, num_parts: int = 1) -> list[str]:
     """Damaged files under `folder`, a line each with found and expected; [] if all are as written.
 
-    Ranks share the reading: rank `part` of `num_parts` reads its part of the files; part 0 looks for strangers too.
+    Ranks divide the reading: rank `part` of `num_parts` reads its share of the files; part 0 also looks for unknown files.
     """
     try:
         sums = read_manifest(folder)
@@ -84,7 +84,7 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> list[str]:
 
 
 def missing_or_cut(folder: Path) -> str | None:
-    """The first file under `folder` that is missing or has another size; None where none is. Reads the manifest alone."""
+    """The first file under `folder` that is missing or has another size, or None. Reads only the manifest."""
     try:
         sums = read_manifest(folder)
     except DamagedError as error:
@@ -107,7 +107,7 @@ def _difference(path: Path, expected: FileSum) -> str | None:
 
 
 def _names(folder: Path) -> set[str]:
-    """Every file under the folder but the manifest, as posix paths relative to it."""
+    """All files under the folder except the manifest, as relative posix paths."""
     files = (Path(root) / name for root, _, names in os.walk(folder) for name in names)
     return {path.relative_to(folder).as_posix() for path in files} - {NAME}
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SAME_S = 1.0  # a terminal and torchrun bring one Ctrl-C twice
+_SAME_S = 1.0  # a terminal and torchrun deliver one Ctrl-C twice
 _ends_now = threading.Event()
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was asked to stop, on all ranks; a checkpoint has its last finished step, where there is one."""
+    """The run was asked to stop, on all ranks; a checkpoint has its last finished step, if any."""
 
 
 @contextmanager
@@ -31,22 +31,22 @@ def handlers_restored() -> Iterator[None]:
 
 
 def end_now() -> None:
-    """End this process as a second Ctrl-C does, saving nothing; for any thread."""
+    """End this process as a second Ctrl-C does, without saving. Thread-safe."""
     _ends_now.set()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class StopSignals:
-    """Notes the first SIGINT or SIGTERM (is_asked), for the run to look at where it can stop. Another one ends it at once."""
+    """Records the first SIGINT or SIGTERM (is_asked), for the run to check where it can stop. A second one ends it at once."""
 
     def __init__(self) -> None:
         self.is_asked = False
         self._asked_s = 0.0
-        self._parent = os.getppid()  # torchrun: without it the ranks cannot reach each other for a last checkpoint
+        self._parent = os.getppid()  # torchrun: without it the ranks cannot communicate for a last checkpoint
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note signals in the body, and after an error from it: the second half of a Ctrl-C must not disturb the way out
+        """Record signals in the body, and after an error in it: the duplicate of a Ctrl-C must not disturb the exit
         (handlers_restored ends that). Main thread only."""
         before = {each: signal.signal(each, self._note) for each in (signal.SIGINT, signal.SIGTERM)}
         yield
@@ -59,6 +59,6 @@ class StopSignals:
             self.is_asked, self._asked_s = True, now
             print("marsrl: stopping, the last finished step is saved first; Ctrl-C again ends at once", file=sys.stderr)
         elif is_alone or now - self._asked_s > _SAME_S:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # on the way out nothing disturbs
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nothing disturbs the exit
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The row kernels of csrc/cpu, threads over rows: logits to gradients in their place, whole rows or tiles of the vocabulary."""
+"""The row kernels of csrc/cpu, parallel over rows: logits to gradients in place, for whole rows or tiles of the vocabulary."""
 
 import ctypes
 from typing import Any
@@ -19,12 +19,12 @@ KLS = {"none": 0, "k1": 1, "k2": 2, "k3": 3}
 
 
 def c_rows(logits: Tensor, rows: Rows, head: Head) -> tuple[Any, ...]:
-    """The rows and their targets: how the row functions of the C interface begin. Rows of logits lie head.width apart."""
+    """The rows and their targets, the first arguments of the C row functions. Rows of logits are head.width apart."""
     return logits, head.width, rows.count, head.num_columns, rows.ids, rows.first, head.targets
 
 
 def c_temperature(head: Head) -> tuple[Tensor | None, float]:
-    """Inverse temperatures of the tokens, and the one of all tokens, which is read where there are none."""
+    """Inverse temperatures by token, and the common one, which is used if the former is None."""
     return head.inverse_temperature, head.inverse_temperature_of_all
 
 
@@ -71,7 +71,7 @@ class CpuRowKernels(RowKernels):
         out: Tensor | None,
     ) -> None:
         """Partials [4, R] of a tile of the vocabulary, as RowKernels.partials gives them, and out [R, columns] bfloat16 = e^d,
-        0 in padding; its rows may lie apart. None: they are not wanted.
+        0 in padding; its rows may be strided. None: not wanted.
 
         logits [R, columns] float32, row-major; head: Head.tile of these columns; targets, inverse_temperature [R].
         """
@@ -143,13 +143,13 @@ class CpuPolicyTerms:
 
 
 def _check_place(logits: Tensor, out: Tensor) -> None:
-    """csrc/cpu turns logits into gradients where they lie."""
+    """Assert that logits and gradients share memory: csrc/cpu works in place."""
     assert out.dtype == torch.float32, f"gradients are {out.dtype}"
     assert out.data_ptr() == logits.data_ptr(), "gradients on the CPU take the place of the logits"
 
 
 def c_tokens(tokens: PolicyTokens, *arrays: Tensor) -> library.Tokens:
-    """The addresses of the inputs and of arrays: log-probs, entropies, and the outputs; whoever holds it keeps them alive."""
+    """Addresses of the inputs and of arrays (log-probs, entropies, outputs); the result keeps the tensors alive."""
     of = tokens
     inputs = (
         *(of.advantages, of.log_ratio, of.log_drift, of.old_logprobs, of.rollout_logprobs, of.reference_logprobs),

@@ -1,4 +1,4 @@
-"""Interface of the row kernels, and the values that they hand on. Chunks, GEMMs and autograd are shared.
+"""Interface of the row kernels, and the values they exchange. Chunks, GEMMs and autograd are shared by all implementations.
 
     for each chunk of tokens                                      who
         logits [R, V] float32 = hidden @ weight.T                 RowKernels, by default gemms.py
@@ -52,7 +52,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Slopes:
-    """The numbers that dz of a token is made of: its statistics, dL/dlogp and dL/dH [T] float32."""
+    """Inputs of a token's dz: its statistics, dL/dlogp and dL/dH [T] float32."""
 
     statistics: Statistics
     coefficient: Tensor
@@ -65,16 +65,16 @@ class Slopes:
 
 
 class PolicyTerms(Protocol):
-    """The objective evaluated at tokens as they come. coefficient, entropy_coefficient: [T] float32, dL/dlogp, dL/dH,
-    0 where nothing was evaluated."""
+    """The objective, evaluated token by token. coefficient, entropy_coefficient: [T] float32, dL/dlogp and dL/dH, 0 for
+    tokens not evaluated."""
 
     coefficient: Tensor
     entropy_coefficient: Tensor
 
     @property
     def in_one_walk(self) -> "Callable[[Tensor, Rows, Head, Statistics, Tensor, Tensor], LateCount] | None":
-        """RowKernels.statistics, this evaluation and RowKernels.gradients in one, each row while it is in the cache: of
-        logits, rows, head, statistics, out and active. None: they stay separate calls, as on a device."""
+        """RowKernels.statistics, `evaluate` and RowKernels.gradients in one pass, each row while it is in the cache: a function
+        of logits, rows, head, statistics, out and active. None: they are separate calls, as on a device."""
 
     def evaluate(self, rows: Rows) -> None:
         """Evaluate these tokens, each token once; those outside the mask may be listed and are skipped."""
@@ -87,17 +87,16 @@ class PolicyTerms(Protocol):
 class RowKernels:
     """One implementation.
 
-    is_host: results are complete when a call returns, and `gradients` overwrites the logits; else calls queue work on
-    the current stream, never wait for it, and `gradients` writes to a second buffer.
+    is_host: results are complete when a call returns, and `gradients` overwrites the logits; otherwise calls queue work on
+    the current stream without waiting, and `gradients` writes to a second buffer.
 
-    product: raw logits [R, V] float32, row-major, before the temperature, or what another `multiply` makes of them.
+    product: raw logits [R, V] float32, row-major, before the temperature, or the result of an overridden `multiply`.
     """
 
     is_host: bool
 
     def multiply(self, gemms: "HeadGemms", hidden: Tensor, rows: Rows, head: "Head", out: Tensor) -> Any:
-        """The product of hidden [R, H] of these rows, in the memory of out [R, V] float32; -inf outside of what the rows
-        were drawn from."""
+        """The product of these rows' hidden [R, H], in the memory of out [R, V] float32; -inf outside of each row's support."""
         gemms.logits(hidden, out)
         head.restrict_(out, rows)
         return out
@@ -106,7 +105,7 @@ class RowKernels:
         """Fill `out` at these rows.
 
         Columns from head.num_columns on are padding, and those up to the stride of the logits too: they may hold anything. A
-        target outside the vocabulary gives NaN where not is_host; check_values reports it.
+        target outside the vocabulary gives NaN if not is_host; check_values reports it.
         """
         raise NotImplementedError
 

@@ -16,7 +16,7 @@ from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 class RowProvider:
     """An implementation that is loaded when it is first used.
 
-    machine_lacks: None where this machine can run it, else the reason. why_not_tensor: the same for one argument, given
+    machine_lacks: None if this machine can run it, else the reason. why_not_tensor: the same for one argument, given
     its name and a tensor.
     """
 
@@ -26,7 +26,7 @@ class RowProvider:
     why_not_tensor: Callable[[str, Tensor], str | None]
 
     def why_not(self, **tensors: Tensor) -> str | None:
-        """None where these arguments, named as the caller knows them, can be served; else the reason."""
+        """None if these arguments, named as the caller knows them, can be served; else the reason."""
         for why_not in (self.why_not_tensor, why_not_double):
             for name, tensor in tensors.items():
                 if (reason := why_not(name, tensor)) is not None:

@@ -1,4 +1,4 @@
-"""Packed tokens that a head visits, and numbers that a device computes and the host needs a little later."""
+"""Subsets of packed tokens, and integers that a device computes and the host reads later."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from marsrl.kernels.checks import kept_first
 class LateCount:
     """An integer on a device that the host reads without draining the stream.
 
-    The copy to pinned memory is queued at once; the host waits for it only where it calls `wait`, which it does after
-    it has queued more work. On the CPU there is nothing to wait for.
+    The copy to pinned memory is queued at once; the host blocks only in `wait`, which it calls after queueing more work. On
+    the CPU the value is known at once.
     """
 
     def __init__(self, value: Tensor | int):
@@ -22,7 +22,7 @@ class LateCount:
         self._event: torch.cuda.Event | None = None
         self._value = value
         if isinstance(value, Tensor) and value.is_cuda:
-            # Pinned memory is the host's: without a device it would be made on the caller's default device, and refused.
+            # Pinned memory must be on the host: without a device argument torch would use the caller's default device, and fail.
             self._value = torch.empty(1, dtype=value.dtype, pin_memory=True, device="cpu")
             self._value.copy_(value.reshape(1), non_blocking=True)
             self._event = torch.cuda.Event()
@@ -40,7 +40,7 @@ class LateCount:
 class Rows:
     """Some of the packed tokens: `ids` [R] int64 ascending, or first, first + 1, ... where ids is None.
 
-    Where `late` is set the first late.wait() tokens are meant, and count is an upper bound: `settled` drops the others.
+    If `late` is set, only the first late.wait() tokens count, and count is an upper bound: `settled` drops the others.
     """
 
     ids: Tensor | None
@@ -67,10 +67,10 @@ class Rows:
         return Rows(None if self.ids is None else self.ids[:count], self.first, count)
 
     def chunks(self, sizes: Sequence[int]) -> "Iterator[Rows]":
-        """These rows in order, cut into chunks of these sizes, over and over, and a rest.
+        """These rows in order, in chunks of these sizes, cycled, and a remainder.
 
-        A row's result then does not depend on how many rows there are. Where the count is late the first chunk is an
-        upper bound to be settled, and the others are cut when they are asked for.
+        So a row's result does not depend on the number of rows. If the count is late, the first chunk is an upper bound to be
+        settled, and the others are cut on demand.
         """
         rows, begin = self, 0
         for size in cycle(sizes):
@@ -85,7 +85,7 @@ class Rows:
                 return
 
     def part(self, begin: int, count: int) -> "Rows":
-        """So many of these rows, from the one at begin on."""
+        """`count` of these rows, from index `begin` on."""
         if self.ids is None:
             return Rows(None, self.first + begin, count)
         return Rows(self.ids[begin : begin + count], 0, count)

@@ -22,7 +22,7 @@ BLOCK_TOKENS = 1024
 
 
 class TritonRowKernels(RowKernels):
-    """RowKernels on the current stream of the tensors' device; the host never waits here."""
+    """RowKernels on the current stream of the tensors' device, without synchronisation."""
 
     is_host = False
 
@@ -62,7 +62,7 @@ class TritonRowKernels(RowKernels):
                 *(place_of, active, count),
                 BLOCK=BLOCK_TOKENS,
             )
-            late = LateCount(count)  # its copy is queued before what comes after: the host learns it early
+            late = LateCount(count)  # its copy is queued before later work, so that the host gets it early
             triton_kernels.row_gradients[(rows.count, triton.cdiv(head.width, PIECE_COLUMNS))](
                 *(_with_padding(product), product.stride(0), head.num_columns),
                 *_token_arguments(rows, head),
@@ -73,7 +73,7 @@ class TritonRowKernels(RowKernels):
 
 
 class TritonPolicyTerms:
-    """PolicyTerms with the sums of each block of tokens kept apart until they are asked for: no atomics."""
+    """PolicyTerms that keeps the sums of each block of tokens separate until requested, so without atomics."""
 
     in_one_walk = None
 
@@ -149,7 +149,7 @@ def _join_block(pieces: Tensor) -> dict[str, int]:
 
 
 def _with_padding(rows: Tensor) -> Tensor:
-    """[R, stride]: the rows [R, V] with what lies between them, and behind the last one."""
+    """[R, stride]: the rows [R, V] including the padding after each."""
     return rows.as_strided((rows.shape[0], rows.stride(0)), (rows.stride(0), 1))
 
 

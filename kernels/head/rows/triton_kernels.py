@@ -245,7 +245,7 @@ def clipped_surrogate(
 
 @triton.jit
 def put_agent_sums(at, num_agents, agent, is_kept, loss, is_clipped, is_masked, is_clamped, entropy, kl):
-    """To at [num_agents, NUM_SUMS] float64 the sums over the tokens of each agent, in the order of objective.METRICS."""
+    """Store sums over each agent's tokens to at [num_agents, NUM_SUMS] float64, in the order of objective.METRICS."""
     for a in range(num_agents):
         is_mine = is_kept & (agent == a)
         tl.store(at + NUM_SUMS * a, tl.sum(tl.where(is_mine, loss, 0.0), axis=0))
@@ -262,7 +262,7 @@ def policy_terms(
     num_rows,
     ids,
     first,
-    inputs,  # packed arrays [T], None where not given
+    inputs,  # packed arrays [T], None if not given
     logprobs,
     entropy,
     inverse_normaliser,  # [1] float32
@@ -316,7 +316,7 @@ def policy_terms(
         of_reference = logp - tl.load(reference_logprobs + tokens, mask=is_kept, other=0.0)
         kl, kl_slope = divergence(of_reference, KL)
 
-    # A drift or log-prob that is not finite masks nothing: whoever reads it makes the loss NaN, below.
+    # A drift or log-prob that is not finite masks nothing, and makes the loss NaN below.
     is_masked = tl.zeros(logp.shape, tl.int1)
     if dropped is not None:
         is_masked = tl.load(dropped + tokens, mask=is_kept, other=0) != 0

@@ -1,13 +1,13 @@
-"""A cgroup for each interpreter: a bound on what all processes of a call take together.
+"""A cgroup for each interpreter: limits for all processes of a call together.
 
-The limits of setrlimit are of a process, or of a user. A cgroup bounds the sum, where this machine has version 2 and lets the
-trainer make one, with the controllers `memory` and `pids`:
+setrlimit limits a process, or a user. A cgroup limits the sum, if this machine has version 2 and lets the trainer create one with
+the controllers `memory` and `pids`:
 
     /proc/self/cgroup -> the trainer's own cgroup, else the one around it -> marsrl-python-PID-N, one an interpreter
 
-The one around it, because a cgroup that has processes of its own gives its children no controllers (cgroups(7), "no internal
-processes"), and the trainer's has the trainer. As with namespaces no list of versions says what is allowed: one is made, and a
-process put into it.
+The one around it, because a cgroup that contains processes gives its children no controllers (cgroups(7), "no internal
+processes"), and the trainer's contains the trainer. As with namespaces, no version number tells what is allowed: the check
+creates a cgroup and puts a process into it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _log = logging.getLogger(__name__)
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _NAME = "marsrl-python-"
-_LAUNCHERS = 4  # processes of bubblewrap beside the snippet's, at most
+_LAUNCHERS = 4  # upper bound of bubblewrap's processes beside the snippet's
 _TRIED_S = 10.0
-_EMPTY_S = 2.0  # until the last process of a cgroup is gone, which the kernel ends by and by
+_EMPTY_S = 2.0  # until the kernel has ended the last process of a cgroup
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """One that was made, and nobody is in it yet."""
+    """A new cgroup without processes."""
 
     path: Path
 
     @property
     def entering(self) -> tuple[str, ...]:
-        """The command that goes into it and becomes the command behind it."""
+        """The command prefix that enters the cgroup and then becomes the command that follows."""
         return ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(self.path / "cgroup.procs"))
 
     def end(self) -> None:
-        """End its processes, and remove it; where that fails a warning says so, and it is left behind."""
+        """End its processes and remove it; if that fails it is left behind, with a warning."""
         deadline = time.monotonic() + _EMPTY_S
         try:
             kill = self.path / "cgroup.kill"  # Linux 5.14
@@ -68,21 +68,21 @@ class Cgroup:
 
 @dataclass(frozen=True, slots=True)
 class Cgroups:
-    """The cgroup in which they are made. limits: the text of each file."""
+    """The parent cgroup of the interpreters'. limits: the text of each file."""
 
     parent: Path
     limits: Mapping[str, str]
 
     def make(self) -> Cgroup:
-        """Another one, with its limits. OSError: it cannot be made, or has not all of them."""
+        """A new cgroup with its limits. OSError: it cannot be created, or lacks a limit."""
         cgroup = Cgroup(self.parent / f"{_NAME}{os.getpid()}-{next(_numbers)}")
         os.mkdir(cgroup.path)
         try:
             for name, limit in self.limits.items():
                 file = cgroup.path / name
-                if name == "memory.swap.max" and not file.exists():  # this kernel does not count swap
+                if name == "memory.swap.max" and not file.exists():  # this kernel does not account swap
                     continue
-                # never made: the controller makes it, or is not there
+                # never create a file: the controller does, unless it is missing
                 with open(os.open(file, os.O_WRONLY), "w") as opened:
                     opened.write(limit)
         except OSError:
@@ -92,13 +92,13 @@ class Cgroups:
 
 
 def find_cgroups(config: PythonTool) -> tuple[Cgroups | None, str]:
-    """(where interpreters can have cgroups, or None, and the reason)."""
+    """(the parent for interpreters' cgroups or None, the reason for None)."""
     if not (_ROOT / "cgroup.controllers").exists():
         return None, f"{_ROOT} is no cgroup of version 2"
     [name] = [line[3:] for line in _OWN.read_text().splitlines() if line.startswith("0::")]
     own = _ROOT / name.lstrip("/")
     limits = {
-        "memory.max": str((config.memory_mib + config.tmp_mib) << 20),  # files in /tmp count
+        "memory.max": str((config.memory_mib + config.tmp_mib) << 20),  # files in /tmp count as memory
         "memory.swap.max": "0",
         "memory.oom.group": "1",
         "pids.max": str(config.processes + _LAUNCHERS),
@@ -119,7 +119,7 @@ def find_cgroups(config: PythonTool) -> tuple[Cgroups | None, str]:
 
 
 def _try(cgroups: Cgroups) -> None:
-    """Raises OSError where one cannot be made, or a process not be put into it."""
+    """Raises OSError if a cgroup cannot be created, or a process cannot be put into it."""
     cgroup = cgroups.make()
     try:
         done = subprocess.run([*cgroup.entering, "true"], capture_output=True, text=True, timeout=_TRIED_S)

@@ -1,12 +1,12 @@
 """The program inside the sandbox. Standard library only: its text is what a bare interpreter is started with.
 
-It gives up what it may do, says that it is ready, waits for one snippet on its input, a socket, runs it, sends its exit code
-there and waits to be ended:
+It drops its rights, reports that it is ready, waits for one snippet on its input, a socket, runs it, sends the exit code back and
+waits to be killed:
 
     argv[1]: {"uid", "tmp_inodes", "limits", "filter", "packages", "preload"} -> b"ready\\n" -> snippet -> its output -> a byte
 
-Until the snippet is read, nothing here is hostile. From then on everything is: there is nothing in this process to find, and
-nothing that it writes is believed by the host, to which all of it is text.
+Until the snippet is read, nothing here is hostile. From then on everything is: this process holds no secrets, and the host
+treats all its output as plain text.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def confine(settings: dict[str, Any]) -> None:
             raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # there may be no /proc
-        file.write("1000")  # where the machine runs out of memory, this goes before the trainer
-    if settings["tmp_inodes"]:  # bubblewrap bounds the bytes of a tmpfs, and not its files
+        file.write("1000")  # if memory runs out, the kernel kills this process before the trainer
+    if settings["tmp_inodes"]:  # bubblewrap bounds a tmpfs's bytes, not its number of files
         options = f"nr_inodes={settings['tmp_inodes']}".encode()
         must(libc.mount(None, b"/tmp", None, _MS_REMOUNT | _MS_NOSUID | _MS_NODEV, options), "remounting /tmp")
     if settings["uid"]:
         os.setgroups([])
         os.setresgid(settings["uid"], settings["uid"], settings["uid"])
         os.setresuid(settings["uid"], settings["uid"], settings["uid"])
-        libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # its own /proc/self is its own again
+        libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # so that /proc/self belongs to it again
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
     must(libc.capset(header, none), "capset")
     libc.prctl(_PDEATHSIG, 9, 0, 0, 0)
@@ -96,13 +96,13 @@ def run(code: str) -> int:
         most = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         inner = error.__traceback__
-        # without the lines of this file, or of ast's
+        # without frames of this file or of ast
         while inner is not None and inner.tb_frame.f_code.co_filename != _FILE:
             inner = inner.tb_next
         text = "".join(traceback.format_exception(type(error), error, inner, limit=-_MOST_FRAMES))
         print(text if len(text) <= _MOST_ERROR_CHARS else f"{text[:1000]}\n...\n{text[1000 - _MOST_ERROR_CHARS :]}")
     if threading := sys.modules.get("threading"):
-        threading._shutdown()  # waits for its threads, as the end of an interpreter does
+        threading._shutdown()  # wait for its threads, as at the end of an interpreter
     return status & 0xFF
 
 
@@ -111,18 +111,18 @@ def main() -> None:
     first = os.getpid()
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     sys.stderr = sys.stdout
-    run("None")  # what the first one pays for, paid ahead
+    run("None")  # pays the first call's costs ahead
     os.write(1, b"ready\n")
     code = sys.stdin.buffer.read().decode("utf-8", "replace")
-    host = os.dup(0)  # closed in what it executes, not in what it forks
+    host = os.dup(0)  # closed in programs it executes, not in forks
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     status = run(code)
     sys.stdout.flush()
     if os.getpid() == first:
         os.write(host, bytes([status]))
-        while True:  # the host ends it when no call waits: an end takes longer than many a snippet
+        while True:  # the host kills it when no call waits: exiting takes longer than many snippets
             _signal.pause()
-    os._exit(status)  # at once: what it made is thrown away
+    os._exit(status)  # immediately: everything it made is discarded
 
 
 if __name__ == "__main__":

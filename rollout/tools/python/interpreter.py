@@ -1,7 +1,7 @@
 """One interpreter of the sandbox, seen from the host: started, given one snippet, stopped, killed.
 
-All that it starts is in one process group, which it cannot leave (seccomp.py), so that one signal ends it and one call slows it
-down. What it writes is bytes that are bounded and never interpreted.
+All its processes are in one process group, which they cannot leave (seccomp.py), so that one signal ends them and one call lowers
+their priority. Its output is a bounded number of bytes that are never interpreted.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from marsrl.rollout.tools.python.cgroup import Cgroup
 
 _READY = b"ready\n"
 _SLOW_AFTER_S = 0.25
-_SLOW_NICE = 15  # of what runs longer than that: short snippets, and the trainer, go before it
+_SLOW_NICE = 15  # of longer runs: short snippets, and the trainer, have priority
 _CHUNK = 1 << 16
 
 
 class StartError(Exception):
-    """An interpreter did not come up; the text is what it said."""
+    """An interpreter did not start; the text is its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """The end of a snippet.
 
-    stopped: the bound that it passed, "time" or "output"; None where it ended by itself. has_died: its process ended before it
-    was through. status: the exit code, of the process where that has died.
+    stopped: the limit that it exceeded, "time" or "output"; None if it ended by itself. has_died: its process ended before the
+    snippet did. status: the snippet's exit code, or the process's if that died.
     """
 
     output: bytes
@@ -48,9 +48,9 @@ class Interpreter:
     """A process that waits for one snippet. The thread that starts it must outlive it: the kernel ends it with that thread."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], cgroup: Cgroup | None = None) -> None:
-        """cgroup: what it goes into, and what ends with it. Raises OSError where the command cannot be started."""
+        """cgroup: joined by the process, and ended with it. Raises OSError if the command cannot be started."""
         self._cgroup = cgroup
-        self._line, theirs = socket.socketpair()  # its input: the snippet goes there, and its exit code comes back
+        self._line, theirs = socket.socketpair()  # its input: for the snippet, and for the exit code that comes back
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -70,7 +70,7 @@ class Interpreter:
             raise
         assert self._process.stdout is not None
         self._output = self._process.stdout
-        self._signalling = threading.Lock()  # no signal to a number that was given back
+        self._signalling = threading.Lock()  # never signals a pid that has been reused
 
     @property
     def is_alive(self) -> bool:
@@ -78,7 +78,7 @@ class Interpreter:
             return self._process.poll() is None
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Raises StartError where it ends, or is not ready in time."""
+        """Raises StartError if it ends, or is not ready in time."""
         deadline, said = time.monotonic() + timeout_s, b""
         poll = select.poll()
         poll.register(self._output, select.POLLIN)
@@ -92,12 +92,12 @@ class Interpreter:
                 raise StartError(words[-200:] or "it ended without a word")
 
     def run(self, code: str, wall_s: float, most_bytes: int) -> Ending:
-        """Give it its snippet, and end it. It is still to be killed: that waits for its end, which takes longer than many a
-        snippet.
+        """Run a snippet and end the interpreter. The caller must still `kill` it: that waits for its exit, which takes longer
+        than many snippets.
         """
         output, stopped, status = bytearray(), None, None
         slow_at, deadline = time.monotonic() + _SLOW_AFTER_S, time.monotonic() + wall_s
-        with contextlib.suppress(OSError):  # it has died; its end says so next
+        with contextlib.suppress(OSError):  # it has died, which is noticed below
             self._line.settimeout(wall_s)
             self._line.sendall(code.encode("utf-8", "replace"))
             self._line.shutdown(socket.SHUT_WR)
@@ -117,7 +117,7 @@ class Interpreter:
                     chunk = os.read(out, _CHUNK)
                     output += chunk
                     if not chunk:
-                        poll.unregister(out)  # closed: it may go on without a word
+                        poll.unregister(out)  # closed: it may go on without output
                 elif status is not None or pidfd in ready:
                     break  # nothing is left to be read
                 elif self._line.fileno() in ready:
@@ -135,19 +135,19 @@ class Interpreter:
         return Ending(bytes(output[:most_bytes]), stopped, self._reap() if has_died else status or 0, has_died)
 
     def _slow_down(self) -> None:
-        """Let others go first. A session's share is its autogroup's where the kernel has those, else its processes' own."""
-        with contextlib.suppress(OSError):  # it has just ended, or there are none
+        """Lower its priority: of its session's autogroup if the kernel has those, else of its processes."""
+        with contextlib.suppress(OSError):  # it has just ended, or the kernel has no autogroups
             os.setpriority(os.PRIO_PGRP, self._process.pid, _SLOW_NICE)
             Path(f"/proc/{self._process.pid}/autogroup").write_text(str(_SLOW_NICE))
 
     def end(self) -> None:
-        """End it at once, with all that it has started. From any thread; it is still to be killed."""
+        """End it at once, with all its children. Thread-safe; `kill` is still needed."""
         with self._signalling, contextlib.suppress(ProcessLookupError):
             if self._process.returncode is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """End it, wait for it, release its pipes. May be called twice."""
+        """End it, wait for its exit and release its pipes. May be called twice."""
         self.end()
         self._line.close()
         self._output.close()

@@ -1,15 +1,14 @@
-"""Starts the interpreter of a sandbox, apart from everything else on the machine.
+"""Starts a sandbox's interpreter, isolated from the rest of the machine.
 
-WANTED lists the parts of a whole sandbox. The kernel, the container and the user decide which of them can be had, and no list of
-versions says so: each way is tried, best first, with a snippet that looks around (_LOOK), and the first that lacks nothing is
-taken:
+WANTED lists the parts of a complete sandbox. Kernel, container and user decide which are available, and no version number tells:
+each way is tried, best first, with a snippet that inspects its surroundings (_LOOK), and the first that lacks nothing is taken:
 
-    bwrap    bubblewrap: a root of its own with the system read-only and a small /tmp, and namespaces for the rest
+    bwrap    bubblewrap: its own root with the system read-only and a small /tmp, and namespaces for the rest
     plain    a process with limits and a seccomp filter, which sees the machine's files, processes and network
 
-Root begins each of them without a user namespace, and the guest then takes a user id of its own that nobody has. In a user
-namespace it would still be root to the kernel, which lets root write its settings in /proc/sys and excuses root from the limit on
-processes. Others have a user namespace.
+As root both start without a user namespace, and the guest then switches to an unused user id. In a user namespace the kernel
+would still treat it as root, who may write settings in /proc/sys and is exempt from the limit on processes. Other users get a
+user namespace.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ WANTED = {
     "kernel": "a kernel whose settings it cannot write",
 }
 _TMP_INODES = 4096
-_FILES = 128  # open at once, by a process
+_FILES = 128  # open files of a process
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_FIRST_UID = 1 << 30  # user ids that nobody has: no system gives one of these out by itself
+_FIRST_UID = 1 << 30  # unused user ids: no system assigns these by default
 _LOOK_S = 20.0
 _ENVIRONMENT = {
     "HOME": "/tmp",
@@ -55,7 +54,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _KERNEL_SETTINGS = Path("/proc/sys")
-# Kernel settings that keep ordinary users from user namespaces, and what to do.
+# Kernel settings that deny user namespaces to ordinary users, and the remedies.
 _IN_THE_WAY = {
     ("kernel.apparmor_restrict_unprivileged_userns", "1"): (
         "AppArmor takes all rights away in them, as Ubuntu has it from 23.10 on; as root, `sysctl -w "
@@ -64,7 +63,7 @@ _IN_THE_WAY = {
     ("kernel.unprivileged_userns_clone", "0"): "as root, `sysctl -w kernel.unprivileged_userns_clone=1`",
     ("user.max_user_namespaces", "0"): "as root, `sysctl -w user.max_user_namespaces=15000`",
 }
-# Run by every way before it is taken: reports what can be seen and done from inside.
+# Run by each way before it is taken: reports what is visible and possible from inside.
 _LOOK = """
 import fractions, json, os  # fractions: a module that it has not yet loaded
 seen = {name: os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt", "net", "ipc", "user")}
@@ -89,9 +88,10 @@ print(json.dumps(seen))
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """One way to start an interpreter.
+    """A way to start an interpreter.
 
-    prefix: the command that runs another one apart; empty for a plain process. is_root: the guest takes a user id of its own.
+    prefix: the command that runs another in isolation; empty for a plain process. is_root: the guest switches to an unused user
+    id.
     """
 
     name: str
@@ -99,10 +99,10 @@ class Launcher:
     is_root: bool
 
     def start(self, config: PythonTool, cgroups: Cgroups | None = None) -> Interpreter:
-        """An interpreter that is about to be ready, in a cgroup of its own where there are any.
+        """Start an interpreter, in its own cgroup if available; it may not be ready yet.
 
         Raises:
-            OSError: there is no such command, or no process or cgroup can be made.
+            OSError: there is no such command, or no process or cgroup can be created.
         """
         limits = {
             "RLIMIT_AS": config.memory_mib << 20,
@@ -129,10 +129,10 @@ class Launcher:
 
 
 def choose_launcher(config: PythonTool) -> tuple[Launcher, list[str]]:
-    """The best way that this machine allows, and what it lacks of WANTED, in words.
+    """The best way that this machine allows, and descriptions of the parts of WANTED that it lacks.
 
     Raises:
-        ValueError: tools.python.strict, and something is missing; or nothing can be started at all.
+        ValueError: a part is missing under tools.python.strict, or nothing can be started at all.
     """
     if not hasattr(os, "pidfd_open"):
         raise ValueError("tools.python runs on Linux only; leave it out here")
@@ -163,7 +163,7 @@ def choose_launcher(config: PythonTool) -> tuple[Launcher, list[str]]:
 
 
 def how_to_have_one() -> str:
-    """Instructions for a machine without a whole sandbox; names the kernel's settings that are in the way."""
+    """Instructions for a machine without a complete sandbox; names the kernel settings responsible."""
     cures = [] if shutil.which("bwrap") else ["install bubblewrap (apt-get install bubblewrap, or conda-forge's)"]
     if False in _users():
         for (name, value), cure in _IN_THE_WAY.items():
@@ -174,7 +174,7 @@ def how_to_have_one() -> str:
 
 
 def launchers(config: PythonTool) -> Iterator[Launcher]:
-    """Every way that there may be, best first."""
+    """All possible ways, best first."""
     for name in ("bwrap", "plain"):
         for is_root in _users():
             prefix = _bwrap(config, is_root) if name == "bwrap" else ()
@@ -182,7 +182,7 @@ def launchers(config: PythonTool) -> Iterator[Launcher]:
 
 
 def _users() -> tuple[bool, ...]:
-    """As root or not, what may be tried first. Root of a container that has user ids of its own is no root to the kernel."""
+    """Values of is_root to try, in order. The kernel does not treat root of a container with mapped user ids as root."""
     if os.geteuid() != 0:
         return (False,)
     inside, outside, _ = Path("/proc/self/uid_map").read_text().split(maxsplit=2)
@@ -190,7 +190,7 @@ def _users() -> tuple[bool, ...]:
 
 
 def look(launcher: Launcher, config: PythonTool) -> list[str]:
-    """Parts of WANTED that a way lacks, in words, found by running a snippet in it.
+    """Descriptions of the parts of WANTED that a way lacks, found by running a snippet in it.
 
     Raises:
         StartError, OSError: it cannot be started.
@@ -224,7 +224,8 @@ def _has(name: str, seen: Mapping[str, object], config: PythonTool) -> bool:
 
 
 def _closed_to_others() -> str:
-    """The folder that keeps other users from running this Python, as a plain process under root has to; "" where all can."""
+    """The folder that prevents other users, such as the guest of a plain process under root, from running this Python; "" if
+    none."""
     library = Path(os.path.realpath(sysconfig.get_path("stdlib")))
     closed = [each for each in (library, *library.parents) if not each.stat().st_mode & stat.S_IXOTH]
     if not closed:
@@ -236,12 +237,12 @@ def _closed_to_others() -> str:
 
 
 def _python() -> str:
-    """The interpreter itself, where this one runs in a virtual environment."""
+    """The base interpreter, outside of any virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 def _shown(config: PythonTool) -> list[str]:
-    """Folders and files of the machine that code in the sandbox may read."""
+    """Folders and files of the host that code in the sandbox may read."""
     own = [os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix, sysconfig.get_path("stdlib"))]
     wanted = [*_SYSTEM, *own, *([os.path.realpath(config.packages)] if config.packages else [])]
     shown: list[str] = []
@@ -256,14 +257,14 @@ def _bwrap(config: PythonTool, is_root: bool) -> tuple[str, ...]:
     command += [f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts", "cgroup-try")]
     capabilities = ["SYS_ADMIN", *(("SETUID", "SETGID") if is_root else ())]  # which the guest gives up
     command += [word for name in capabilities for word in ("--cap-add", f"CAP_{name}")]
-    # The first process of the namespace is otherwise bubblewrap's own, without the filter. Under root it has another user id than
-    # the guest, which cannot touch it, and only it can be reached by the signal that ends all when the trainer dies. Elsewhere
-    # the guest could write its memory, and has to be the first process itself.
+    # By default the namespace's first process is bubblewrap's own, without the filter. Under root it has another user id than
+    # the guest, which cannot touch it, and it alone receives the signal that ends all when the trainer dies. Otherwise the
+    # guest could write its memory, and must be the first process itself.
     command += [] if is_root else ["--as-pid-1", "--unshare-user", "--uid", "1000", "--gid", "1000"]
     size = str(config.tmp_mib << 20)
     command += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]  # first: packages may lie below
     for path in _shown(config):
-        for parent in reversed(Path(path).parents[:-1]):  # it would make them as closed as the machine's
+        for parent in reversed(Path(path).parents[:-1]):  # it would create them with the host's permissions
             command += ["--perms", "0755", "--dir", str(parent)]
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
@@ -278,5 +279,5 @@ _numbers = itertools.count()
 
 
 def _spare_uid() -> int:
-    """Another one each time, and than other processes' of this machine."""
+    """An unused user id, different at each call and from other processes' on this machine."""
     return _FIRST_UID + (os.getpid() % (1 << 22) << 8) + next(_numbers) % (1 << 8)

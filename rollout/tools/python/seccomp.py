@@ -1,9 +1,9 @@
-"""The system calls that code in the sandbox may not make, as a filter of the kernel's (seccomp, classic BPF).
+"""System calls denied to code in the sandbox, as a kernel filter (seccomp, classic BPF).
 
-Everything here is a way out, a way to other processes, a device of the kernel's that is often attacked, or memory that no limit
-of a process counts (shmget, mq_open, memfd_create). By hand and not by libseccomp: numbers below 424 differ by architecture,
-those from there on are the same everywhere, and all above _LAST, which this table does not know, are refused without being named.
-A refused call fails with EPERM, or with ENOSYS where the C library then takes an older one.
+Each is a way out, a way to other processes, an often attacked part of the kernel, or memory outside of a process's limits
+(shmget, mq_open, memfd_create). Without libseccomp: numbers below 424 differ by architecture, those from 424 on are the same
+everywhere, and all above _LAST, unknown to this table, are denied without being named. A denied call fails with EPERM, or with
+ENOSYS if the C library then falls back to an older one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BOTH: tuple[tuple[str, int, int], ...] = (  # name, number on x86-64, number on
     ("fanotify_init", 300, 262),
     ("finit_module", 313, 273),
     ("init_module", 175, 105),
-    ("inotify_init1", 294, 26),  # counted for the user of the host too
+    ("inotify_init1", 294, 26),  # also counted for the host's user
     ("io_setup", 206, 0),
     ("kcmp", 312, 272),
     ("kexec_file_load", 320, 294),
@@ -56,7 +56,7 @@ _BOTH: tuple[tuple[str, int, int], ...] = (  # name, number on x86-64, number on
     ("setdomainname", 171, 162),
     ("sethostname", 170, 161),
     ("setns", 308, 268),
-    ("setpgid", 109, 154),  # these two: all that a snippet starts stays in one process group
+    ("setpgid", 109, 154),  # these two: keep a snippet's processes in one process group
     ("setsid", 112, 157),
     ("settimeofday", 164, 170),
     ("shmget", 29, 194),
@@ -89,34 +89,34 @@ _NEW = (  # the same number everywhere, from 424 on
     ("fsconfig", 431),
     ("fsmount", 432),
     ("fspick", 433),
-    ("clone3", 435),  # its flags lie in memory, which a filter cannot read
+    ("clone3", 435),  # its flags are in memory, which a filter cannot read
     ("pidfd_getfd", 438),
     ("process_madvise", 440),
 )
-_LAST = 441  # epoll_pwait2, the newest call that is let through
+_LAST = 441  # epoll_pwait2, the newest allowed call
 _AS_MISSING = frozenset({"clone3"})  # ENOSYS: the C library then calls clone
 
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEWNS, CGROUP, UTS, IPC, USER, PID, NET, TIME
 _SET_PDEATHSIG = 1
-_MACHINES = {  # the kernel's name of the architecture, the column of _BOTH, the numbers of clone, socketpair and prctl
+_MACHINES = {  # the kernel's architecture id, the column of _BOTH, the numbers of clone, socketpair and prctl
     "x86_64": (0xC000003E, 1, 56, 53, 157),
     "aarch64": (0xC00000B7, 2, 220, 199, 167),
 }
 
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000  # SECCOMP_RET_ALLOW, KILL_PROCESS, ERRNO
 _LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # BPF: ld [k], jeq, jgt, jset, ret
-_NR, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # bytes into seccomp_data; of an argument its lower half
+_NR, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets into seccomp_data; of an argument's lower half
 
 
 def denied_calls(machine: str) -> dict[str, int]:
-    """Numbers of the calls that fail whatever their arguments, by name. machine: as platform.machine() says it."""
+    """Numbers of the calls that are denied for any arguments, by name. machine: as in platform.machine()."""
     column = _MACHINES[machine][1]
     calls = {row[0]: int(row[column]) for row in _BOTH} | dict(_NEW)
     return calls | dict(_ONLY_X86) if machine == "x86_64" else calls
 
 
 def seccomp_filter(machine: str | None = None) -> bytes | None:
-    """The filter, 8 bytes an instruction; None for a machine that the table does not know. machine: this one."""
+    """The filter, 8 bytes an instruction; None for an architecture not in the table. machine: by default this one's."""
     machine = machine or platform.machine()
     if machine not in _MACHINES:
         return None
@@ -125,7 +125,7 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
     program = [
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, arch),
-        (_RETURN, 0, 0, _KILL),  # the 32-bit calls, which have numbers of their own
+        (_RETURN, 0, 0, _KILL),  # the 32-bit calls, which have other numbers
         (_LOAD, 0, 0, _NR),
     ]
     for name, number in denied_calls(machine).items():
@@ -133,9 +133,9 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
     program += [(_ABOVE, 0, 1, _LAST), (_RETURN, 0, 0, missing)]  # x32's too, which begin at 1 << 30
     program += [(_EQUAL, 0, 4, clone), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
     program += [(_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, refused), (_RETURN, 0, 0, _ALLOW)]
-    # whoever started it is dead: that signal cannot be called off
+    # the signal at the parent's death cannot be revoked
     program += [(_EQUAL, 0, 4, prctl), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
     program += [(_EQUAL, 0, 1, _SET_PDEATHSIG), (_RETURN, 0, 0, refused), (_RETURN, 0, 0, _ALLOW)]
-    program += [(_EQUAL, 0, 3, socketpair), (_LOAD, 0, 0, _FIRST_ARGUMENT)]  # asyncio wants a pair
+    program += [(_EQUAL, 0, 3, socketpair), (_LOAD, 0, 0, _FIRST_ARGUMENT)]  # asyncio needs a pair
     program += [(_EQUAL, 1, 0, socket.AF_UNIX), (_RETURN, 0, 0, refused), (_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

@@ -1,15 +1,15 @@
-"""The tool `python`: one snippet, one interpreter that was started ahead and is thrown away behind it.
+"""The tool `python`: each snippet gets an interpreter that was started ahead and is discarded afterwards.
 
-    keepers -> interpreters that are ready -> a call takes one, gives it the snippet, stops it -> text
-                                                                        |-> the reaper kills it
+    keepers -> ready interpreters -> a call takes one, gives it the snippet, stops it -> text
+                                                                    |-> the reaper kills it
 
-Nothing is shared by two calls, so nothing has to be cleaned between them: each has a process tree, a /tmp, namespaces and, under
-root, a user id of its own, which all end with it. An interpreter that forked itself for each call would start sooner, and its
-children would see one another, or its own code would have to set them apart; here bubblewrap does that, and what it costs (the
-start of an interpreter) is paid between the calls.
+Calls share nothing, so nothing has to be cleaned up between them: each has its own process tree, /tmp, namespaces and, under
+root, user id, which all end with it. An interpreter that forks for each call would start faster, but its children would see one
+another unless its own code isolated them. Here bubblewrap isolates them, and its cost, the start of an interpreter, is paid
+between the calls.
 
-Interpreters are started by threads of their own, the keepers: the kernel is asked to end each together with the thread that
-started it (PR_SET_PDEATHSIG), so that none is left behind by a killed trainer, and threads of a ToolPool may end before.
+Dedicated threads, the keepers, start interpreters: the kernel ends each one together with the thread that started it
+(PR_SET_PDEATHSIG), so that a killed trainer leaves none behind, and a ToolPool's threads may end earlier.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from marsrl.rollout.tools.python.launcher import choose_launcher, how_to_have_on
 
 _log = logging.getLogger(__name__)
 
-_START_S = 60.0  # until an interpreter is ready, on a busy machine
-_PAUSE_S = 5.0  # after one that did not start
-_GIVES_WAY_S = 0.5  # the start of an interpreter to calls under way, while others are ready
+_START_S = 60.0  # limit until an interpreter is ready, on a busy machine
+_PAUSE_S = 5.0  # pause after a failed start
+_GIVES_WAY_S = 0.5  # starting an interpreter yields to running calls while others are ready
 _NICE = 5
 _BYTES_A_CHAR = 4  # of UTF-8, at most
 _NOT_PLAIN = re.compile(r"[^\n\t -~]")
 
 
 class PythonInterpreter:
-    """Runs `{"code": "..."}`: what it printed, the value of its last expression, the traceback of its error. Close it."""
+    """Runs `{"code": "..."}` -> its output, the value of its last expression, or the traceback of its error. Close it."""
 
     name = "python"
     argument = "code"
     is_deterministic = False
 
     def __init__(self, config: PythonTool) -> None:
-        """Raises ValueError where this machine has no sandbox, or, under strict, no whole one."""
+        """Raises ValueError if this machine has no sandbox or, under strict, no complete one."""
         self._config = config
         self._launcher, missing = choose_launcher(config)
         if missing:
@@ -72,7 +72,7 @@ class PythonInterpreter:
         self._ready: deque[Interpreter] = deque()
         self._running: set[Interpreter] = set()
         self._num_starting = 0
-        self._failure: str | None = None  # why the last one did not start
+        self._failure: str | None = None  # reason of the last failed start
         self._is_closed = False
         self._reaper = ThreadPoolExecutor(1, "marsrl-python-end")
         num_keepers = min(config.warm, os.cpu_count() or 1)
@@ -84,19 +84,19 @@ class PythonInterpreter:
 
     @property
     def sandbox(self) -> str:
-        """The way that its interpreters are started (launcher.py)."""
+        """The way of starting its interpreters (launcher.py)."""
         return self._launcher.name
 
     @property
     def num_ready(self) -> int:
-        """Interpreters that wait for a call."""
+        """Number of interpreters that wait for a call."""
         return len(self._ready)
 
     def run(self, arguments: Mapping[str, object]) -> str:
         """The output of a snippet, whatever it did.
 
         Raises:
-            ToolError: the arguments are no snippet, or no interpreter can be had.
+            ToolError: the arguments are no snippet, or no interpreter is available.
         """
         code = text_argument(arguments, self.argument)
         interpreter = self._take()
@@ -110,7 +110,7 @@ class PythonInterpreter:
         return shown(ending, self._config)
 
     def close(self) -> None:
-        """Kill every interpreter; may be called twice. Calls under way end as if their snippet had been killed."""
+        """Kill every interpreter; may be called twice. Running calls end as if their snippet had been killed."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -132,15 +132,15 @@ class PythonInterpreter:
                 if not self._ready:
                     raise ToolError(f"python is not available: {self._failure}")
                 interpreter = self._ready.popleft()
-                self._changed.notify_all()  # the keepers: there is room for another
-                if interpreter.is_alive:  # else the machine ran out of memory, and it went first
+                self._changed.notify_all()  # wakes the keepers: there is room for another
+                if interpreter.is_alive:  # else the machine ran out of memory, and the kernel killed it first
                     self._running.add(interpreter)
                     return interpreter
                 self._reaper.submit(interpreter.kill)
 
     def _keep(self) -> None:
-        """In a keeper's thread: start one wherever there is room, until the tool is closed."""
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread, and of what it starts
+        """A keeper's thread: starts interpreters while there is room, until the tool is closed."""
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread and its children
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -161,7 +161,7 @@ class PythonInterpreter:
                     self._changed.wait_for(lambda: self._is_closed, _PAUSE_S)
 
     def _start(self) -> str | None:
-        """Add one to those that are ready, or say why it did not start."""
+        """Add a ready interpreter, or return why it did not start."""
         try:
             interpreter = self._launcher.start(self._config, self._cgroups)
         except OSError as error:
@@ -176,9 +176,9 @@ class PythonInterpreter:
 
 
 def shown(ending: Ending, config: PythonTool) -> str:
-    """An ending as text for a model: its output, and how it ended where that was not by itself.
+    """An ending as text for a model: the output, and how it ended unless by itself.
 
-    A long one loses its middle and not its end, where the error stands.
+    A long output loses its middle, not its end with the error.
     """
     output = plain(ending.output.decode("utf-8", "replace").replace("\r\n", "\n")).rstrip()
     text = "\n".join(part for part in (output, _remark(ending, config)) if part) or "[no output]"
@@ -191,7 +191,7 @@ def shown(ending: Ending, config: PythonTool) -> str:
 
 
 def plain(text: str) -> str:
-    """Text without a character that moves a cursor, colours, hides or turns other text round: those are spelled out."""
+    """The text with all characters spelled out that move a cursor, or colour, hide or reverse other text."""
     return _NOT_PLAIN.sub(lambda match: _spelled(match[0]), text)
 
 
@@ -209,7 +209,7 @@ def _remark(ending: Ending, config: PythonTool) -> str:
         return f"[stopped: it printed more than {_BYTES_A_CHAR * config.max_output_chars:,} bytes]"
     if not ending.has_died:
         return ""
-    # a shell and bubblewrap say 128 + the signal's
+    # a shell and bubblewrap return 128 + the signal's number
     number = -ending.status if ending.status < 0 else ending.status - 128
     if number == signal.SIGKILL:
         return f"[killed: it used more than {config.cpu_s} s of CPU time, or memory ran out]"

@@ -24,13 +24,13 @@ Settings = Annotated[
 
 
 class _Commands(TyperGroup):
-    """Ends a command with its exit code, and an error that a user can act on with one line."""
+    """Exits with the command's exit code, and shows user errors as one line."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             code = super().invoke(ctx)
             sys.stdout.flush()
-        except BrokenPipeError:  # whoever reads the output has enough: `marsrl config | head`
+        except BrokenPipeError:  # the reader closed the pipe: `marsrl config | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
         except (ValueError, OSError) as error:
@@ -53,7 +53,7 @@ Command = Callable[..., int | None]
 
 
 def command(group: str, example: str, *, name: str | None = None) -> Callable[[Command], Command]:
-    """Add a command to a group of `marsrl --help`; its docstring is its help, what it returns the exit code (None: 0)."""
+    """Add a command to a group of `marsrl --help`; its docstring is its help, its return value the exit code (None: 0)."""
 
     def add(body: Command) -> Command:
         paragraphs = [" ".join(each.split()) for each in str(body.__doc__).split("\n\n")]
@@ -74,14 +74,14 @@ def console(width: int) -> Console:
 
 
 def run_directory(path: str) -> Path:
-    """The directory of a run; ValueError where it is none."""
+    """The directory of a run; ValueError if it is none."""
     if not (Path(path) / "config.yaml").is_file():
         raise ValueError(f"{path} is not a run directory: it has no config.yaml")
     return Path(path)
 
 
 def check_server(extra: str) -> None:
-    """Refuse where the packages of a server, those of marsrl[extra], are not here."""
+    """Refuse if a server's packages, those of marsrl[extra], are not installed."""
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"the package {package} is not installed; pip install fastapi uvicorn (marsrl[{extra}])")

@@ -114,7 +114,7 @@ def join(
     from marsrl.trainer.checks.device import why_not_device
 
     host, port = split_address(head, HEAD_PORT)
-    devices = [int(each) for each in gpus.split(",")] if gpus else None  # ValueError says what is no number
+    devices = [int(each) for each in gpus.split(",")] if gpus else None  # ValueError names the value that is no number
     if engines is None and (reason := why_not_device("cuda" if devices else "auto")) is not None:
         raise ValueError(f"{reason}, or give --engines")
     if importlib.util.find_spec("ray") is None:

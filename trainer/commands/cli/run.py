@@ -30,7 +30,7 @@ def try_team(
     from marsrl.trainer.evaluate.rehearsal import drawn, read_answers, rehearse, reward_rules
 
     def has_traceback(record: logging.LogRecord) -> bool:
-        return record.exc_info is not None  # of a team that ships; what a user's code raised is in the tree
+        return record.exc_info is not None  # in a team that ships; errors of a user's code are in the tree
 
     def is_of_no_session(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("session ")  # its error is in the tree

@@ -1,1 +1,1 @@
-"""Problems chosen for training. A room of its own: it needs no learner and no run, and all that makes it go on is its own."""
+"""Selection of problems for training. Independent of learner and runs, with its own way to resume."""

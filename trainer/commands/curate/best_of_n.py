@@ -1,4 +1,4 @@
-"""Best of n: right answers of the config's team to a question, of n; never and (nearly) always right teach nothing.
+"""Best of n: the number of right answers among n by the config's team; never and (nearly) always right teach nothing.
 
 The answers are those of `marsrl evaluate` (Evaluator.correctness): any orchestration, the sampling of the section evaluate,
 the judge of the task.
@@ -24,13 +24,13 @@ NAME = "best_of_n"
 _UNDECIDED = "undecided"
 
 OpenEvaluator = Callable[[Sequence[Problem]], AbstractContextManager[Evaluator]]
-"""Given some of the questions: a team is checked on them before it starts."""
+"""Opens an evaluator; gets some of the questions, to check the team on them before it starts."""
 
 
 def best_of_n(config: BestOfNConfig, team: Mapping[str, Any], open_evaluator: OpenEvaluator, answers: Path) -> Stage:
-    """See the module. The team's engines start with the first question that has not been played yet.
+    """See the module. The team's engines start with the first question not yet played.
 
-    team: what tells it from others, as JSON. answers: the file that keeps how its answers were.
+    team: identifies it, as JSON. answers: the file of its answers' correctness.
     """
 
     def decide(rows: Iterator[Row]) -> Decisions:
@@ -60,7 +60,7 @@ def _key(config: BestOfNConfig, team: Mapping[str, Any], problem: Problem) -> st
 def _played(
     evaluator: Evaluator, n: int, problems: Mapping[str, Problem], kept: Answers[list[float]]
 ) -> Mapping[str, list[float]]:
-    """By key: NaN where it is not known whether an answer is right. Kept where all are known."""
+    """Correctness of the answers by key; NaN if unknown. Saved if all are known."""
     found = evaluator.correctness(problems, n, dict.fromkeys(evaluator.team.pools, 0)) if problems else {}
     for key, correct in found.items():
         if not any(math.isnan(value) for value in correct):
@@ -69,7 +69,7 @@ def _played(
 
 
 def _decision(config: BestOfNConfig, correct: Sequence[float]) -> Decision:
-    """A value below 1 is not right, as for a Verifier (docs/own_task.md)."""
+    """Keep or drop a question; correctness below 1 is not right, as for a Verifier (docs/own_task.md)."""
     low, high = config.keep
     num_right = sum(value >= 1 for value in correct)
     num_unknown = sum(math.isnan(value) for value in correct)
@@ -84,7 +84,7 @@ def _decision(config: BestOfNConfig, correct: Sequence[float]) -> Decision:
 
 
 def _read(answer: Any) -> list[float] | None:
-    """An answer of the file."""
+    """Parse an answer in the file."""
     found = answer.get("correct") if isinstance(answer, dict) else None
     is_list = isinstance(found, list) and all(isinstance(value, int | float) for value in found)
     return [float(value) for value in found] if is_list and found else None

@@ -37,21 +37,21 @@ from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 from marsrl.trainer.runs.lock import RunLock
 
-_MOST_CHARS = 6000  # of a text on the page
+_MOST_CHARS = 6000  # characters of a text on the page
 _SETTING = re.compile(r"[A-Za-z_][\w.<>-]*=")
 
 
 def split_words(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """(inputs, settings) of the command line: what begins like `key.sub=` and is no file is a setting."""
+    """(inputs, settings) on the command line: words that begin like `key.sub=` and are no files are settings."""
     settings = [word for word in words if _SETTING.match(word) and not Path(word).exists()]
     return [Path(word) for word in words if word not in settings], settings
 
 
 def curate(words: Sequence[str], out: Path, config_file: str | None) -> Path:
-    """Run the stages that are not on disk yet; the path of the report.
+    """Run the stages that are not on disk yet, and return the report's path.
 
     Raises:
-        ValueError: the settings, the inputs or a model cannot be used, or another process works in `out`.
+        ValueError: settings, inputs or a model are invalid, or another process uses `out`.
         CurationStopped: too many questions have no readable answer.
     """
     console = RunConsole()
@@ -84,13 +84,14 @@ def curate(words: Sequence[str], out: Path, config_file: str | None) -> Path:
 
 
 def _write_report(out: Path, records: Sequence[StageRecord], config: str) -> Path:
-    """report.html: what each finished stage kept and dropped, and why. Hostile text stays text, as in a run's report.
+    """Write report.html: the rows that each finished stage kept and dropped, with reasons. Hostile text is escaped, as in a run's
+    report.
 
     config: the settings as text.
     """
     environment = Environment(
         loader=FileSystemLoader(os.fspath(Path(__file__).parent)),
-        autoescape=True,  # always, not by file name: Jinja's own choice leaves *.j2 unescaped
+        autoescape=True,  # always: by default Jinja does not escape *.j2
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -112,7 +113,7 @@ def _write_report(out: Path, records: Sequence[StageRecord], config: str) -> Pat
 
 
 def check(config: RunConfig) -> None:
-    """Refuse stages that cannot run, as far as that is cheap to see before the first of them does."""
+    """Refuse stages that cannot run, by cheap checks before the first one starts."""
     section = config.curate
     if section.near_duplicates is not None:
         near_duplicates(section.near_duplicates)
@@ -135,7 +136,7 @@ def check(config: RunConfig) -> None:
 
 
 def stages_of(config: RunConfig, inputs: Sequence[Path], out: Path) -> list[Stage]:
-    """The stages of the config, in their order; the engines that they need start when they are asked."""
+    """The config's stages in order; their engines start on first use."""
     section, data, seed = config.curate, config.data, config.run.seed
     origin = {
         "inputs": [{"path": str(path), "sha256": _digest(path)} for path in inputs],
@@ -168,7 +169,7 @@ def stages_of(config: RunConfig, inputs: Sequence[Path], out: Path) -> list[Stag
 @contextmanager
 def _open_judge(config: RunConfig, judge: CriterionConfig) -> Iterator[tuple[ChatRenderer, EnginePool]]:
     from marsrl.rollout.engines.refusals import this_host
-    from marsrl.trainer.build import open_pool  # with torch: rules and near-duplicates do not pay for it
+    from marsrl.trainer.build import open_pool  # imports torch, which rules and near-duplicates do not need
 
     name, policy = judge.policy, config.policies[judge.policy]
     alone = config.model_copy(update={"policies": {name: policy}})
@@ -190,7 +191,7 @@ def _open_evaluator(config: RunConfig, problems: Sequence[Problem]) -> Iterator[
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of the files behind an input, one after the other."""
+    """SHA-256 of an input's files, in order."""
     digest = hashlib.sha256()
     for file in data_files(path):
         with file.open("rb") as content:

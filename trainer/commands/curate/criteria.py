@@ -1,4 +1,4 @@
-"""The words in which a model is asked about a question and its reference answer, and the reading of its verdict."""
+"""The prompt about a question and its reference answer, and the parser of the verdict."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CRITERIA: Mapping[str, Criterion] = {
 
 
 def messages(criterion: Criterion, instructions: str | None, question: str, answer: str) -> tuple[Message, ...]:
-    """The chat of one question with its reference answer, in one pass; instructions: in place of the criterion's."""
+    """The chat for a question with its reference answer, filled in one pass; instructions: replace the criterion's."""
     texts = {"question": question, "answer": answer}
     return (
         Message("system", f"{instructions or criterion.instructions}\n\n{_ANSWER}"),
@@ -78,5 +78,5 @@ def messages(criterion: Criterion, instructions: str | None, question: str, answ
 
 
 def read_verdict(text: str) -> bool | None:
-    """yes or no in the last verdict tag; None where it holds anything else, or there is none."""
+    """True/False = yes/no in the last verdict tag; None for anything else, or without a tag."""
     return {"yes": True, "no": False}.get((tagged("verdict", text) or "").casefold())

@@ -22,9 +22,9 @@ from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage
 from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.runs.answers import Answers, key_of
 
-_AHEAD = 1024  # rows that are read ahead, so that every engine has enough to do
+_AHEAD = 1024  # rows read ahead, to keep all engines busy
 _WAIT_S = 1.0
-_MAX_REASON = 400  # characters of an answer that are held and shown: its end, where the reason stands
+_MAX_REASON = 400  # characters saved and shown of an answer: its end, with the reason
 
 _UNREADABLE = "no readable verdict"
 _NO_REFERENCE = "(none is given)"
@@ -35,7 +35,7 @@ OpenPool = Callable[[], AbstractContextManager[tuple[ChatRenderer, EnginePool]]]
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """verdict: None where it cannot be read. reason: the end of the answer."""
+    """A judge's answer. verdict: None if unreadable. reason: the end of the answer."""
 
     verdict: bool | None
     reason: str
@@ -44,9 +44,9 @@ class _Said:
 def judged(
     name: str, config: CriterionConfig, policy: Mapping[str, Any], seed: int, open_pool: OpenPool, answers: Path
 ) -> Stage:
-    """One criterion. The engines start with the first question that has not been answered yet.
+    """The stage of one criterion. The engines start with the first question not yet answered.
 
-    policy: what tells the model from others, as JSON. answers: the file that keeps what it says.
+    policy: identifies the model, as JSON. answers: the file of its answers.
     """
     asked = {"instructions": config.instructions or CRITERIA[name].instructions, "policy": policy, "seed": seed}
     own = {"temperature", "top_p", "max_input_tokens", "max_response_tokens", "template_options"}
@@ -61,7 +61,7 @@ def judged(
 
 
 class _Judge:
-    """Asks for what is not kept, rows ahead, and decides in the order of the rows."""
+    """Requests missing answers, rows ahead, and decides in the order of the rows."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class _Judge:
         start: Callable[[], tuple[ChatRenderer, EnginePool]],
         answers: Answers[_Said],
     ) -> None:
-        """asked: all that answers depend on beside question and reference."""
+        """asked: everything that answers depend on besides question and reference."""
         self._name, self._config, self._asked, self._seed = name, config, asked, seed
         self._start, self._answers = start, answers
         self._engines: tuple[ChatRenderer, EnginePool] | None = None
-        self._failed: dict[str, _Said] = {}  # by key: not kept, so asked again the next time
-        self._prompt_ends: dict[str, str] = {}  # of those under way
+        self._failed: dict[str, _Said] = {}  # by key: not saved, so asked again the next time
+        self._prompt_ends: dict[str, str] = {}  # of pending requests
 
     def decisions(self, rows: Iterator[Row]) -> Decisions:
         share = MissingShare(f"curate.{self._name}.max_missing_share", self._config.max_missing_share)
@@ -107,7 +107,7 @@ class _Judge:
         return Decision(said.verdict, criterion.yes if said.verdict else criterion.no, said.reason)
 
     def _ask(self, problem: Problem) -> str:
-        """The key of its answer, which is asked for where it is not there or under way."""
+        """The key of the problem's answer; requests it unless it is saved or pending."""
         references = [_NO_REFERENCE] if problem.answer is None else right_answers(problem.answer)
         answer = references[0] if len(references) == 1 else "\n".join((_SEVERAL, *references))
         key = key_of(question=problem.question, answer=answer, **self._asked)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-_ENOUGH = 50  # rows after which a share says something
+_ENOUGH = 50  # rows from which a share is meaningful
 
 
 class CurationStopped(RuntimeError):
-    """A stage cannot go on; what it has decided stays."""
+    """A stage cannot continue; its decisions are kept."""
 
 
 class MissingShare:
-    """Counts rows without a verdict of their own. key: the setting that bounds their share."""
+    """Counts rows without a verdict. key: the setting that bounds their share."""
 
     def __init__(self, key: str, most: float) -> None:
         self._key, self._most = key, most
         self._num_missing = self._num_rows = 0
 
     def count(self, missing: str | None) -> None:
-        """One more row. missing: which one, and why it has no verdict; CurationStopped with too many, once there are enough."""
+        """Count a row. missing: its id and why it has no verdict; raises CurationStopped for too many, once there are enough
+        rows."""
         self._num_rows += 1
         if missing is not None:
             self._num_missing += 1
@@ -25,7 +26,7 @@ class MissingShare:
                 self.check(missing)
 
     def check(self, last: str = "the stage is at its end") -> None:
-        """Raise CurationStopped with too many, few as the rows may be."""
+        """Raise CurationStopped for too many, however few rows there are."""
         if self._num_missing > self._most * self._num_rows:
             raise CurationStopped(
                 f"{self._num_missing} of {self._num_rows} questions could not be judged, which is more than "

@@ -1,7 +1,7 @@
-"""Questions that are much like an earlier one: MinHash finds candidates (rensa), their shingles decide.
+"""Near-duplicate questions: MinHash finds candidates (rensa), their shingles decide.
 
-A row is compared with the kept rows before it, and the first of its kind is the one that stays: the result follows from the
-order of the rows alone.
+A row is compared with the earlier rows that were kept, so the first of similar rows stays, and the result depends only on the
+order of the rows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage
 from marsrl.trainer.config.curate import NearDuplicatesConfig
 
-_BATCH = 1024  # rows whose hashes are computed by one call
-_COMPARED = 64  # candidates whose shingles are compared: a template can have thousands
+_BATCH = 1024  # rows hashed in one call
+_COMPARED = 64  # candidates whose shingles are compared: questions from one template can have thousands
 
 
 def near_duplicates(config: NearDuplicatesConfig) -> Stage:
-    """See the module. Raises ValueError where rensa is not installed."""
+    """See the module. Raises ValueError if rensa is not installed."""
     if importlib.util.find_spec("rensa") is None:
         raise ValueError(
             "curate.near_duplicates needs the package rensa, which is not installed here: pip install rensa "
@@ -32,7 +32,7 @@ def near_duplicates(config: NearDuplicatesConfig) -> Stage:
 
 
 class _Questions:
-    """The questions that were kept, and an index of them."""
+    """The kept questions, and an index of them."""
 
     def __init__(self, config: NearDuplicatesConfig) -> None:
         import rensa
@@ -41,8 +41,10 @@ class _Questions:
         self._num_hashes = config.bands * config.rows
         self._sketches = rensa.RMinHash.from_token_sets
         self._index = rensa.RMinHashLSH(config.threshold, self._num_hashes, config.bands)
-        self._kept: list[tuple[str, str, str | None]] = []  # question as compared, id, answer
-        self._hashes = np.empty((_BATCH, self._num_hashes), np.uint16)  # of the kept rows, then room: their low halves
+        self._kept: list[tuple[str, str, str | None]] = []  # normalised question, id, answer
+        self._hashes = np.empty(
+            (_BATCH, self._num_hashes), np.uint16
+        )  # the low halves of the kept rows' hashes, then room
 
     def decisions(self, rows: Iterator[Row]) -> Decisions:
         while batch := list(itertools.islice(rows, _BATCH)):
@@ -82,7 +84,7 @@ class _Questions:
         return Decision(False, "near duplicate", f"similarity {similarity:.2f} to {uid}{other}")
 
     def _most_alike(self, candidates: Sequence[int], sketch: Any) -> list[int]:
-        """The candidates that share the most hashes, which estimates the similarity; of equals the earliest."""
+        """The candidates with the most common hashes, an estimate of similarity; the earliest in a tie."""
         places = np.sort(np.asarray(candidates))
         shared = (self._hashes[places] == _low_halves(sketch)).sum(axis=1)
         return places[np.argsort(-shared, kind="stable")[:_COMPARED]].tolist()
@@ -93,8 +95,8 @@ def _low_halves(sketch: Any) -> np.ndarray:
 
 
 def as_compared(question: str) -> str:
-    """Without what makes no other question: case, forms of one character (NFKC), control characters; runs of white space as one
-    space."""
+    """The normalised question: ignores case, equivalent characters (NFKC) and control characters; white space becomes single
+    spaces."""
     text = unicodedata.normalize("NFKC", question).casefold()
     if not text.isprintable():
         text = "".join(c if c.isprintable() else " " for c in text)
@@ -102,11 +104,11 @@ def as_compared(question: str) -> str:
 
 
 def shingled(text: str, size: int) -> list[str]:
-    """Every stretch of so many characters, one after the other; a shorter text is one."""
+    """All substrings of `size` characters, in order; a shorter text itself."""
     return [text[i : i + size] for i in range(max(1, len(text) - size + 1))]
 
 
 def jaccard(one: frozenset[str], other: frozenset[str]) -> float:
-    """Shared ones of all."""
+    """Jaccard similarity: size of the intersection over the union."""
     shared = len(one & other)
     return shared / (len(one) + len(other) - shared)

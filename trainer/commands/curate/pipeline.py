@@ -1,12 +1,12 @@
-"""Runs the stages one after the other, each over the rows that the one before it kept.
+"""Runs the stages in order, each over the rows that the previous one kept.
 
 OUT/stages/<name>/   kept.jsonl, dropped.jsonl   a line a row (rows.py)
-                     answers.jsonl               of models, by what was asked (runs/answers.py)
+                     answers.jsonl               of models, by request (runs/answers.py)
                      stage.json                  settings, counts and examples, once the stage has finished
-OUT/curated.jsonl    what the last stage kept: the rows as they were read
+OUT/curated.jsonl    the rows that the last stage kept, unchanged
 OUT/report.html      OUT/lock
 
-A stage that was stopped is run again from its first row; no model is asked again for an answer that was kept.
+A stopped stage is repeated from its first row; saved answers of models are not requested again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Example(Settings):
 
 
 class Tally(Settings):
-    """Counts of the rows that a stage kept and dropped, by kind, and some of them."""
+    """Counts of the rows that a stage kept and dropped, by kind, with examples."""
 
     kept: dict[str, int] = Field(default_factory=dict)
     dropped: dict[str, int] = Field(default_factory=dict)
@@ -70,7 +70,7 @@ class StageRecord(Settings):
 
 
 class _Decided:
-    """The rows that a stage kept, or those that it dropped: their file, their counts by kind, and examples of each kind."""
+    """The kept, or the dropped, rows of a stage: their file, counts by kind, and examples of each kind."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,7 +83,7 @@ class _Decided:
         with names_file(self._path):
             self._file.write(line)
         self.counts[decision.kind] += 1
-        # those whose number has the lowest hash: spread over the rows, and the same ones every time
+        # rows whose numbers have the lowest hashes: spread over all rows, and reproducible
         order, chosen = zlib.crc32(str(row.number).encode()), self._chosen.setdefault(decision.kind, [])
         if len(chosen) < NUM_EXAMPLES or order < chosen[-1][0]:
             question, detail = row.problem.question[:MAX_EXAMPLE_CHARS], decision.detail[:MAX_EXAMPLE_CHARS]
@@ -95,7 +95,7 @@ class _Decided:
         return {kind: [example for _, example in chosen] for kind, chosen in self._chosen.items()}
 
     def close(self) -> None:
-        """On disk."""
+        """Flush to disk and close."""
         with names_file(self._path), self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -104,7 +104,7 @@ class _Decided:
 class Pipeline:
     """Runs the stages that are not on disk yet.
 
-    open_rows: a fresh reading of the inputs. task: of the problems that rows hold.
+    open_rows: reads the inputs from the start. task: of the rows' problems.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Pipeline:
         self._out, self._stages, self._open_rows, self._task, self._console = out, stages, open_rows, task, console
 
     def run(self) -> list[StageRecord]:
-        """Every stage to its end, and curated.jsonl; the records of all."""
+        """Finish every stage, write curated.jsonl, and return all records."""
         records: list[StageRecord] = []
         key, is_told = "", False
         for number, stage in enumerate(self._stages):
@@ -151,7 +151,7 @@ class Pipeline:
             for row, decision in decisions:
                 try:
                     line = to_line(row, decision)
-                except BadLine as reason:  # it has no JSON: dropped, whatever the decision
+                except BadLine as reason:  # not representable in JSON: dropped, whatever the decision
                     row, decision = replace(row, fields={}), Decision(False, "unreadable row", str(reason))
                     line = to_line(row, decision)
                 (kept if decision.is_kept else dropped).add(row, decision, line)
@@ -166,7 +166,7 @@ class Pipeline:
                 yield from_line(line, self._task)
 
     def _write_result(self, last: str) -> None:
-        """curated.jsonl, whole or not at all."""
+        """Write curated.jsonl atomically."""
         path = self._out / "curated.jsonl"
         temporary = self._out / f".curated.{os.getpid()}.tmp"
         try:
@@ -180,7 +180,7 @@ class Pipeline:
             temporary.unlink(missing_ok=True)
 
     def _tell_what_is_redone(self, stages: Sequence[Stage], found: StageRecord | None) -> None:
-        """A warning where decisions on disk are of no use any more. found: of the first of these stages."""
+        """Warn if decisions on disk are obsolete. found: of the first of these stages."""
         if any(self._file(stage.name, "stage.json").exists() for stage in stages):
             changed = ["it was not there"] if found is None else _changed(found.settings, stages[0].settings)
             why = "; ".join(changed) or "the stages before it are others"
@@ -188,7 +188,7 @@ class Pipeline:
             self._console.warning(f"curate.{stages[0].name}: {why}. Done again: {names}")
 
     def _record(self, name: str) -> StageRecord | None:
-        """The record of a stage that has finished; None too for a file that is none, and the stage runs again."""
+        """The record of a finished stage; None also for an invalid file, so that the stage runs again."""
         try:
             return StageRecord.model_validate_json(self._file(name, "stage.json").read_bytes())
         except (FileNotFoundError, pydantic.ValidationError):

@@ -1,4 +1,4 @@
-"""Rows on their way through the stages, and the lines in which a stage keeps them.
+"""Rows in the stages, and their lines in a stage's files.
 
 {"row": 17, "id": "raw.jsonl:18", "keys": ["question", "answer"], "kind": "near duplicate", "detail": "similarity 0.93 to
 raw.jsonl:3", "fields": {...the row as it was read...}}
@@ -18,15 +18,15 @@ from marsrl.rollout.jsonl import BadLine
 from marsrl.rollout.tasks.data import problem_of, read_problem_rows
 from marsrl.rollout.types import Problem
 
-DEEPEST = 200  # of nested lists and objects in a row; Python's own bound is near 1000
+DEEPEST = 200  # nesting depth of a row; Python's own limit is near 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A row of the inputs.
 
-    number: its place among all of them, from 0. fields: as it was read. keys: of its question and its answer.
-    fault: why it is no problem (its question is empty then); "" behind the first stage.
+    number: index among all rows, from 0. fields: as read. keys: of question and answer. fault: why it is no problem (its
+    question is empty then); "" after the first stage.
     """
 
     number: int
@@ -38,9 +38,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A stage's word on a row.
+    """A stage's decision on a row.
 
-    kind: why, in a few words that many rows share, by which they are counted; detail: what is the row's own.
+    kind: the reason in a few words, by which rows are counted; detail: specific to the row.
     """
 
     is_kept: bool
@@ -53,10 +53,10 @@ Decisions = Generator[tuple[Row, Decision], None, None]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A reason to keep rows or drop them.
+    """A rule that keeps or drops rows.
 
-    settings: everything that its decisions depend on beside the rows, as JSON. decide: gives each row with what is decided about
-    it, in their order; it may read as many rows ahead as it likes, and gives back what it holds when it is closed.
+    settings: everything that its decisions depend on besides the rows, as JSON. decide: yields each row with its decision, in
+    order; it may read any number of rows ahead, and releases its resources when closed.
     """
 
     name: str
@@ -65,7 +65,8 @@ class Stage:
 
 
 def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answer_key: str | None) -> Iterator[Row]:
-    """Every row of the inputs, those that hold no problem too; ids of several begin with their place, as data.train's do."""
+    """Every row of the inputs, including those without a problem; with several inputs, ids begin with the index, as for
+    data.train."""
     number = 0
     for place, path in enumerate(paths):
         for found in read_problem_rows(path, task, question_key, answer_key):
@@ -79,23 +80,23 @@ def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answ
 
 
 def to_line(row: Row, decision: Decision) -> bytes:
-    """A line of a stage's file; BadLine where the row has no JSON."""
+    """A line of a stage's file; BadLine if JSON cannot represent the row."""
     head = {"row": row.number, "id": row.problem.id, "keys": row.keys, "kind": decision.kind, "detail": decision.detail}
     return encoded({**head, "fields": row.fields})
 
 
 def from_line(line: bytes, task: str) -> Row:
-    """The row that to_line wrote, where it was kept."""
+    """The row in a line of to_line, if it was kept."""
     held = json.loads(line)
     keys = (held["keys"][0], held["keys"][1])
     return Row(held["row"], problem_of(held["id"], held["fields"], task, keys), held["fields"], keys)
 
 
 def encoded(value: Mapping[str, Any]) -> bytes:
-    """JSON in a line. What only tables hold has the nearest form: dates ISO 8601, numbers that are none null.
+    """JSON in one line. Types of tables get the nearest form: dates as ISO 8601, NaN and infinity as null.
 
     Raises:
-        BadLine: there is none (bytes, or deeper than DEEPEST).
+        BadLine: JSON cannot represent it (bytes, or deeper than DEEPEST).
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -103,7 +104,7 @@ def encoded(value: Mapping[str, Any]) -> bytes:
         text = json.dumps(_plain(value, DEEPEST), ensure_ascii=False, allow_nan=False)
     try:
         return text.encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair, in a field that nobody asked for
+    except UnicodeEncodeError:  # a lone surrogate in an unused field
         return json.dumps(json.loads(text)).encode("ascii") + b"\n"
 
 

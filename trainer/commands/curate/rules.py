@@ -1,4 +1,4 @@
-"""Stages that need no model: rows that are problems, and the academic level that a field of the row names."""
+"""Stages without a model: valid problems, and the academic level in a field of the row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from marsrl.trainer.config.curate import LevelConfig
 
 
 def readable(max_question_chars: int, origin: Mapping[str, Any]) -> Stage:
-    """Rows that hold a question and an answer, the question not too long. origin: the inputs and how they are read, as JSON."""
+    """Rows with a question, not too long, and an answer. origin: the inputs and how they are read, as JSON."""
 
     def decide(row: Row) -> Decision:
         num_chars = len(row.problem.question)
@@ -25,7 +25,7 @@ def readable(max_question_chars: int, origin: Mapping[str, Any]) -> Stage:
 
 
 def level(config: LevelConfig) -> Stage:
-    """Rows whose field has one of the wanted values."""
+    """Rows with one of the wanted values in the field."""
     wanted = {_comparable(value) for value in config.keep}
 
     def decide(row: Row) -> Decision:
@@ -45,5 +45,5 @@ def _row_by_row(name: str, settings: Mapping[str, Any], decide: Callable[[Row], 
 
 
 def _comparable(value: object) -> str:
-    """Texts in any case; 3 and "3" are one."""
+    """The value for comparison: ignores case; 3 and "3" are equal."""
     return str(value).strip().casefold()

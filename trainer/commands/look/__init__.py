@@ -1,1 +1,1 @@
-"""`marsrl view`: a run in the browser or on the terminal. Reads run directories and writes nothing into them."""
+"""`marsrl view`: a run in the browser or on the terminal. Reads run directories without writing into them."""

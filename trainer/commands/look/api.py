@@ -1,6 +1,6 @@
-"""The viewer's API: what the pages ask, as /api/<question> of the server and as the content of an exported page.
+"""The viewer's API: the pages' questions, answered as /api/<question> by the server and as the content of an exported page.
 
-Every text in an answer has gone through `visible`: nothing in it can hide or turn the direction of what stands around it.
+Every text in an answer has passed `visible`: it cannot hide, or reverse the direction of the text around it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held
 
 LISTS = ("flag", "name")
-"""Parameters that a question can have several times."""
+"""Parameters that a question may repeat."""
 
 
 class Api:
-    """Answers about some runs, named by their place. Values are JSON. Wrong questions raise ValueError.
+    """Answers about runs, named by index. Values are JSON. Invalid questions raise ValueError.
 
-    questions: by the name that the pages use; arguments may be strings of a URL.
+    questions: by the pages' names; arguments may be strings from a URL.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -52,7 +52,7 @@ class Api:
         return function(self.catalogs[int(run)], **asked)
 
     def runs(self) -> list[dict[str, Any]]:
-        """Brings the catalogs up to date first."""
+        """All runs; updates the catalogs first."""
         for catalog in self.catalogs:
             catalog.refresh()
         return [
@@ -69,7 +69,7 @@ class Api:
         ]
 
     def compare(self) -> dict[str, Any]:
-        """All runs side by side, as `marsrl compare` does; why_not: one was not evaluated, or cannot be read."""
+        """All runs side by side, as in `marsrl compare`; why_not: one was not evaluated, or is unreadable."""
         try:
             return side_by_side([read_compared(catalog.run.path) for catalog in self.catalogs], self.names)
         except ValueError as error:
@@ -83,7 +83,7 @@ def _question(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def samples(catalog: Catalog, before: str = "", through: str = "", **wanted: Any) -> dict[str, Any]:
-    """The newest samples that pass a filter, a page; below `before`, or from `through` on (each step.line)."""
+    """A page of the newest samples that pass a filter; below `before`, or from `through` on (each step.line)."""
     top = _place(before) if before else None
     if through and not before:
         step, line = _place(through)
@@ -94,7 +94,7 @@ def samples(catalog: Catalog, before: str = "", through: str = "", **wanted: Any
 
 
 def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
-    """A sample with its texts, the tree that it stands in, and how it differs from what it repairs."""
+    """A sample with its texts, its tree, and its changes to the solution that it repairs."""
     found = _found(catalog, step, line)
     family = catalog.tree(found.rollout)
     files = sample_files(catalog.run)
@@ -116,7 +116,7 @@ def tokens(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
 
 
 def _is_going_on(run: RunDirectory) -> bool:
-    """True while another process writes the run; a run that writes its own report is over."""
+    """True while another process writes the run; a run that writes its own report has ended."""
     held = why_held(run)
     return bool(held) and f" process {os.getpid()} on " not in held
 
@@ -146,6 +146,6 @@ def _repaired(sample: Row, family: Sequence[Row], judges: set[str]) -> Row | Non
     by_uid, seen = {each.uid: each for each in family}, {sample.uid}
     above = by_uid.get(sample.parent or "")
     while above is not None and above.agent in judges and above.uid not in seen:
-        seen.add(above.uid)  # a damaged log may have a ring of parents
+        seen.add(above.uid)  # parents may form a cycle in a damaged log
         above = by_uid.get(above.parent or "")
     return above if above is not None and above.uid not in seen else None

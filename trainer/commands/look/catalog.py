@@ -1,6 +1,6 @@
-"""A run's logs, followed as it writes them: samples in an in-memory DuckDB, metrics, trace and warnings as lists.
+"""A run's logs, updated as the run writes them: samples in an in-memory DuckDB, metrics, trace and warnings as lists.
 
-Texts stay in their files; a search for words reads them newest step first. Nothing is written, into the run or elsewhere.
+Texts stay in their files; a search for words reads them, newest step first. Nothing is written anywhere.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from marsrl.trainer.runs.directory import RunDirectory
 
 T = TypeVar("T")
 PAGE = 50
-_READ_S = 1.0  # of new samples files at a time; the rest follows with the next look
-_SEARCH_S = 0.15  # after which a search for words answers with what it has found
+_READ_S = 1.0  # seconds for new samples files in one refresh; the rest follows in the next
+_SEARCH_S = 0.15  # seconds after which a search for words returns what it has found
 _LARGEST_TREE = 5000
 _WINDOW = 6  # steps: in the agentic pipeline a trajectory of five agents spans five
 _WORD = re.compile(r"[^\W_]+")
@@ -37,10 +37,12 @@ FLAGS = {
     "error": "finish = 'error'",
     "verdict": "verdict IS NOT NULL",
 }
-"""Properties to filter by: the sample reached the maximum length; its verdict is not what its solution deserves; it has no
-reward; the engine gave it up; it gave a verdict that could be read."""
+"""Properties to filter by: the sample reached the maximum length; its verdict is wrong; it has no reward; the engine gave up;
+it gave a readable verdict."""
 
-_FILE = "read_parquet(?, hive_partitioning = false)"  # else a folder called step=9 on the way would be a column
+_FILE = (
+    "read_parquet(?, hive_partitioning = false)"  # otherwise a folder called step=9 in the path would become a column
+)
 _TABLE = f"""CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
     parent VARCHAR, answer VARCHAR, verdict BOOLEAN, reward DOUBLE, correct DOUBLE, advantage DOUBLE, num_tokens INTEGER,
     age INTEGER, {", ".join(f'"is {name}" BOOLEAN' for name in FLAGS)})"""
@@ -53,8 +55,8 @@ _TEXTS = f"""SELECT line, concat_ws(chr(10), text,
 
 
 class Filter(BaseModel):
-    """Filter of samples; None, "" and () do not restrict. first, last: steps; low, high: of the reward; words: all of them
-    occur, whole, in what the sample wrote or, for the first sample of a group, read."""
+    """Filter of samples; None, "" and () do not restrict. first, last: steps; low, high: of the reward; words: all must occur, as
+    whole words, in the completion or, for the first sample of a group, in the prompt."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -70,8 +72,8 @@ class Filter(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sample as a list shows it; its texts are in the samples file of `step`, at `line`. age: versions between its oldest token
-    and its training."""
+    """A sample in a list; its texts are in the samples file of `step`, at `line`. age: versions between its oldest token and its
+    training."""
 
     step: int
     line: int
@@ -92,8 +94,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """At most PAGE samples. num: how many pass; None: not counted. next: the next page begins below this (step, line); None:
-    this is the last."""
+    """At most PAGE samples. num: number that pass; None: not counted. next: the next page begins below this (step, line); None
+    for the last page."""
 
     rows: list[Row]
     num: int | None
@@ -101,10 +103,10 @@ class Page:
 
 
 class Catalog:
-    """One run. Thread-safe. `refresh` brings it up to what the run has logged by now.
+    """One run. Thread-safe. `refresh` reads new logs.
 
-    curves: (step, value) by metric, None where it was not finite. steps: first and last step with metrics, None without any.
-    refused: reasons why files cannot be read, by file name.
+    curves: (step, value) by metric, None if not finite. steps: first and last step with metrics, None without any.
+    refused: reasons why files are unreadable, by file name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,7 +125,7 @@ class Catalog:
         self.refused: dict[str, str] = {}
 
     def refresh(self, budget_s: float | None = _READ_S) -> None:
-        """Read what is new, the newest samples first. budget_s: seconds for samples files (None: all of them, now)."""
+        """Read new logs, the newest samples first. budget_s: seconds for samples files (None: read all of them)."""
         began = time.monotonic()
         with self._lock:
             self._read_metrics()
@@ -154,7 +156,7 @@ class Catalog:
         except FileNotFoundError:
             return
         inode, read = self._metrics_read
-        if inode != found.st_ino or found.st_size < read:  # replaced: a run that went on cut off what was lost
+        if inode != found.st_ino or found.st_size < read:  # replaced: a resumed run cut off lost steps
             self.curves, self.steps, read = {}, None, 0
             self.refused.pop("metrics.jsonl", None)
         with open(self.run.metrics, "rb") as file:
@@ -171,7 +173,7 @@ class Catalog:
         self._metrics_read = found.st_ino, read + len(whole)
 
     def _whole(self, path: Path, read: Callable[[Path], list[T]]) -> list[T]:
-        """Contents of a file, read again when it has changed."""
+        """Contents of a file, read again if it has changed."""
         state = _state(path)
         known, found = self._kept.get(path.name, (None, []))
         if state != known:
@@ -189,7 +191,7 @@ class Catalog:
 
     @property
     def warnings(self) -> list[tuple[int | None, str, str]]:
-        """(step, kind, text): what the run said, and what cannot be read of it."""
+        """(step, kind, text): the run's warnings, and its unreadable files."""
         listed: list[tuple[int | None, str, str]] = [
             (each.step, "said" if each.step is not None else self.run.warnings.name, each.text)
             for each in self._whole(self.run.warnings, read_warnings)
@@ -199,7 +201,7 @@ class Catalog:
 
     @property
     def counts(self) -> dict[str, int | None]:
-        """Samples, steps that were read, the last step with metrics."""
+        """Numbers of samples and of steps read, and the last step with metrics."""
         return {
             "samples": self._all("SELECT count(*) FROM samples")[0][0],
             "files": len(self._files),
@@ -208,12 +210,12 @@ class Catalog:
 
     @property
     def agents(self) -> list[str]:
-        """Agents that have samples, in order of their first."""
+        """Agents with samples, in order of their first."""
         return [name for (name,) in self._all("SELECT agent FROM samples GROUP BY agent ORDER BY min((step, line))")]
 
     @property
     def judges(self) -> set[str]:
-        """Agents that have given a verdict that could be read."""
+        """Agents that gave a readable verdict."""
         return {name for (name,) in self._all("SELECT DISTINCT agent FROM samples WHERE verdict IS NOT NULL")}
 
     @property
@@ -233,7 +235,7 @@ class Catalog:
         return found[0] if found else None
 
     def deepest(self, *, last: bool, num: int) -> list[str]:
-        """Rollout instances with the most agents, of those with a sample in the first step or the last."""
+        """Rollout instances with the most agents, among those with a sample in the first or the last step."""
         steps = sorted(self._files.keys() - self._damages.keys())
         if not steps:
             return []
@@ -247,7 +249,7 @@ class Catalog:
         """The newest samples that pass, below `before` (step, line).
 
         Raises:
-            ValueError: a flag that there is not, or words without a letter or digit.
+            ValueError: an unknown flag, or words without a letter or digit.
         """
         if unknown := set(wanted.flag) - FLAGS.keys():
             raise ValueError(f"{sorted(unknown)} is nothing to filter by; expected some of {', '.join(FLAGS)}")
@@ -310,7 +312,7 @@ def _page(rows: Sequence[Row], num: int | None) -> Page:
 
 
 def _state(path: Path) -> tuple[int, int] | None:
-    """(mtime in ns, bytes), None where it is not there."""
+    """(mtime in ns, bytes), None if it does not exist."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The charts of a run: which metrics stand together, under which title, in which unit."""
+"""The charts of a run: their metrics, titles and units."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class ChartPlan:
     """A chart: its title, its unit, and a pattern of the metrics on it, whose groups are their labels.
 
-    A metric with <name>/low and <name>/high beside it has its interval around it.
+    A metric with <name>/low and <name>/high is drawn with that interval.
     """
 
     title: str
@@ -24,7 +24,7 @@ class ChartPlan:
         return found and ("/".join(filter(None, found.groups())) or name.rpartition("/")[2])
 
 
-_OF_POLICY = "(?:([^/]+)/)?"  # in front where a run has several policies
+_OF_POLICY = "(?:([^/]+)/)?"  # prefix in runs with several policies
 PLANS = (
     ChartPlan("Reward", "mean per agent", "reward/(.+)/mean"),
     ChartPlan("Groups without advantage", "share of samples with advantage 0", "advantage/(.+)/fraction_zero"),

@@ -1,4 +1,4 @@
-"""`marsrl compare`: tables in a terminal, and the viewer's page of them as a file."""
+"""`marsrl compare`: tables in a terminal, and the viewer's compare page as a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def compare(paths: Sequence[str], html: str | None, console: Console) -> None:
     """Print the tables, write the page.
 
     Raises:
-        ValueError: fewer than two runs, or one of them cannot be read.
+        ValueError: fewer than two runs, or one is unreadable.
     """
     if len(paths) < 2:
         raise ValueError(f"expected two runs or more to compare, found {len(paths)}")
@@ -78,5 +78,5 @@ def _estimate(value: Mapping[str, Any] | None) -> str:
 
 
 def _sparkline(values: Sequence[float | None]) -> str:
-    """A curve of shares in [0, 1], a character each."""
+    """Shares in [0, 1] as a curve, a character each."""
     return "".join(" " if value is None else _BARS[min(len(_BARS) - 1, int(value * len(_BARS)))] for value in values)

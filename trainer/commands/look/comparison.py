@@ -38,8 +38,8 @@ class Place:
 class Compared:
     """One run, or one evaluation alone.
 
-    rewards: the mean of all agents' by place; draws: of the last evaluation; settings: by dotted key, "200, then 22" of one that
-    was another when the run went on.
+    rewards: mean over all agents by place; draws: of the last evaluation; settings: by dotted key, "200, then 22" if changed on
+    resume.
     """
 
     evaluations: tuple[tuple[Place, Evaluation], ...]
@@ -54,8 +54,8 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Mean of the differences over num_problems that both have, with its 95% interval; low and high are the mean itself where
-    there is one problem, which has none."""
+    """Mean difference over the num_problems that both have, with its 95% interval; for a single problem low and high are the
+    mean."""
 
     mean: float
     low: float
@@ -73,7 +73,7 @@ class Difference:
 
 
 def rows_of(evaluation: Evaluation) -> dict[str, Estimate]:
-    """Rows to show: by name, with the first agent alone and the system last."""
+    """Rows to show, by name; the first agent alone and the system come last."""
     rows = evaluation.rows
     system = rows.pop("system")
     return {**rows, **({"alone": evaluation.alone} if evaluation.alone is not None else {}), "system": system}
@@ -83,7 +83,7 @@ def read_compared(path: Path) -> Compared:
     """A run's directory, or the folder of an evaluation (`marsrl evaluate --out`).
 
     Raises:
-        ValueError: it is neither, nothing was evaluated in it, or a file of it is damaged.
+        ValueError: neither of them, no evaluation in it, or a damaged file.
     """
     run = RunDirectory(path)
     if (path / EVALUATION).is_file():
@@ -110,8 +110,8 @@ def read_compared(path: Path) -> Compared:
 def side_by_side(runs: Sequence[Compared], names: Sequence[str]) -> dict[str, Any]:
     """Content of `marsrl compare`, as JSON.
 
-    rows: of the last evaluations, a cell a run. costs: of an episode in them. charts: by title, for each of AXES, a curve a run:
-    {x, mean, low, high} (low and high None: no interval). settings: those that differ, with each run's value.
+    rows: of the last evaluations, a cell for each run. costs: of an episode in them. charts: by title, for each of AXES, a curve
+    for each run: {x, mean, low, high} (low and high None: no interval). settings: those that differ, with each run's value.
     """
     last = [rows_of(run.last) for run in runs]
     ordered = [*dict.fromkeys(name for rows in last for name in rows if name not in ("alone", "system"))]
@@ -140,7 +140,7 @@ def side_by_side(runs: Sequence[Compared], names: Sequence[str]) -> dict[str, An
 
 
 def _cells(name: str, runs: Sequence[Compared], rows: Sequence[Mapping[str, Estimate]]) -> Iterator[dict[str, Any]]:
-    """A row of the last evaluations: what each run reached, and how far that is from the first run."""
+    """A row of the last evaluations: each run's value, and its difference from the first run."""
     first = rows[0].get(name)
     for i, run in enumerate(runs):
         value, gap = rows[i].get(name), difference(runs[0], run, name) if i else None
@@ -155,7 +155,7 @@ def _cells(name: str, runs: Sequence[Compared], rows: Sequence[Mapping[str, Esti
 
 
 def numbers_of(value: Estimate | None) -> dict[str, float] | None:
-    """mean, low, high, n; None where nothing was measured."""
+    """mean, low, high, n; None if nothing was measured."""
     return None if value is None or not value.n else value.model_dump(include={"mean", "low", "high", "n"})
 
 
@@ -165,7 +165,7 @@ def _costs(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _curve(points: Sequence[tuple[Place, Estimate | float | None]]) -> dict[str, list[float | None]]:
-    """x by axis, mean, low, high of the places that have a value."""
+    """x by axis, mean, low, high of the places with a value."""
     known = [
         (place, value) for place, value in points if value is not None and getattr(value, "mean", value) is not None
     ]
@@ -177,7 +177,7 @@ def _curve(points: Sequence[tuple[Place, Estimate | float | None]]) -> dict[str,
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Shortest ends of the paths that are all different."""
+    """The shortest suffixes of the paths that distinguish them."""
     resolved = [path.resolve() for path in paths]
     return [_name(path, resolved) for path in resolved]
 
@@ -198,10 +198,10 @@ def settings_that_differ(runs: Sequence[Compared]) -> dict[str, list[str]]:
 
 
 def difference(one: Compared, other: Compared, row: str) -> Difference | None:
-    """Gain of `other` over `one`, in a row that both play every problem for (system, alone, <set>/system, <set>/alone): a
-    paired bootstrap over the problems that both have judged answers to. None where they share none.
+    """Gain of `other` over `one` in a row for which both play every problem (system, alone, <set>/system, <set>/alone): a paired
+    bootstrap over the problems for which both have judged answers. None without common problems.
 
-    A problem is the same where question and answer are, whatever file it came from.
+    Problems are equal if question and answer are, whatever their file.
     """
     of, _, who = row.rpartition("/")
     if who not in ("system", "alone"):
@@ -225,7 +225,7 @@ def _by_problem(draws: Sequence[Draw], of: str, who: str) -> dict[str, list[floa
 
 
 def _settings(run: RunDirectory) -> dict[str, str]:
-    """{} where no config was kept."""
+    """Settings by dotted key; {} without a saved config."""
     told: dict[str, list[str]] = {}
     for file in run.configs:
         try:

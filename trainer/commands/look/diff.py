@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 
-MOST_CHARS = 200_000  # of a text; above, comparing would take longer than anybody waits
-_MOST_WORDS = 3000  # of a changed stretch that is compared word by word
+MOST_CHARS = 200_000  # of a text; comparing longer ones would take too long
+_MOST_WORDS = 3000  # words of a changed passage that is compared word by word
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _PIECE = re.compile(r"\w+|\s+|[^\w\s]")
 
 Part = tuple[str, str]
-"""("=" both have it, "-" the first alone, "+" the second alone; the text)."""
+"""("=" in both, "-" only in the first, "+" only in the second; the text)."""
 
 
 def differences(before: str, after: str) -> list[Part] | None:
-    """Parts that, without "+", are `before` and, without "-", are `after`; None where the texts are too long."""
+    """Parts that without "+" are `before` and without "-" are `after`; None if the texts are too long."""
     if max(len(before), len(after)) > MOST_CHARS:
         return None
     parts: list[Part] = []
@@ -41,7 +41,7 @@ def _lines(before: str, after: str) -> Iterator[Part]:
 
 
 def _matched(before: Sequence[str], after: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
-    """Stretches of both in order, and whether they are the same."""
-    matcher = SequenceMatcher(None, before, after)  # with its autojunk: else repeated lines take quadratic time
+    """Passages of both in order, with True if they are equal."""
+    matcher = SequenceMatcher(None, before, after)  # with autojunk: otherwise repeated lines take quadratic time
     for kind, a, b, c, d in matcher.get_opcodes():
         yield "".join(before[a:b]), "".join(after[c:d]), kind == "equal"

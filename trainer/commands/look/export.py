@@ -1,7 +1,7 @@
-"""report.html and the page of `marsrl compare`: the viewer's own pages in one file, with the answers to what they will ask.
+"""report.html and the page of `marsrl compare`: the viewer's own pages in one file, with the answers to their questions.
 
-The file loads nothing and runs its own scripts alone (Content-Security-Policy with their hashes): what models wrote is data in
-it, and becomes text nodes as in the viewer.
+The file loads nothing and runs only its own scripts (Content-Security-Policy with their hashes): models' texts are data in it,
+and become text nodes as in the viewer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ REPORT = ("overview", "samples", "curves", "pipeline", "warnings")
 _SCRIPTS = ("vendor/preact.min.umd.js", "vendor/hooks.umd.js", "vendor/htm.umd.js", "vendor/uPlot.iife.min.js")
 _MODULES = ("lib", "tokens", "sample", "samples", "curves", "pipeline", "warnings", "overview", "compare", "app")
 _STYLES = ("vendor/uPlot.min.css", "style.css")
-_PROBLEMS = 3  # of the first step, and of the last: whose samples are in the file
-_MOST_CHARS = 6000  # of a text: 2 x 3 problems x 72 samples then stay near 3 MB
+_PROBLEMS = 3  # problems of the first step, and of the last, with samples in the file
+_MOST_CHARS = 6000  # characters of a text, so that 2 x 3 problems x 72 samples stay near 3 MB
 
 
 def write_report(directory: str | Path) -> Path:
@@ -58,18 +58,18 @@ def write_report(directory: str | Path) -> Path:
 
 
 def write_page(file: Path, pages: Sequence[str], answers: Mapping[str, Any]) -> None:
-    """Write these pages of the viewer, the first of them to begin with, as one HTML file. answers: by `_key`."""
+    """Write these pages of the viewer as one HTML file that opens on the first. answers: by `_key`."""
     write_atomically(file, _page({"pages": pages, "answers": answers}).encode("utf-8"))
 
 
 def _curves_of(chart: Mapping[str, Any]) -> list[str]:
-    """The metrics of a chart, and the intervals of those that have one, as curves.js asks for them."""
+    """The metrics of a chart with their intervals, as curves.js requests them."""
     bands = [f"{each['key']}/{end}" for each in chart["series"] if each["has_band"] for end in ("low", "high")]
     return [*(each["key"] for each in chart["series"]), *bands]
 
 
 def _cut(sample: dict[str, Any]) -> None:
-    """Cut a sample's long texts in the middle; their difference would be whole, and goes."""
+    """Cut a sample's long texts in the middle, and drop their difference, which would have the whole texts."""
     record = sample["record"]
     for name in ("prompt", "text"):
         if len(record[name]) > _MOST_CHARS:
@@ -113,7 +113,7 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) (\w+)|\{ (\w+) \
 
 
 def _module(name: str) -> str:
-    """A module of the pages as a part of one classic script: file: URLs cannot import."""
+    """A module of the pages as part of one classic script, because file: URLs cannot import."""
     source = (PAGES / f"{name}.js").read_text("utf-8")
     exported = [first or second for first, second in _EXPORT.findall(source)]
     body = _IMPORT.sub(r"const \1 = \2_js;", source)

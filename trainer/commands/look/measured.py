@@ -1,4 +1,4 @@
-"""The run's measurements: charts, timeline, the life of a problem, speed against the plan, warnings."""
+"""The run's measurements: charts, timeline, a problem's life, speed compared with the plan, warnings."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from marsrl.trainer.commands.look.palette import COLORS, activity_color, agents_
 from marsrl.trainer.commands.look.visible import Key
 from marsrl.trainer.runs.directory import RunDirectory
 
-_MOST_POINTS = 1000  # of a curve; a screen is not wider
-_MOST_SPANS = 3000  # a browser draws so many rectangles at once
-_LAST_STEPS = 50  # that the measured speed is the median of
+_MOST_POINTS = 1000  # points of a curve; a screen is not wider
+_MOST_SPANS = 3000  # rectangles that a browser draws smoothly
+_LAST_STEPS = 50  # steps whose median is the measured speed
 
-_WATCHED = (  # (prefix, suffix, limit, what it means), of metrics step by step
+_WATCHED = (  # (prefix, suffix, limit, meaning) of unusual metrics
     ("actor/", "grad_spikes", 0.0, "the gradient norm was above 5 running medians, or not finite"),
     ("response_length/", "/clip_ratio", 0.5, "over half of an agent's samples reached the maximum length"),
     ("reward/", "/missing", 0.0, "samples without a reward"),
@@ -29,9 +29,9 @@ _WATCHED = (  # (prefix, suffix, limit, what it means), of metrics step by step
 
 
 def charts(catalog: Catalog) -> list[dict[str, Any]]:
-    """The planned charts of which the run has metrics, then one for every metric that is on none of them.
+    """The planned charts for which the run has metrics, then one for every other metric.
 
-    is_zero: all series are, in every step. has_band: of a series, <key>/low and <key>/high are its interval.
+    is_zero: all series are 0 in every step. has_band: the series has the interval <key>/low to <key>/high.
     """
     curves, agents, left = catalog.curves, agents_of(catalog.run.config), dict.fromkeys(catalog.curves)
     found: list[dict[str, Any]] = []
@@ -62,7 +62,7 @@ def charts(catalog: Catalog) -> list[dict[str, Any]]:
 
 
 def curves(catalog: Catalog, name: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Each of at most 1,000 points. every: steps that a point is the mean of (of those that have a value)."""
+    """Curves of at most 1,000 points each. every: number of steps that a point averages (those with a value)."""
     return [_thinned(catalog.curves.get(each, [])) for each in name]
 
 
@@ -78,9 +78,9 @@ def _thinned(points: Sequence[tuple[int, float | None]]) -> dict[str, Any]:
 
 
 def spans(catalog: Catalog, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-    """The longest spans that touch [low, high] seconds of the trace (None: its beginning, its end), and their colours.
+    """The longest spans that overlap [low, high] seconds of the trace (None: its beginning, its end), with colours.
 
-    spans: (lane, name, start_s, end_s, arguments). end: of the trace. num_left_out: shorter ones that are not here.
+    spans: (lane, name, start_s, end_s, arguments). end: of the trace. num_left_out: number of omitted shorter ones.
     """
     trace = catalog.trace
     begin, end = min((s.start_s for s in trace), default=0.0), max((s.end_s for s in trace), default=0.0)
@@ -100,8 +100,8 @@ def spans(catalog: Catalog, low: float | None = None, high: float | None = None)
 def life(catalog: Catalog, rollout: str) -> dict[str, Any]:
     """Lifetimes of each agent's samples of a rollout instance, in seconds of the trace.
 
-    A sample's life begins where its oldest version was published and ends with the step that it was trained in: tokens carry
-    versions, not times, so the beginning is as early as it can have been. None: the trace does not say.
+    A sample's life begins when its oldest version was published and ends with the step that trained it: tokens have versions,
+    not times, so this is the earliest possible beginning. None: not in the trace.
     """
     rows = catalog.tree(rollout)
     trace = sorted(catalog.trace, key=lambda s: s.end_s, reverse=True)
@@ -131,7 +131,7 @@ def life(catalog: Catalog, rollout: str) -> dict[str, Any]:
 def speed(catalog: Catalog) -> dict[str, Any]:
     """Seconds of a step's parts: the median of the last 50 steps, and what a plan.json in the run directory predicts.
 
-    ages: (agent, versions, samples), how many versions old samples were when they were trained on.
+    ages: (agent, versions, samples), the samples' ages in versions when they were trained.
     """
 
     def median(name: str) -> float | None:
@@ -147,7 +147,7 @@ def speed(catalog: Catalog) -> dict[str, Any]:
 
 
 def _planned(run: RunDirectory) -> dict[str, Any]:
-    """Seconds by part, or why there is no prediction."""
+    """Predicted seconds by part, or the reason why there is no prediction."""
     path = run.path / "plan.json"
     try:
         plan = json.loads(path.read_bytes())
@@ -169,7 +169,7 @@ def _planned(run: RunDirectory) -> dict[str, Any]:
 
 
 def _chosen(policy: dict[str, Any]) -> dict[str, Any]:
-    """The option that the plan counts with (PolicyPlan.chosen); StopIteration: nothing fits."""
+    """The option that the plan uses (PolicyPlan.chosen); StopIteration: nothing fits."""
     configured = policy["configured"]
     options: list[dict[str, Any]] = policy["options"]
     if configured is not None and configured["fits"]:
@@ -190,7 +190,7 @@ def warnings(catalog: Catalog) -> list[dict[str, Any]]:
 
 
 def _stretches(name: str, points: Sequence[tuple[int, float]], meaning: str) -> list[dict[str, Any]]:
-    """One warning for steps that follow each other."""
+    """Warnings, one for each run of consecutive steps."""
     stretches: list[list[tuple[int, float]]] = []
     for step, value in points:
         if stretches and stretches[-1][-1][0] == step - 1:

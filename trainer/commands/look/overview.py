@@ -11,8 +11,8 @@ from marsrl.trainer.report.summary import AgentEstimate, Estimate, Summary, comp
 
 
 def overview(catalog: Catalog) -> dict[str, Any]:
-    """rows: of the table; confusions: of the agents that give verdicts; facts: (label, text); config: config.yaml;
-    num_non_finite: values of the metrics. Without summary.json rows and facts are empty.
+    """rows: of the table; confusions: of agents that give verdicts; facts: (label, text); config: config.yaml;
+    num_non_finite: number of non-finite metric values. Without summary.json rows and facts are empty.
     """
     run = catalog.run
     found: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""Colours and plain names in pictures: an agent, or an activity, has one colour in every chart of every page.
+"""Colours and names in charts: an agent, or an activity, has one colour in all charts of all pages.
 
-A colour is a CSS class, c0 to c7: the page decides what it looks like in light and in dark.
+A colour is a CSS class, c0 to c7, which the page styles for light and dark mode.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LIBRARIES = {"vllm": "vLLM"}
 
 
 def agents_of(config: Path) -> tuple[str, ...]:
-    """The agents that a run's config.yaml names, in the order of play; none where it cannot be read."""
+    """The agents of a run's config.yaml, in the order of play; none if it is unreadable."""
     try:
         return tuple(str(name) for name in yaml.safe_load(config.read_bytes())["agents"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
@@ -41,7 +41,7 @@ def agents_of(config: Path) -> tuple[str, ...]:
 
 
 def plays_sessions(config: Path) -> bool:
-    """Does a program play the episodes of the run of this config.yaml? False where it cannot be read."""
+    """True if a program plays the episodes of this config.yaml's run; False if it is unreadable."""
     try:
         return yaml.safe_load(config.read_bytes())["external"] is not None
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
@@ -51,8 +51,8 @@ def plays_sessions(config: Path) -> bool:
 def series_colors(labels: Iterable[str], agents: Sequence[str] = ()) -> dict[str, str]:
     """The colour of each series of a chart, by its label.
 
-    An agent's (solver, main/solver) is its place in the team; grey is what is of all agents together. The others take the
-    colours that are left, in order.
+    An agent's colour (solver, main/solver) is its position in the team; series of all agents together are grey. Others take the
+    remaining colours in order.
     """
     labels = list(labels)
     of_agents = {
@@ -64,11 +64,11 @@ def series_colors(labels: Iterable[str], agents: Sequence[str] = ()) -> dict[str
 
 
 def activity_color(name: str) -> str:
-    """The colour of what engines, ranks and judges do, in timelines and in the parts of a step."""
+    """The colour of an activity of engines, ranks or judges, in timelines and in the parts of a step."""
     return _ACTIVITIES.get(name) or COLORS[zlib.crc32(name.encode("utf-8", "replace")) % 8]
 
 
 def engine_name(engine: EngineRecord) -> str:
-    """Engine in plain words: vLLM 0.32."""
+    """A readable engine name: vLLM 0.32."""
     library = f"{_LIBRARIES.get(engine.library, engine.library)} {engine.version.removesuffix('.0')}"
     return f"marsrl's own engine, {library}" if engine.kind == "local" else library

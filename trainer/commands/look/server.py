@@ -1,14 +1,13 @@
-"""The viewer's server: pages and numbers of some runs, for the person who started it and nobody else.
+"""The viewer's server: pages and data of runs, only for the person who started it.
 
-    GET /?token=...           sets a cookie and goes to the page that was asked for, without the token
+    GET /?token=...           sets a cookie and redirects to the page without the token
     GET /api/...              JSON; see `api.py`
-    GET /app.js, ...          the pages, as they lie in pages/
+    GET /app.js, ...          the files in pages/
 
-It listens on the loopback address alone. Other users of this machine can reach that too, and so can any page in the user's
-own browser: a request needs the token (in the URL or as the cookie that came of it, which no other site can send:
-SameSite=Strict), and a Host header that names the loopback (a foreign name that resolves to it is refused). Pages may load
-scripts, styles and data from here alone and run nothing else (Content-Security-Policy); what models wrote comes as JSON and is
-shown as text.
+It listens only on the loopback address. Other users of this machine can reach that too, and so can any page in the user's
+own browser. So a request needs the token (in the URL, or as the cookie, which no other site can send: SameSite=Strict), and a
+Host header that names the loopback (a foreign name that resolves to it is refused). Pages may load scripts, styles and data only
+from here (Content-Security-Policy); models' texts are sent as JSON and shown as text.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ HEADERS = {
 
 
 class PlainJson(Response):
-    """JSON in ASCII: lone surrogates and everything else that a model may write survive."""
+    """JSON in ASCII, which preserves lone surrogates and anything else that a model may write."""
 
     media_type = "application/json"
 
@@ -51,7 +50,7 @@ class PlainJson(Response):
 
 
 def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> FastAPI:
-    """The application. cookie: its name; cookies of one host are shared by its ports, so that two viewers need two names."""
+    """The application. cookie: its name; a host's ports share cookies, so two viewers need different names."""
     app = FastAPI(
         title="marsrl view", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=PlainJson
     )
@@ -62,7 +61,7 @@ def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> F
 
     @app.middleware("http")
     async def guard(request: Request, go_on: RequestResponseEndpoint) -> Response:
-        """Lets requests through that know the token, and puts HEADERS on every answer."""
+        """Allow requests with the token, and add HEADERS to every answer."""
         if is_right(request.query_params.get("token")) and request.method == "GET":
             rest = urlencode([(k, v) for k, v in parse_qsl(request.url.query) if k != "token"])
             response: Response = RedirectResponse(f"/?{rest}" if rest else "/", status_code=303)
@@ -94,10 +93,10 @@ def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> F
 
 
 def view(runs: Sequence[Path], port: int, on_address: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C. on_address: told the URL, token and all, once it can be reached. port 0: any that is free.
+    """Serve until Ctrl-C. on_address: called with the URL, token included, once it is reachable. port 0: any free one.
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: the port is not available.
     """
     token = secrets.token_urlsafe(24)
     with listen("127.0.0.1", port) as listening:

@@ -1,7 +1,7 @@
-"""A run on the terminal: how far it is, what it measured last, what it warned of, the deepest problems of its last step.
+"""A run on the terminal: progress, latest metrics, warnings, and the deepest problems of its last step.
 
-Every text is made visible first: an escape sequence of a model is a picture of its
-characters, and moves no cursor, colours nothing and sets no title.
+Every text passes `visible` first: a model's escape sequences are shown as characters, and cannot move the cursor, set
+colours or change the title.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_WARNINGS, _MOST_CHARS, _MOST_PROBLEMS = 20, 600, 3
 
 
 def print_run(path: Path, console: Console) -> None:
-    """Everything of one run, in the order of the module's first line."""
+    """Print one run, in the order of the module's first line."""
     catalog = Catalog(path)
     catalog.refresh(budget_s=None)
     run, steps = catalog.run, catalog.steps
@@ -83,14 +83,14 @@ def _line(sample: SampleRecord, step: int) -> Text:
 
 
 def _add(tree: Tree, rows: Sequence[Row], texts: Mapping[str, SampleRecord]) -> None:
-    """Each group below the sample that it is about; at the top, those whose parent is not here."""
+    """Add each group below its parent sample, or at the top if that is missing."""
     below: dict[str | None, dict[str, list[Row]]] = {}
     for row in rows:
         parent = row.parent if row.parent in texts else None
         below.setdefault(parent, {}).setdefault(texts[row.uid].group_id, []).append(row)
 
     def add(branch: Tree, parent: str | None) -> None:
-        # pop: each sample has one place, and a damaged log with a ring of parents cannot make us go round
+        # pop: each sample is added once, even if a damaged log has a cycle of parents
         for group in below.pop(parent, {}).values():
             first = texts[group[0].uid]
             members = branch.add(

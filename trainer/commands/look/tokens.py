@@ -16,10 +16,10 @@ _MOST_LISTED = 40
 
 
 def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
-    """kept: the sample's columns, or None; near: the nearest step that has a token log, and samples in it.
+    """kept: the sample's columns, or None; near: the nearest step with a token log, and samples in it.
 
     Raises:
-        ValueError: the file of the step is damaged; says which.
+        ValueError: the step's file, which the message names, is damaged.
     """
     log = _nearest(token_files(run), step)
     kept = None
@@ -29,19 +29,19 @@ def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
 
 
 def _nearest(files: Mapping[int, Path], step: int) -> TokenLog | None:
-    """The log of the step itself or of the nearest one that can be read. Damage of the step's own
-    file is raised, others' are passed by."""
+    """The log of the step itself or of the nearest readable one. Damage of the step's own file is raised, other damaged
+    files are skipped."""
     for each in sorted(files, key=lambda each: (abs(each - step), each)):
         try:
             return read_tokens(files[each])
-        except ValueError:  # gone where the step is being played again
+        except ValueError:  # missing while the step is being repeated
             if each == step and files[each].exists():
                 raise
     return None
 
 
 def _columns(record: TokenRecord) -> dict[str, Any]:
-    """One list a column; clipped, gated, masked: places in it."""
+    """A list for each column; clipped, gated, masked: indices of tokens."""
     starts = [0, *record.ends[:-1].tolist()]
     return {
         "policy": record.policy,
@@ -60,12 +60,12 @@ def _columns(record: TokenRecord) -> dict[str, Any]:
 
 
 def _numbers(values: FloatArray) -> Sequence[float | None]:
-    """Six digits; None: there is none, or it is not finite."""
+    """Values with six digits; None if missing or not finite."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
 def _near(log: TokenLog, uid: str) -> dict[str, Any]:
-    """Samples of the same agent first."""
+    """Samples in the nearest log, those of the same agent first."""
     agent = uid.rpartition("/")[2].rpartition(":")[0]
     listed = sorted(log.samples, key=lambda record: (record.agent != agent, record.line))[:_MOST_LISTED]
     return {"step": log.step, "samples": [{"line": each.line, "agent": each.agent} for each in listed]}

@@ -1,4 +1,4 @@
-"""Text that a model or a file wrote, made safe to look at."""
+"""Untrusted text, made safe for display."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ _VISIBLE |= {c: f"⟨U+{c:04X}⟩" for c in _NAMED}
 
 
 class Key(str):
-    """A text that a page asks by and never shows (an agent's name, a problem): `shown` leaves it as it is."""
+    """A text that pages use as a key and never show (an agent's name, a problem): `shown` leaves it unchanged."""
 
 
 def visible(text: str) -> str:
-    """Text in which nothing hides: control characters as pictures, direction overrides and broken surrogates named."""
+    """The text without hidden characters: control characters become symbols, direction overrides and lone surrogates are
+    named."""
     return text.translate(_VISIBLE)
 
 
 def shown(value: Any) -> Any:
-    """A JSON value with all text in it made visible, but for keys."""
+    """A JSON value with all texts made visible, except Keys."""
     if isinstance(value, str):
         return value if isinstance(value, Key) else visible(value)
     if isinstance(value, dict):
