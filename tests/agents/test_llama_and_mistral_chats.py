@@ -119,10 +119,6 @@ def test_llamas_prompts_have_the_tokens_of_the_whole_string(llama: Path, chat: l
     assert text.count("<|begin_of_text|>") == 1 and "Today: 26 Jul 2024" in text
 
 
-def test_an_agents_options_fix_the_date_that_llamas_template_writes(llama: Path) -> None:
-    assert "Today: 1 May 2025\n" in ChatRenderer(llama).render([ASK], date_string="1 May 2025")[1]
-
-
 def test_each_of_llamas_ends_ends_a_completion(llama: Path) -> None:
     renderer = ChatRenderer(llama)
     for end in ("<|eot_id|>", "<|eom_id|>"):
@@ -144,24 +140,16 @@ def test_mistrals_prompts_have_the_tokens_of_the_whole_string(mistral: Path, cha
     assert text.endswith(f"[INST] {last}{chat[-1].content}[/INST]")
 
 
-def renders_alike_as_published(folder: Path, kind: str, named: str) -> None:
-    """With the class that published ones name, the model's type, and mistral_common's tekken.json beside it."""
-    expected, text = ChatRenderer(folder).render([SYSTEM, ASK])
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": named}))
-    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
-    (folder / "tekken.json").write_text("{}")
-    ids, again = ChatRenderer(folder).render([SYSTEM, ASK])
-    assert ids.tolist() == expected.tolist() and again == text
-
-
-def test_a_published_llama_has_the_tokenizer_of_its_tokenizer_json(llama: Path) -> None:
-    renders_alike_as_published(llama, "llama", "PreTrainedTokenizerFast")
-
-
 @pytest.mark.parametrize("named", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
 def test_a_published_mistral_has_the_tokenizer_of_its_tokenizer_json(mistral: Path, named: str) -> None:
-    renders_alike_as_published(mistral, "mistral", named)
+    """With the class that published ones name, the model's type, and mistral_common's tekken.json beside it."""
+    expected, text = ChatRenderer(mistral).render([SYSTEM, ASK])
+    config = json.loads((mistral / "tokenizer_config.json").read_text())
+    (mistral / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": named}))
+    (mistral / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    (mistral / "tekken.json").write_text("{}")
+    ids, again = ChatRenderer(mistral).render([SYSTEM, ASK])
+    assert ids.tolist() == expected.tolist() and again == text
 
 
 def test_mistrals_prompts_are_cut_within_the_right_message(mistral: Path) -> None:
@@ -194,11 +182,3 @@ def test_turns_that_the_template_refuses_are_an_error_in_its_words(mistral: Path
         ValueError, match=r"refuses these turns \(user, user\): roles must alternate user and assistant"
     ):
         ChatRenderer(mistral).render([ASK, MORE])
-
-
-def test_a_message_that_a_template_moves_between_turns_is_no_next_turn(mistral: Path) -> None:
-    moved = "{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}"
-    (mistral / "chat_template.jinja").write_text(moved)
-    assert ChatRenderer(mistral).render([ASK, SAID])[1] == "the sum is 73 and 4?"
-    with pytest.raises(ValueError, match="every message once and in order"):
-        ChatRenderer(mistral).next_turn([MORE])

@@ -55,7 +55,6 @@ OVERLONG = {"finish": Finish.LENGTH, "verdict": True, "answer": "1"}
 # agent, what it said, the reward of the solution that it was shown, the task's judgement, and its reward or why it is missing
 REWARDS: list[tuple[str, dict[str, Any], Reward, Reward | None, Reward | str]] = [
     ("verifier1", {"verdict": True}, ONE, None, AGREES),
-    ("verifier1", {"verdict": False}, ONE, None, ERRS),
     ("verifier1", {"verdict": False}, ZERO, None, AGREES),
     ("verifier1", {"verdict": True}, Reward(0.5, 0.5), None, ERRS),
     ("verifier1", {"verdict": True}, Reward(0.9, 1.0), None, AGREES),  # a penalty is the solution's alone
@@ -63,7 +62,6 @@ REWARDS: list[tuple[str, dict[str, Any], Reward, Reward | None, Reward | str]] =
     ("verifier1", {}, GONE, None, "the solution judged (s:0) has no reward"),
     *(("verifier1", {"verdict": True}, Reward(*half), None, "(s:0)") for half in ((MISSING, 1.0), (1.0, MISSING))),
     ("solver", {"answer": "1"}, ONE, ONE, ONE),
-    ("solver", {"answer": "1"}, ONE, GONE, ""),
     ("solver", {}, ONE, ONE, replace(ZERO, note="no answer")),
     *((agent, OVERLONG, ONE, ONE, replace(ZERO, note="overlong")) for agent in ("solver", "verifier1", "corrector2")),
     ("solver", {"finish": Finish.ERROR}, ONE, None, "the engine gave the sample up"),
@@ -82,14 +80,6 @@ def test_every_agent_is_paid_for_its_own_words_and_what_cannot_be_known_is_missi
     if "(s:0)" in expected:  # half known it is not handed on either
         assert not TEAM.is_eligible(sample("s", answer="1", reward=solution), "verifier1")
         assert not TEAM.is_eligible(sample("v", "verifier1", verdict=False, reward=solution), "corrector1")
-
-
-@pytest.mark.parametrize("agent", ["solver", "corrector1"])
-def test_the_task_judges_answers_of_whole_completions_only(agent: str) -> None:
-    assert TEAM.needs_judge(sample("s", agent, answer="1"))
-    assert not TEAM.needs_judge(sample("s", agent))
-    assert not TEAM.needs_judge(sample("s", agent, answer="1", finish=Finish.LENGTH))
-    assert not TEAM.needs_judge(sample("v", "verifier2", answer="1"))
 
 
 def test_an_agent_reads_the_visible_text_of_what_it_is_asked_about() -> None:
@@ -114,9 +104,7 @@ PARSED: list[tuple[dict[str, AgentConfig], str, str, dict[str, Any], tuple[str, 
     ({}, "solver", r"\boxed{4}", CUT, (r"\boxed{4}", None, None)),
     ({}, "solver", r"<think>\boxed{4}", {}, ("", None, None)),
     ({}, "solver", r"\boxed{4}", {"in_thought": True}, ("", None, None)),
-    ({}, "solver", "closed </think> never opened", {}, ("never opened", None, None)),
     ({}, "verifier1", "Verdict: correct", {}, ("Verdict: correct", None, True)),
-    ({}, "verifier1", "Verdict: correct", CUT, ("Verdict: correct", None, None)),
     ({}, "verifier1", "<think>x</think>Verdict: wrong", {}, ("Verdict: wrong", None, False)),
     # prompts of its own, in whose grammar it is read; the others have the task's
     (CHAIN, "verifier1", "so Verdict: wrong then", {}, ("so Verdict: wrong then", None, False)),
@@ -137,13 +125,6 @@ def test_an_agent_is_read_in_the_grammar_of_its_prompt_and_cut_off_or_thinking_i
     found = team.parse(sample("x", agent, text=text, answer="of before", verdict=False, **changes))
     assert (found.shown, found.answer, found.verdict) == read
     assert agents is COMPAT or team.is_readable(found) == (found.answer is not None or found.verdict is not None)
-
-
-def test_a_report_of_the_published_parser_that_is_only_a_thought_is_no_verdict() -> None:
-    team, asked = five(COMPAT), showing(sample("s", correct=1.0))
-    assert team.reward(*asked, team.parse(sample("v", "verifier1", text="Correctness: incorrect"))).value == 1
-    thinking = team.parse(sample("v", "verifier1", text="<think>correctness: correct"))
-    assert thinking.verdict is True and team.reward(*asked, thinking) == Reward(0.0, 0.0, note="no verdict")
 
 
 # ------------------------------------------------------------------ picks
@@ -231,18 +212,6 @@ def test_finished_parsable_rewarded_outputs_are_handed_on_and_others_where_that_
     assert picked({"corrector1": asks_all, "verifier1": accepts}, wrong, reports) == {"verifier1:0"}
 
 
-def test_a_solver_alone_is_asked_once_and_nobody_after_it() -> None:
-    team = build_orchestration("solver", {}, "math")
-    assert list(team.settings) == ["solver"] and team.verifiers == ()
-    assert TEAM.verifiers == ("verifier1", "verifier2")
-    episode, asks = answered(team, [sample("s", **RIGHT)])
-    assert asks == [] and team.outcome(episode) == episode.sample("r/solver:0")
-    assert team.outcomes(episode) == {"r/solver:0": 1.0}
-    assert [ask.num_samples for ask in team.follow(Episode("e", "e", PROBLEM, 0, "evaluate"))] == [1]
-    with pytest.raises(ValueError, match="agents.verifier1: solver has no such agent; it has solver"):
-        build_orchestration("solver", {"verifier1": AgentConfig()}, "math")
-
-
 def test_each_agent_is_followed_by_the_next_which_is_picked_for_by_its_own_rule() -> None:
     right = [sample(f"r{i}", answer="1", verdict=False, correct=1.0) for i in range(3)]
     wrong = [sample(f"w{i}", answer="1", verdict=False, correct=0.0) for i in range(3)]
@@ -262,39 +231,6 @@ def test_each_agent_is_followed_by_the_next_which_is_picked_for_by_its_own_rule(
             episode.close(ask, samples)
         asks = episode.enter(team.follow(episode))[0]
     assert asks == [] and episode.is_at_its_end
-
-
-def test_picks_are_pooled_over_the_groups_of_an_instance_and_wait_for_the_last() -> None:
-    solved = [sample("s1", answer="1", correct=0.0), sample("s2", answer="1", correct=0.0)]
-    found = sample("v1", verdict=False, correct=1.0)
-    false_alarm = sample("v2", verdict=False, correct=0.0)
-    for order in (1, -1):
-        episode, asks = answered(TEAM, solved)
-        reports = list(zip(asks, ([found, found], [false_alarm]), strict=True))[::order]
-        for ask, samples in reports:
-            assert episode.enter(TEAM.follow(episode))[0] == []
-            episode.close(ask, [replace(s, uid=f"{ask.id}:{i}", agent=ask.agent) for i, s in enumerate(samples)])
-        corrections = episode.enter(TEAM.follow(episode))[0]  # adaptive: the errors that were really there
-        assert inputs(corrections) == ["verifier1:0", "verifier1:1"]
-        assert {ask.inputs[0] for ask in corrections} == {asks[0].inputs[0]}
-
-
-def test_fixed_inputs_are_collected_from_all_that_may_be_handed_on_as_far_as_the_first_corrector() -> None:
-    assert TEAM.is_one_episode and TEAM.num_episodes == 1 and TEAM.tried_apart == ("verifier1", "corrector1")
-    picked = dict.fromkeys(("verifier1", "corrector1", "verifier2", "corrector2"), 3 * 8)
-    assert five(picks=3).most_samples() == {"solver": 8, **picked}
-    solved = [sample(f"s{i}", answer="1", shown="t", correct=float(i > 1)) for i in range(3)]
-    flags = sample("v", correct=1.0, **FLAGS)
-    episode, asks = answered(TEAM, solved, episode=Episode("r", "r", PROBLEM, 0, "collect"))
-    assert inputs(asks) == ["solver:0", "solver:1", "solver:2"]  # more than are picked in training
-    for ask, reports in zip(asks, ([flags, flags, flags], [flags], []), strict=True):
-        episode.close(ask, [replace(s, uid=f"{ask.id}:{i}", agent=ask.agent) for i, s in enumerate(reports)])
-    asks = episode.enter(TEAM.follow(episode))[0]
-    assert [ask.agent for ask in asks] == ["corrector1"] * 4
-    for ask in asks:
-        episode.close(ask, [sample(f"{ask.id}:0", ask.agent, **RIGHT)])
-    assert TEAM.follow(episode) == list(episode.asks.values()) and episode.is_at_its_end
-    assert {ask.num_samples for ask in episode.asks.values()} == {1}
 
 
 def test_an_outcome_is_the_mean_final_correctness_of_the_leaves_below() -> None:
@@ -370,27 +306,20 @@ def transcript(
 MANY, SCRIPT = "sCWsCCWsWsWsWsWsW", {"compat": "marsrl"}
 TRANSCRIPTS: list[tuple[str, dict[str, str | int], int, str]] = [
     ("sCCCC", {}, 1, "accepted"),
-    ("sCCCC", SCRIPT, 1, "accepted"),
     ("sCCCWsCCCC", {}, 2, "accepted"),
     ("sCCCWsCCCC", SCRIPT, 1, "accepted"),  # four calls each
     ("sCWsCC", {"accept_after": 2}, 2, "accepted"),
     ("sWt", {}, 1, "truncated correction"),
-    ("sWsCWt", {}, 2, "truncated correction"),
     ("sWsWt", {}, 1, "truncated correction"),  # the earliest of equals
     (MANY, {}, 2, "max_iterations"),
     (f"{MANY}sW", SCRIPT, 2, "max_iterations"),  # one more call
-    ("sWsCW", {"accept_after": 2, "max_iterations": 3}, 2, "max_iterations"),
-    ("sCWsCC", {"max_iterations": 4}, 2, "max_iterations"),  # two of two
     ("sCWsCC", {**SCRIPT, "max_iterations": 4}, 1, "max_iterations"),  # two calls each
     ("sTCCCC", {}, 1, "accepted"),  # an empty report is no "correct", and nothing to correct by: judged again
     ("sCTCC", {"accept_after": 2}, 1, "accepted"),  # and it breaks a streak
-    ("snsW", {"max_iterations": 2}, 1, "max_iterations"),  # a report without a verdict is handed on
     ("sTsWt", SCRIPT, 2, "truncated correction"),  # handed on; a call that was cut off is none
     ("t", {}, 0, "truncated solution"),
     ("v", {}, 1, "truncated solution"),
-    ("vCCCC", SCRIPT, 1, "accepted"),
     ("ttsCCCC", SCRIPT, 1, "accepted"),
-    ("ttt", SCRIPT, 0, "truncated solution"),  # three draws in all
 ]
 
 
@@ -426,24 +355,6 @@ def test_every_ask_of_a_loop_shows_what_came_before() -> None:
         (f"{mended}/verifier2", (mended,)),
         (f"{mended}/verifier2:0/corrector2", (mended, f"{mended}/verifier2:0")),
     ]
-
-
-@pytest.mark.parametrize("said", ["", "s", "sW"])
-def test_where_no_answer_comes_the_loop_ends_with_what_there_is(said: str) -> None:
-    team, episode, _ = transcript(said)
-    (ask,) = episode.enter(team.follow(episode))[0]
-    episode.close(ask, [])
-    loop = team.loop(episode)
-    assert loop.reason == "no answer came" and team.follow(episode) == list(episode.asks.values())
-    assert (None if loop.final is None else loop.final.uid) == ("e/solver:0" if said else None)
-
-
-def test_a_verdict_of_the_published_parser_is_handed_on_though_it_shows_nothing() -> None:
-    team, episode, _ = transcript("s", COMPAT)
-    (ask,) = episode.enter(team.follow(episode))[0]
-    report = team.parse(sample(f"{ask.id}:0", ask.agent, text="Correctness: wrong"))
-    episode.close(ask, [report])
-    assert report.shown == "" and [ask.agent for ask in episode.enter(team.follow(episode))[0]] == ["corrector1"]
 
 
 def test_missing_verdict_correct_counts_as_acceptance_but_is_not_paid() -> None:

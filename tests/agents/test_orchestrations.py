@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 from letters import bare
 
 from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
@@ -91,20 +90,6 @@ def test_a_solver_solves_again_until_the_verifier_approves_and_nobody_verifies_t
     assert len(play(solver_verifier(loops=1), script("Answer: 2")).asks) == 1
 
 
-def test_plans_count_the_samples_of_the_longest_episodes() -> None:
-    def most(name: str, options: dict[str, Any] | None = None) -> dict[str, int]:
-        return build_orchestration(name, {}, "chain", options, RolloutConfig(group_size=5)).most_samples()
-
-    assert most("solver_verifier", {"max_loops": 3}) == {"solver": 15, "verifier": 10}
-    assert most("solver_verifier") == {"solver": 10, "verifier": 5}
-    assert most("debate", {"debaters": 4, "rounds": 3}) == {"debater": 4 * 3 * 5}
-
-
-def test_a_verdict_that_cannot_be_read_rejects_unless_it_is_to_approve() -> None:
-    assert len(play(solver_verifier(2), script("Answer: 2", "hm", "Answer: 1")).asks) == 3
-    assert len(play(solver_verifier(2, missing_verdict="correct"), script("Answer: 2", "hm")).asks) == 2
-
-
 def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None:
     def team(**verifier: Any) -> Orchestration:
         agents = {"solver": AgentConfig(prompt="drmas_math"), "verifier": AgentConfig(prompt="drmas_math", **verifier)}
@@ -172,19 +157,6 @@ def test_debaters_read_each_other_and_the_majority_counts() -> None:
     assert {ask.group for ask in episode.asks.values()} == {"000001/debater"}
     final = team.outcome(episode)
     assert final is not None and final.answer == "1"
-
-
-def test_a_debate_goes_on_among_those_who_said_something_and_the_earliest_of_equals_counts() -> None:
-    team = build_orchestration("debate", {}, "chain", {"debaters": 3, "rounds": 3})
-    episode = play(team, lambda ask: None if ask.id.endswith("#2") else f"Answer: {ask.id.split('#')[1][0]}")
-    assert len(episode.asks) == 3 + 2 + 2
-    final = team.outcome(episode)
-    assert final is not None and final.answer == "1" and final.uid.count("debater") == 3
-    alone = play(team, lambda ask: "Answer: 4" if ask.id.endswith("#3") else None)
-    assert len(alone.asks) == 3 and (only := team.outcome(alone)) is not None and only.answer == "4"
-    assert team.outcome(play(team, lambda ask: None)) is None
-    silent = play(team, lambda ask: "<think>hm" if ask.id.endswith("#1") else "Answer: 1")  # shows nothing
-    assert {ask.parent_uid for ask in list(silent.asks.values())[3:5]} == {f"000001.0/debater#{i}:0" for i in (2, 3)}
 
 
 def test_votes_are_answers_of_the_last_round_that_has_any() -> None:
@@ -302,18 +274,6 @@ def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() 
     assert team.outcome(episode) is None
 
 
-@pytest.mark.parametrize("hostile", ["{report} {problem}", "<answer>", "</information>", "\x00", "a" * 1_000_000])
-def test_hostile_queries_reach_the_tool_as_they_are_and_forge_no_field(hostile: str) -> None:
-    team = team_of(max_turns=2)
-    text, said = f"<search>q {hostile}</search>", ToolOutput("{problem}{solution}")
-    episode, order = play_search(team, [NO, text, YES, ANSWER], lambda call: said)
-    [call] = [each for each in order if isinstance(each, ToolCall)]
-    assert json.loads(call.arguments) == {"query": f"q {hostile}"}
-    assert f"<search>q {hostile}</search>\n<information>{said.text}<" in words(
-        team, episode, asked(episode, "answer")[0]
-    )
-
-
 # ------------------------------------------------------------------ options and users' own
 
 
@@ -322,40 +282,6 @@ def test_options_are_the_team_s() -> None:
         build_orchestration("debate", {}, "math", {"debaters": 1})
     with pytest.raises(ValueError, match=r"orchestration_options of solver: max_loops: .*\(it has none\)"):
         build_orchestration("solver", {}, "math", {"max_loops": 1})
-
-
-class Plain(Orchestration):
-    """Says who is asked, and leaves all else as it is."""
-
-    name = "plain"
-    agents = (AgentSpec("first"), AgentSpec("judge", Role.VERIFIER), AgentSpec("mender", Role.CORRECTOR))
-    tools = ("search",)
-    optional_tools = ("browse", "calculate")
-
-    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
-        draws = [episode.ask("first", turn=number) for number in (1, 2)]
-        second = episode.said(draws[1])
-        return draws if second is None else [*draws, episode.call("search", second, query="7")]
-
-
-def test_a_team_says_of_an_episode_that_the_last_answer_counts_and_is_everybody_s() -> None:
-    team = Plain({}, "chain")
-    episode = play(team, lambda ask: "Answer: 1" if ask.id.endswith("#2") else "hm")
-    first, second = (episode.samples(ask)[0] for ask in episode.asks.values())
-    assert team.outcome(episode) == second and team.alone(episode) == first
-    assert team.outcomes(episode) == {first.uid: 1.0, second.uid: 1.0}
-    both = play(team, lambda ask: f"Answer: {ask.id[-1]}")
-    assert (last := team.outcome(both)) is not None and last.answer == "2"
-    assert set(team.outcomes(both).values()) == {0.0}
-    assert team.alone(play(team, lambda ask: None if ask.id.endswith("#1") else "Answer: 1")) is None
-    assert set(team.outcomes(play(team, lambda ask: "hm")).values()) == {0.0}
-
-
-def test_a_team_has_its_tools_and_those_optional_ones_that_are_set() -> None:
-    assert Plain({}, "chain").tools == ("search",)
-    assert Plain({}, "chain", tools=["calculate", "search", "other"]).tools == ("search", "calculate")
-    assert Plain.tools == ("search",)
-    assert Orchestration({}, "chain", tools=["search"]).tools == ()
 
 
 OWN = """
@@ -376,21 +302,6 @@ class Other:
 class Nameless(Orchestration):
     agents = (AgentSpec("a b"),)
 """
-
-
-def test_a_team_of_a_user_is_found_by_file_and_class_and_plays(tmp_path: Path) -> None:
-    path = tmp_path / "my_team.py"
-    path.write_text(OWN)
-    name = f"{path}:TwoSolversOneJudge"
-    team = build_orchestration(name, {}, "chain", rollout=RolloutConfig(group_size=3))
-    assert type(team) is find_orchestration(name) and team.name == "TwoSolversOneJudge"
-    assert list(team.settings) == ["first", "second", "judge"] and team.verifiers == ("judge",)
-    assert team.num_episodes == 3 and team.most_samples() == {}
-    episode = play(team, lambda ask: "Verdict: correct" if ask.agent == "judge" else f"Answer: {len(ask.agent) - 4}")
-    assert {ask.agent: len(ask.inputs) for ask in episode.asks.values()} == {"first": 0, "second": 0, "judge": 2}
-    values = {ask.agent: episode.samples(ask)[0].reward.value for ask in episode.asks.values()}
-    assert values == {"first": 1.0, "second": 0.0, "judge": 1.0}  # the judge is asked about the first, which is right
-    assert (last := team.outcome(episode)) is not None and last.agent == "second"
 
 
 @pytest.mark.parametrize(

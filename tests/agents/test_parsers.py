@@ -30,34 +30,24 @@ READ: list[tuple[Callable[[str], object], str, object]] = [
     (visible, "a</think>shown", "shown"),  # the template opened the thought
     (visible, "<think>a</think>b<think>c</think>d", "d"),
     (visible, "<think>cut off", None),
-    (visible, "<think>a</think>b<think>cut off", None),
     (partial(visible, starts_in_thought=True), "still thinking, Verdict: correct", None),
-    (partial(visible, starts_in_thought=True), "done</think>x", "x"),
     # a verdict on a line of its own
     (strict_verdict, "Findings: none\nVerdict: correct", True),
     (strict_verdict, "**Verdict: correct**", True),
     (strict_verdict, "**Verdict:** wrong.", False),
-    (strict_verdict, "Verdict: correct\nVerdict: wrong", False),
     (strict_verdict, "Verdict: wrong\nOn reflection that holds.", False),
     (strict_verdict, "Verdict: incorrect", None),
-    (strict_verdict, "Verdict: not correct", None),
-    (strict_verdict, "Verdict: correct or wrong?", None),
-    (strict_verdict, "I would say Verdict: correct", None),
     (strict_verdict, "Verdict: correct|wrong", None),
     # a substring, as the script published with MarsRL
     (compat_verdict, "Correctness: incorrect", True),  # the published slip
     (compat_verdict, "**Correctness**: wrong", False),
     (compat_verdict, "<think>this looks correct", True),  # an unfinished thought is read
-    (compat_verdict, "<think>correct</think>wrong", False),
     (compat_report, "step 2 fails\n**Correctness**: wrong", "step 2 fails"),
-    (compat_report, "step 2 fails\nVerdict: wrong", ""),
     # the last box whose braces balance
     (boxed_answer, r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     (boxed_answer, r"\boxed{7} and \boxed{unclosed", "7"),
     (boxed_answer, r"\boxed{\{1,2\}}", r"\{1,2\}"),
-    (boxed_answer, r"\boxed{\{1}", r"\{1"),  # an escaped brace is none
     (boxed_answer, r"\boxed{}", None),
-    (boxed_answer, "no box", None),
     # the word after the last key
     (chain_answer, "Answer: 3 agree Answer: 5", "5"),
     (chain_answer, "Answer: claim", None),
@@ -68,17 +58,12 @@ READ: list[tuple[Callable[[str], object], str, object]] = [
     (answer_tag, "<answer>a</answer> or <ANSWER>b</Answer> .", "b"),
     (answer_tag, "<answer>a</answer> <answer>b", "a"),
     (answer_tag, "<answer>a <answer>b</answer>", "b"),
-    (answer_tag, "a</answer>", None),
-    (answer_tag, "<answer> \n</answer>", None),
-    (answer_tag, "<answer\n>a</answer>", None),
     (answer_tag, "İ<answer>a</answer>", "a"),
     (route, "<verify>yes</verify>", True),
-    (route, "<verify> NO </verify>", False),
     (route, "<verify>no</verify> then <verify>yes</verify>", True),
     (route, "<verify>yes, maybe</verify>", None),
     # all that was said, as Dr. MAS's code hands it on
     (drmas_report, "<think>x</think> a <verify> reject\n</verify> b", "<think>x</think> a <verify>reject</verify> b"),
-    (drmas_report, "no tag", "no tag"),
 ]
 
 
@@ -94,14 +79,12 @@ def test_a_completion_says_what_stands_in_its_grammar_and_else_nothing(
     [
         ("fine <verify>approve</verify>", True, True, True),
         ("no <verify>\n reject </verify> so", False, False, True),  # the first tag's white space is taken off
-        ("nothing in tags", None, True, False),  # a missing tag approves
         ("<verify>Reject</verify>", False, True, True),  # in small letters alone
         ("<verify>reject</verify> no: <verify>approve</verify>", True, True, True),
         ("<verify>approve</verify> no: <verify> reject </verify>", False, True, True),
         ("<verify>reject", None, True, False),  # cut off
         ("<think><verify>reject</verify></think> I say <verify>approve</verify>", True, True, True),
         ("\u4e0d <verify>reject</verify>", False, False, False),  # Chinese is a failure of format
-        ("</verify><verify>reject", None, True, True),
     ],
 )
 def test_a_verdict_in_a_tag_is_read_by_us_and_as_the_published_code_does(

@@ -10,7 +10,7 @@ TESTS = (
     ("make .*", "docs/test_commands.py::test_make_runs_commands_that_are_tested"),
     ("python benchmarks/.*", "docs/test_commands.py::test_a_benchmark_takes_its_words"),
     ("python docs/papers.py", "docs/test_papers.py::test_the_command_writes_the_page"),
-    ("python tests/chaos.py .*", "integration/test_chaos.py::test_two_faults_cost_nothing"),
+    ("python tests/chaos.py .*", "integration/test_chaos.py::test_three_faults_cost_nothing"),
     (".* -m marsrl.trainer.main", "docs/test_commands.py::test_a_program_is_found_by_its_module"),
     (".* --dry-run .*", "docs/test_commands.py::test_a_command_does_what_it_says"),
     (

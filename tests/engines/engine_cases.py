@@ -15,7 +15,6 @@ import torch
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, Sampling
 from marsrl.rollout.engines.sampler import RowSampling, truncated
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.weights.files import WeightFiles
 from marsrl.rollout.weights.layout import Box, whole_box
@@ -166,17 +165,6 @@ def generate(
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 160) -> np.ndarray:
     return np.random.default_rng(seed).integers(2, vocab_size, length).astype(np.int32)
-
-
-def outlive(
-    killer: threading.Thread, pool: EnginePool, asks: Sequence[DecodeRequest], version: int
-) -> tuple[list[DecodeResult], Faults]:
-    """A stage in whose middle an engine is killed. Where this process was too slow for that, the next stage finds it dead."""
-    results = generate(pool, asks, version)
-    killer.join()
-    if not (faults := pool.take_faults()).engine_restarts:
-        results, faults = generate(pool, asks, version), pool.take_faults()
-    return results, faults
 
 
 def after(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.checksum import block_sum, checksum, checksum_of_sum
-from marsrl.rollout.weights.connections import Rendezvous, relay_ranks
-from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
+from marsrl.rollout.weights.connections import relay_ranks
 from marsrl.rollout.weights.layout import (
     Box,
     EngineShard,
@@ -21,11 +20,8 @@ from marsrl.rollout.weights.layout import (
     plan_buckets,
     plan_pieces,
     shard_layout,
-    whole_box,
 )
 from marsrl.trainer.learner.megatron.mapping import held_boxes, hf_shapes, units
-
-RENDEZVOUS = Rendezvous("s", "127.0.0.1", 1, "nccl", 1, 1, "bfloat16", 64, 1.5)
 
 
 def model_shape(*, experts: int, bias: bool, tied: bool) -> ModelShape:
@@ -149,38 +145,6 @@ def test_shares_of_a_checksum_add_up_to_it(blocks: tuple[int, int], size: tuple[
             block = whole[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
             total += block_sum(block, i * rows, j * columns, (down * rows, across * columns))
     assert checksum_of_sum(total, dtype, whole.shape) == checksum(whole)
-
-
-def test_a_share_that_cuts_a_word_is_refused_but_for_the_last():
-    vector = torch.randn(7, 1).bfloat16()
-    total = block_sum(vector[:4], 0, 0, (7, 1)) + block_sum(vector[4:], 4, 0, (7, 1))
-    assert checksum_of_sum(total, torch.bfloat16, (7,)) == checksum(vector[:, 0])
-    with pytest.raises(ValueError, match="within a word of 8 bytes"):
-        block_sum(vector[:3], 0, 0, (7, 1))
-    with pytest.raises(ValueError, match="within a word of 8 bytes"):
-        block_sum(torch.randn(4, 3), 0, 0, (4, 6))
-
-
-def test_ranks_and_shards_are_busy_side_by_side():
-    boxes = [{"w": Box(4 * rank, 4 * rank + 4, 0, 4)} for rank in range(3)]
-    buckets = plan_buckets(plan_pieces(boxes, [{"w": whole_box((12, 4))}] * 3), 3, 16)
-    assert len(buckets) == 9
-    for start in (0, 3, 6):  # a round
-        members = buckets[start : start + 3]
-        assert {b.source for b in members} == {b.target for b in members} == {0, 1, 2}
-
-
-def test_what_nobody_holds_is_named():
-    with pytest.raises(ValueError, match=r"shard 0 needs 32 numbers of w .* hold 16"):
-        plan_pieces([{"w": Box(0, 4, 0, 4)}], [{"w": whole_box((8, 4))}])
-    with pytest.raises(ValueError, match="no room for a row of w"):
-        plan_buckets(plan_pieces([{"w": whole_box((8, 4))}], [{"w": whole_box((8, 4))}]), 1, 3)
-
-
-def test_an_engine_that_holds_other_shapes_is_left_alone():
-    plan = ReceivePlan(RENDEZVOUS, 0, WHOLE, {"model.norm.weight": (4,)}, ())
-    with pytest.raises(ValueError, match=r"model\.norm\.weight is to be \(4,\), and the engine holds \(3,\)"):
-        WeightReceiver(torch.device("cpu")).receive(plan, {"model.norm.weight": torch.zeros(3)}.get)
 
 
 def test_an_engine_is_served_by_the_rank_on_its_gpu():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import pytest
 from engine_cases import prompt, request
 
 from marsrl.rollout.pool.dispatch import Dispatcher
@@ -48,18 +47,6 @@ def test_a_sample_goes_back_to_where_its_prefix_is_unless_that_costs_more_than_a
     assert uids(dispatch.take()) == {home["a.0"]: ["c.1"], 1 - home["a.0"]: ["a.0"]}
 
 
-def test_after_a_weight_update_any_replica_is_as_good_as_another():
-    dispatch = Dispatcher(2, None)
-    dispatch.add([ask("a.0"), ask("b.0")])
-    home = {uid: r for r, share in uids(dispatch.take()).items() for uid in share}
-    dispatch.end("a.0")
-    dispatch.add([ask("c.0", new=130)])  # where nothing runs: 131 tokens of work there, 101 at the other
-    dispatch.take()
-    dispatch.forget_homes()
-    dispatch.add([ask("a.0", length=5000)])
-    assert uids(dispatch.take()) == {1 - home["a.0"]: ["a.0"]}
-
-
 def test_the_longest_is_sent_first():
     dispatch = Dispatcher(1, 2)
     dispatch.add([ask("a", expected=5), ask("b", expected=50), ask("c", expected=500), ask("d", expected=None)])
@@ -88,15 +75,3 @@ def test_no_replica_idles_while_requests_wait():
         if len(done) == 20:
             dispatch.add(asks[40:])
     assert dispatch.busy == []
-
-
-def test_what_waits_can_be_taken_back_and_nothing_is_under_way_twice():
-    dispatch = Dispatcher(1, 1)
-    dispatch.add([ask("a"), ask("b"), ask("c")])
-    dispatch.take()
-    with pytest.raises(ValueError, match="b is submitted while"):
-        dispatch.add([ask("b")])
-    assert [r.uid for r in dispatch.drop_waiting()] == ["b", "c"]
-    dispatch.add([ask("b")])
-    dispatch.end("a")
-    assert uids(dispatch.take()) == {0: ["b"]}

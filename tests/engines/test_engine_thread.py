@@ -9,7 +9,6 @@ from engine_cases import prompt, request
 from marsrl.rollout.engines.protocol import EngineLost, WrongVersion
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.engine_thread import EngineThread
-from marsrl.rollout.types import Finish
 
 SOON_S = 60.0  # by the engine's clock, and far more than a test takes
 
@@ -65,22 +64,6 @@ def test_results_that_nothing_follows_from_come_all_together():
     assert lengths_of(thread.collect(60.0, is_urgent=False)) == [5]  # but not for longer than the time that was given
     assert thread.collect(0.0, is_urgent=True).value == []
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [90]
-
-
-def test_an_abort_brings_all_at_once():
-    engine = Steps(halt=6)
-    thread = thread_of(engine)
-    thread.submit(asks(2, 50, 60), version=0)
-    while engine.now < 5:
-        time.sleep(0.001)
-    thread.abort()
-    engine.go.set()
-    results = thread.collect(SOON_S, is_urgent=False).value
-    assert [result.finish for result in results] == [Finish.LENGTH, Finish.UNFINISHED, Finish.UNFINISHED]
-    thread.abort()  # nothing is under way, and the next requests are not what it means
-    thread.call(lambda: None)
-    thread.submit(asks(4), version=0)
-    assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [4]
 
 
 def test_an_engine_is_called_in_one_thread_and_what_it_raises_is_raised_to_who_collects():

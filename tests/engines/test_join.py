@@ -166,8 +166,6 @@ def test_what_does_not_answer_and_what_is_no_token_is_named(tmp_path: Path, caps
         assert (
             "which is no file with a token: copy ~/.ray/auth_token of trainer rank 0's host" in capsys.readouterr().err
         )
-        assert main(["join", address, "--gpus", "0,1"]) == 2
-        assert "PyTorch sees no GPU" in capsys.readouterr().err
         os.environ["MARSRL_DEVICE"] = "cpu"
         assert main(["join", address, "--gpus", "0,1"]) == 2
         assert "--gpus is 0,1, and this host has 0 GPU(s)" in capsys.readouterr().err

@@ -96,12 +96,9 @@ def test_what_may_pass_is_tried_again(ask, status):
 
 HOSTILE = {
     "not JSON": b"<html>",
-    "not UTF-8": b"\xff\xfe{",
-    "no object": b"[1]",
     "no choices": b"{}",
     "two choices": b'{"choices": [{"text": "a", "finish_reason": "stop"}, {"text": "b", "finish_reason": "stop"}]}',
     "text of another type": b'{"choices": [{"text": 5, "finish_reason": "stop"}]}',
-    "unhashable finish reason": b'{"choices": [{"text": "a", "finish_reason": ["stop"]}]}',
     "nothing, for ever": b'{"choices": [{"text": "", "finish_reason": "length"}]}',
     "deep": b"[" * 100_000,
     "a number without end": b'{"choices": ' + b"9" * 10_000 + b"}",
@@ -114,7 +111,6 @@ def sends(status, body, **headers):
 
 LOST = {
     "stays broken": (sends(500, b"on fire"), 4, "given up after 4 attempts: HTTP 500: 'on fire'"),
-    "refuses": (sends(400, b"no such model"), 1, "HTTP 400: 'no such model'"),
     "redirects": (sends(302, b"", Location="http://elsewhere.invalid/"), 1, "HTTP 302"),
     **{f"answers {name}": (sends(200, body), 1, "") for name, body in HOSTILE.items()},
 }
@@ -127,40 +123,11 @@ def test_a_server_without_a_usable_answer_ends_the_sample_as_an_error(ask, reply
     assert says in result.error and 0 < len(result.error) < 600
 
 
-def test_half_a_surrogate_pair_becomes_a_question_mark(ask, renderer):
-    [result], _ = ask(lambda handler, body, before: handler.complete("a\ud800"))
-    assert renderer.decode(result.token_ids) == "a?"
-
-
-def test_a_huge_answer_is_not_read_to_its_end(ask):
-    sent = []
-
-    def reply(handler, body, before):
-        handler.send_response(200)
-        handler.end_headers()
-        for _ in range(1000):
-            handler.wfile.write(b" " * 65536)
-            sent.append(65536)
-
-    [result], _ = ask(reply, max_response_kib=64)
-    assert result.finish is Finish.ERROR and "larger than openai.max_response_kib = 64 KiB" in result.error
-    assert sum(sent) < 60_000_000
-
-
 def test_a_server_that_says_nothing_times_out(ask):
     release = threading.Event()
     [result], _ = ask(lambda handler, body, before: release.wait(60), timeout_s=0.1, retries=0)
     release.set()
     assert result.finish is Finish.ERROR and "ReadTimeout" in result.error
-
-
-def test_nobody_listening_is_told(renderer):
-    with completions_server(lambda handler, body, before: None) as server:
-        gone = server.base_url
-    engine = OpenAIEngine(OpenAIOptions(base_url=gone, model="m", retries=1, backoff_s=0), renderer)
-    [result] = decoded(engine, requests(renderer))
-    engine.close()
-    assert result.finish is Finish.ERROR and f"{gone}: given up after 2 attempts: ConnectError" in result.error
 
 
 def test_no_more_requests_than_wanted_are_under_way(ask):

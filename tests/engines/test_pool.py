@@ -1,34 +1,21 @@
 """Replicas here and in Ray: about 15 s, most of it Ray's start."""
 
-import os
 import socket
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from engine_cases import ROUNDING, after, generate, outlive, perturbed, pool_of, prompt, request, tensors_of
-from processes import actors, descendants
+from engine_cases import ROUNDING, generate, perturbed, prompt, request, tensors_of
+from processes import descendants
 
 from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
 from marsrl.rollout.engines.protocol import WrongVersion
-from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.build import make_pool
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import FileSync
-
-
-def scripted_pool(n, **options):
-    return pool_of(*(ScriptedEngine(lambda r: [5, 6, len(r.uid), 1], **options) for _ in range(n)))
-
-
-def test_a_listener_hears_of_every_replicas_calls():
-    pool, heard = scripted_pool(2), []
-    pool.on_call = lambda replica, method, start, end: heard.append((replica, method, end >= start > 0))
-    generate(pool, [request(f"{i}.0", prompt(5), 3) for i in range(4)], version=0)
-    assert heard == [(0, "collect", True), (1, "collect", True)]
 
 
 def local_config(**options):
@@ -121,29 +108,3 @@ def test_a_missing_library_is_an_error_that_says_what_to_install(checkpoint, mon
     for config, word in ((RolloutConfig(), "install vllm"), (local_config(), "install ray")):
         with pytest.raises(RuntimeError, match=word):
             make_pool("main", str(checkpoint("qwen3")), config, dtype="float32", max_model_len=64)
-
-
-@pytest.mark.slow
-def test_a_killed_vllm_actor_is_replaced_by_one_with_the_last_version_s_weights(checkpoint, judge):
-    pytest.importorskip("vllm")
-    directory, tensors = checkpoint("qwen3_moe"), tensors_of(checkpoint("qwen3_moe"))
-    config = RolloutConfig(
-        engine="vllm", engines=2, threads=1, object_store_mib=80, vllm=VllmOptions(max_num_seqs=32, kv_cache_mib=32)
-    )
-    with make_pool("main", str(directory), config, dtype="float32", max_model_len=256) as pool:
-        assert all(info.kind == "vllm" and info.engine_class.startswith("vllm.") for info in pool.infos())
-        sync = FileSync(CheckedEngines(pool, vocab_size=160), torch.float32)
-        new = perturbed(tensors, "experts")
-        assert sync.publish(judge.learner(directory, new), 1).comparison.median < 1e-5
-        asks = [request(f"{i // 4}.{i}", prompt(40, seed=i // 4), 150, seed=i) for i in range(16)]
-        right = generate(pool, asks, version=1)
-        before = sum(pool.num_decoded())
-        killer = after(lambda: sum(pool.num_decoded()) > before + 200, actors()[0].kill)
-        results, faults = outlive(killer, pool, asks, version=1)
-        assert faults.engine_restarts == 1 and faults.resubmitted >= 4 and faults.failed == 0
-        for result, expected in zip(results, right, strict=True):
-            assert (result.uid, result.version) == (expected.uid, 1)
-            np.testing.assert_array_equal(result.token_ids, expected.token_ids)
-            np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=ROUNDING)
-        sync.close()
-    assert "RAY_ADDRESS" not in os.environ

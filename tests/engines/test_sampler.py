@@ -9,7 +9,6 @@ from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.engines.sampler import (
     RowSampling,
     draw_from,
-    kept_ids,
     low_bits,
     truncated,
     uniform,
@@ -96,11 +95,6 @@ def test_at_temperature_zero_the_most_likely_token_is_taken_and_others_are_drawn
     torch.testing.assert_close(logprobs, logits[0][tokens])  # of the distribution at temperature 1
 
 
-def test_logits_that_are_no_numbers_give_some_token_and_no_log_prob():
-    tokens, logprobs = draw(torch.full((1, 4), torch.nan), rows(1), noise(1, 0))
-    assert 0 <= int(tokens) < 4 and bool(logprobs.isnan())
-
-
 def test_top_k_and_top_p_cut_and_renormalise():
     logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
     kept = {
@@ -121,28 +115,3 @@ def test_top_k_and_top_p_cut_and_renormalise():
         assert set(tokens[::2].tolist()) == right and set(tokens[1::2].tolist()) == {1, 2, 3}
         share = logits.exp() / logits[list(right)].exp().sum()
         torch.testing.assert_close(logprobs[::2].exp(), share[tokens[::2]])
-
-
-def test_what_was_kept_holds_every_draw_and_its_probabilities_sum_to_one():
-    n, generator = 2000, torch.Generator().manual_seed(0)
-    logits = torch.randn(n, 50, generator=generator) * 2
-    sampling = RowSampling.of([Sampling(0.7, 0.97, 6), Sampling(1.3, 0.95, -1), Sampling()] * n, CPU)
-    sampling = sampling.select(torch.arange(n))
-    scaled = truncated(logits, sampling)
-    tokens, logprobs = draw_from(scaled, sampling, noise(n, 0))
-    found = kept_ids(scaled)
-    assert [len(found), max(map(len, found[::3])), {len(ids) for ids in found[2::3]}] == [n, 6, {50}]
-    for row, (ids, token) in enumerate(zip(found, tokens.tolist(), strict=True)):
-        assert ids.dtype == np.int32 and token in ids and (np.diff(ids) > 0).all()
-        whole = (logits[row] / sampling.temperature[row]).double().softmax(-1)
-        renormalised = whole[token] / whole[ids.astype(np.int64)].sum()
-        assert float(logprobs[row]) == pytest.approx(float(renormalised.log()), abs=1e-5)
-        assert float(scaled[row].softmax(-1)[ids.astype(np.int64)].sum()) == pytest.approx(1, abs=1e-5)
-
-
-def test_top_p_keeps_no_more_than_reaches_it_and_at_one_what_rounding_leaves_no_room_for():
-    tokens, _ = draw(torch.zeros(200, 2), rows(200, top_p=0.5), noise(200, 0))
-    assert len(set(tokens.tolist())) == 1
-    logits = torch.tensor([[0.0, -20.0, -20.0]])
-    assert float(logits.softmax(-1)[0, 0]) == 1  # float32
-    assert truncated(logits, rows(1, top_k=5)).tolist() == logits.tolist()

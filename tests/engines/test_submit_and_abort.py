@@ -9,7 +9,7 @@ from engine_cases import decoded, prompt, request
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import WeightUpdate, WrongVersion
+from marsrl.rollout.engines.protocol import WrongVersion
 from marsrl.rollout.engines.stops import StopTexts
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
 from marsrl.rollout.types import Finish
@@ -89,14 +89,6 @@ def test_a_request_of_another_version_or_that_cannot_be_served(engine):
     assert results["full"].finish is Finish.ERROR and len(results["good"].token_ids) == 3
     with pytest.raises(ValueError, match="different uids"):
         decoded(engine, [request("a", prompt(8), 3), request("a", prompt(9), 3)])
-
-
-def test_weights_do_not_change_under_requests(checkpoint, tmp_path):
-    engine = LocalEngine(checkpoint("qwen3"), dtype="float32", max_model_len=256)
-    engine.submit(asks_of(2), version=0)
-    engine.collect(0.0)
-    with pytest.raises(RuntimeError, match="abort and collect them first"):
-        engine.update_weights(WeightUpdate(str(tmp_path / "none"), 1))
 
 
 def test_a_text_ends_a_completion_at_the_token_that_completes_it(engine):

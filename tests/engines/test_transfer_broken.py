@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.distributed import TCPStore
 
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import TORN, WeightUpdate, WrongVersion
-from marsrl.rollout.engines.vllm.worker import WorkerExtension
 from marsrl.rollout.state import encode
 from marsrl.rollout.weights.connections import (
     GroupConnection,
@@ -118,15 +116,6 @@ def test_who_does_not_answer_in_time_is_given_up(rendezvous: Rendezvous) -> None
     TransferStore(replace(rendezvous, session="another")).check()
 
 
-def test_a_broken_way_is_everybody_s_news(rendezvous: Rendezvous) -> None:
-    rank, shard = pair(rendezvous)
-    rank.close()
-    with pytest.raises(TransferBroken):
-        shard.receive(0, 4)
-    with pytest.raises(TransferBroken, match=r"^\w+: "):
-        TransferStore(rendezvous).check()
-
-
 def test_an_engine_whose_weights_did_not_arrive_says_why_and_decodes_nothing(
     rendezvous: Rendezvous, checkpoint: Callable[[str], str]
 ) -> None:
@@ -137,20 +126,3 @@ def test_an_engine_whose_weights_did_not_arrive_says_why_and_decodes_nothing(
     for version in (0, 1):
         with pytest.raises(WrongVersion, match=f"version {TORN} is loaded"):
             engine.submit([], version=version)
-
-
-class Worker(WorkerExtension):
-    """A worker whose model is one norm, on a device that is no CPU."""
-
-    rank = 0
-
-    def __init__(self) -> None:
-        model = torch.nn.Module()
-        model.norm = torch.nn.LayerNorm(4, device="meta")
-        self.model_runner = SimpleNamespace(get_model=lambda: model)
-
-
-def test_a_worker_of_vllm_says_what_broke_and_raises_nothing(rendezvous: Rendezvous) -> None:
-    TransferStore(rendezvous).give_up("rank 3 cannot reach it")
-    plan = ReceivePlan(rendezvous, 0, EngineShard(), {"norm.weight": (4,)}, ())
-    assert Worker().marsrl_receive([encode(plan)]) == "rank 3 cannot reach it"

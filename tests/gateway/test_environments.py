@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import ROOT, other_blocks
+from documents import other_blocks
 from programs import playing, program, rollout_config, turns_of
 
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.own_classes import own_class
 from marsrl.rollout.types import Problem, Sample
 
 
@@ -92,28 +91,6 @@ def test_an_environment_that_names_no_agent_fails_by_name(
     with playing(model, config, {"environment": named}, agents=settings) as played:
         assert played.batch().metrics["rollout/failed_episodes"] == 2
     assert reason in caplog.text
-
-
-def test_tic_tac_toe_is_won_drawn_and_ended_by_a_move_that_is_not_allowed() -> None:
-    kind = own_class("environment", f"{ROOT}/examples/own_environment/tic_tac_toe.py:TicTacToe", object)
-    problem = Problem(id="chain/a3b+4", question="a 3 b +4", answer="7", task="arithmetic")
-    opening, again = kind(), kind()
-    assert opening.reset(problem) == again.reset(problem) and len(opening.free()) == 5
-    for moves, rewards in (
-        ("03142", {"x": 1.0, "o": 0.0}),
-        ("021463587", 0.5),
-        ("00", {"o": -1.0, "x": 0.0}),
-        ("9", {"x": -1.0, "o": 0.0}),
-    ):
-        game = kind()
-        game.moves = {"x": "", "o": ""}
-        heard: Any = {"x": ""}
-        for player, move in zip("xoxoxoxox", moves, strict=False):
-            assert list(heard) == [player]
-            heard = game.step(f"I take {move}")
-        assert heard == rewards, moves
-    game.reset(problem)
-    assert game.step("") == {"x": -1.0, "o": 0.0}
 
 
 def test_the_environment_of_the_page_is_played_as_it_says() -> None:

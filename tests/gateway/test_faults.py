@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from programs import VERSIONS, Played, playing, program, rollout_config
 
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.gateway.workers import WORKER
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.types import Finish, Sample
+from marsrl.rollout.types import Sample
 
 LONG = {"max_response_tokens": 60}
 
@@ -69,41 +69,6 @@ def test_sessions_of_a_killed_worker_are_played_again(model: Path, tmp_path: Pat
     samples = [sample for group in batch.groups for sample in group.samples]
     assert batch.metrics["rollout/replayed_sessions"] >= 1 and batch.metrics["rollout/failed_episodes"] == 0
     assert len(samples) == 8 and all(sample.reward.value == 1.0 for sample in samples)
-
-
-class SlowEngine(ScriptedEngine):
-    def collect(self, timeout_s: float) -> list[DecodeResult]:
-        time.sleep(0.005)
-        return super().collect(timeout_s)
-
-
-def test_what_engines_decode_of_a_lost_session_is_nobody_s(model: Path, tmp_path: Path) -> None:
-    text = f"""
-    import os, pathlib, signal, threading, time
-
-    def run(problem, client):
-        if not pathlib.Path({str(tmp_path)!r}, "asked").exists():
-            threading.Thread(target=client.chat, args=("solver", [problem.question]), daemon=True).start()
-            while not pathlib.Path({str(tmp_path)!r}, "asked").exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-        client.chat("verifier", [problem.question])
-        return 1.0
-    """
-
-    def script(request: DecodeRequest) -> list[int]:
-        if "/verifier" in request.uid:
-            return [5, 6]
-        (tmp_path / "asked").touch()
-        return [5] * 4000  # at 5 ms each: for longer than the session lasts
-
-    config = rollout_config(prompts_per_step=1, group_size=1, max_response_tokens=5000)
-    engine = SlowEngine(script, tokens_per_step=1)
-    with playing(model, config, {"function": program(tmp_path, text)}, engine=engine) as played:
-        first, second = played.batch(), played.batch()
-    assert first.metrics["rollout/replayed_sessions"] == 1 and first.metrics["cost/solver/output_tokens"] > 0
-    assert [group.agent for group in (*first.groups, *second.groups)] == ["verifier", "verifier"]
-    assert not second.metrics.get("cost/solver/output_tokens") and not second.metrics["rollout/unfinished"]
 
 
 HANGS = """
@@ -158,22 +123,6 @@ def test_a_worker_that_was_lost_and_is_back_may_get_its_session_again(model: Pat
         batch = played.batch()
     assert batch.metrics["rollout/replayed_sessions"] == 1 and batch.metrics["rollout/failed_episodes"] == 0
     assert [sample.reward.value for group in batch.groups for sample in group.samples] == [1.0]
-
-
-def test_a_session_that_kills_every_worker_fails_in_the_end(model: Path, tmp_path: Path) -> None:
-    text = """
-    import os, signal
-
-    def run(problem, client):
-        if client.session == "000001.0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        client.chat("solver", [problem.question])
-        return 1.0
-    """
-    config = rollout_config(prompts_per_step=1, group_size=2, **LONG)
-    with playing(model, config, {"function": program(tmp_path, text), "attempts": 2, "concurrency": 1}) as played:
-        batch = played.batch()
-    assert [len(group.samples) for group in batch.groups] == [1] and batch.metrics["rollout/failed_episodes"] == 1
 
 
 def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
@@ -345,20 +294,6 @@ def test_a_worker_from_elsewhere_joins_with_its_key(model: Path, tmp_path: Path)
     assert set(rewards(samples).values()) == {1.0} and worker.returncode == 0
 
 
-def test_a_call_that_an_engine_gave_up_costs_its_session(model: Path, tmp_path: Path) -> None:
-    text = "def run(problem, client):\n    client.chat('solver', [problem.question])\n    return 1.0\n"
-
-    def fail(request: DecodeRequest) -> str | None:
-        return "no luck" if request.uid.startswith("000001.0/") else None
-
-    engine = ScriptedEngine(lambda request: [5, 6], fail=fail)
-    with playing(model, rollout_config(), {"function": program(tmp_path, text)}, engine=engine) as played:
-        batch = played.batch()
-    samples = {sample.uid: sample for group in batch.groups for sample in group.samples}
-    assert [uid for uid, value in rewards(samples).items() if math.isnan(value)] == ["000001.0/solver:0"]
-    assert samples["000001.0/solver:0"].finish is Finish.ERROR and batch.metrics["rollout/failed_episodes"] == 1
-
-
 def test_a_command_that_hangs_is_killed_with_its_session(model: Path, tmp_path: Path) -> None:
     script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     external = {"command": [sys.executable, "-c", script], "timeout_s": 2}
@@ -368,24 +303,3 @@ def test_a_command_that_hangs_is_killed_with_its_session(model: Path, tmp_path: 
         while Path(f"/proc/{process}/cmdline").exists():
             time.sleep(0.1)
     assert batch.metrics["rollout/failed_episodes"] == 1 and not batch.groups
-
-
-def test_a_client_that_repeats_a_lost_call_gets_another_sample(model: Path, tmp_path: Path) -> None:
-    text = """
-    def run(problem, client):
-        messages = [{"role": "user", "content": problem.question}]
-        client.openai().chat.completions.create(model="solver", messages=messages)
-        return 1.0
-    """
-
-    def fail(request: DecodeRequest) -> str | None:
-        return "no luck" if request.uid.endswith("/solver:0") else None
-
-    engine, config = ScriptedEngine(lambda request: [5, 6], fail=fail), rollout_config(prompts_per_step=1)
-    with playing(model, config, {"function": program(tmp_path, text)}, engine=engine) as played:
-        batch = played.batch()
-    samples = {sample.uid: sample for group in batch.groups for sample in group.samples}
-    assert batch.metrics["rollout/failed_episodes"] == 0 and len(samples) == 4
-    lost = samples["000001.0/solver:0"]
-    assert lost.finish is Finish.ERROR and math.isnan(lost.reward.value)
-    assert samples["000001.0/solver#1:0"].reward.value == 1.0

@@ -20,37 +20,6 @@ from marsrl.rollout.types import Ask, Finish, Message, Problem, Reward, Sample
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.credit import credit
 
-TWO = """
-def run(problem, client):
-    turns = [{"role": "user", "content": problem.question}]
-    first = client.chat("solver", turns, max_tokens=30)
-    shown = f"{problem.question} \\n {first.text}"
-    report = client.chat("verifier", [{"role": "system", "content": "grade"}, shown], max_tokens=20)
-    again = client.chat("solver", [*turns, first.message, f"{report.text} fix"], max_tokens=30)
-    return {"solver": len(again.text) / 100, "verifier": len(report.text) / 100}
-"""
-
-
-def test_a_program_with_two_agents_is_played_to_groups_by_agent(model: Path, tmp_path: Path) -> None:
-    with playing(model, rollout_config(), {"function": program(tmp_path, TWO)}) as played:
-        batch = played.batch()
-        again = played.batch()
-    groups = {(group.rollout_id, group.agent): group.samples for group in batch.groups}
-    assert sorted(groups) == [(f"00000{i}", agent) for i in (1, 2) for agent in ("solver", "verifier")]
-    assert len(again.groups) == 4 and {group.rollout_id for group in again.groups} == {"000003", "000004"}
-    for (rollout_id, agent), samples in groups.items():
-        assert [sample.uid for sample in samples] == [f"{rollout_id}.{i}/{agent}:0" for i in (0, 1)]
-        for sample in samples:
-            runs = turns_of(sample)
-            assert len(runs) == (3 if agent == "solver" else 1)
-            assert sample.turn == (agent == "solver")
-            assert (sample.rollout_logprobs[sample.is_sampled] < 0).all()
-            assert not sample.rollout_logprobs[~sample.is_sampled].any()
-            assert sample.reward.value > 0
-    assert batch.metrics["rollout/episodes"] == 4 and batch.metrics["team/samples"] == 8
-    assert batch.metrics["team/calls"] == 12 and batch.metrics["rollout/foreign_tokens"] > 0
-
-
 IN_TURN = """
 def run(problem, client):
     turns = [{"role": "user", "content": problem.question}]

@@ -50,8 +50,6 @@ def run(problem, client):
 def test_the_tree_has_each_call_in_its_sample_and_the_program_s_rewards(tried: Tried, tmp_path: Path) -> None:
     external = {"function": program(tmp_path, TWO)}
     lines = tried(external, answers=ANSWERS)
-    assert lines[0] == "a 3 b *7   (answer: 1)"
-    assert lines[1] == "episode 000001.0"
     goes_on = next(line for line in lines if line.startswith("call 3"))
     assert goes_on.startswith("call 3 goes on with ") and goes_on.endswith(" bytes: 'Answer: 2'")
     at = lines.index(goes_on)
@@ -64,7 +62,6 @@ def test_the_tree_has_each_call_in_its_sample_and_the_program_s_rewards(tried: T
     assert (
         lines[other + 1].startswith("call 4 reads ") and at < other < verifier
     )  # below solver:0, with whose tokens it begins
-    assert lines == tried(external, answers=ANSWERS)
 
 
 def test_answers_are_made_up_and_the_task_judges_the_last_one(tried: Tried, tmp_path: Path) -> None:
@@ -93,34 +90,6 @@ def test_an_error_of_the_program_is_shown_in_full_below_the_calls_before_it(trie
     assert 'return found["answer"]' in error and error[-1] == "KeyError: 'answer'"
 
 
-def test_a_table_s_calls_of_tools_reach_the_program(tried: Tried, tmp_path: Path) -> None:
-    text = """
-    TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-
-    def run(problem, client):
-        turns = [{"role": "user", "content": problem.question}]
-        while True:
-            said = client.chat("solver", turns, tools=[TOOL])
-            if said.finish != "tool_calls":
-                return said.text
-            (call,) = said.message["tool_calls"]
-            turns += [said.message, {"role": "tool", "tool_call_id": call["id"], "content": call["function"]["arguments"]}]
-    """
-    call = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
-    lines = tried({"function": program(tmp_path, text)}, answers={"solver": [call, "<tool_call>1</tool_call>"]})
-    assert [line.rpartition("bytes: ")[2] for line in lines if line.startswith("call")] == [
-        repr(call),
-        "'<tool_call>1</tool_call>'",
-    ]
-    assert any(line.startswith("solver:0  2 calls  reward 0") for line in lines)
-
-
 def test_a_command_is_tried_as_well_and_may_ask_nobody(tried: Tried) -> None:
     lines = tried({"command": [sys.executable, "-c", "print(0.5)"]})
     assert lines[1:] == ["no agent was asked"]
-
-
-def test_a_program_that_cannot_be_imported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["orchestration=external", f"external.function={program(tmp_path, 'import nowhere')}"]
-    assert main(["try", *words, "agents.solver.policy=main"]) == 2
-    assert "No module named 'nowhere'" in capsys.readouterr().err

@@ -70,7 +70,6 @@ def test_a_refused_run_exits_with_2_and_under_torchrun_one_rank_says_why_once() 
 FILES = {
     "p.jsonl": '{"question": "1+1", "answer": "2"}\n',
     "cut.jsonl": '{"question": "1+1", "answer": "2"}\n{"question": \n',
-    "half.jsonl": '{"question": "1+1", "answer": "2"}\n{"question": "a\\ud800b", "answer": "2"}\n',
     "mine.py": "from marsrl.rollout.tasks.own_task import OwnTask\n\n\nclass Mine(OwnTask): ...\n",
 }
 
@@ -88,11 +87,8 @@ def train(files: str, task: str = "math") -> list[str]:
         (["task=math", "policies.main.model=/nowhere"], "set data.train"),
         (["task=math", "data.train=%s/p.jsonl"], "policies.main.model is not set"),
         (train("%s/cut.jsonl"), "/cut.jsonl:2:"),
-        (train("%s/half.jsonl"), "/half.jsonl:2: the question has a lone surrogate (\\ud800) at character 2"),
         (train("[{path: %s/p.jsonl, weight: 1}]", "%s/mine.py:Mine"), "data.train has weights, and task="),
-        (train("7"), "data.train is 7; expected a path, or a list of {path, count}, or of {path, weight}"),
         (train("[]"), "data.train is []; expected a path"),
-        (train("[%s/p.jsonl]"), "data.train[0] is '/"),
         (train("[{path: %s/p.jsonl}]"), "data.train[0] wants count or weight, one of them"),
         (train("[{path: %s/p.jsonl, count: 1}, {path: b, weight: 1}]"), "data.train[1] has a weight, and data.train[0] a"),
         (train("[{path: %s/p.jsonl, weight: .inf}]"), "data.train[0].weight: Input should be"),
@@ -130,11 +126,6 @@ def without_a_tensor(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors")
-
-
-def of_another_width(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 96}))
 
 
 def without_a_tokenizer(folder: Path) -> None:
@@ -180,7 +171,6 @@ def with_too_many_tokens(folder: Path) -> None:
         (without_shards, "missing: model-1.safetensors, model-2.safetensors"),
         (cut_short, "model.safetensors is no whole safetensors file"),
         (without_a_tensor, "has no tensor model.norm.weight, which config.json asks for"),
-        (of_another_width, "config.json gives [96, 64]"),
         (without_a_tokenizer, "tokenizer"),
         (without_a_template, "the tokenizer has no chat template"),
         (with_a_template_without_system, "the chat template refuses these turns (user): no such role"),
@@ -280,7 +270,6 @@ def test_a_dry_run_says_what_becomes_of_the_run(
     assert f"run: {run.path} has no checkpoint yet: it begins again at step 1" in capsys.readouterr().out
     for step in (2, 4):
         run.checkpoint(step).mkdir(parents=True)
-    assert "latest is missing, and there is step_2, step_4; run.resume=previous takes" in refusal(*words)
     run.mark_latest(4)
     files = sorted(tmp_path.rglob("*"))
     assert main([*words, "run.steps=9", "run.seed=7", "rollout.picks=3"]) == 0
@@ -289,12 +278,6 @@ def test_a_dry_run_says_what_becomes_of_the_run(
     assert f"differs from {run.config}: run.steps 24 -> 9, run.seed 0 -> 7, rollout.picks 2 -> 3\n" in out
     assert main([*words, "run.steps=3"]) == 0
     assert "goes on after step 4; run.steps is 3: nothing is left to train" in capsys.readouterr().out
-    for start in (words, words[1:]):  # the start itself refuses as the dry run does
-        message = refusal(*start, "policies.main.dtype=bfloat16")
-        assert (
-            f"{run.path} cannot go on with other policies.main.dtype (it has float32, given is bfloat16); set it"
-            in message
-        )
     lock = RunLock(run)
     assert f"{run.path} is being written by process {os.getpid()} on " in refusal(*words)
     lock.release()

@@ -1,4 +1,4 @@
-"""The shortest forms of tests/chaos.py: two faults on one run, with our own engine in a Ray actor; three on a program's run."""
+"""The shortest form of tests/chaos.py: three faults on one run, with our own engine in a Ray actor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from documents import ROOT
 from runner import Runner
 
 pytestmark = pytest.mark.slow
+KINDS = ("stop-rank", "kill-torchrun", "kill-trainer")
 SEED = "9"  # of which the run has two ranks, and is struck while it trains
 
 
-def test_two_faults_cost_nothing(runner: Runner) -> None:
-    """A silent rank, which ends the run by name, and a killed torchrun, whose ranks end by themselves; the run goes on after
-    each, and then comes to its end."""
-    (command,) = run_by("test_two_faults_cost_nothing")
-    short = ["--faults", "2", "--seed", SEED, "--kinds", "stop-rank", "kill-torchrun", "--engine", "local"]
+def test_three_faults_cost_nothing(runner: Runner) -> None:
+    """A killed rank, a silent one, which ends the run by name, and a killed torchrun, whose ranks end by themselves; the run goes
+    on after each, and then comes to its end."""
+    (command,) = run_by("test_three_faults_cost_nothing")
+    short = ["--faults", "3", "--seed", SEED, "--engine", "local", "--kinds", *KINDS]
     done = subprocess.run(
         [sys.executable, *shlex.split(command)[1:], *short],
         cwd=ROOT,
@@ -30,5 +31,5 @@ def test_two_faults_cost_nothing(runner: Runner) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert re.search(r"stop-rank after step \d+: .* silent for run\.silence_s = 12 s: rank \d", done.stdout)
-    assert re.search(r"kill-torchrun after step \d+: ", done.stdout)
-    assert f"2 faults in 1 runs, seed {SEED}: 1 kill-torchrun, 1 stop-rank; 0 with a loss" in done.stdout
+    told = "1 kill-torchrun, 1 kill-trainer, 1 stop-rank; 0 with a loss"
+    assert f"3 faults in 1 runs, seed {SEED}: {told}" in done.stdout

@@ -90,7 +90,6 @@ def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(tmp_path:
         (["credit.train_agents=all"], r"agents\.verifier1 is trained, but its policy judge is frozen and served by"),
         (["policies.judge.openai=null"], r"policies\.judge: engine=openai and the section openai .*go together"),
         (["policies.judge.model=null"], r"policies\.judge: a frozen policy needs `model`"),
-        (["policies.judge.openai.base_url=ftp://x"], "expected http"),
         (["policies.main.frozen=true", "policies.main.model=x"], "nothing is left to train"),
     ],
 )

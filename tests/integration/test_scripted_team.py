@@ -6,7 +6,6 @@ import functools
 import json
 import random
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -32,7 +31,6 @@ from marsrl.trainer.report.summary import load_summary
 from marsrl.trainer.report.token_log import read_tokens, token_files
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.stop import Stopped
 
 AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
 
@@ -286,31 +284,6 @@ def searches(request: DecodeRequest) -> str:
     return said[agent]
 
 
-def test_a_team_searches_the_built_in_facts_and_is_trained_and_resumed(play: Play) -> None:
-    words = ["task=qa", "data.train=null", "run.checkpoint_every=1", "task_options.people=20"]
-    run_directory = play(*words, "run.steps=2", says=searches)
-    play(*words, "run.steps=3", "run.resume=auto", "run.name=scripted", says=searches)
-    samples = samples_of(RunDirectory(run_directory))
-    assert {r.agent for r in samples} == {"verifier", "search", "answer"}
-    assert len({r.uid for r in samples}) == len(samples)
-    by_uid = {r.uid: r for r in samples}
-    found = "<search>the home of mira holt</search>\n<information>Doc 1(Title: "
-    again = [r for r in samples if r.agent == "verifier" and r.parent_uid]
-    told = [r for r in again if by_uid[r.parent_uid or ""].answer == "the home of mira holt"]
-    assert told and all(found in r.prompt for r in told) and not all(found in r.prompt for r in again)
-    rows = rows_of(RunDirectory(run_directory))
-    keys = ("calls", "errors", "cached", "parts")
-    total = {key: sum(row.get(f"tools/search/{key}") or 0 for row in rows) for key in keys}
-    assert {row["tools/search/share"] for row in rows} == {1.0} and total["calls"] < total["parts"] <= 3 * total[
-        "calls"
-    ]
-    num_queries = sum(r.agent == "search" and r.answer is not None for r in samples)
-    assert total["calls"] >= num_queries > 0 and total["errors"] == 0 and total["cached"] > 0
-    assert any(row.get("actor/grad_norm") for row in rows)
-    summary = load_summary(run_directory / "summary.json")
-    assert summary.after is not None and summary.after.system.n == 3
-
-
 def test_agents_call_a_function_and_a_server_by_their_template_and_are_trained(play: Play, tmp_path: Path) -> None:
     (tmp_path / "units.py").write_text(
         'def twice(value: int) -> int:\n    """Twice the value."""\n    return 2 * value\n'
@@ -356,23 +329,6 @@ def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_pat
             "run.evaluate=false",
             "run.steps=3",
         )
-
-
-def test_one_agent_is_trained_by_its_name_and_the_pages_say_nothing_of_others(
-    play: Play, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_directory = play("orchestration=solver", "run.steps=2", "run.eval_every=2", "loss.aggregation=sequence")
-    samples = samples_of(RunDirectory(run_directory))
-    assert {r.agent for r in samples} == {"solver"} and len(samples) == 2 * 2 * 4
-    last = read_metrics(run_directory / "metrics.jsonl")[-1].values
-    assert {name for name in last if f"{name}/low" in last} == {"eval/solver", "eval/alone", "eval/system"}
-    assert not any(word in name for name in last for word in ("verifier", "verdicts", "corrector", "drmas"))
-    assert last["actor/empty_steps"] == 0 and last["actor/grad_norm"] > 0
-    page = (run_directory / "report.html").read_text()
-    rows = json.loads(page[page.index('"rows":') + 7 : page.index(',"confusions"')])
-    assert [row["name"] for row in rows] == ["solver", "system"]
-    shown = capsys.readouterr().err
-    assert "system" in shown and not any("orrector" in text or "erifier" in text for text in (str(rows), shown))
 
 
 def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_once(
@@ -502,39 +458,6 @@ def test_a_run_that_keeps_tokens_trains_bitwise_as_one_that_does_not(play: Play,
     assert any(record.is_gated.any() for record in trained)
 
 
-def test_a_step_in_which_no_group_ends_says_that_nothing_was_trained(
-    play: Play, capsys: pytest.CaptureFixture[str]
-) -> None:
-    play("orchestration=debate", "rollout.overlap=0", "run.steps=3", "run.evaluate=false")
-    lines = capsys.readouterr().err.splitlines()
-    (first,) = (line for line in lines if line.startswith("step 1/3  "))
-    assert "nothing trained: no group has ended" in first and "reward:" not in first
-    assert not any("nothing trained" in line for line in lines if line.startswith("step 2/3  "))
-    assert any("1 of 3 steps trained nothing: no group has ended" in line for line in lines)
-
-
 def test_minutes_since_the_last_checkpoint_make_one_due(play: Play) -> None:
     folder = play("run.steps=3", "run.checkpoint_minutes=1e-9", "run.evaluate=false", "run.keep_checkpoints=9")
     assert RunDirectory(folder).steps_on_disk() == [1, 2, 3]
-
-
-def test_a_run_that_is_stopped_in_a_stage_saves_the_step_before_and_goes_on_as_if_it_had_not_been(
-    play: Play, tmp_path: Path
-) -> None:
-    settings = ["run.steps=4", "run.evaluate=false", "orchestration=solver_verifier", "rollout.overlap=0"]
-    whole = play(*settings)
-    rows = [row.values["actor/loss"] for row in read_metrics(whole / "metrics.jsonl")]
-    shutil.move(whole, tmp_path / "whole")
-
-    def stopped(request: DecodeRequest) -> str:
-        if read_metrics(whole / "metrics.jsonl")[-1:] and read_metrics(whole / "metrics.jsonl")[-1].step == 2:
-            signal.raise_signal(signal.SIGINT)  # in step 3
-        return script(request)
-
-    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(Stopped):
-        play(*settings, says=stopped)
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert RunDirectory(whole).steps_on_disk() == [2]
-    play(*settings, "run.resume=auto")
-    assert [row.values["actor/loss"] for row in read_metrics(whole / "metrics.jsonl")] == rows

@@ -102,18 +102,6 @@ def letter_team(
     return make_team(agents, team, pool, judge=judge), engines
 
 
-def with_two_policies(team: Team, engine: ScriptedEngine) -> Team:
-    """The same team, but that a policy "other", on this engine, answers as the Verifiers."""
-    agents = {
-        name: each.model_copy(update={"policy": "other"}) if name.startswith("verifier") else each
-        for name, each in team.agents.items()
-    }
-    renderers = {**team.renderers, "other": team.renderers["main"]}
-    return replace(
-        team, agents=agents, renderers=renderers, pools={**team.pools, "other": EnginePool(LocalReplicas([engine]))}
-    )
-
-
 def letter_problems(count: int, seed: int = 0) -> DataCursor:
     return DataCursor([Problem(f"p{i}", f"question {i}", "7", "math") for i in range(count)], seed)
 

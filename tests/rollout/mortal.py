@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from letters import WeighedEngine, script
+import numpy as np
+from letters import PROMPT_ENDS, WeighedEngine, completion, script
 
-from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas, Lost, OnLost, Timed, ignore_loss
+from marsrl.rollout.types import Finish
 
 
 @dataclass
@@ -119,3 +121,14 @@ class MortalReplicas(LocalReplicas):
         if replica in self.dead:
             return Lost("its process has died")
         return Lost("it is silent") if replica in self.hung else None
+
+
+def asks(count: int) -> list[DecodeRequest]:
+    prompt = np.asarray([5, 6, PROMPT_ENDS], np.int32)
+    return [
+        DecodeRequest(f"{i}/solver:0", prompt, 80, Sampling(stop_token_ids=(1,)), i, f"{i // 3}") for i in range(count)
+    ]
+
+
+def is_whole(result: DecodeResult) -> bool:
+    return result.finish is Finish.STOP and result.token_ids.tolist() == completion(result.uid)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from letters import groups_of_a_while, judge, letter_config
+from letters import judge
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
@@ -22,15 +19,12 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.evaluation import EvaluationPlay
-from marsrl.rollout.player.stages import RolloutState, Stages, StagesState
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.state import decode, encode
-from marsrl.rollout.tasks.data import DataCursor
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.tools.protocol import ToolError
-from marsrl.rollout.types import Finish, Problem, Sample, ToolCall, ToolFunction, ToolOutput
+from marsrl.rollout.types import Finish, Problem, Sample, ToolFunction
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 VERSIONS = {"main": 0}
@@ -79,19 +73,7 @@ def echoes(arguments: Mapping[str, object]) -> str:
     return HOSTILE if arguments.get("text") == "hostile" else str(arguments["text"]) * 2
 
 
-class Counted(ToolPool):
-    """called: by the calls' ids."""
-
-    def __init__(self, tools: Mapping[str, Tool]) -> None:
-        super().__init__(tools)
-        self.called = Counter[str]()
-
-    def submit(self, call: ToolCall) -> Future[ToolOutput]:
-        self.called[call.id] += 1
-        return super().submit(call)
-
-
-def tools_of() -> tuple[Counted, Tool]:
+def tools_of() -> tuple[ToolPool, Tool]:
     """echo says its text twice; files is a server with two functions, one of whose descriptions is hostile."""
     echo = Tool("echo", (ToolFunction("echo", "Says it twice.", TEXT),), echoes)
     hostile = f"Reads {HOSTILE} MARSRLCONTENT0ENDCONTENT"
@@ -100,7 +82,7 @@ def tools_of() -> tuple[Counted, Tool]:
         ToolFunction("list", "", TEXT, "files"),
     )
     files = Tool("files", functions, lambda arguments: f"{arguments['name']} of files")
-    return Counted({"echo": echo, "files": files}), echo
+    return ToolPool({"echo": echo, "files": files}), echo
 
 
 class Says:
@@ -191,13 +173,10 @@ def test_the_prompt_shows_the_tools_and_no_description_forges_a_control_token(re
     [
         ("<tool_call>{</tool_call>", "error: the call is not JSON"),
         ("<tool_call>" + "[" * 2000 + "</tool_call>", "error: the call is not JSON"),
-        ("<tool_call></tool_call>", "error: the call is not JSON"),
-        ("<tool_call>[]</tool_call>", "error: a call has to be"),
         ('<tool_call>{"name": "echo"}</tool_call>', "error: a call has to be"),
         ('<tool_call>{"name": "echo", "arguments": "ab"}</tool_call>', "error: a call has to be"),
         (call("browse"), "error: there is no tool 'browse'; there are: echo, read, list"),
         (call("files"), "error: there is no tool 'files'"),  # the server's name is none of its functions'
-        ('<tool_call>{"name": ["echo"], "arguments": {}}</tool_call>', "error: there is no tool \"['echo']\""),
         (call("echo", text="wrong"), "error: no such text"),
         (call("echo", text="\ud800"), "\ufffd?"),
         (f"{ECHO} \\boxed{{8}}", "abab"),  # a call and an answer: the call
@@ -237,30 +216,3 @@ def test_outputs_are_cut_to_a_number_of_tokens_the_longest_first(renderer: ChatR
     assert read("x" * 46) in said.text and read("abab") in said.text
     said, _, _, _ = play(renderer, [call("echo", text="x" * 500), ANSWER], max_response_tokens=600)
     assert said.finish is Finish.LENGTH and said.reward.value == 0  # what does not fit ends the sample
-
-
-@pytest.mark.parametrize("options", [{"segments": 60}, {"overlap": 1}], ids=str)
-def test_a_run_that_is_cut_anywhere_makes_no_call_again_and_trains_each_sample_once(
-    renderer: ChatRenderer, options: dict[str, object]
-) -> None:
-    config = letter_config(
-        **{"overlap": 0, "group_size": 2, "prompts_per_step": 1, "max_response_tokens": 4000, **options}
-    )
-    lives, trained = random.Random(0), Counter[str]()
-    known = RolloutState(StagesState(), DataCursor([PROBLEM], 0).state())
-    turns = [f"a{ECHO}", f"{ECHO}{call('list', text='x')}", ANSWER]
-    for _ in range(14):
-        pool, _ = tools_of()
-        with closing(pool):
-            stages = Stages(config, team_of(Says(renderer, turns), pool, config), DataCursor([PROBLEM], 0), seed=3)
-            stages.restore(decode(RolloutState, encode(known)))
-            episodes = [e for each in stages.state.instances.values() for e in each.episodes.values()]
-            kept = {name for episode in episodes for name in episode.outputs}
-            for group in groups_of_a_while(stages, VERSIONS, lives):
-                trained.update(sample.uid for sample in group.samples)
-                for sample in group.samples:
-                    assert [text for text in transcript(sample) if text][1::2][:1] == [read("abab")]
-                    assert sample.answer == "7" and sample.text.endswith(ANSWER) and sample.turn == 2
-            known = decode(RolloutState, encode(stages.snapshot()))
-        assert not kept & set(pool.called) and set(pool.called.values()) <= {1}
-    assert len(trained) >= 4 and set(trained.values()) == {1}

@@ -6,7 +6,6 @@ How a sample waits and goes on, whoever plays it: test_waiting.py. In training: 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -55,12 +54,10 @@ class Looker:
 
     def __init__(self, answers: Mapping[str, ToolOutput] | None = None) -> None:
         self.called: Counter[str] = Counter()
-        self.arguments: list[str] = []
         self.answers = answers or {}
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
         self.called[call.id] += 1
-        self.arguments.append(call.arguments)
         said = Future[ToolOutput]()
         said.set_result(self.found(call))
         return said
@@ -171,13 +168,9 @@ def test_without_system_1_everything_is_read_as_it_is_up_to_a_length(renderer: C
         (f"<think>{RUN} <answer>8</answer>", "There was no call"),  # all of it is a thought that never ended
         ("<tool_call>{</tool_call>", "error: the call is not JSON"),
         ("<tool_call>" + "[" * 2000 + "</tool_call>", "error: the call is not JSON"),
-        ("<tool_call>[]</tool_call>", "error: the call has to be"),
-        ('<tool_call>{"tool": "search"}</tool_call>', "error: the call has to be"),
         ('<tool_call>{"tool": "search", "arguments": {}, "x": 1}</tool_call>', "error: the call has to be"),
         (call("browse", url="x"), "error: there is no tool 'browse'; there are: search, scholar, visit, python"),
-        ('<tool_call>{"tool": ["search"], "arguments": {}}</tool_call>', "error: there is no tool \"['search']\""),
         ('<tool_call>{"tool": "python", "arguments": "3"}</tool_call>', 'error: "arguments" has to be an object'),
-        ('<tool_call>{"tool": "python", "arguments": {}, "purpose": 3}</tool_call>', '"purpose" a text'),
         (f"{call('browse')} no: {RUN}", "\n7\n"),  # the last call counts
         (f"{RUN}<answer>8</answer>", "\n7\n"),  # a call and an answer: the call
         (call("python", None, code="x"), "\n7\n"),  # without a purpose
@@ -186,13 +179,6 @@ def test_without_system_1_everything_is_read_as_it_is_up_to_a_length(renderer: C
 def test_a_turn_without_an_answer_goes_on(renderer: ChatRenderer, turn: str, answer: str) -> None:
     _, said, _ = play(renderer, [turn, "<answer>7</answer>"], length=200_000)
     assert answer in transcript(said)[1] and said.answer == "7" and said.turn == 1
-
-
-@pytest.mark.parametrize("name", ["index", "by", "tool", "self"])
-def test_arguments_of_any_name_reach_the_tool(renderer: ChatRenderer, name: str) -> None:
-    tools = Looker()
-    play(renderer, [call("python", **{name: 1}), "<answer>7</answer>"], tools)
-    assert tools.arguments == [json.dumps({name: 1})]
 
 
 def test_in_the_last_turn_nothing_is_called(renderer: ChatRenderer) -> None:
@@ -225,30 +211,6 @@ def test_outputs_that_find_no_room_or_nothing(renderer: ChatRenderer) -> None:
     empty = Looker({"search": ToolOutput("nothing was found")})
     _, none, says = play(renderer, turns, empty)
     assert "I read" in none.text and "nothing was found" in says.prompts["e.0/system2:0/system1:0"]
-
-
-def test_outcome_is_everybody_s_and_unknown_where_the_engine_failed(renderer: ChatRenderer) -> None:
-    team = system(renderer)
-    episode, said, _ = play(renderer, [SEARCH, "<answer>7</answer>"])
-    outcomes = team.outcomes(episode)
-    assert len(outcomes) == 3 and set(outcomes.values()) == {1.0} and team.outcome(episode) is not None
-    ask = episode.ask("system2")
-    lost = replace(said, answer=None, finish=Finish.ERROR, reward=replace(said.reward, correct=math.nan))
-    episode.answers[ask.id] = (lost,)
-    assert all(math.isnan(value) for value in team.outcomes(episode).values())
-    silent = replace(said, agent="system1", shown="", finish=Finish.STOP)
-    assert [team.reward(episode, ask, replace(silent, shown=said)).value for said in ("", "x")] == [0, 1]
-    assert not team.needs_judge(replace(silent, answer="7")) and not team.is_readable(silent)
-
-
-def test_metrics_of_an_episode(renderer: ChatRenderer) -> None:
-    turns = [SEARCH, "hm", RUN, call("python"), call("search", queries=["x"]), call("visit", queries=["abcdefg"])]
-    episode, _, _ = play(renderer, [*turns, "<answer>7</answer>"], Looker())
-    assert system(renderer).metrics(episode) == {
-        "turns": 7, "answered": 1, "turns_without_call": 1, "failed_calls": 0, "distillates": 6,
-        "distillates_at_once": 3, "calls/search": 2, "calls/scholar": 0, "calls/visit": 1, "calls/python": 2,
-        "pages": 12, "papers": 0,
-    }  # fmt: skip
 
 
 def test_only_tools_that_are_set_are_named_and_called(renderer: ChatRenderer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from letters import letter_config, letter_team
@@ -79,17 +79,3 @@ def test_a_slot_that_is_free_is_used() -> None:
 def test_an_episode_takes_from_its_own_first_request_to_its_end() -> None:
     for heard in (play(range(10)), play(range(10), most_open=3)):
         assert heard.latency_s == {name: sum(each) for name, each in steps_of(heard).items()}
-
-
-def test_the_first_episodes_end_while_the_last_have_not_begun() -> None:
-    freely, windowed = play(range(10)), play(range(10), most_open=3)
-    assert {name: [t.tolist() for t in each] for name, each in windowed.said.items()} == {
-        name: [t.tolist() for t in each] for name, each in freely.said.items()
-    }
-    assert windowed.told[-1][:2] == (10, 10)
-    assert begins_in_turn(windowed.said) and not begins_in_turn(freely.said)
-
-
-def begins_in_turn(said: Mapping[str, object]) -> bool:
-    """With three open at a time the i-th begins, and so ends, when i - 2 have ended."""
-    return all(place >= int(name[1:]) - 2 for place, name in enumerate(said))

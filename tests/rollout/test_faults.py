@@ -12,39 +12,27 @@ import pytest
 from engine_cases import generate
 from letters import (
     AGENTS,
-    PROMPT_ENDS,
     completion,
     letter_config,
     letter_problems,
     make_team,
     next_batch,
 )
-from mortal import MortalReplicas, Places
+from mortal import MortalReplicas, asks, is_whole
 
 from marsrl.rollout.config import AgentConfig, RolloutConfig
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling, WeightUpdate
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, WeightUpdate
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.stages import Stages
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import Lost, Timed
+from marsrl.rollout.pool.replicas import Lost
 from marsrl.rollout.state import encode
 from marsrl.rollout.types import Finish, Group
-
-
-def asks(count: int) -> list[DecodeRequest]:
-    prompt = np.asarray([5, 6, PROMPT_ENDS], np.int32)
-    return [
-        DecodeRequest(f"{i}/solver:0", prompt, 80, Sampling(stop_token_ids=(1,)), i, f"{i // 3}") for i in range(count)
-    ]
 
 
 def served(pool: EnginePool, requests: list[DecodeRequest], how: str, version: int = 0) -> list[DecodeResult]:
     """Results in the order of the requests, sent all at once or as slots are free."""
     return generate(pool, requests, version, at_once=how == "at once")
-
-
-def is_whole(result: DecodeResult) -> bool:
-    return result.finish is Finish.STOP and result.token_ids.tolist() == completion(result.uid)
 
 
 # Pools.
@@ -85,86 +73,6 @@ def test_a_request_that_no_engine_survives_is_an_error_and_no_other_is(how: str,
     assert sum(len(had) > before for had, before in zip(replicas.had, served_before, strict=True)) == count
 
 
-def test_losses_are_forgotten_once_a_request_came_back() -> None:
-    replicas = MortalReplicas(1)
-    pool = replicas.pool(attempts=2)
-    for _ in range(5):
-        replicas.doomed.add(0)
-        assert all(map(is_whole, served(pool, asks(1), "slots")))
-    assert pool.take_faults().engine_restarts == 5
-
-
-def test_a_request_that_was_lost_too_often_is_retried_alone() -> None:
-    replicas = MortalReplicas(1, deadly=lambda request: request.uid == "1/solver:0")
-    pool = replicas.pool(slots=4, attempts=2)
-    suspects = [request.uid for request in asks(4)]
-    pool.submit(asks(4), version=0)
-    while len(replicas.restarts) < 2:
-        pool.collect(0.0)
-    newcomers = [replace(request, uid=f"9{request.uid}") for request in asks(3)]
-    results: list[DecodeResult] = []
-    engine: set[str] = set()  # uids that it has
-    while pool.num_under_way:
-        num_had, num_restarts = len(replicas.had[0]), len(replicas.restarts)
-        if newcomers and engine & set(suspects):
-            pool.submit([newcomers.pop()], version=0)
-        found = pool.collect(0.0)
-        results += found
-        engine = set() if len(replicas.restarts) > num_restarts else engine - {result.uid for result in found}
-        engine |= set(replicas.had[0][num_had:])
-        assert len(engine) == 1 or not engine & set(suspects)
-    assert not newcomers
-    assert sorted(r.uid for r in results if not is_whole(r)) == ["1/solver:0"] and len(results) == 7
-
-
-@pytest.mark.parametrize("how", ["at once", "slots"])
-def test_the_others_go_on_without_an_engine_that_has_no_place_until_it_has_one(how: str) -> None:
-    replicas = MortalReplicas(3)
-    pool = replicas.pool(slots=4)
-    pool.update_weights(WeightUpdate("version_1", 1))
-    replicas.places = Places()
-    replicas.dead.add(1)
-    assert all(map(is_whole, served(pool, asks(20), how, version=1)))
-    faults = pool.take_faults()
-    assert pool.engines == [0, 2] and not pool.is_whole and replicas.restarts == []
-    assert faults.engine_restarts == faults.failed == 0 and faults.resubmitted > 0
-    had = len(replicas.had[1])
-    assert [receipt.version for receipt in pool.update_weights(WeightUpdate("version_2", 2))] == [2, 2]
-    assert all(map(is_whole, served(pool, asks(20), how, version=2))) and len(replicas.had[1]) == had
-    assert len(pool.score([np.arange(5, dtype=np.int32)])) == len(pool.infos()) == 2
-    replicas.places.free = 1
-    served(pool, asks(3), how, version=2)
-    assert pool.engines == [0, 2]  # it is not looked for all the time
-    replicas.now += 60
-    assert {result.version for result in served(pool, asks(20), how, version=2)} == {2}
-    assert pool.engines == [0, 1, 2] and pool.is_whole and len(replicas.had[1]) > had
-    assert pool.take_faults().engine_restarts == 1
-
-
-def test_a_policy_s_only_engine_cannot_be_done_without() -> None:
-    replicas = MortalReplicas(2)
-    pool = replicas.pool(slots=4)
-    replicas.places = Places()
-    replicas.dead |= {0, 1}
-    with pytest.raises(RuntimeError, match="engine 1 has no place"):
-        served(pool, asks(20), "slots")
-
-
-def test_an_engine_that_dies_while_all_is_ended_loses_no_request() -> None:
-    replicas = MortalReplicas(2)
-    pool = replicas.pool(slots=2)
-    requests = asks(9)
-    pool.submit(requests, version=0)
-    ended = pool.collect(0.0)
-    replicas.dead.add(0)
-    replicas.hung.add(1)
-    parts = pool.drain()
-    assert sorted(r.uid for r in ended + parts) == sorted(r.uid for r in requests)
-    assert {r.finish for r in parts} == {Finish.UNFINISHED} and pool.num_under_way == 0
-    assert sorted(replicas.restarts) == [0, 1]
-    assert all(map(is_whole, served(pool, requests, "slots")))
-
-
 def test_a_restarted_engine_holds_the_weights_of_now() -> None:
     replicas = MortalReplicas(2)
     pool = replicas.pool()
@@ -198,60 +106,6 @@ def test_other_weights_in_a_restarted_engine_end_the_run() -> None:
         served(pool, asks(4), "slots", version=1)
 
 
-def publish_from_memory(pool: EnginePool, version: int) -> None:
-    """Send weights without a file, as DirectSync does."""
-    pool.stand_by()
-    answers = pool.receive_weights({replica: WeightUpdate("", version) for replica in pool.engines})
-    pool.note_weights(version, [{"name": 0}])
-    pool.replace({replica: answer.reason for replica, answer in answers.items() if isinstance(answer, Lost)})
-
-
-class Trainer:
-    """Sends weights of no file to replicas that ask for them, while it can."""
-
-    def __init__(self, pool: EnginePool) -> None:
-        self.pool, self.can, self.asked = pool, True, list[int]()
-        pool.set_feed(self.feed)
-
-    def feed(self, replica: int) -> Timed | Lost | None:
-        self.asked.append(replica)
-        return self.pool.receive_weights({replica: WeightUpdate("", 4)})[replica] if self.can else None
-
-
-def test_an_engine_without_weights_gets_nothing_to_do_until_the_trainer_can_send_them() -> None:
-    replicas = MortalReplicas(2)
-    pool = replicas.pool(slots=2)
-    trainer = Trainer(pool)
-    publish_from_memory(pool, 4)
-    trainer.can = False
-    replicas.dead.add(1)
-    assert all(map(is_whole, served(pool, asks(8), "slots", version=4)))  # the other one has them all
-    had = len(replicas.had[1])
-    assert all(map(is_whole, served(pool, asks(8), "at once", version=4)))
-    assert len(replicas.had[1]) == had
-    replicas.dead.add(0)
-    pool.submit(asks(4), version=4)
-    for _ in range(3):
-        assert pool.collect(0.0) == []  # nobody can
-    trainer.can = True
-    pool.give_weights()
-    results = [result for _ in range(100) for result in pool.collect(0.0)]
-    assert len(results) == 4 and all(map(is_whole, results)) and len(replicas.had[1]) > had
-
-
-@pytest.mark.parametrize("lost", [{1}, {0, 1}], ids=["one of two", "all"])
-def test_an_engine_that_is_lost_while_the_trainer_s_ranks_send_weights_gets_them_alone(lost: set[int]) -> None:
-    replicas = MortalReplicas(2)
-    pool = replicas.pool()
-    trainer = Trainer(pool)
-    publish_from_memory(pool, 3)
-    replicas.dies_in_update |= lost
-    publish_from_memory(pool, 4)
-    assert trainer.asked == sorted(lost) == replicas.restarts and pool.take_faults().engine_restarts == len(lost)
-    results = served(pool, asks(8), "slots", version=4)
-    assert all(map(is_whole, results)) and {result.version for result in results} == {4}
-
-
 @pytest.mark.parametrize(("is_beyond_repair", "reason"), [(False, "its process has died"), (True, "no such node")])
 def test_too_many_restarts_end_the_run_with_the_reason(is_beyond_repair: bool, reason: str) -> None:
     replicas = MortalReplicas(2, deadly=lambda request: True)
@@ -260,15 +114,6 @@ def test_too_many_restarts_end_the_run_with_the_reason(is_beyond_repair: bool, r
     with pytest.raises(RuntimeError, match=rf"{reason}\), and they have been restarted 5 times .*max_engine_"):
         served(pool, asks(64), "slots")
     assert len(replicas.restarts) == 5
-
-
-def test_an_engine_that_dies_asleep_wakes_as_a_new_one() -> None:
-    replicas = MortalReplicas(2)
-    pool = replicas.pool(sleeps=True)
-    pool.update_weights(WeightUpdate("version_1", 1))
-    pool.sleep(keeps_weights=True)
-    replicas.dead.add(1)
-    assert all(map(is_whole, served(pool, asks(6), "at once", version=1))) and replicas.restarts == [1]
 
 
 # Stages.

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.player.completion import Completion, Instance, OpenAsk, State
 from marsrl.rollout.player.stages import Stages, StagesState, StepBatch
 from marsrl.rollout.pool.recovery import Faults
-from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.state import encode
 from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.types import Ask, Finish, Group, Message, Problem, Reward, Sample
@@ -99,12 +97,6 @@ def says(
     return each.sample if each.state is State.OVER else None
 
 
-def all_say(stages: Stages, ask: OpenAsk, *texts: str) -> tuple[Sample, ...]:
-    for each, text in zip(ask.completions, texts, strict=True):
-        says(stages, each, text)
-    return ask.samples
-
-
 def groups(stages: Stages) -> list[Group]:
     """Closed groups."""
     return [*(group for batch in stages.state.ready for group in batch.groups), *stages.state.closed]
@@ -150,34 +142,6 @@ def test_a_prompt_that_is_too_long_is_cut_if_that_is_wanted_and_counted(tmp_path
         assert found["rollout/prompts_too_long"] == (0 if opened else 3 * (1 + bool(stages.state.num_batches)))
 
 
-def test_a_request_goes_on_from_what_is_known_for_one_segment() -> None:
-    stages = stages_of(segments=4)  # 12 tokens a segment of 48
-    ask = begun(stages)[0]
-    each, prompt = ask.completions[1], ask.prompt_ids.tolist()
-    first = sent(stages)[each.uid]
-    assert (first.uid, first.affinity) == ("000001/solver:1", "000001/solver")
-    assert first.token_ids.tolist() == prompt and first.max_new_tokens == 12
-    assert first.sampling == stages.team.sampling("solver") and first.experts_from is None
-    assert first.seed == derive_seed(5, "decode", first.uid, 0) != sent(stages)["000001/solver:2"].seed
-    says(stages, each, 5, Finish.UNFINISHED)  # aborted: the rest of the segment
-    assert sent(stages)[each.uid].max_new_tokens == 7
-    says(stages, each, 7, Finish.LENGTH)
-    assert sent(stages)[each.uid].max_new_tokens == 12
-    for _ in range(2):
-        says(stages, each, 12, Finish.LENGTH)
-    last = sent(stages)[each.uid]
-    assert last.token_ids[: len(prompt)].tolist() == prompt and len(last.token_ids) == len(prompt) + 36
-    assert last.token_ids.dtype == np.int32 and last.seed == derive_seed(5, "decode", first.uid, 36)
-    says(stages, each, 4, Finish.UNFINISHED)
-    assert sent(stages)[each.uid].max_new_tokens == 8
-    own = {
-        **stages.team.agents,
-        "solver": AgentConfig(max_response_tokens=43),
-    }  # where its agent has a limit of its own
-    set_team(stages, replace(stages.team, agents=own))
-    assert stages.request(each).max_new_tokens == 3
-
-
 def test_what_cannot_be_read_is_penalised_where_that_is_asked_for() -> None:
     stages = stages_of()
     first, second, third = begun(stages)[0].completions
@@ -206,34 +170,6 @@ def test_what_is_trained_of_a_truncated_distribution_is_bounded_and_recorded() -
         says(stages, second, 2)
 
 
-@pytest.mark.parametrize(
-    ("count", "given", "finish"),
-    [
-        (27, Finish.LENGTH, Finish.UNFINISHED),
-        (28, Finish.LENGTH, Finish.LENGTH),
-        (28, Finish.UNFINISHED, Finish.LENGTH),
-        (1, Finish.STOP, Finish.STOP),
-        (2, Finish.ERROR, Finish.ERROR),
-    ],
-)
-def test_a_segment_is_counted_and_put_behind_what_was_there(count: int, given: Finish, finish: Finish) -> None:
-    stages = stages_of()  # 48 tokens at most
-    ask = begun(stages)[0]
-    each, prompt = ask.completions[0], len(ask.prompt_ids)
-    says(stages, each, 20, Finish.UNFINISHED, num_cached_tokens=3, seconds=0.25)
-    assert each.state is State.DUE and [(s.start, s.end, s.version) for s in each.segments] == [(0, 20, 7)]
-    sample = says(stages, each, count, given, num_cached_tokens=4, seconds=0.5, error="burnt")
-    assert each.finish is finish and (sample is None) == (finish is Finish.UNFINISHED) and each.seconds == 0.75
-    assert sample is None or (finish is Finish.ERROR) == (sample.reward.note == "burnt")
-    assert each.token_ids.tolist() == [*range(40, 60), *range(40, 40 + count)]
-    totals = {"tokens": 20 + count, "prompt_tokens": prompt + prompt + 20, "cached_tokens": 7}
-    of_agent = dict(zip(("output_tokens", "input_tokens", "cached_tokens"), totals.values(), strict=True))
-    found = counts(stages)
-    assert {name: found[f"rollout/{name}"] for name in totals} == totals
-    assert {name: found[f"cost/solver/{name}"] for name in of_agent} == of_agent
-    assert found["cost/solver/seconds"] == 0.75
-
-
 @pytest.mark.parametrize(("completion", "closes"), [("wait", []), ("drop_stragglers", [6, 7])])
 def test_a_group_goes_on_without_its_stragglers_when_it_is_older_than_it_may_be(
     completion: str, closes: list[int]
@@ -258,16 +194,6 @@ def test_a_group_goes_on_without_its_stragglers_when_it_is_older_than_it_may_be(
     assert found == closes
 
 
-def test_what_an_episode_keeps_of_its_answers_has_no_tokens() -> None:
-    stages = stages_of(group_size=2)
-    first, _ = begun(stages)
-    all_say(stages, first, *["so \\boxed{8}"] * 2)
-    for kept in first.episode.answers["000001/solver"]:
-        assert not (len(kept.token_ids) or len(kept.prompt_ids) or len(kept.rollout_logprobs) or len(kept.is_sampled))
-        assert (kept.full_text, kept.prompt_text, kept.shown, kept.answer) == (None, "", "so \\boxed{8}", "8")
-        assert kept.reward.value == 0 and kept.segments
-
-
 class Turns(Orchestration):
     """Two agents in turn, in episodes of their own."""
 
@@ -289,57 +215,6 @@ def turns(questions: Sequence[str] = (), **options: Any) -> Stages:
     return stages
 
 
-def test_episodes_of_single_samples_go_on_alone_and_are_compared_over_the_instance() -> None:
-    stages = turns()
-    first, second = begun(stages)
-    assert [each.ask.id for each in (first, second)] == ["000001.0/solver", "000001.1/solver"]
-    all_say(stages, first, "\\boxed{7}")
-    asked = stages.state.open["000001.0/solver:0/verifier1"]  # the other has not answered yet
-    assert asked.ask.group == "000001/verifier1"
-    all_say(stages, second, "\\boxed{8}")
-    other = stages.state.open["000001.1/solver:0/verifier1"]
-    all_say(stages, other, "Verdict: correct")
-    assert not groups(stages) and list(stages.state.instances["000001"].episodes) == ["000001.0"]
-    all_say(stages, asked, "Verdict: correct")
-    assert "000001" not in stages.state.instances
-    found = groups(stages)
-    assert [(g.group_id, g.agent, [s.uid for s in g.samples]) for g in found] == [
-        ("000001/solver", "solver", ["000001.0/solver:0", "000001.1/solver:0"]),
-        ("000001/verifier1", "verifier1", ["000001.0/solver:0/verifier1:0", "000001.1/solver:0/verifier1:0"]),
-    ]
-    assert [s.reward.value for s in found[1].samples] == [1.0, 0.0]
-
-
-def test_what_agents_share_is_a_group_of_each_and_an_ask_said_twice_is_one() -> None:
-    stages = turns(group_size=1)
-    stages.team.orchestration.follow = lambda episode: [  # type: ignore[method-assign]
-        one := episode.ask("solver", group="all"),
-        one,
-        episode.ask("verifier1", group="all"),
-    ]
-    asks = begun(stages)
-    assert [each.ask.id for each in asks] == ["000001.0/solver", "000001.0/verifier1"]
-    for each in reversed(asks):
-        all_say(stages, each, "\\boxed{7}")
-    found = [(group.group_id, group.agent, len(group.samples)) for group in groups(stages)]
-    assert found == [("000001/all", "solver", 1), ("000001/all", "verifier1", 1)]
-
-
-def test_a_team_that_fails_ends_its_episode_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    stages = turns(prompts_per_step=2)
-    first = Problem("p", "?", "raise", "math")
-    for each in begun(stages):
-        if each.ask.episode_id.startswith("000001"):
-            each.episode.problem = first
-    for each in [*stages.state.open.values()]:
-        all_say(stages, each, "\\boxed{7}")
-        assert (f"{each.ask.id}:0/verifier1" in stages.state.open) == each.ask.id.startswith("000002")
-    assert "episode 000001.0 ends: turns.follow: ZeroDivisionError: a mistake" in caplog.text
-    assert counts(stages)["rollout/failed_episodes"] == 2
-    assert [group.group_id for group in groups(stages)] == ["000001/solver"]  # what it said before is kept
-    assert len(stages.state.instances["000002"].episodes) == 2
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -359,44 +234,6 @@ def test_nonsense_of_a_team_is_told(wrong: Any, said: str, caplog: pytest.LogCap
     assert begun(stages) == [] and not stages.state.instances
     batch = stages.take()
     assert said in caplog.text and batch is not None and batch.metrics["rollout/failed_episodes"] == 2
-
-
-def test_a_parser_a_reward_or_a_prompt_that_raises_makes_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    stages = turns()
-    first, second = begun(stages)
-
-    def raises(*_: Any) -> Any:
-        raise ValueError("what is this")
-
-    stages.team.orchestration.parse = raises  # type: ignore[method-assign]
-    (sample,) = all_say(stages, first, "\\boxed{7}")
-    assert sample.finish is Finish.ERROR and sample.reward.is_missing
-    assert sample.reward.note.startswith("turns.parse: ValueError: what is this (test_player.py:")
-    del stages.team.orchestration.parse
-    stages.team.orchestration.reward = raises  # type: ignore[method-assign]
-    stages.team.orchestration.messages = raises  # type: ignore[method-assign]
-    (sample,) = all_say(stages, second, "\\boxed{7}")
-    assert (sample.finish, sample.answer) == (Finish.ERROR, None)
-    assert sample.reward.note.startswith("turns.reward: ValueError: what is this (test_player.py:")
-    found = counts(stages)  # nothing follows from them; of the next stage no prompt can be made
-    assert found["rollout/errors"] == 2 and [len(group.samples) for group in groups(stages)] == [2]
-    assert not stages.state.open and found["rollout/failed_episodes"] == 2 and found["rollout/prompts_too_long"] == 0
-
-
-def test_what_pools_have_mended_and_tools_have_counted_is_in_one_batch() -> None:
-    stages = stages_of(prompts_per_step=1, group_size=1)
-    stages.team.pools["main"].faults = Faults(engine_restarts=1, resubmitted=20, failed=3)  # type: ignore[attr-defined]
-    calls = [1, 0]
-    tools = SimpleNamespace(take_counts=lambda: {"tools/look/calls": calls.pop(0)})
-    set_team(stages, replace(stages.team, tools=tools))  # type: ignore[arg-type]
-    begun(stages)
-    for _ in range(2):
-        (ask,) = stages.state.open.values()
-        all_say(stages, ask, "no answer")
-    batches = [stages.take(), stages.take()]
-    names = ("rollout/engine_restarts", "rollout/resubmitted", "rollout/failed_requests", "tools/look/calls")
-    found = [[batch.metrics[name] for name in names] for batch in batches if batch]
-    assert found == [[1, 20, 3, 1], [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(("stage_size", "drawn"), [("new", [4, 4, 4, 4]), ("total", [4, 4, 3, 2])])

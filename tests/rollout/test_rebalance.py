@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mortal import MortalReplicas, Places
-from test_faults import asks, is_whole
+from mortal import MortalReplicas, Places, asks, is_whole
 
 from marsrl.rollout.engines.protocol import WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool

@@ -22,9 +22,7 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, WeightUpdate
-from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.orchestrations.registry import build_orchestration
-from marsrl.rollout.player.completion import Completion
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.routed_experts import ExpertArray
@@ -201,14 +199,6 @@ def test_an_aborted_segment_and_the_next_one_leave_no_token_out(model: Path) -> 
     both = np.concatenate([first.routed_experts, rest.routed_experts])
     whole = chosen(engine, np.concatenate([so_far, rest.token_ids])[:-1])
     np.testing.assert_array_equal(np.sort(both), np.sort(whole))
-    completion = Completion()
-    completion.extend(first)
-    completion.go_on_with(np.array([9, 9], np.int32))
-    unrecorded = replace(first, token_ids=first.token_ids[:1], logprobs=first.logprobs[:1], kept_tokens=None)
-    completion.extend(unrecorded)  # of a sampler that left nothing out
-    assert completion.kept_tokens is not None
-    assert completion.kept_tokens.counts.tolist() == [*first.kept_tokens.counts.tolist(), 0, 0, 0]
-    assert completion.kept_tokens.ids.tolist() == first.kept_tokens.ids.tolist()
 
 
 def test_under_the_same_weights_trainer_and_rollout_agree_and_would_not_without_what_was_kept(model: Path) -> None:
@@ -223,19 +213,6 @@ def test_under_the_same_weights_trainer_and_rollout_agree_and_would_not_without_
     assert sum(stats.agent_sums["clipped_tokens"]) == 0  # ratios to the rollout's log-probs are 1 within a hundredth
     ignored = step(model, [replace(each, kept_tokens=None) for each in sequences])
     assert ignored.prob_diff_max > 0.01 and sum(ignored.agent_sums["clipped_tokens"]) > 0
-    one_less = [replace(sequences[0], kept_tokens=without_one(sequences[0])), *sequences[1:]]
-    assert step(model, one_less).prob_diff_max > 1e-3
-
-
-def without_one(sequence: TrainSequence) -> KeptTokens:
-    """The kept tokens without the first one that was not drawn at its place."""
-    kept = sequence.kept_tokens
-    assert kept is not None
-    place = np.arange(len(kept.counts)).repeat(kept.counts)
-    at = int(np.flatnonzero(kept.ids != sequence.token_ids[place])[0])
-    counts = kept.counts.copy()
-    counts[place[at]] -= 1
-    return KeptTokens(np.delete(kept.ids, at), counts)
 
 
 def test_a_segment_that_is_carried_over_keeps_what_the_weights_that_decoded_it_recorded(
@@ -271,35 +248,6 @@ def learner_logprobs(learner: Learner, sequences: list[TrainSequence]) -> list[n
     (batch,) = update(sequences).micro_batches
     (logprobs,) = learner.score([batch])
     return np.split(logprobs[batch.mask].numpy(), np.cumsum([len(s.token_ids) for s in sequences])[:-1])
-
-
-def test_old_log_probs_are_of_the_forced_experts_too(model: Path, other: Path) -> None:
-    """Else the ratio of the first update would not be 1, and the loss not that of the pseudo on-policy."""
-    sequences = train_sequences(played(engine_of(model), 2, other))
-    losses, clipped = [], []
-    for old_policy in ("pois", "recompute"):
-        learner = learner_of(model, old_policy=old_policy, objectives=[PolicyObjective()])
-        whole = update(sequences)
-        (batch,) = whole.micro_batches
-        stats = learner.train_step([whole])
-        losses.append(stats.loss)
-        clipped.append(sum(stats.agent_sums["clipped_tokens"]))
-        if old_policy == "recompute":
-            (own,) = learner.score([batch])
-            assert float((own - stats.logprobs[0])[batch.mask].abs().max()) > 1e-4  # forcing changes something
-        parallel.stop()
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6) and clipped[1] == 0
-
-
-def test_recomputed_log_probs_and_a_reference_are_of_what_was_kept_too(model: Path, other: Path) -> None:
-    """Under the same weights the ratio is 1 and the divergence 0, however little was kept."""
-    sequences = train_sequences(played(engine_of(model)))
-    objective = PolicyObjective(clip_low=1e-4, clip_high=1e-4, kl="k3", kl_coef=0.1)
-    options = {"objectives": [objective], "old_policy": "recompute", "router_replay": "none"}
-    stats = step(model, sequences, reference_dir=model, **options)
-    assert sum(stats.agent_sums["clipped_tokens"]) == 0 and abs(sum(stats.agent_sums["kl"])) < 1e-6
-    stats = step(model, sequences, reference_dir=other, **options)
-    assert sum(stats.agent_sums["kl"]) > 0.1
 
 
 def test_mastered_tokens_are_found_by_what_was_kept_or_by_the_model_s_own_distribution(model: Path) -> None:

@@ -8,7 +8,7 @@ import traceback
 from typing import Any
 
 import pytest
-from letters import letter_config, letter_problems, letter_team, script, set_version
+from letters import letter_config, letter_problems, letter_team, script
 
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.player.rollout import Rollout
@@ -22,23 +22,6 @@ def background(**options: Any) -> tuple[Rollout, Any]:
 
 def rollout_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("marsrl-")]
-
-
-def test_batches_come_while_versions_change() -> None:
-    rollout, engine = background(segments=3)
-    decoded: list[int] = []
-    ages, ids = [], []
-    for version in range(6):
-        batch = rollout.next_batch({"main": version}, decoded.append)
-        ages += [version - s.oldest_version for g in batch.groups for s in g.samples]
-        ids += [g.group_id for g in batch.groups]
-        with rollout.resting({"main": version + 1}):
-            assert rollout.stages.team.pools["main"].num_under_way == 0
-            set_version(version + 1, engine)
-    rollout.close()
-    assert len(set(ids)) == len(ids) > 10
-    assert 0 < max(ages) <= 4
-    assert rollout_threads() == []
 
 
 def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import pytest
 from letters import (
     END,
@@ -14,19 +13,16 @@ from letters import (
     letter_config,
     letter_problems,
     letter_team,
-    script,
     set_version,
     submissions,
-    with_two_policies,
 )
 
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.player.completion import State
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.player.stages import RolloutState, StepBatch
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.types import Finish, Problem, Reward
+from marsrl.rollout.types import Problem, Reward
 
 
 def played(*, team: dict[str, Any] | None = None, **options: Any) -> tuple[Rollout, ScriptedEngine]:
@@ -47,18 +43,6 @@ def play(rollout: Rollout, engine: ScriptedEngine, stages: Sequence[int]) -> lis
 
 def endless(request: DecodeRequest) -> list[int]:
     return [ord(".")] * 100
-
-
-def test_everything_is_sent_at_once_in_order_of_groups_and_the_batch_is_in_that_order() -> None:
-    rollout, engine = played(segments=3, prompts_per_step=3)
-    sent = submissions(rollout.stages.team.pools["main"])
-    batches = play(rollout, engine, range(6))
-    assert len(sent) == 6 and all(uids == sorted(uids) and at_once for uids, at_once in sent)
-    opened = [*rollout.snapshot().stages.open]
-    assert opened != sorted(opened)  # it was not opened in that order
-    for batch in batches:
-        assert [group.group_id for group in batch.groups] == sorted(group.group_id for group in batch.groups)
-    assert sum(len(batch.groups) for batch in batches) > 8
 
 
 def test_what_is_picked_in_a_stage_is_asked_in_the_next_one() -> None:
@@ -86,54 +70,6 @@ def test_samples_are_judged_while_others_decode() -> None:
     assert len(judged_at) >= 2 and judged_at[0] < engine.num_decoded()
 
 
-def test_each_policy_decodes_its_agents_under_its_own_version_and_progress_is_told_over_both() -> None:
-    config = letter_config(overlap=0, finish_share=0.99, pipeline="trajectory", prompts_per_step=4)
-    team, (engine,) = letter_team(config)
-    set_version(3, engine)
-    second = ScriptedEngine(script, version=5, tokens_per_step=9)
-    rollout = Rollout(config, with_two_policies(team, second), letter_problems(9), seed=0)
-    told: list[int] = []
-    batch = rollout.next_batch({"main": 3, "other": 5}, told.append)
-    versions = {(s.agent[0], segment.version) for g in batch.groups for s in g.samples for segment in s.segments}
-    assert versions == {("s", 3), ("v", 5), ("c", 3)}
-    assert told == sorted(told) and told[0] > 0
-    assert told[-1] == batch.metrics["rollout/tokens"] == engine.num_decoded() + second.num_decoded()
-
-
-def test_policies_decode_side_by_side() -> None:
-    config = letter_config(overlap=0, prompts_per_step=4)
-    team, (engine,) = letter_team(config, tokens_per_step=1)
-    second = ScriptedEngine(script, tokens_per_step=1)
-    rollout = Rollout(config, with_two_policies(team, second), letter_problems(9), seed=0)
-    rollout.next_batch({"main": 0, "other": 0})
-    before = engine.num_decoded()
-    assert second.num_decoded() == 0
-    rollout.stages.want()
-    rollout.stages.advance(0.0)
-    rollout.stages.advance(0.0)
-    assert second.num_decoded() > 0 and engine.num_decoded() > before
-
-
-@pytest.mark.parametrize("pipeline", ["agentic", "trajectory"])
-def test_stages_batches_and_unfinished_samples_are_counted(pipeline: str) -> None:
-    rollout, engine = played(pipeline=pipeline, segments=4)
-    begun: list[int] = []
-    rollout.stages.on_stage = lambda: begun.append(1)
-    batches = play(rollout, engine, range(2))
-    state = rollout.stages.state
-    assert (state.num_stages, state.num_batches, state.num_taken) == (2, 2, 2)
-    assert sum(batch.metrics["rollout/stages"] for batch in batches) == len(begun)
-    assert len(begun) == 2 if pipeline == "agentic" else len(begun) > 6
-    assert batches[-1].metrics["rollout/unfinished"] == rollout.num_unfinished
-    assert (rollout.num_unfinished > 0) == (pipeline == "agentic")
-    assert sum(batch.metrics["rollout/tokens"] for batch in batches) == engine.num_decoded() > 0
-    if pipeline == "trajectory":
-        assert [{g.rollout_id for g in batch.groups} for batch in batches] == [
-            {"000001", "000002"},
-            {"000003", "000004"},
-        ]
-
-
 @pytest.mark.parametrize("segments", [1, 4])
 def test_a_state_through_bytes_goes_on_as_if_nothing_had_happened(segments: int) -> None:
     unbroken = play(*played(segments=segments), range(8))
@@ -150,27 +86,6 @@ def test_problems_are_drawn_up_to_a_number_of_samples_under_way(most: int, drawn
     rollout, engine = played(team={"script": endless}, segments=4, max_unfinished=most)
     play(rollout, engine, range(2))  # 2 groups of 3 are on their way when the second stage begins
     assert rollout.stages.state.num_instances == drawn
-
-
-@pytest.mark.parametrize(
-    ("known", "tokens"),
-    [
-        (44, 4),  # the first of two has its last four tokens: half has finished, the other is cut off
-        (20, 24),  # the first ends its segment and goes on later: the other decodes to the end of its own
-    ],
-)
-def test_a_share_counts_samples_that_are_over_and_not_segments(known: int, tokens: int) -> None:
-    config: dict[str, Any] = {"segments": 2, "finish_share": 0.5, "group_size": 2, "prompts_per_step": 1}
-    rollout, _ = played(team={"script": endless, "tokens_per_step": 2}, **config)
-    rollout.stages.resume({"main": 0})
-    rollout.stages.want()
-    (ask,) = rollout.stages.state.open.values()
-    first, second = ask.completions
-    first.extend(DecodeResult("", np.full(known, ord("."), np.int32), np.zeros(known, np.float32), Finish.LENGTH, 0))
-    while rollout.stages.take() is None:
-        rollout.stages.advance(0.0)
-    assert len(first.token_ids) == min(48, known + 24) and len(second.token_ids) == tokens
-    assert (first.state is State.OVER) == (known == 44) and second.state is State.DUE
 
 
 def test_a_stage_ends_when_just_the_share_has_finished() -> None:

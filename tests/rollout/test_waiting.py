@@ -243,42 +243,6 @@ def test_evaluation_plays_them_too() -> None:
     assert again.sample is not None and again.sample.text == ENDED[0] and tools.called.total() == 5
 
 
-class Pair(Seeker):
-    """The helper waits until the Solver, which gets more than it has room for, has ended."""
-
-    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
-        return [episode.ask("solver"), episode.ask("helper")]
-
-    def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
-        if sample.agent == "solver":
-            return "x" * 200
-        return "(over)" if episode.is_over(episode.ask("solver")) else None
-
-
-def waits_once(request: DecodeRequest) -> list[int]:
-    known = LetterRenderer().decode(request.token_ids).rpartition("\xff")[2]
-    whole = "=7" if "(over)" in known else "<ask>me</ask>"
-    begun = known.rpartition("(over)")[2]
-    return [*map(ord, whole[len(begun) :]), *([END] if whole == "=7" else [])]
-
-
-@pytest.mark.parametrize("overlap", [0, 1, None])
-def test_a_sample_goes_on_when_another_that_waited_has_ended(overlap: int | None) -> None:
-    config = config_of(overlap=overlap or 0, pipeline="trajectory", group_size=1, prompts_per_step=1)
-    team = team_of(config, None, Pair, waits_once)
-    if overlap is None:
-        episode = Episode("e.0", "e", Problem("p", "what", "7", "math"), purpose="evaluate")
-        play = EvaluationPlay(team, VERSIONS, 200, Sampling())
-        asked = play.ask([(episode, a) for a in team.follow(episode)[0]], 0)
-        play.finish()
-        samples = [each.sample for each in asked if each.sample is not None]
-    else:
-        samples = list(played(config, team, steps=1).values())
-    said = {sample.agent: sample for sample in samples}
-    assert said["solver"].finish is Finish.LENGTH and said["solver"].turn == 0
-    assert said["helper"].text == "<ask>me</ask>(over)=7" and said["helper"].finish is Finish.STOP
-
-
 class Stuck(Seeker):
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
         return [episode.ask("solver")]
@@ -330,10 +294,8 @@ def test_what_cannot_go_on_ends_and_says_why(kind: type[Seeker], finish: Finish,
         ("", ["<think>a", "[x]", "b</think>c"], "b</think>c", True),  # a pause in the midst of a thought
         ("<think>", ["a", "[</think>]", "b"], "b", True),  # a stranger ends no thought
         ("", ["a", "[<think>]", "b"], "b", False),  # and begins none
-        ("<think>", ["a</think>b", "[x]", "c"], "c", False),
         ("<think>", ["a</think>b\x01", "|next\n<think>\n", "c"], "c", True),  # the next turn begins as the messages say
         ("<think>", ["a\x01", "|next\n", "c"], "c", False),  # a turn that ended within its thought
-        ("", ["a\x01", "|<think>\n", "b</think>c", "[x]", "d"], "d", False),
         ("", ["a", "[x]"], "", False),
     ],
 )
@@ -402,32 +364,3 @@ def test_what_follows_from_an_output_is_waited_for_and_without_overlap_all_go_on
         said = [sample.text for group in batch.groups for sample in group.samples]
         assert said == ["a<look>ab</look>[xy]=7"] * 4 and batch.metrics["rollout/foreign_tokens"] == 4 * len("[xy]")
         assert overlap or [len(uids) for uids, _ in sent] == [4, 4]
-
-
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_a_helper_that_cannot_read_its_prompt_keeps_nobody_waiting(overlap: int) -> None:
-    config = config_of(overlap=overlap)
-    team = team_of(config, Looker(), says=once("b<ask>cd</ask>", ")"))
-    team.agents["helper"] = AgentConfig(max_input_tokens=1)  # type: ignore[index]
-    samples = played(config, team, steps=1).values()
-    assert len(samples) == 4 and all("nothing was asked for" in sample.reward.note for sample in samples)
-
-
-class LooksAfter(Seeker):
-    """Looks up what the Solver has ended with, and then tells it to the helper."""
-
-    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
-        asks: list[Ask | ToolCall] = [episode.ask("solver")]
-        if (said := episode.said(episode.ask("solver"))) is not None:
-            asks.append(call := episode.call("look", said, word="x"))
-            if episode.output(call) is not None:
-                asks.append(episode.ask("helper", said))
-        return asks
-
-
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_a_trajectory_ends_after_the_calls_that_follow_its_last_answer(overlap: int) -> None:
-    config = config_of(overlap=overlap, pipeline="trajectory")
-    team = team_of(config, Looker(), LooksAfter, lambda request: [ord("="), ord("7"), END])
-    samples = played(config, team, steps=1).values()
-    assert Counter(sample.agent for sample in samples) == {"solver": 4, "helper": 4}

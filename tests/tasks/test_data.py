@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from marsrl.rollout.jsonl import MAX_LINE_BYTES
 from marsrl.rollout.tasks.config import TrainFile, read_eval_files, read_train_files
-from marsrl.rollout.tasks.data import DataCursor, read_problems, repeats
+from marsrl.rollout.tasks.data import DataCursor, read_problems
 from marsrl.rollout.tasks.problem_files import Mixture, draw_endlessly, read_eval, read_train
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.types import Problem
@@ -34,11 +34,9 @@ ASKED = {"role": "user", "content": "q"}
     ("row", "question", "answer"),
     [
         ({"question": "q", "answer": "work\n#### 1,234"}, "q", "1234"),
-        ({"question": "q", "answer": "x+1"}, "q", "x+1"),
         ({"query": "q", "ans_box": "7"}, "q", "7"),
         ({"prompt": "q", "label": 5}, "q", "5"),
         ({"problem": "q", "solution": r"so \boxed{\frac12}"}, "q", r"\frac12"),
-        ({"problem": "q", "solution": r"so \boxed{3}", "answer": "3"}, "q", "3"),
         ({"prompt": [{"role": "system", "content": "s"}, ASKED], "reward_model": {"ground_truth": "9"}}, "q", "9"),
         ({"question": "q", "answer": 70.0}, "q", "70"),
         ({"question": "q", "answer": ["4"]}, "q", "4"),
@@ -61,9 +59,7 @@ GOOD = {"question": "q", "answer": "1"}
         (b'{"question": "\xff"}', "not UTF-8 at byte 14"),
         ({"question": "q"}, "answer.*is missing"),
         ({"question": "q", "answer": True}, "is bool"),
-        ('{"question": "q", "answer": NaN}', "is nan"),
         ({"question": "q", "answer": ["1", "2"]}, r"answer \(answer\) is a list of 2, expected one answer"),
-        ({"question": 5, "answer": "1"}, "question is int"),
         ({"question": [{"role": "system", "content": "s"}], "answer": "1"}, "without a user message"),
     ],
 )
@@ -224,18 +220,6 @@ def test_a_file_of_a_mixture_of_which_all_is_held_out_is_named() -> None:
     assert [len(file) for file in kept.files] == [1, 2] and kept.weights == (1.0, 2.0) and len(kept) == 3
     with pytest.raises(ValueError, match=r"data.train\[1\]: all of its 1 questions are held out"):
         mixture.without({"r"})
-
-
-def test_questions_that_stand_there_twice_are_counted_and_those_with_two_answers_placed(tmp_path: Path) -> None:
-    rows = [("a", "1"), ("b", "2"), (" b ", "3"), ("b", " 2"), ("a", "1"), ("c", "5"), ("c", "6")]
-    data = write(tmp_path / "p.jsonl", *({"question": q, "answer": a} for q, a in rows))
-    problems = read_problems(data, "math").problems
-    contradiction, same = repeats(problems, "data.train")
-    assert contradiction.startswith(
-        "data.train: 2 question(s) stand there with different answers, first p.jsonl:2 (answer '2') and p.jsonl:3 ('3')"
-    )
-    assert same == "data.train: 2 problem(s) repeat an earlier one, question and answer"
-    assert repeats(problems[:2], "data.train") == []
 
 
 def test_a_line_without_end_is_bounded_and_the_next_one_is_read(tmp_path: Path) -> None:

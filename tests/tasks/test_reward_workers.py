@@ -89,27 +89,6 @@ def test_a_reward_is_a_number_from_0_to_1_and_anything_else_is_missing(odd_judge
         assert others[4].value == 0  # requests are not what a judge reads as its input
 
 
-def test_what_a_judge_has_started_ends_with_it(tmp_path: Path) -> None:
-    (tmp_path / "starting.py").write_text(
-        "import subprocess\n"
-        "def judge(file):\n"
-        "    def run(problem, answer):\n"
-        "        child = subprocess.Popen(['sleep', '1000'])\n"
-        "        open(file, 'w').write(str(child.pid))\n"
-        "        child.wait()\n"
-        "    return run\n"
-    )
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    arguments = {"file": str(tmp_path / "pid")}
-    with RewardPool(JudgeOptions(workers=1, timeout_s=5.0), judge="starting:judge", arguments=arguments) as pool:
-        (reward,) = judged(pool, [(problem("1"), "1")])
-    assert "killed" in reward.note
-    with contextlib.suppress(psutil.NoSuchProcess):  # its end takes its time
-        child = psutil.Process(int((tmp_path / "pid").read_text()))
-        if child.status() != psutil.STATUS_ZOMBIE:
-            child.wait(timeout=60)
-
-
 def test_a_reference_that_is_not_there_is_missing_and_an_endless_answer_is_wrong() -> None:
     with RewardPool(JudgeOptions(max_answer_chars=10)) as pool:  # no process is started for these
         nothing, endless = judged(pool, [(problem(None), "1"), (problem("1"), "1" * 11)])

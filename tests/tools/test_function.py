@@ -15,9 +15,6 @@ from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.tools.config import ToolsConfig
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.types import ToolCall, ToolFunction, ToolOutput
-from marsrl.trainer.config.explain import page_of
-from marsrl.trainer.config.keys import all_keys, as_key
-from marsrl.trainer.config.origin import ConfigError
 from marsrl.trainer.config.read import read_config
 
 SOON_S = 120.0  # far more than anything here takes
@@ -181,15 +178,6 @@ def test_calls_run_beside_the_run_and_their_processes_end_with_it(file: Path) ->
         os.kill(int(number), 0)
 
 
-def test_a_long_output_is_cut_and_calls_that_repeat_run_once_where_they_may(file: Path) -> None:
-    with pool_of(file, "misbehave", max_output_chars=10) as pool:
-        assert ask(pool, how="long").text == "x" * 10 + "\n[cut: the first 10 of 50,000 characters]"
-    for deterministic in (True, False):
-        with pool_of(file, "misbehave", deterministic=deterministic) as pool:
-            assert ask(pool, how="a") and ask(pool, how="a")
-            assert pool.take_counts()["tools/own/cached"] == deterministic
-
-
 def test_a_function_that_cannot_be_a_tool_is_refused_before_a_run(file: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def f(:")
     (tmp_path / "ends.py").write_text("raise SystemExit(4)")
@@ -208,20 +196,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_before_a_run(file: Path, tm
             check_tools(config(where, name), ["own"], ())
 
 
-def test_the_settings_of_own_tools_are_read_as_others_are(file: Path, tmp_path: Path) -> None:
-    for words, said in (
-        (
-            ["tools.serach.kind=index"],
-            r"tools.serach is none of the tools that ship \(search, .* kind is function or mcp",
-        ),
-        (["tools.own={kind: function}"], "tools.own.function: Field required"),
-        (["tools.own={kind: function, function: convert}"], "tools.own.function: String should match"),
-        (["tools.unknown={kind: function, function: a.py:b}"], "tools.unknown: expected a name"),
-        (["tools.own={kind: function, function: a.py:b, timout_s: 3}"], "did you mean tools.own.timeout_s"),
-        (["agents.solver.tools=[own]"], "agents.solver calls the tool own, which is not set: set tools.own.kind"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            read_config(None, ["orchestration=solver", *words])
+def test_a_function_is_found_from_the_file_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("tools: {own: {kind: function, function: my_tools.py:convert, timeout_s: 3}}")
     read, _ = read_config(tmp_path / "run.yaml", ["tools.own.cache_mib=1"])
     assert read.tools.names == ("own",)
@@ -229,8 +204,3 @@ def test_the_settings_of_own_tools_are_read_as_others_are(file: Path, tmp_path: 
     assert (own["function"], own["timeout_s"], own["cache_mib"]) == (f"{tmp_path}/my_tools.py:convert", 3, 1)
     again = type(read).model_validate(read.model_dump(mode="json"))
     assert again == read and again.tools.given == read.tools.given
-    assert as_key(["tools", "own", "memory_mib"]) == "tools.<name>.memory_mib" and as_key(["tools", "search", "top_k"])
-    assert (
-        all_keys()["tools.<name>.command"].meaning.startswith("mcp: ")
-        and page_of("tools.<name>.command") == "docs/tools.md"
-    )

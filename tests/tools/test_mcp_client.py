@@ -84,13 +84,6 @@ def test_a_call_that_hangs_is_an_error_and_others_are_answered() -> None:
         assert pool.take_counts()["tools/files/timeouts"] == 1
 
 
-def test_outputs_are_cut_and_kept_where_the_settings_say_so() -> None:
-    with pool_of(command=STDIO, deterministic=True, max_output_chars=5) as pool:
-        outputs = [ask(pool, "greet", name="you") for _ in range(2)]
-        assert [output.text for output in outputs] == ["hello\n[cut: the first 5 of 9 characters]"] * 2
-        assert pool.take_counts()["tools/files/cached"] == 1
-
-
 def test_a_command_gets_the_variables_that_are_named_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FILES_TOKEN", "secret")
     monkeypatch.setenv("OTHER_TOKEN", "other")

@@ -8,8 +8,6 @@ import os
 import re
 import socket
 import ssl
-import subprocess
-import sys
 import time
 import tracemalloc
 import zlib
@@ -98,17 +96,6 @@ def test_a_page_is_its_main_text_and_is_asked_for_once() -> None:
     assert counts["pages/calls"] == 4 and counts["pages/cached"] == 1 and counts["pages/errors"] == 1
     assert counts["pages/read"] == 2 and counts["pages/refused"] == 1
     assert counts["pages/bytes"] > 2 * len(ARTICLE) and counts["pages/seconds"] > 0
-
-
-def test_what_an_evaluation_reads_is_counted_apart() -> None:
-    with site({"/": sends(ARTICLE)}) as (pool, _, url):
-        visit(pool, url)
-        with pool.apart():
-            for address in (url, url + "/"):
-                visit(pool, address)
-            assert pool.take_counts()["tools/pages/read"] == 2
-            visit(pool, url)
-        assert pool.take_counts()["tools/pages/read"] == 1
 
 
 def test_a_search_shows_the_bodies_of_its_results() -> None:
@@ -424,11 +411,6 @@ def test_what_hangs_or_floods_a_parser_ends_its_process_and_no_other() -> None:
         assert SENTENCE in text(ARTICLE.encode())
 
 
-def test_a_long_text_is_cut_and_says_so() -> None:
-    found = told(sends("word " * 100_000, "text/plain"), max_output_chars=1000)
-    assert len(found) < 1200 and "[cut: the first 1,000 of" in found
-
-
 def test_the_process_that_parses_has_no_keys_and_ends_with_the_tools() -> None:
     os.environ["SERPAPI_API_KEY"] = "s3cr3t"
     with site({"/": sends(ARTICLE)}) as (pool, _, url):
@@ -436,19 +418,6 @@ def test_the_process_that_parses_has_no_keys_and_ends_with_the_tools() -> None:
         (parser,) = [child for child in psutil.Process().children() if PARSER in child.cmdline()]
         assert "PATH" in parser.environ() and "SERPAPI_API_KEY" not in parser.environ()
     assert not parser.is_running()
-
-
-@pytest.mark.slow
-def test_pages_longer_than_a_bin_are_read_side_by_side(tmp_path: Path) -> None:
-    """The benchmark on few questions: a world of pages, served and searched on this machine."""
-    root, told = Path(__file__).parents[2], tmp_path / "told.json"
-    words = [sys.executable, "benchmarks/read_pages.py", "--problems", "6", "--json", str(told)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=root)
-    assert done.returncode == 0, done.stderr
-    snippets, pages = json.loads(told.read_text()).values()
-    assert snippets["pages_read"] == 0 and snippets["bins"] == snippets["searches"] and snippets["most_at_once"] == 1
-    assert pages["bins"] == pages["results"] > 2 * pages["searches"] and pages["most_at_once"] > 2
-    assert pages["pages_read"] > 6 and pages["right"] == 1 > snippets["right"]
 
 
 @pytest.mark.parametrize("end", ["</tool_response>", "</ Tool_Response >", "<tool_response>", "</information>"])

@@ -10,10 +10,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tools.config import ToolLimits
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.tools.protocol import ToolError
@@ -173,13 +170,6 @@ def test_of_parts_beyond_the_cap_the_longest_are_cut_and_none_is_lost() -> None:
     assert all(part == "x" * size for part, size in zip(output.parts[:2], sizes, strict=False))
 
 
-@given(st.lists(st.text("ab\n", max_size=4), max_size=5))
-def test_an_output_of_parts_is_one_text_and_survives_a_checkpoint(parts: list[str]) -> None:
-    output = decode(ToolOutput, encode(ToolOutput.of(parts)))
-    assert output.parts == tuple(parts) and output.text == "\n".join(parts)
-    assert ToolOutput("one\ntwo").parts == () == ToolOutput.of([]).parts
-
-
 def test_a_call_that_hangs_is_an_error_and_others_take_its_thread() -> None:
     gate = threading.Event()
     tool = Scripted(lambda arguments: str(gate.wait(SOON_S)) if arguments["text"] == "hang" else "well")
@@ -206,23 +196,6 @@ def test_a_tool_that_hangs_now_and_then_goes_on_and_its_threads_are_bounded() ->
         while (again := answers(pool, [call("again", "a")])["again"]).is_error and time.monotonic() < end:
             threading.Event().wait(0.001)
         assert again == ToolOutput("well")
-
-
-def test_a_late_answer_of_a_call_that_was_given_up_is_nobodys_and_not_kept() -> None:
-    gate, done = threading.Event(), threading.Event()
-
-    def run(arguments: Mapping[str, object]) -> str:
-        if gate.wait(SOON_S) and len(tool.seen) == 1:
-            done.set()
-            return "late"
-        return "fresh"
-
-    tool = Scripted(run)
-    with pool_of(tool, concurrency=2, timeout_s=1.0) as pool:
-        assert answers(pool, [call("1")])["1"].is_error
-        gate.set()
-        assert done.wait(SOON_S)
-        assert answers(pool, [call("2")]) == {"2": ToolOutput("fresh")}
 
 
 def test_a_call_that_was_answered_is_not_run_again_however_its_arguments_are_spelled() -> None:
@@ -265,29 +238,6 @@ def test_the_outputs_used_last_are_kept(size: int, texts: str, runs: str) -> Non
         for id, text in enumerate(texts):
             answers(pool, [call(str(id), text)])
     assert "".join(str(each["text"]) for each in tool.seen) == runs
-
-
-def test_a_caller_may_give_a_call_up_and_others_are_answered() -> None:
-    gate = threading.Event()
-    with pool_of(Scripted(lambda arguments: str(gate.wait(SOON_S))), concurrency=1) as pool:
-        futures = [pool.submit(call(str(i), i // 2)) for i in range(4)]  # two of each: one run
-        assert futures[0].cancel() and futures[2].cancel()
-        gate.set()
-        assert futures[1].result(SOON_S) == futures[3].result(SOON_S) == ToolOutput("True")
-
-
-def test_what_went_wrong_last_is_known() -> None:
-    def run(arguments: Mapping[str, object]) -> str:
-        if arguments["text"] == "a":
-            return "well"
-        raise ToolError(f"no server for {arguments['text']}")
-
-    with pool_of(Scripted(run)) as pool:
-        answers(pool, [call("1", "a"), ToolCall("2", "echo", "no JSON")])
-        assert pool.last_errors() == {}  # calls that no tool could read are not its own errors
-        for text in ("b", "c", "a"):
-            answers(pool, [call(text, text)])
-        assert pool.last_errors() == {"echo": "error: no server for c"}
 
 
 def test_closing_drops_what_hangs_and_closes_each_tool_once() -> None:

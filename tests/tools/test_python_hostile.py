@@ -123,14 +123,3 @@ def test_honest_calls_beside_hostile_ones_have_their_answers(outputs: Mapping[st
     assert len(honest) > 15
     for name, future in honest.items():
         assert future.result(SOON_S) == ToolOutput(str(int(name.split()[1]) + 1))
-
-
-def test_an_honest_call_does_not_wait_for_hostile_ones() -> None:
-    config = CONFIG.model_copy(update={"wall_s": 80.0, "cpu_s": 80, "timeout_s": 90.0})
-    pool = ToolPool({"python": PythonInterpreter(config)}, {"python": config})
-    try:
-        hostile = [pool.submit(call(str(i), "import os\nos.fork()\nwhile True: pass")) for i in range(4)]
-        assert pool.submit(call("honest", "6 * 7")).result(SOON_S) == ToolOutput("42")
-        assert not any(future.done() for future in hostile)
-    finally:
-        pool.close()

@@ -24,14 +24,6 @@ def tools(**search: object) -> ToolsConfig:
     return ToolsConfig.model_validate({"search": {"kind": "index", **search}})
 
 
-def test_a_team_that_searches_wants_the_tool() -> None:
-    unset = r"calls the tool search, which is not set: set tools.search.kind \(docs/tools.md\)"
-    with pytest.raises(ConfigError, match=f"orchestration=search_team {unset}"):
-        read_config(None, ["orchestration=search_team"])
-    config, _ = read_config(None, ["task=qa"])
-    assert config.tools.search is not None and config.tools.search.kind == "index"
-
-
 def test_a_team_that_names_a_tool_that_is_not_set_is_told_how_to_set_it(tmp_path: Path) -> None:
     team = tmp_path / "team.py"
     text = "from marsrl.rollout.agents.orchestration import Orchestration\n"
@@ -141,9 +133,3 @@ def test_a_scholar_searches_its_file_or_the_task_s_papers(tmp_path: Path) -> Non
             for tool, found in (("scholar", f"Paper 1(Title: {title}) "), ("search", "Doc 1(Title: Maps)")):
                 output = pool.submit(ToolCall(tool, tool, '{"queries": ["lima", "maps"]}')).result(30.0)
                 assert output.parts == (output.text,) and output.text.startswith(found)
-    with pytest.raises(ValueError, match=r"tools.scholar.corpus is null, and the task has no papers of its own"):
-        check_tools(ToolsConfig.model_validate({"scholar": {"kind": "index"}}), ["scholar"], [LIMA])
-    config = ToolsConfig.model_validate({"scholar": {"kind": "index", "corpus": str(tmp_path / "none.jsonl")}})
-    with pytest.raises(ValueError, match=r"tools.scholar.corpus: .*none.jsonl"):
-        check_tools(config, ["scholar"], ())
-    assert config.scholar is not None and config.scholar.top_k == 5

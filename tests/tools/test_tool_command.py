@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from completions_server import Handler, completions_server
 
 from marsrl.trainer.commands.cli import main
 
@@ -44,21 +43,6 @@ def test_a_text_or_an_object_and_nothing_that_a_terminal_obeys(capsys: pytest.Ca
     assert status == 0 and shown.startswith("No documents match.\n# 0.") and shown.endswith(" s, whole\n")
 
 
-def test_a_page_is_visited(capsys: pytest.CaptureFixture[str]) -> None:
-    def reply(handler: Handler, asked: object, before: int) -> None:
-        handler.send(200, b"The capital of Peru.", Content_Type="text/plain")
-
-    with completions_server(reply) as server:
-        url = server.base_url.removesuffix("v1")
-        words = ["visit", url, "tools.visit={}"]
-        status, shown, _ = tool(capsys, *words, "tools.pages.allow_hosts=[127.0.0.1]")
-        assert status == 0 and shown.startswith(f"Page 1({url}) The capital of Peru.\n# ")
-        status, shown, _ = tool(capsys, *words)
-        assert status == 1 and "an address that is not public" in shown
-    status, shown, error = tool(capsys, "visit", url)
-    assert status == 2 and "tools.visit is not set; set its keys, tools.visit={}" in error
-
-
 @pytest.mark.parametrize("argument", ["!!", '{"q": "lima"}', '{"queries": []}'])
 def test_an_error_is_exit_status_1(capsys: pytest.CaptureFixture[str], corpus: str, argument: str) -> None:
     status, shown, _ = tool(capsys, "search", argument, corpus)
@@ -70,7 +54,6 @@ def test_an_error_is_exit_status_1(capsys: pytest.CaptureFixture[str], corpus: s
     [
         (["bing", "x"], "there is no tool 'bing'; there are: search, scholar, visit, python"),
         (["search", "x", "task=math"], "tools.search is not set"),
-        (["search", "x", "tools.search.corpus=none.jsonl"], "tools.search.corpus: "),
         (["search", "x", "data.train=questions.jsonl"], "tools.search.corpus is null, and the task has no documents"),
         (["search", "x", "--config", "none.yaml"], "--config none.yaml: no such file"),
     ],
