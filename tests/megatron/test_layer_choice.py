@@ -18,8 +18,6 @@ from marsrl.trainer.data.packing import pack
 from marsrl.trainer.learner.megatron import layer_choice
 from marsrl.trainer.learner.megatron.layer_choice import APEX, LayerChoice, choose_fusions, choose_layers
 
-OURS, THEIRS = LayerChoice("ours", "asked for"), LayerChoice("transformer_engine", "installed")
-
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """A module transformer_engine whose pytorch.fp8 has these names, and a machine with a GPU."""
