@@ -39,7 +39,7 @@ TOGETHER = {
     "compiled": (
         "tests/kernels/test_traced_ops.py",
     ),  # first: a process that trains with our shim of Megatron compiles nothing
-    "ranks": ("tests/megatron", "tests/plan", "tests/trainer/test_collective.py"),
+    "ranks": ("tests/megatron", "tests/plan"),
     "engines": ("tests/engines",),
     "runs": ("tests/integration",),
     "default run": ("tests/integration/test_default_run.py", "tests/integration/test_chaos.py"),

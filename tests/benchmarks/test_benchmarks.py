@@ -3,7 +3,6 @@
 import ctypes
 import importlib.util
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,60 +26,6 @@ print(run.text(table))
 """
     done = call(str(BENCHMARKS), code=code)
     assert "WRONG, so nothing is measured" in done.stdout, done.stderr
-
-
-def git(repository: Path, *words: str) -> str:
-    author = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
-    command = ["git", "-C", str(repository), *author, *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """Three revisions: without a benchmark, with one that takes 3 s and builds a library, and one that takes 2 s."""
-    root = tmp_path / "repository"
-    (root / "benchmarks").mkdir(parents=True)
-    git(root, "init", "--quiet")
-    (root / "setup.py").write_text("import pathlib; pathlib.Path('library').write_text('built')\n")
-    git(root, "add", "--all")
-    git(root, "commit", "--quiet", "--message", "no benchmark")
-    for seconds in (3.0, 2.0):
-        (root / "benchmarks" / "run.py").write_text(
-            "import json, pathlib, sys\n"
-            f"assert {seconds} == 2.0 or pathlib.Path(__file__).parents[1].joinpath('library').exists()\n"
-            "assert sys.argv[1:6] == ['made_up', '--device', 'cpu', '--only', 'ours'], sys.argv\n"
-            f"row = {{'name': 'ours', 'median_s': {seconds}}}\n"
-            "table = {'case': 'made_up', 'shape': {'tokens': 7}, 'rows': [row]}\n"
-            "file = sys.argv[sys.argv.index('--json') + 1]\n"
-            "pathlib.Path(file).write_text(json.dumps({'tables': [table]}))\n"
-        )
-        git(root, "add", "--all")
-        git(root, "commit", "--quiet", "--message", f"takes {seconds} s")
-    return root
-
-
-def compare_with(repository: Path, revision: str) -> subprocess.CompletedProcess[str]:
-    code = """
-import pathlib, sys
-sys.path.insert(0, sys.argv[1])
-import base_revision
-base_revision.ROOT = pathlib.Path(sys.argv[2])
-base_revision.compare(sys.argv[3], ["made_up"], "cpu", False)
-"""
-    return call(str(BENCHMARKS), str(repository), revision, code=code)
-
-
-def test_ours_of_another_revision_is_built_and_timed_in_turns_with_this_one(repository: Path) -> None:
-    done = compare_with(repository, "HEAD~1")
-    assert done.returncode == 0, done.stderr
-    assert '1.500  made_up {"tokens": 7}' in done.stdout and "ours at HEAD~1 / ours here" in done.stdout
-    assert len(git(repository, "worktree", "list").splitlines()) == 1 and not git(repository, "status", "--short")
-
-
-def test_a_revision_without_a_benchmark_is_refused_and_leaves_nothing_behind(repository: Path) -> None:
-    done = compare_with(repository, "HEAD~2")
-    assert done.returncode != 0 and "choose a revision that has it" in done.stderr
-    assert len(git(repository, "worktree", "list").splitlines()) == 1
 
 
 @pytest.mark.slow

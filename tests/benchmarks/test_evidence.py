@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from scripts import BENCHMARKS
@@ -26,13 +25,6 @@ def test_every_arm_is_accepted_and_differs_from_the_others(name: str) -> None:
     for arm, config in configs.items():
         assert [other for other in configs if configs[other] == config] == [arm]
         assert {*study.agents, *study.evaluated} <= set(config.agents)
-
-
-def test_own_rewards_and_the_outcome_s_differ_in_nothing_else() -> None:
-    own, outcome = (read_config(None, Job("marsrl", arm, 3).settings)[0] for arm in ("own rewards", "outcome reward"))
-    assert own.rollout.pipeline == outcome.rollout.pipeline == "trajectory"
-    assert outcome.credit.reward_scheme == "outcome" != own.credit.reward_scheme
-    assert outcome.model_copy(update={"credit": own.credit}) == own
 
 
 def test_every_arm_of_a_claim_is_run_and_every_arm_that_is_run_is_of_a_claim() -> None:
@@ -63,14 +55,6 @@ def test_a_table_tells_arms_apart_seed_by_seed() -> None:
     assert "(1 stopped)" in off and off.endswith(", no |")
 
 
-def test_words_stand_under_the_table_that_they_are_of_alone() -> None:
-    results = dict(result("whole", seed, 0.5 + 0.1 * seed) for seed in range(3))
-    said = replace(CLAIM, seen="so it is.", seen_of=evidence_page.digest(evidence_page.table(CLAIM, results)))
-    assert "so it is." in evidence_page.section(said, results)
-    results |= [result("whole", 3, 0.7)]
-    assert "so it is." not in evidence_page.section(said, results)
-
-
 def test_a_number_of_a_clean_commit_is_kept_until_its_settings_are_others() -> None:
     job, (_, found) = Job("marsrl", "gate off", 0), result("gate off", 0, 0.5)
     head = evidence.git("rev-parse", "HEAD").stdout.strip()
@@ -79,13 +63,6 @@ def test_a_number_of_a_clean_commit_is_kept_until_its_settings_are_others() -> N
     assert not evidence.is_current(job, replace(found, commit="0" * 40))
     assert not evidence.is_current(job, replace(found, commit=head, settings=["preset=cpu_default"]))
     assert not evidence.is_current(job, None)
-
-
-def test_a_training_that_stops_is_told(tmp_path: Path) -> None:
-    runner = evidence.Runner("1" * 40, tmp_path / "results", tmp_path / "runs", 1, ("run.steps=0",))
-    runner.train(Job("mars", "whole", 0))
-    (found,) = evidence.read_results(tmp_path / "results").values()
-    assert found.stopped is not None and "run.steps" in found.stopped and found.commit == "1" * 40
 
 
 def test_the_page_is_made_of_the_results_that_are_there() -> None:

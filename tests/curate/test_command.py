@@ -16,7 +16,6 @@ from completions_server import Handler, completions_server
 from desk import boxing_model
 
 from marsrl.trainer.commands import cli
-from marsrl.trainer.commands.curate.command import split_words
 from marsrl.trainer.commands.curate.rows import DEEPEST
 
 ATTACK = "</pre></title><script>document.title=1</script><img src=x onerror=alert(1)>{{ 7*191 }}\x00\x1b\u2028\u202e"
@@ -90,15 +89,6 @@ def test_tables_and_several_inputs_keep_every_field(capsys: Any) -> None:
     ]
 
 
-def test_rows_of_inputs_of_one_name_are_told_apart(capsys: Any) -> None:
-    for folder in "ab":
-        Path(folder).mkdir()
-        write(f"{folder}/train.jsonl", row(WORDS[0]), b"[1]")
-    assert cli.main(["curate", "a/train.jsonl", "b/train.jsonl", "--out", "out"]) == 0, capsys.readouterr().err
-    assert dropped("near_duplicates") == [("1/train.jsonl:1", "near duplicate: similarity 1.00 to 0/train.jsonl:1")]
-    assert [uid for uid, _ in dropped("read")] == ["0/train.jsonl:2", "1/train.jsonl:2"]
-
-
 def test_a_field_names_the_level(capsys: Any) -> None:
     levels: list[object] = ["Graduate", "school", ["phd", "x"], None, 3, "3 "]
     write("raw.jsonl", *(row(f"{WORDS[i % 4]} {i * 7919}", meta={"level": level}) for i, level in enumerate(levels)))
@@ -162,12 +152,6 @@ def test_what_cannot_be_done_is_said_before_anything_runs(capsys: Any) -> None:
     assert "did you mean curate.near_duplicates.threshold?" in refused("raw.jsonl", "curate.near_duplicates.treshold=1")
 
 
-def test_settings_and_inputs_are_told_apart() -> None:
-    Path("a=b.jsonl").touch()
-    words, setting = ["raw.jsonl", "a=b.jsonl", "dir/c=d.jsonl"], "curate.level.keep=[x]"
-    assert split_words([setting, *words]) == (list(map(Path, words)), [setting])
-
-
 @pytest.mark.slow
 def test_a_server_judges_and_a_real_team_plays(tmp_path: Path, capsys: Any) -> None:
     """The model boxes 7 or 8 by a coin: of 16 answers to a problem whose answer is 7 some are right, to others none."""
@@ -196,15 +180,3 @@ def test_a_server_judges_and_a_real_team_plays(tmp_path: Path, capsys: Any) -> N
     assert "best_of_n: 4 kept, 2 dropped (2 too hard)" in said
     assert "best_of_n: 2 kept, 4 dropped (4 too easy)" in said and said.count("clarity: done before") == 1
     assert [each["answer"] for each in curated()] == ["9", "9"]
-
-
-def test_a_judge_that_cannot_be_read_ends_it_with_1(tmp_path: Path, capsys: Any) -> None:
-    model = boxing_model(tmp_path / "model")
-    write("raw.jsonl", row(WORDS[0]))
-    words = ["curate", "raw.jsonl", "--out", "out", "task=math", f"policies.main.model={model}"]
-    words += ["curate.clarity.policy=main"]
-    words += ["curate.clarity.max_input_tokens=2000", "curate.clarity.max_response_tokens=40"]
-    assert cli.main([*words, "rollout.engine=local", "rollout.placement=local"]) == 1
-    assert "1 of 1 questions could not be judged, which is more than curate.clarity.max_missing_share" in (
-        capsys.readouterr().err
-    )

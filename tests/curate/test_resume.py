@@ -76,13 +76,3 @@ def test_a_changed_setting_redoes_its_stage_and_those_behind_it_by_name(tmp_path
     assert "curate.level: keep is ['4', '5'], was ['3', '4', '5']. Done again: level, thirds, near_duplicates" in said
     assert [record.tally.num_kept for record in records] == [120, 2, 2, 2]
     assert (tmp_path / "stages/read/kept.jsonl").stat().st_mtime_ns == before
-
-
-def test_a_stage_that_is_left_out_or_put_in_redoes_those_behind_it(tmp_path: Path) -> None:
-    _, said = run(tmp_path, stages("4"), rows())
-    assert "Done again" not in said
-    _, said = run(tmp_path, stages(), rows())
-    assert "curate.thirds: the stages before it are others. Done again: thirds, near_duplicates" in said
-    records, said = run(tmp_path, stages("5"), rows())
-    assert "curate.level: keep is ['5'], was ['4']. Done again: level, thirds, near_duplicates" in said
-    assert [record.tally.num_kept for record in records] == [120, 1, 1, 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -103,10 +102,3 @@ def test_a_game_ends_when_it_is_won(command: str, desk: Desk) -> None:
 def test_a_reader_reads_what_a_tool_found(command: str, desk: Desk) -> None:
     readers = samples_of(tried(command, desk), "reader")
     assert len(readers) == 2 and all("Doc 1(Title: " in reader.prompt_text for reader in readers)
-
-
-def test_the_problems_are_in_gsm8k_s_format() -> None:
-    from documents import ROOT
-
-    rows = [json.loads(line) for line in (ROOT / "examples/gsm8k/problems.jsonl").read_text("utf-8").splitlines()]
-    assert len(rows) == 12 and all(row["answer"].split("#### ")[1].isdigit() for row in rows)

@@ -144,18 +144,6 @@ def test_a_set_takes_the_other_s_place_and_stays_until_the_other_is_asked_for(cl
 
 
 @pytest.mark.slow
-def test_both_sets_in_one_venv_are_taken_apart(clone: Clone) -> None:
-    assert clone.make("install", device="cpu").returncode == 0
-    pip = [clone.folder / ".venv/bin/python", "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
-    both = [clone.wheels / f"{stem}-py3-none-any.whl" for stem in ("vllm-0.32.0", "nvidia_cublas-13.1")]
-    subprocess.run([*pip, *both], check=True)
-    (clone.folder / "CMakeLists.txt").touch()
-    done = clone.make("install", device="cpu")
-    assert done.returncode == 0, done.stderr
-    assert_holds(clone, "cpu")
-
-
-@pytest.mark.slow
 def test_another_build_than_the_one_asked_for_is_an_error_and_is_tried_again(clone: Clone) -> None:
     assert clone.make("install", device="cpu").returncode == 0
     wheel(clone.wheels, "torch", "2.13.0", {"torch/__init__.py": TORCH.format("2.13.0", "12.6")})

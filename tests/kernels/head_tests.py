@@ -24,7 +24,6 @@ from torch import Tensor
 
 from marsrl.kernels import PolicyObjective, linear_logprob
 from marsrl.kernels.head import chunked_head
-from marsrl.kernels.head.gemms import HeadGemms
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 PLAIN = PolicyObjective(mpt_probability=None)
@@ -159,25 +158,6 @@ class HeadTests:
         result.loss.backward()
         assert result.loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
         assert all(values.shape == (1,) and values.isfinite().all() for values in result.agent_sums.values())
-
-    def test_rows_without_a_coefficient_never_enter_the_backward_gemms(
-        self, tier: Tier, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        if tier.device == "cpu" and tier.dtype == BF16 and tier.implementation != "triton":
-            pytest.skip("tiles.py forms both gradients at once")
-        tier.chunks(4, monkeypatch, tier.case[2])
-        hidden, weight, targets, arguments = simple(tier, 13, mask=torch.arange(13, device=tier.device) != 2)
-        arguments["token_advantages"][5:11] = 0
-        seen: list[int] = []
-        gradient = HeadGemms.hidden_gradient
-
-        def watched(self: HeadGemms, dz: Tensor) -> Tensor:
-            seen.append(dz.shape[0])
-            return gradient(self, dz)
-
-        monkeypatch.setattr(HeadGemms, "hidden_gradient", watched)
-        linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
-        assert sum(seen) == 6 and not hidden.grad[5:11].any() and hidden.grad[3:5].any()
 
     @pytest.mark.parametrize("name", ["pseudo on-policy", "sequence ratio"])
     def test_main_grad_is_written_once_a_backward_and_never_by_a_forward(self, name: str, tier: Tier) -> None:

@@ -4,8 +4,8 @@ Shared by test_every_tier.py (csrc/cpu and the references) and interpreter/test_
 """
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,11 +62,11 @@ def check_logprobs(kind: str) -> None:
 
 
 def check_loss(kind: str) -> None:
-    """A trained row whose log-prob is not finite makes a loss that is not, with and without a ratio. A masked one is not read."""
-    mask = torch.ones(5, dtype=torch.bool)
-    for is_trained, old in itertools.product((True, False), (torch.full((5,), -3.0), None)):
-        mask[ROW] = is_trained
+    """A trained row whose log-prob is not finite makes a loss that is not, with and without a ratio. One that is masked or
+    dropped is not read."""
+    for how, old in itertools.product(("trained", "masked", "dropped"), (torch.full((5,), -3.0), None)):
         hidden, weight, targets = case(kind)
+        left_out = torch.arange(5) == ROW
         result = linear_policy_loss(
             hidden,
             weight,
@@ -74,14 +74,15 @@ def check_loss(kind: str) -> None:
             objective=PolicyObjective(mpt_probability=None),
             cu_seqlens=torch.tensor([0, 2, 5]),
             advantages=torch.tensor([1.0, -1.0]),
-            mask=mask,
+            mask=~left_out if how == "masked" else None,
+            dropped=left_out if how == "dropped" else None,
             old_logprobs=old,
             normaliser=5.0,
         )
         result.loss.backward()
         assert hidden.grad is not None and weight.grad is not None
-        assert bool(result.loss.isfinite()) == (not is_trained or kind == "-inf"), (kind, is_trained)
-        if not is_trained:
+        assert bool(result.loss.isfinite()) == (how != "trained" or kind == "-inf"), (kind, how)
+        if how != "trained":
             assert weight.grad.isfinite().all() and not hidden.grad[ROW].any()
 
 
@@ -101,10 +102,6 @@ class Setting:
     def __str__(self) -> str:
         parts = [f"correction {self.correction}", f"kl {self.kl}", f"ratio {self.ratio}"]
         return ", ".join(parts + ["bonus"] * self.has_bonus + ["cispo"] * (self.kind == "cispo"))
-
-    @property
-    def has_means(self) -> bool:
-        return self.ratio == "sequence" or self.correction == "sequence_mask"
 
     @property
     def objective(self) -> PolicyObjective:
@@ -159,30 +156,19 @@ VALUES = (torch.nan, torch.inf, -torch.inf)
 
 @dataclass(frozen=True)
 class Spot:
-    """One number that is not finite, in a sequence of its own. has_sibling: the sequence has a trained token behind it."""
+    """One number that is not finite, of a token in a sequence of its own."""
 
     name: str
     place: str
     value: float
-    has_sibling: bool
 
     def is_read(self, setting: Setting) -> bool:
         return WHEN[READ[self.name][PLACES.index(self.place)]](setting)
 
-    def is_read_by_sibling(self, setting: Setting) -> bool:
-        """A weight is of the sequence; so are a mean of log-ratios and one of log-drifts, of all its tokens in the mask."""
-        is_in_mean = self.place != "mask off"
-        has_old = setting.ratio != "none"
-        of_ratio = setting.ratio == "sequence" and self.name in ("log-prob", "old log-prob")
-        trainer = "old log-prob" if has_old else "log-prob"
-        of_drift = setting.correction == "sequence_mask" and self.name in (trainer, "rollout log-prob")
-        is_removed = self.place == "removed" and setting.correction == "sequence_mask" and not self.is_read(setting)
-        return not is_removed and (self.name == "weight" or (is_in_mean and (of_ratio or of_drift)))
-
 
 @dataclass
 class Batch:
-    """Sequences of one token, or of two, behind three tokens of a sequence without anything that is not finite.
+    """Sequences of one token, behind three tokens of a sequence without anything that is not finite.
 
     inputs: of policy_loss beside log-probs and entropy; each sequence is an agent. at [number of spots]: their tokens.
     """
@@ -194,28 +180,22 @@ class Batch:
     inputs: dict[str, Any]
 
 
-def batch_of(setting: Setting, chosen: list[Spot], logprobs: Tensor | None = None) -> Batch:
-    """logprobs: of the tokens, as a head finds them; None: some."""
-    sizes = torch.tensor([3] + [1 + spot.has_sibling for spot in chosen])
-    cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)))
-    at, total = cu_seqlens[1:-1], int(cu_seqlens[-1])
-    places = [spot.place for spot in chosen]
-    if logprobs is None:
-        logprobs = torch.full((total,), -1.5)
-        logprobs[at[torch.tensor([place == "gated" for place in places], dtype=torch.bool)]] = -1e-4
+def batch_of(setting: Setting, chosen: list[Spot]) -> Batch:
+    total = 3 + len(chosen)
+    cu_seqlens, at = torch.tensor([0, *range(3, total + 1)]), torch.arange(3, total)
+
+    def of(place: str) -> Tensor:
+        return torch.tensor([False] * 3 + [spot.place == place for spot in chosen])
+
+    logprobs = torch.full((total,), -1.5).masked_fill(of("gated"), -1e-4)
     old = logprobs + 0.1
-    trainer = old if setting.ratio != "none" else logprobs
-    rollout = trainer + 0.1
-    flags = {name: torch.zeros(total, dtype=torch.bool) for name in ("mask off", "dropped", "removed")}
-    for spot, token in zip(chosen, at.tolist()):
-        if spot.place in flags:
-            flags[spot.place][token] = True
-    rollout[flags["removed"]] -= 4.0  # d = e^4; the mean with a sibling's is e^2
+    rollout = (old if setting.ratio != "none" else logprobs) + 0.1
+    rollout[of("removed")] -= 4.0  # d = e^4
     numbers = {
         "log-prob": logprobs.clone(),
         "entropy": torch.ones(total),
         "advantage": torch.full((total,), -0.5),
-        "weight": torch.ones(len(sizes)),
+        "weight": torch.ones(1 + len(chosen)),
         "old log-prob": old,
         "rollout log-prob": rollout,
         "reference log-prob": logprobs - 0.2,
@@ -225,12 +205,12 @@ def batch_of(setting: Setting, chosen: list[Spot], logprobs: Tensor | None = Non
     inputs = {
         "objective": setting.objective,
         "cu_seqlens": cu_seqlens,
-        "agent_of": torch.arange(len(sizes)),
-        "num_agents": len(sizes),
+        "agent_of": torch.arange(1 + len(chosen)),
+        "num_agents": 1 + len(chosen),
         "normaliser": 8.0,
-        "mask": ~flags["mask off"],
-        "dropped": flags["dropped"],
-        "gate": torch.tensor([False] + [place == "gated" for place in places]),
+        "mask": ~of("mask off"),
+        "dropped": of("dropped"),
+        "gate": of("gated")[2:],
         "token_advantages": numbers["advantage"],
         "weights": numbers["weight"],
         "old_logprobs": numbers["old log-prob"] if setting.ratio != "none" else None,
@@ -244,39 +224,19 @@ def judge(setting: Setting, batch: Batch, found: PolicyLoss) -> None:
     """A spot that is read makes its agent's loss and its own coefficient not finite; any other adds 0 to them."""
     losses, coefficient = found.agent_sums["loss"], found.coefficient
     assert losses[0].isfinite() and coefficient[:3].isfinite().all() and coefficient[:3].all(), str(setting)
-    any_read = False
     for agent, (spot, token) in enumerate(zip(batch.spots, batch.at.tolist()), 1):
-        is_read, by_sibling = spot.is_read(setting), spot.has_sibling and spot.is_read_by_sibling(setting)
-        any_read |= is_read or by_sibling
-        message = (
-            f"{setting}: {spot}: loss {losses[agent]}, coefficients {coefficient[token : token + 1 + spot.has_sibling]}"
-        )
-        assert bool(losses[agent].isfinite()) != (is_read or by_sibling), message
-        assert bool(coefficient[token].isfinite()) != is_read, message
-        assert is_read or spot.place == "trained" or coefficient[token] == 0, message
-        assert not spot.has_sibling or bool(coefficient[token + 1].isfinite()) != by_sibling, message
-    assert bool(found.loss.isfinite()) != any_read, str(setting)
-
-
-def selections(setting: Setting, names: tuple[str, ...]) -> Iterator[tuple[list[Spot], bool]]:
-    """(spots, whether none of them is read): all, and those that are not read; with siblings too where a mean is read."""
-    for has_sibling in (False, True)[: 1 + setting.has_means]:
-        places = [place for place in PLACES if place != "removed" or setting.correction in ("icepop", "sequence_mask")]
-        everywhere = [Spot(*each, has_sibling) for each in itertools.product(names, places, VALUES)]
-        yield everywhere, False
-        yield (
-            [
-                spot
-                for spot in everywhere
-                if not spot.is_read(setting) and not (has_sibling and spot.is_read_by_sibling(setting))
-            ],
-            True,
-        )
+        message = f"{setting}: {spot}: loss {losses[agent]}, coefficient {coefficient[token]}"
+        assert bool(losses[agent].isfinite()) != spot.is_read(setting), message
+        assert bool(coefficient[token].isfinite()) != spot.is_read(setting), message
+        assert spot.is_read(setting) or spot.place == "trained" or coefficient[token] == 0, message
+    assert bool(found.loss.isfinite()) != any(spot.is_read(setting) for spot in batch.spots), str(setting)
 
 
 def check_given_logprobs(setting: Setting, implementation: str, device: str = "cpu") -> None:
-    """policy_loss, forward and backward."""
-    for chosen, none_is_read in selections(setting, tuple(READ)):
+    """policy_loss, forward and backward: all spots, and those alone that are not read."""
+    places = [place for place in PLACES if place != "removed" or setting.correction in ("icepop", "sequence_mask")]
+    everywhere = [Spot(*each) for each in itertools.product(READ, places, VALUES)]
+    for chosen in (everywhere, [spot for spot in everywhere if not spot.is_read(setting)]):
         batch = batch_of(setting, chosen)
         logprobs, entropy = (each.to(device).requires_grad_() for each in (batch.logprobs, batch.entropy))
         with forced(implementation):
@@ -285,54 +245,7 @@ def check_given_logprobs(setting: Setting, implementation: str, device: str = "c
         assert logprobs.grad is not None and entropy.grad is not None
         judge(setting, batch, found)
         torch.testing.assert_close(logprobs.grad, found.coefficient, equal_nan=True)
-        if none_is_read:
+        if chosen is not everywhere:
             masked = batch.at[torch.tensor([spot.place != "trained" for spot in chosen])]
             assert not logprobs.grad[masked].any() and not entropy.grad[masked].any(), str(setting)
             assert logprobs.grad.isfinite().all() and entropy.grad.isfinite().all(), str(setting)
-
-
-def check_head(setting: Setting, design: str) -> None:
-    """linear_policy_loss, forward and backward; a log-prob that is not finite is one of a hidden state that is not."""
-    implementation, _, how = design.partition(" ")
-    dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
-    names = tuple(name for name in READ if name != "entropy")
-    # a multiple of 32: the CPU's own bfloat16 products, where it has them
-    for vocab in (67, 96) if how == "bfloat16" else (67,):
-        for chosen, none_is_read in selections(setting, names):
-            _check_head_batch(setting, chosen, implementation, dtype, none_is_read, vocab)
-
-
-def _check_head_batch(
-    setting: Setting,
-    chosen: list[Spot],
-    implementation: str,
-    dtype: torch.dtype,
-    none_is_read: bool,
-    vocab: int,
-) -> None:
-    finite = batch_of(setting, [replace(s, value=0.0, name="advantage") for s in chosen])
-    total = finite.logprobs.numel()
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(vocab, 8, generator=generator).to(dtype)
-    hidden = (0.3 * torch.randn(total, 8, generator=generator)).to(dtype)
-    targets = torch.randint(0, vocab, (total,), generator=generator)
-    gated = finite.at[torch.tensor([s.place == "gated" for s in chosen], dtype=torch.bool)]
-    directions = torch.nn.functional.normalize(weight[targets[gated]].float(), dim=1)
-    weight[targets[gated]] = (20 * directions).to(dtype)
-    hidden[gated] = (20 * directions).to(dtype)
-    logp, _ = plain(hidden.double(), weight.double(), targets)
-    batch = batch_of(setting, chosen, logp.float())
-    for spot, token in zip(chosen, batch.at.tolist()):
-        if spot.name == "log-prob":
-            hidden[token] = spot.value
-    hidden.requires_grad_(), weight.requires_grad_()
-    with forced(f"linear_policy_loss={implementation}"):
-        found = linear_policy_loss(hidden, weight, targets, **batch.inputs)
-    found.loss.backward()
-    assert hidden.grad is not None and weight.grad is not None
-    judge(setting, batch, found)
-    assert hidden.grad[:3].isfinite().all(), str(setting)
-    silent = torch.tensor([s.place != "trained" and not s.is_read(setting) for s in chosen])
-    assert not hidden.grad[batch.at[silent]].any(), str(setting)
-    if none_is_read:
-        assert weight.grad.isfinite().all() and hidden.grad.isfinite().all() and weight.grad.any(), str(setting)

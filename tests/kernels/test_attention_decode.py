@@ -58,15 +58,6 @@ def test_what_stands_behind_a_length_does_not_count(implementation):
     assert torch.equal(attention_decode(q, cache, cache, lengths), attention_decode(q, changed, changed, lengths))
 
 
-def test_several_threads_change_nothing(monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", "cpu")
-    q, cache = torch.randn(16, 4, 64), torch.randn(16, 40, 2, 64)
-    lengths = torch.randint(1, 41, (16,))
-    one = attention_decode(q, cache, cache, lengths)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert torch.equal(one, attention_decode(q, cache, cache, lengths))
-
-
 def test_float16_is_left_to_pytorch():
     compare([7, 3], 8, (4, 2), 8, torch.float16)
 

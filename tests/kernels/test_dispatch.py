@@ -1,14 +1,11 @@
 """The choice of an implementation, and the error when none can serve."""
 
-import ctypes
-import importlib
 import subprocess
 
 import pytest
 import torch
-from fused_head import linear_policy_loss
 
-from marsrl.kernels import PolicyObjective, explain, library, linear_logprob
+from marsrl.kernels import explain, library, linear_logprob
 from marsrl.kernels.dispatch import Implementation, Op
 
 
@@ -29,15 +26,6 @@ def test_a_forced_implementation_that_cannot_serve_is_refused_with_the_reason(ar
         RuntimeError, match="MARSRL_KERNELS=cpu cannot serve this call of linear_logprob: hidden is float64"
     ):
         linear_logprob(arguments[0].double(), *arguments[1:])
-
-
-def test_a_forced_implementation_that_an_op_lacks_is_refused(monkeypatch):
-    monkeypatch.setattr("marsrl.kernels.dispatch._OPS", {})
-    Op("other", (Implementation("gpu", lambda: "gpu"),))
-    op = Op("op", (Implementation("a", lambda: "a"), Implementation("b", lambda: "b")))
-    monkeypatch.setenv("MARSRL_KERNELS", "gpu")
-    with pytest.raises(RuntimeError, match="MARSRL_KERNELS=gpu cannot serve op, which has a, b"):
-        op()
 
 
 def test_an_unknown_implementation_is_refused_with_the_known_ones(arguments, monkeypatch):
@@ -66,23 +54,6 @@ def test_one_op_can_be_forced_and_the_others_choose(monkeypatch):
         first()
 
 
-def test_where_no_implementation_can_serve_every_reason_is_given(arguments):
-    hidden, weight, targets = arguments
-    with pytest.raises(
-        RuntimeError, match=r"no implementation .* cpu: hidden is float64.*; reference: main_grad is given"
-    ):
-        linear_policy_loss(
-            hidden.double(),
-            weight,
-            targets,
-            objective=PolicyObjective(),
-            advantages=torch.ones(1),
-            cu_seqlens=torch.tensor([0, 4]),
-            normaliser=1.0,
-            main_grad=torch.zeros_like(weight),
-        )
-
-
 def test_explain_names_the_choice_and_the_reasons_against_the_others(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     by_op = {each.op: each for each in explain()}
@@ -109,13 +80,6 @@ def test_triton_is_refused_without_a_device_and_for_what_lies_in_host_memory(arg
     linear_logprob(*arguments)  # served by csrc/cpu
 
 
-def test_what_the_machine_lacks_comes_before_what_the_tensors_are(monkeypatch):
-    monkeypatch.setattr("marsrl.kernels.dispatch._OPS", {})
-    op = Op("op", (Implementation("a", lambda: "a", machine_lacks=lambda: "no chip"), Implementation("b", lambda: "b")))
-    assert op() == "b"
-    assert explain()[0].reasons == {"a": "no chip"} and explain()[0].chosen == "b"
-
-
 def test_a_library_that_is_missing_broken_or_old_says_so(tmp_path):
     assert "is missing: build it with" in library.open_library(tmp_path / "none.so", {})
     (tmp_path / "broken.so").write_text("not a library")
@@ -124,15 +88,3 @@ def test_a_library_that_is_missing_broken_or_old_says_so(tmp_path):
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "old.so", tmp_path / "old.c"], check=True)
     message = f"interface version 0, this package needs {library.ABI_VERSION}: build it again"
     assert message in library.open_library(tmp_path / "old.so", {})
-
-
-def test_structures_have_the_size_that_c_gives_them():
-    assert ctypes.sizeof(library.Objective) == 12 * 4
-    assert ctypes.sizeof(library.Tokens) == 15 * ctypes.sizeof(ctypes.c_void_p)
-
-
-def test_only_a_caller_that_is_traced_pays_for_the_way_around_the_tracer(arguments, monkeypatch):
-    importlib.import_module("torch._dynamo")  # as in a process where something else is compiled
-
-    monkeypatch.setattr(Op, "_run_untraced", lambda *_, **__: pytest.fail("nothing is traced here"))
-    assert linear_logprob(*arguments).logprobs.isfinite().all()

@@ -20,10 +20,10 @@ from every_op import (
     that_run_here,
 )
 from layout_cases import HEADS, MORE_HEADS, OPS, TOKENS, check_every_layout, results
-from nonfinite_cases import FEW, KINDS, SETTINGS, check_given_logprobs, check_head, check_logprobs, check_loss
+from nonfinite_cases import FEW, KINDS, SETTINGS, check_given_logprobs, check_logprobs, check_loss
 
 from marsrl.kernels import linear_logprob
-from marsrl.kernels.head import bad_values, host_memory
+from marsrl.kernels.head import host_memory
 
 # Interpreted, a call takes a quarter of a second, and a head has 20 tensors in 4 layouts: one of each kind.
 NOT_LAID_OUT = (HEADS.keys() if IS_INTERPRETED else set()) - {
@@ -48,16 +48,6 @@ def test_every_tensor_is_read_as_it_lies(served):
 @pytest.mark.parametrize("name, tier", TIERS)
 def test_the_defaults_are_not_used(served):
     check_the_defaults_are_not_used(served)
-
-
-@pytest.mark.parametrize("name, tier", TIERS)
-def test_deterministic_algorithms_serve_and_change_nothing(served):
-    expected = call(served)
-    torch.use_deterministic_algorithms(True)
-    try:
-        same(call(served), expected)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name, tier", TIERS)
@@ -105,16 +95,6 @@ def test_a_learner_may_come_after_an_evaluation_in_inference_mode(name, monkeypa
     call(name)
 
 
-def test_a_flag_of_bad_targets_may_be_made_in_inference_mode(monkeypatch):
-    monkeypatch.setattr(bad_values, "_FLAGS", {})
-    targets = torch.tensor([0, 7])
-    with torch.inference_mode():
-        bad_values._keep_first("op", "targets", targets, targets < 0, "0..4")
-    bad_values._keep_first("op", "targets", targets, targets > 4, "0..4")
-    with pytest.raises(ValueError, match=r"op: targets\[1\] is 7"):
-        bad_values.raise_bad_values()
-
-
 DIFFERENTIABLE = (
     "linear_policy_loss, float32", "linear_logprob, float32", "policy_loss", "swiglu", "rms_norm", "grouped_linear"
 )  # fmt: skip
@@ -138,14 +118,6 @@ def test_a_second_derivative_is_refused_and_not_zero(served):
         torch.autograd.grad(function(x.requires_grad_()), x, create_graph=True)
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_a_transform_of_torch_func_is_refused_by_name(name):
-    function, x = of_first_leaf(name)
-    for transformed in (lambda: torch.func.grad(function)(x), lambda: torch.vmap(function, randomness="same")(x[None])):
-        with pytest.raises(RuntimeError, match=f"{name.split(',')[0]} has no rule for torch.func's transforms"):
-            transformed()
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_that_is_not_finite_is_plain_pytorchs_and_no_other(kind, implementation, monkeypatch):
@@ -158,9 +130,3 @@ def test_a_row_that_is_not_finite_is_plain_pytorchs_and_no_other(kind, implement
 @pytest.mark.parametrize("setting", FEW if IS_INTERPRETED else SETTINGS, ids=str)
 def test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_does(setting, implementation):
     check_given_logprobs(setting, implementation)
-
-
-@pytest.mark.parametrize("design", IMPLEMENTATIONS if IS_INTERPRETED else [*IMPLEMENTATIONS, "cpu bfloat16"])
-@pytest.mark.parametrize("setting", FEW if IS_INTERPRETED else SETTINGS, ids=str)
-def test_the_same_of_a_head(setting, design):
-    check_head(setting, design)

@@ -5,7 +5,6 @@ import torch
 from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 from policy_cases import OBJECTIVES
 
-from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head.objective import PolicyTokens
 from marsrl.kernels.head.rows.protocol import Slopes, Statistics
 from marsrl.kernels.head.rows.subset import Rows
@@ -97,11 +96,3 @@ def test_the_terms_of_a_chunk(target, name):
     assert [report.kernel for report in reports][-1] == "policy_terms"
     for report in reports:
         assert_compiled_well(report, dots=False)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_nothing_optional_compiles_too(target):
-    tokens = PolicyTokens(PolicyObjective(), floats(9), None, ids(2), ids(9), None, 1, None, None, None, None, floats())
-    with compiled_launches(target) as reports:
-        policy_terms(TritonRowKernels(), tokens, floats(9), floats(9)).evaluate(Rows(None, 0, 9))
-    assert_compiled_well(reports[0], dots=False)

@@ -1,10 +1,7 @@
 """Calls of flash-attn, PyTorch's packed attention and its grouped GEMM, and the choice among the attentions."""
 
-import ast
 import sys
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from attention_cases import choice
 from attention_cases import compare as compare_attention
 from grouped_linear_cases import compare as compare_grouped_linear
 
-from marsrl import kernels
 from marsrl.kernels.attention_varlen import flash
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.grouped_linear import torch_impl as grouped_mm
@@ -143,54 +139,8 @@ def test_the_fastest_attention_that_can_serve_is_chosen(installed, major, wanted
     }  # fmt: skip
 
 
-def test_the_reasons_against_each_attention(install, monkeypatch):
-    on(monkeypatch, 9)
-    install("flash4")
-    install("flash3", "import a_library_that_is_missing")
-    found = choice("cuda", torch.bfloat16, 128, deterministic=True).reasons
-    assert "not deterministic at compute capability 9.0" in found["flash4"]
-    assert "does not import: No module named 'a_library" in found["flash3"]
-    assert found["flash2"] == "flash_attn.flash_attn_interface is not installed"  # version 4's folder is not version 2
-    assert "under torch.use_deterministic_algorithms(True) only" in found["torch"]
-    assert "head size 20" in choice("cuda", torch.bfloat16, 20).reasons["torch"]
-    assert "float32" in choice("cuda", torch.float32, 128).reasons["torch"]
-    assert "on cpu" in choice("cpu", torch.bfloat16, 128).reasons["flash4"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no CUDA device" in choice("cuda", torch.bfloat16, 128).reasons["flash4"]
-
-
-def test_nothing_asks_about_the_current_device_or_waits_for_all_of_it():
-    """The twin of tensors on cuda:1 and of side streams: questions name a device, the host waits for one event alone."""
-    free = {"torch.cuda.is_available", "torch.cuda.Event"}
-    asked, waits = [], []
-    folder = Path(kernels.__file__).parent
-    for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                name = ast.unparse(node.func)
-                if name.startswith("torch.cuda.") and name not in free:
-                    asked.append(name)
-                    assert node.args, f"{path}:{node.lineno}: {name}() is about whatever device is the current one"
-                if node.func.attr in ("synchronize", "default_stream", "wait_stream"):
-                    waits.append((str(path.relative_to(folder)), name))
-    assert "torch.cuda.current_stream" in asked and "torch.cuda.get_device_capability" in asked
-    assert waits == [("head/rows/subset.py", "self._event.synchronize")]
-
-
 def test_grouped_mm_is_called_as_ours():
     def function(x, weights, counts):
         return grouped_mm.grouped_linear_torch(x, weights, torch.tensor(counts))
 
     compare_grouped_linear([3, 0, 5], 16, 8, torch.bfloat16, given=[3, 0, 5], function=function)
-
-
-def test_the_reasons_against_peers_of_grouped_linear(monkeypatch):
-    def why_not(width, dtype=torch.bfloat16):
-        x = SimpleNamespace(shape=(4, width), dtype=dtype, device=torch.device("cuda", 0))
-        return grouped_mm.why_not_grouped_mm(x, SimpleNamespace(shape=(1, 8, width)), torch.tensor([4]))
-
-    on(monkeypatch, 9)
-    assert why_not(16) is None
-    assert "multiples of 8" in why_not(12) and "takes bfloat16" in why_not(16, torch.float16)
-    on(monkeypatch, 8)
-    assert "below 9.0" in why_not(16)

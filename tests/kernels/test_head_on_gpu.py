@@ -16,7 +16,6 @@ from nonfinite_cases import FEW, check_given_logprobs
 from policy_cases import OBJECTIVES
 
 from marsrl.kernels import PolicyObjective, linear_logprob, raise_bad_values
-from marsrl.kernels.head.rows.subset import LateCount
 from marsrl.kernels.triton_machine import machine_lacks_triton
 
 pytestmark = [
@@ -93,11 +92,6 @@ def test_the_host_never_waits_for_a_drained_stream(ratio, has_main_grad):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_late_count_is_copied_to_the_host_whatever_the_default_device():
-    with torch.device("cuda"):  # where pinned memory cannot be made
-        assert LateCount(torch.tensor([7])).wait() == 7
-
-
 @pytest.mark.parametrize("target", [-1, 151936])
 def test_a_target_out_of_range_is_named_when_it_is_asked_for(target):
     hidden, weight, targets, arguments = large(mask=None)
@@ -135,15 +129,3 @@ def test_extra_memory_at_65536_tokens_is_dw_768_rows_of_logits_and_4224_of_their
     results = hidden.numel() * 2 + weight.numel() * 4  # dX bfloat16, dW float32
     assert torch.cuda.max_memory_allocated() - before - results < 1.85e9
     loss.backward()
-
-
-def test_autocast_and_compiled_callers_get_the_same():
-    hidden, weight, targets, arguments = large()
-
-    def step(hidden):
-        return linear_policy_loss(hidden, weight, targets, **arguments).logprobs
-
-    expected = step(hidden)
-    with torch.autocast("cuda", dtype=FP16):
-        assert torch.equal(step(hidden), expected)
-    assert torch.equal(torch.compile(step, backend="eager")(hidden), expected)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from marsrl.kernels import LossInputs, PolicyObjective, linear_logprob, linear_policy_loss, raise_bad_values
-from marsrl.kernels.head import bad_values
+from marsrl.kernels import LossInputs, PolicyObjective, linear_logprob, linear_policy_loss
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
 
@@ -42,31 +41,3 @@ def test_a_temperature_that_is_none_is_named(name, implementation, value, monkey
     of_tokens, mask = torch.tensor([1.0, 1.0, value, 1.0]), torch.tensor([True, True, False, True])
     if name == "linear_policy_loss":  # that of a masked token is not read
         assert with_temperature(name, of_tokens, mask).isfinite()
-
-
-@pytest.mark.parametrize(
-    "name, values, first, second",
-    [
-        ("targets", torch.tensor([0, -7, -100, 9]), r"targets\[1\] is -7, expected", r"targets\[2\] is -100"),
-        (
-            "temperature",
-            torch.tensor([1.0, -1.5, torch.nan]),
-            r"temperature\[1\] is -1.5, expected",
-            r"temperature\[2\] is nan",
-        ),
-    ],
-)
-def test_bad_values_of_a_device_are_kept_until_they_are_asked_for(name, values, first, second):
-    is_bad = ~(values >= 0)
-    for part in (is_bad & (torch.arange(len(values)) != 1), is_bad):  # two calls; the earliest token of both is named
-        bad_values._keep_first("linear_logprob", name, values, part, "something else")
-    with pytest.raises(ValueError, match=f"linear_logprob: {first} something else"):
-        raise_bad_values()
-    raise_bad_values()  # said once
-    is_bad[1] = False
-    bad_values._keep_first("linear_logprob", name, values, is_bad, "something else")
-    with pytest.raises(ValueError, match=second):
-        raise_bad_values()
-    bad_values._keep_first("linear_logprob", name, values, is_bad & False, "")
-    bad_values._keep_first("linear_logprob", name, values[:0], is_bad[:0], "")
-    raise_bad_values()

@@ -1,8 +1,6 @@
 """linear_policy_loss: the single pass and the recompute route against full logits and autograd in float64."""
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,14 +11,12 @@ from fused_head import (
     head_case,
     linear_policy_loss,
 )
-from fused_head import run_policy_loss as run
 from head_tests import Tier, weight_gradient
 from head_tests import simple as without_mask
-from policy_cases import OBJECTIVES
 from torch.utils.checkpoint import checkpoint
 
 from marsrl.kernels import linear_logprob
-from marsrl.kernels.head import chunked_head, gemms, host_memory, tiles
+from marsrl.kernels.head import gemms
 
 TIER = Tier("cpu", (torch.float32,), (20, 16, 131), (), lambda *_: None)
 simple = partial(without_mask, TIER)
@@ -39,63 +35,6 @@ def test_bfloat16_gradients_are_right_by_products_of_bfloat16_and_of_float32(nam
         monkeypatch.setattr(gemms, "cpu_multiplies_bfloat16", lambda each=each: each)
         found.append(compare_policy_loss(case, arguments, torch.bfloat16))
     assert torch.equal(found[0].logprobs, found[1].logprobs) and torch.equal(found[0].loss, found[1].loss)
-
-
-@pytest.mark.parametrize("name", ["clip", "sequence ratio"])
-def test_chunks_that_cancel_leave_nothing_of_their_roundings_in_dw(name, monkeypatch):
-    """The same tokens with opposite advantages in chunks of their own: each adds to dW, together they add nothing."""
-    monkeypatch.setattr(gemms, "cpu_multiplies_bfloat16", lambda: True)
-    chunks_of(30, monkeypatch)
-    hidden, weight, targets = (
-        each.bfloat16() if each.is_floating_point() else each for each in head_case(30, vocab=160)
-    )
-    arguments = {
-        "objective": OBJECTIVES[name][0],
-        "advantages": torch.tensor([1.0, -1.0]),
-        "cu_seqlens": torch.tensor([0, 30, 60]),
-        "normaliser": 1.0,
-        "old_logprobs": linear_logprob(hidden, weight, targets).logprobs.repeat(2),
-    }
-    twice = hidden.repeat(2, 1), weight, targets.repeat(2)
-    _, _, once = run(
-        (hidden, weight, targets),
-        {
-            **arguments,
-            "old_logprobs": arguments["old_logprobs"][:30],
-            "advantages": torch.ones(1),
-            "cu_seqlens": torch.tensor([0, 30]),
-        },
-        torch.bfloat16,
-    )
-    _, _, dw = run(twice, arguments, torch.bfloat16)
-    assert once.abs().max() > 0 and dw.abs().max() <= 1e-4 * once.abs().max()
-
-
-@pytest.mark.parametrize("capacity", [1, 2, 3, 7, 120])
-def test_chunks_hold_every_row_once_and_are_of_one_size(capacity):
-    for count in range(4 * capacity):
-        sizes = host_memory.host_chunks(count, capacity)
-        assert sum(sizes) == count and all(0 < size <= capacity for size in sizes)
-        assert not sizes or max(sizes) - min(sizes) <= 1
-
-
-# copies: of the float32 logits, that plain PyTorch holds at once (measured)
-@pytest.mark.parametrize(("vocab", "copies"), [(32_000, 3.0), (151_936, 2.0)])
-def test_the_logits_of_256_rows_are_below_a_quarter_of_what_plain_pytorch_holds(vocab, copies):
-    assert min(256, chunked_head.HOST.rows(vocab)) <= 0.24 * copies * 256
-
-
-@pytest.mark.parametrize(("vocab", "copies"), [(32_000, 4.0), (151_936, 2.5)])
-def test_the_exponentials_of_256_rows_and_a_tile_are_below_a_quarter_of_what_plain_pytorch_holds(vocab, copies):
-    assert tiles.EXPONENTIALS.rows(vocab, itemsize=2) >= 256  # all at once: one product gives dW
-    logits, weight = 256 * gemms.HOST_TILE_ROWS, 256 * gemms.HOST_TILE_ROWS
-    assert 256 * vocab / 2 + logits + weight <= 0.24 * copies * 256 * vocab
-
-
-def test_rows_of_dz_fill_whole_waves():
-    assert chunked_head.whole_waves(33, 8, 132) == 33  # an H100 at H = 2048: 264 tiles
-    assert chunked_head.whole_waves(31, 8, 108) == 27  # an A100: 216
-    assert chunked_head.whole_waves(1, 3, 132) == 1
 
 
 OPS_AROUND = {
@@ -145,17 +84,6 @@ def test_two_heads_on_one_weight_add_to_one_main_grad():
     torch.testing.assert_close(main_grad.double(), exact, atol=1e-6, rtol=1e-5)
 
 
-def test_masked_rows_never_enter_the_first_gemm(monkeypatch):
-    hidden, weight, targets, arguments = simple(40, mask=torch.arange(40) < 12)
-    seen = []
-    logits = gemms.HeadGemms.logits
-    monkeypatch.setattr(
-        gemms.HeadGemms, "logits", lambda self, x, out: (seen.append(x.shape[0]), logits(self, x, out))[1]
-    )
-    linear_policy_loss(hidden, weight, targets, **arguments).loss.backward()
-    assert seen == [12]
-
-
 def test_megatrons_flag_is_set_and_its_hooks_get_a_placeholder():
     hidden, weight, targets, arguments = simple()
     weight.grad_added_to_main_grad = False
@@ -195,58 +123,7 @@ def test_a_head_whose_float32_products_would_be_rounded_is_refused(dtypes, narro
         linear_logprob(hidden, weight, targets)
 
 
-def test_a_setting_that_changes_before_the_backward_is_seen():
-    hidden, weight, targets, _ = simple()
-    out = linear_logprob(hidden, weight, targets)
-    torch.set_float32_matmul_precision("medium")
-    try:
-        with pytest.raises(RuntimeError, match="fp32_precision is 'bf16'"):
-            out.logprobs.sum().backward()
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
 @pytest.mark.parametrize("name", ["clip", "sequence ratio"])  # gradients in the forward; logits computed again
 def test_a_bfloat16_head_is_as_exact_whatever_the_process_lets_float32_products_do(name, narrow):
     case = head_case(40, 64, 300)
     compare_policy_loss(case, arguments_for(case, name), torch.bfloat16)
-
-
-def test_no_call_changes_what_another_thread_computes_by(narrow, monkeypatch):
-    """Four threads in heads at once, of which each looks at every product; torch's setting is one for the process."""
-    seen = []
-
-    def settings():
-        backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends
-        return tuple(each.fp32_precision for each in backends), torch.get_num_threads(), torch.get_default_dtype()
-
-    def watched(function):
-        def call(*given, **words):
-            seen.append(settings())
-            return function(*given, **words)
-
-        return call
-
-    for method in ("logits", "tile_logits", "hidden_gradient", "add_weight_gradient", "hidden_and_weight_gradient"):
-        monkeypatch.setattr(gemms.HeadGemms, method, watched(getattr(gemms.HeadGemms, method)))
-    expected = settings()
-    case = head_case(40, 8, 300)
-    arguments = arguments_for(case, "clip")
-
-    def work(_):
-        for _ in range(5):
-            run(case, arguments, torch.bfloat16)
-            linear_logprob(*(each.bfloat16().requires_grad_() for each in case[:2]), case[2]).logprobs.sum().backward()
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert set(seen) == {expected} and settings() == expected and len(seen) > 40
-
-
-def test_a_pytorch_without_float32_results_of_bfloat16_products_is_named(monkeypatch):
-    reason = "torch 2.10.0 has no product of bfloat16 with a float32 result"
-    monkeypatch.setattr(gemms, "why_no_narrow_products", lambda: reason)
-    weight = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True)
-    with pytest.raises(RuntimeError, match=f"a bfloat16 head on a GPU: {reason}; install torch 2.11 or later"):
-        gemms.HeadGemms(weight, torch.bfloat16)
-    gemms.HeadGemms(weight, torch.float32)

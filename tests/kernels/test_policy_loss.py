@@ -38,12 +38,6 @@ def test_log_ratios_are_clamped_to_20_nats_and_counted(name, implementation):
     check_clamp(name, implementation)
 
 
-def test_without_old_logprobs_the_gradient_is_that_of_advantage_times_logp():
-    loss, slope, result = one(math.log(0.3), 2.0, PolicyObjective(), old_logprobs=None)
-    assert (loss, slope) == pytest.approx((-2.0, -2.0))
-    assert result.agent_sums["clipped_tokens"].item() == 0
-
-
 def test_the_gate_masks_sure_tokens_of_its_samples_and_keeps_them_in_the_count():
     for gate, expected in ((True, 0.0), (False, -2.0)):
         loss, slope, result = one(math.log(0.995), 2.0, PolicyObjective(), old_logprobs=None, gate=torch.tensor([gate]))
@@ -63,33 +57,6 @@ def test_a_weight_is_on_every_term_and_a_dropped_token_loses_every_term():
     first = one(math.log(0.3), 2.0, PolicyObjective(), old_logprobs=None)
     same = one(math.log(0.3), 2.0, PolicyObjective(), old_logprobs=None, weights=torch.ones(1))
     assert first[:2] == same[:2]  # to the last digit
-
-
-def test_token_advantages_are_weights_of_supervised_training():
-    logprobs = -torch.rand(9)
-    logprobs.requires_grad_()
-    weights = torch.rand(9)
-    policy_loss(
-        logprobs,
-        torch.zeros(9),
-        objective=PolicyObjective(),
-        token_advantages=weights,
-        cu_seqlens=torch.tensor([0, 4, 9]),
-        normaliser=torch.tensor(4.0),
-    ).loss.backward()
-    torch.testing.assert_close(logprobs.grad, -weights / 4)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 7])
-def test_all_tokens_masked_is_a_loss_of_zero(num_tokens):
-    arguments, logprobs = policy_case(num_tokens)
-    arguments["mask"][:] = False
-    logprobs = torch.full_like(logprobs, torch.nan).requires_grad_()
-    result = policy_loss(
-        logprobs, torch.full((num_tokens,), torch.nan), objective=PolicyObjective(), **poison_masked(arguments)
-    )
-    result.loss.backward()
-    assert result.loss.item() == 0 and not logprobs.grad.any() and not result.logprobs.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

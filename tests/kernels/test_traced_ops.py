@@ -148,31 +148,6 @@ def test_a_compiled_caller_has_one_graph_and_the_gradients_of_eager_code(
     assert backend.frame_count == 1
 
 
-# that of swiglu has a product of its own, which autocast is for
-@pytest.mark.parametrize("name, tier", [(name, tier) for name, tier in TIERS if name != "swiglu"])
-def test_autocast_changes_nothing_in_compiled_code(name, tier, monkeypatch):
-    force(monkeypatch, name, tier)
-    x, weight = torch.randn(6, 16, requires_grad=True), torch.randn(16, requires_grad=True)
-    compiled = torch.compile(CALLERS[name], fullgraph=True, backend="eager")  # others run outside of autocast anyway
-    results = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            out = compiled(x, weight)
-            results.append((out, *torch.autograd.grad(out.sum(), (x, weight))))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-def test_the_implementation_is_chosen_when_compiled_code_runs(monkeypatch):
-    compiled = torch.compile(lambda x: rms_norm(x, torch.ones(16), eps=1e-6), fullgraph=True, backend="aot_eager")
-    x = torch.randn(3, 16, dtype=torch.float64)
-    expected = compiled(x)
-    monkeypatch.setenv("MARSRL_KERNELS", "reference")
-    torch.testing.assert_close(compiled(x), expected)
-    monkeypatch.setenv("MARSRL_KERNELS", "cpu")
-    with pytest.raises(RuntimeError, match="MARSRL_KERNELS=cpu cannot serve this call of rms_norm: x is float64"):
-        compiled(x)
-
-
 def test_values_are_checked_when_compiled_code_runs():
     x = torch.randn(4, 2, 8)
     attend = torch.compile(lambda bounds: attention_varlen(x, x, x, bounds), fullgraph=True, backend="aot_eager")
@@ -190,32 +165,6 @@ def test_values_are_checked_when_compiled_code_runs():
         ValueError, match=r"linear_logprob: temperature\[2\] is -1.0, expected a positive, finite number"
     ):
         logprobs(torch.zeros(4, dtype=torch.int64), torch.tensor([1.0, 1.0, -1.0, 1.0]))
-
-
-def test_a_second_derivative_is_refused_by_name():
-    x = torch.randn(4, 16, requires_grad=True)
-    out = torch.ops.marsrl.rms_norm(x, torch.ones(16), 1e-6, 0.0)[0]
-    with pytest.raises(RuntimeError, match="rms_norm: create_graph=True asks for a second derivative"):
-        torch.autograd.grad(out.sum(), x, create_graph=True)
-
-
-def test_gradients_of_another_implementations_forward_are_not_finite(monkeypatch):
-    """No kernel may take the reference's leftovers for its own."""
-    x = torch.randn(4, 16, requires_grad=True)
-    compiled = torch.compile(lambda x: rms_norm(x, torch.ones(16), eps=1e-6), fullgraph=True, backend="aot_eager")
-    monkeypatch.setenv("MARSRL_KERNELS", "reference")
-    out = compiled(x)
-    monkeypatch.setenv("MARSRL_KERNELS", "cpu")
-    out.square().sum().backward()
-    assert not x.grad.isfinite().any()
-
-
-def test_inference_mode_serves_compiled_code_too():
-    x, weight = torch.randn(6, 16), torch.randn(16)
-    for caller in CALLERS.values():
-        with torch.inference_mode():
-            found = torch.compile(caller, fullgraph=True, backend="aot_eager")(x, weight)
-        torch.testing.assert_close(found, caller(x, weight))
 
 
 @pytest.fixture

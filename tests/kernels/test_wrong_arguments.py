@@ -36,14 +36,11 @@ WRONG = {
         {"q": zeros(2, 4, 8), "k_cache": zeros(2, 5, 2, 8), "v_cache": zeros(2, 5, 2, 8), "lengths": tensor([5, 1])},
         [
             ({"k_cache": zeros(3, 5, 2, 8)}, r"k_cache has shape \[3, 5, 2, 8\], expected \[2, any, any, 8\]"),
-            ({"v_cache": zeros(2, 6, 2, 8)}, r"v_cache has shape \[2, 6, 2, 8\], expected \[2, 5, 2, 8\]"),
             (
                 dict.fromkeys(("k_cache", "v_cache"), zeros(2, 5, 3, 8)),
                 "k_cache has 3 heads, expected a divisor of q's 4",
             ),
             ({"lengths": tensor([0, 3])}, r"lengths lie in 0..3, expected 1..5"),
-            ({"lengths": tensor([1, 6])}, r"lengths lie in 1..6, expected 1..5"),
-            ({"lengths": ones(2)}, "lengths has dtype float32, expected int64 or int32"),
             ({"scale": NAN}, "scale is nan, expected a finite number or None"),
             (
                 {"q": zeros(2, 4, 8, requires_grad=True)},
@@ -56,7 +53,6 @@ WRONG = {
         [
             ({"k": zeros(5, 2, 4)}, r"k has shape \[5, 2, 4\], expected \[any, any, 8\]"),
             ({"k": zeros(5, 3, 8), "v": zeros(5, 3, 8)}, "k has 3 heads, expected a divisor of q's 4"),
-            ({"v": zeros(5, 2, 8).bfloat16()}, "v has dtype bfloat16, expected float32"),
             ({"cu_seqlens": tensor([0, 4])}, r"cu_seqlens is \[0, 4\], expected to rise from 0 to 5 tokens"),
             (
                 {"cu_seqlens": tensor([0, 1, 5]), "cu_seqlens_k": tensor([0, 3, 5])},
@@ -69,9 +65,7 @@ WRONG = {
         {"rewards": zeros(2), "group_of": ints(2), "agent_of": ints(2), "instance_of": ints(2)},
         [
             ({"normalise": "batch"}, "normalise is 'batch', expected group or agent"),
-            ({"std": "none"}, "std is 'none', expected biased or unbiased"),
             ({"group_of": tensor([0, 2])}, r"group_of holds 0..2, expected 0..1"),
-            ({"agent_of": ints(3)}, r"agent_of has shape \[3\], expected \[2\]"),
             ({"rewards": ints(2)}, "rewards has dtype int64, expected float32 or float64"),
         ],
     ),
@@ -83,8 +77,6 @@ WRONG = {
                 r"tokens_per_expert is \[2, 3\], expected 2 counts that add up to 6 rows",
             ),
             ({"tokens_per_expert": [6]}, r"tokens_per_expert has shape \[1\], expected \[2\]"),
-            ({"tokens_per_expert": [7, -1]}, r"tokens_per_expert is \[7, -1\], expected 2 counts"),
-            ({"tokens_per_expert": ones(2)}, "tokens_per_expert has dtype float32, expected int64 or int32"),
         ],
     ),
     "kept_rows": (
@@ -97,18 +89,12 @@ WRONG = {
     "linear_logprob": (
         HEAD,
         [
-            ({"hidden": zeros(4, 8, 1)}, r"hidden has shape \[4, 8, 1\], expected \[any, any\]"),
             ({"weight": zeros(40, 9)}, r"weight has shape \[40, 9\], expected \[any, 8\]"),
-            ({"targets": ints(5)}, r"targets has shape \[5\], expected \[4\]"),
             ({"targets": zeros(4)}, r"targets has dtype float32, expected int64 or int32"),
             ({"targets": tensor([0, 1, -1, -1])}, r"targets\[2\] is -1, expected 0..39"),
-            ({"targets": tensor([0, 1, 40, 40])}, r"targets\[2\] is 40, expected 0..39"),
-            ({"temperature": 0.0}, r"temperature is 0.0, expected a positive, finite number"),
-            ({"temperature": ones(3)}, r"temperature has shape \[3\], expected \[4\]"),
             ({"temperature": ones(4, requires_grad=True)}, r"temperature requires a gradient"),
             ({"real_vocab_size": 41}, r"real_vocab_size is 41, expected 1..40"),
             ({"support": Support(IDS, ints(4), ints(3), 1)}, r"support.counts has shape \[3\], expected \[4\]"),
-            ({"support": Support(IDS.long(), ints(4), ints(4), 1)}, "support.ids has dtype int64, expected int32"),
             ({"support": Support(IDS[:0], ints(4), ints(4), 0)}, "support.ids is empty"),
         ],
     ),
@@ -123,17 +109,14 @@ WRONG = {
         {"entropy": zeros(8), "mask": flags(8), "cu_seqlens": tensor([0, 3, 3, 5, 8]), "positive": flags(4)},
         [
             ({"scope": "token"}, "scope is 'token', expected sample or batch"),
-            ({"positive": flags(3)}, r"positive has shape \[3\], expected \[4\]"),
         ],
     ),
     "pack": (
         {"token_ids": ints(4), "is_sampled": flags(4), "num_tokens": 4, "cu_seqlens": tensor([0, 4])},
         [
             ({"token_ids": ones(4)}, "token_ids has dtype float32, expected int64 or int32"),
-            ({"is_sampled": flags(3)}, r"is_sampled has shape \[3\], expected \[4\]"),
             ({"num_tokens": 3}, "num_tokens is 3, expected at least the 4 of token_ids"),
             ({"num_tokens": 5}, r"cu_seqlens is \[0, 4\], expected to rise from 0 to 5 tokens"),
-            ({"logprobs": ints(4)}, "logprobs has dtype int64, expected float32"),
         ],
     ),
     "policy_loss": (
@@ -142,20 +125,15 @@ WRONG = {
             ({"advantages": ones(5)}, r"advantages has shape \[5\], expected \[6\]"),
             ({"token_advantages": ones(60)}, r"both of advantages \[S\] and token_advantages \[T\] given"),
             ({"advantages": None}, r"neither of advantages"),
-            ({"mask": ones(60)}, "mask has dtype float32, expected bool"),
             (
                 {"cu_seqlens": torch.arange(7)},
                 r"cu_seqlens is \[0, 1, 2, 3, 4, 5, 6\], expected to rise from 0 to 60 tokens",
             ),
             ({"agent_of": tensor([0, 1, 2, 3, 0, 0])}, r"agent_of holds 0..3, expected 0..2"),
             ({"agent_of": None}, r"num_agents is 3 and agent_of is missing"),
-            ({"gate": ones(6)}, "gate has dtype float32, expected bool"),
             ({"weights": ones(60)}, r"weights has shape \[60\], expected \[6\]"),
-            ({"dropped": flags(6)}, r"dropped has shape \[6\], expected \[60\]"),
-            ({"old_logprobs": ones(59)}, r"old_logprobs has shape \[59\], expected \[60\]"),
             ({"rollout_logprobs": None, "objective": PolicyObjective(correction="tis")}, "rollout_logprobs is missing"),
             ({"reference_logprobs": None, "objective": PolicyObjective(kl="k3")}, "reference_logprobs is missing"),
-            ({"normaliser": 0}, "normaliser is 0, expected a positive number"),
             ({"normaliser": tensor(0.0)}, "normaliser is 0.0, expected a positive number"),
             ({"num_agents": 0}, "num_agents is 0, expected 1 or more"),
             ({"objective": "clip"}, "objective is a str, expected a PolicyObjective"),
@@ -166,16 +144,13 @@ WRONG = {
         [
             ({"x": ints(3, 4)}, "x has dtype int64"),
             ({"weight": ones(3)}, r"weight has shape \[3\], expected \[4\]"),
-            ({"weight": ints(4)}, "weight has dtype int64"),
         ],
     ),
     "swiglu": (
         {"products": ones(3, 4)},
         [
             ({"products": ones(3, 5)}, "products has 5 columns, expected a gate and as many behind it"),
-            ({"products": ints(3, 4)}, "products has dtype int64"),
             ({"weights": ones(2)}, r"weights has shape \[2\], expected \[3\]"),
-            ({"weights": ints(3)}, "weights has dtype int64"),
         ],
     ),
 }

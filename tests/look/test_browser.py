@@ -93,40 +93,6 @@ def test_tokens_are_coloured_by_what_was_kept_of_them(watched: Watched) -> None:
     assert "color" not in page.url and not watched.complaints
 
 
-def test_the_numbers_of_a_token_come_by_mouse_and_by_keyboard(watched: Watched) -> None:
-    page = watched.page
-    watched.open("?sample=6.3&color=difference")
-    page.wait_for_selector(".tokens")
-    numbers = page.locator(".numbers")
-    page.locator("[data-i='97']").hover()
-    watched.wait_until("document.querySelector('.numbers').innerText.includes('token 97')")
-    shown = numbers.inner_text()
-    of_97 = (
-        "id 97",
-        "rollout -0.1 (p 0.905)",
-        "trainer -9.7 (p 0.0000613)",
-        "difference -9.6",
-        "entropy 4.85",
-        "version 6",
-    )
-    for part in (*of_97, "clipped"):
-        assert part in shown, (part, shown)
-    page.locator("[data-i='99']").hover()
-    watched.wait_until("document.querySelector('.numbers').innerText.includes('left out by loss.correction')")
-    page.locator("select[aria-label='colour tokens by']").focus()
-    page.keyboard.press("Tab")
-    page.wait_for_selector("[data-i='0']:focus")
-    page.keyboard.press("ArrowRight")
-    page.wait_for_selector("[data-i='1']:focus")
-    watched.wait_until("document.querySelector('.numbers').innerText.includes('token 1')")
-    page.keyboard.press("End")  # what is folded is passed over
-    page.wait_for_selector("[data-i='119']:focus")
-    watched.wait_until("document.querySelector('.numbers').innerText.includes('not the policy')")
-    page.keyboard.press("Home")
-    page.wait_for_selector("[data-i='0']:focus")
-    assert page.locator(".tokens [tabindex='0']").count() == 1 and not watched.complaints
-
-
 def test_a_sample_without_kept_tokens_names_the_setting_and_leads_to_others(watched: Watched) -> None:
     page = watched.page
     watched.open("?sample=5.1&color=entropy")
@@ -176,13 +142,3 @@ def test_keys_filters_and_links_lead_to_the_samples(watched: Watched) -> None:
     page.get_by_role("button", name="zoom to it").click()
     watched.wait_until("location.search.includes('low_s')")
     assert not watched.complaints
-
-
-def test_the_theme_is_the_systems_until_one_is_chosen(watched: Watched) -> None:
-    watched.open("?run=1&page=curves")
-    color, backgrounds = "getComputedStyle(document.body).backgroundColor", []
-    for theme in ("light", "dark"):
-        watched.page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
-        backgrounds.append(watched.page.evaluate(color))
-    watched.page.keyboard.press("t")  # light, whatever the system's is
-    assert backgrounds[0] != backgrounds[1] and watched.page.evaluate(color) == backgrounds[0]

@@ -73,19 +73,6 @@ def test_a_paired_difference_is_over_the_problems_that_both_have(tmp_path: Path)
     assert pair.high - pair.low < 1.3 * (system.high - system.low)
 
 
-def test_sets_are_compared_by_name_and_one_problem_has_no_interval(tmp_path: Path) -> None:
-    one, other = (
-        keep(tmp_path / name, draws(0.3, range(40), seed, "easy") + draws(rate, range(40, 140), seed + 9, "hard"))
-        for name, seed, rate in (("a", 1, 0.2), ("b", 2, 0.7))
-    )
-    assert gap(one, other, "hard/system").is_clear and gap(one, other, "hard/system").num_problems == 100
-    assert not gap(one, other, "easy/system").is_clear and gap(one, other).num_problems == 140
-    one, other = (keep(tmp_path / name, draws(rate, range(1), 0)) for name, rate in (("c", 0.0), ("d", 1.0)))
-    assert not gap(one, other).is_clear
-    for text in (shown(one, other, page=tmp_path / "page.html"), (tmp_path / "page.html").read_text()):
-        assert "+1.000 (one problem, no interval)" in text and "+1.000 to" not in text
-
-
 def test_the_settings_that_differ_are_told_and_no_other(tmp_path: Path) -> None:
     runs = [keep(tmp_path / name, draws(0.5, range(4), 0)) for name in ("a", "b")]
     for run, rate in zip(runs, (1e-5, 2e-5), strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import subprocess
@@ -12,15 +11,13 @@ from typing import Any
 
 import pytest
 from hostile_run import ATTACK
-from made_up_run import AGENTS, make_evaluation, make_group, make_run, make_sample, make_summary
+from made_up_run import AGENTS, make_group, make_run, make_sample, make_summary
 from playwright.sync_api import Browser
 from watched import Watched
 
 from marsrl.trainer.commands.look.export import write_report
-from marsrl.trainer.commands.look.palette import series_colors
-from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.samples_log import sample_files, write_samples
-from marsrl.trainer.report.summary import AgentEstimate, estimate, save_summary
+from marsrl.trainer.report.summary import save_summary
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import RunLock
 
@@ -74,32 +71,6 @@ def test_a_report_has_every_part_of_the_run(whole: dict[str, Any]) -> None:
         assert whole[f"sample?run=0&step={row['step']}&line={row['line']}"]["row"] == row
     own = [row for row in whole["samples?run=0"]["rows"] if row["rollout"] == "p1.0#0"]  # whole, over several steps
     assert [(row["agent"], row["step"]) for row in own[::-4]] == [*zip(AGENTS, range(1, 6), strict=True)]
-
-
-def test_an_agent_and_an_activity_have_one_colour_in_every_chart(whole: dict[str, Any]) -> None:
-    series = [(each["label"], each["color"]) for chart in whole["charts?run=0"] for each in chart["series"]]
-    assert {(name, color) for name, color in series if name in AGENTS} == {
-        (name, f"c{place}") for place, name in enumerate(AGENTS)
-    }
-    seconds = {name: color for name, color in series if name in ("rollout", "step", "credit", "publish")}
-    assert len(set(seconds.values())) == 4 and whole["spans?run=0"]["colors"].items() >= seconds.items()
-    colors = series_colors(["main/solver", "all", "mean", "small/judge"], ["judge", "solver"])
-    assert colors == {"main/solver": "c1", "all": "c7", "mean": "c2", "small/judge": "c0"}
-
-
-def test_numbers_of_other_inputs_are_told_from_those_of_the_same(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    before, after = make_evaluation(0.55), make_evaluation(0.88)
-    fewer = AgentEstimate(**dict(estimate(9, 36)))
-    other = after.model_copy(update={"agents": {**after.agents, "corrector1": fewer}})
-    for evaluated, names in ((after, []), (other, ["corrector1"])):
-        save_summary(run.summary, make_summary(before=before, after=evaluated))
-        rows = told(run)["overview?run=0"]["rows"]
-        assert [row["name"] for row in rows if row["is_of_other_inputs"]] == names
-        RunConsole(0, shown := io.StringIO()).results(make_summary(before=before, after=evaluated))
-        starred = [line for line in shown.getvalue().splitlines() if "*" in line]
-        assert len(starred) == 2 * len(names) and ("* on other inputs than before" in shown.getvalue()) == bool(names)
-        assert all("corrector1" in line for line in starred[:-1])
 
 
 def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -19,32 +17,10 @@ from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt, WeightUpd
 from marsrl.rollout.pool.replicas import Timed
 from marsrl.rollout.state import decode
 from marsrl.rollout.weights.checksum import checksum
-from marsrl.rollout.weights.connections import GroupConnection, SharedBuffer
 from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
 from marsrl.rollout.weights.layout import EngineShard, shard_layout
 
 _SPOILED: list[str] = []  # fused tensors of which one number is changed on arrival
-_STRIKE: list[tuple[str, int]] = []  # where the next update ends this process, and by what signal
-_NUM_BUCKETS = [0]  # of this update, so far
-
-
-def strike_at(place: str) -> None:
-    """End, or stop, this process where it was told to."""
-    if _STRIKE and _STRIKE[0][0] == place:
-        os.kill(os.getpid(), _STRIKE.pop()[1])
-
-
-def strike_at_buckets() -> None:
-    """Every bucket that comes is a place to strike at."""
-    for kind in (GroupConnection, SharedBuffer):
-
-        def receive(self: Any, rank: int, num_elements: int, plain: Any = kind.receive) -> torch.Tensor:
-            flat: torch.Tensor = plain(self, rank, num_elements)
-            _NUM_BUCKETS[0] += 1
-            strike_at(f"bucket {_NUM_BUCKETS[0]}")
-            return flat
-
-        kind.receive = receive  # type: ignore[method-assign]
 
 
 class Halves:
@@ -76,18 +52,10 @@ class Halves:
 
 
 class SpoilingEngine(LocalEngine):
-    """Changes one bit of what `spoil` named, once it is there. Ends in an update where `strike` said: before it takes
-    part, with a bucket in its hands, when it holds everything, or when it is to score."""
-
-    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        strike_at("score")
-        return super().score(sequences)
+    """Changes one bit of what `spoil` named, once it is there."""
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        strike_at("before")
-        _NUM_BUCKETS[0] = 0
         receipt = super().update_weights(update)
-        strike_at("after")
         if _SPOILED:
             weights = self._model.weights
             while _SPOILED:
@@ -100,7 +68,6 @@ class SpoilingEngine(LocalEngine):
 def serve(connection: Connection) -> None:
     """Does what rank 0 asks, as long as it is there."""
     torch.set_num_threads(1)
-    strike_at_buckets()
     engine: Any = None
     while True:
         try:
@@ -126,10 +93,6 @@ def serve(connection: Connection) -> None:
                     tensor.fill_(7)
             elif method == "spoil":
                 _SPOILED.append(args[0])
-            elif method == "strike":
-                _STRIKE.append(args)
-            elif method == "version":
-                value = engine._version
             else:
                 value = getattr(engine, method)(*args)
         except Exception as error:  # raised on rank 0

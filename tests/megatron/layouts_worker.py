@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_models import averaged, learner, num_trained, save, sequences, step, weights
 
 from marsrl.kernels import PolicyObjective
+from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.config import MptConfig, OptimizerConfig
 from marsrl.trainer.data.mini_batches import Average
@@ -111,10 +112,16 @@ def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> d
 
 
 def forced(samples: list[TrainSequence]) -> list[TrainSequence]:
-    """Two random ones of four experts for every token but the last."""
+    """Two random ones of four experts for every token but the last; of every other token what its sampler kept."""
     rng = np.random.default_rng(3)
     return [
-        replace(s, routed_experts=rng.random((s.num_tokens - 1, 2, 4)).argsort(-1)[..., :2].astype(np.uint8))
+        replace(
+            s,
+            routed_experts=rng.random((s.num_tokens - 1, 2, 4)).argsort(-1)[..., :2].astype(np.uint8),
+            kept_tokens=KeptTokens.of(
+                [np.unique(np.array([token, 5, 40], np.int32))[: 3 * (token % 2)] for token in s.token_ids]
+            ),
+        )
         for s in samples
     ]
 

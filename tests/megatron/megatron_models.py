@@ -28,43 +28,33 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0
 OF_LEARNER = ("old_policy", "router_replay", "reference_dir")
 
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "factor": 8.0}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    },
+    "llama": {
+        "head_dim": 16, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+        "rope_parameters": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+    "mistral": {"sliding_window": None},
+}  # fmt: skip
+
+
 def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> Path:
     """A random model directory: qwen2 (bias, untied), qwen3 (tied), qwen3_moe (untied), llama (every bias, scaled rotary
     frequencies of which one stays, two are between and five are stretched, tied), mistral (untied, sizes of heads not given)."""
-    import transformers  # seconds, which ranks that read batches from here do not spend
+    from transformers import AutoConfig, AutoModelForCausalLM  # seconds, which ranks that read batches do not spend
 
     torch.manual_seed(seed)
     shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "max_position_embeddings": 128,
+        "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 48, "max_position_embeddings": 128, "initializer_range": 0.1, "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "initializer_range": 0.1,
-        "tie_word_embeddings": kind in ("qwen3", "llama"),
-    }
-    if kind == "qwen2":
-        config = transformers.Qwen2Config(**{**shape, **changes})
-        model = transformers.Qwen2ForCausalLM(config)
-    elif kind == "qwen3":
-        config = transformers.Qwen3Config(**{**shape, "head_dim": 16, **changes})
-        model = transformers.Qwen3ForCausalLM(config)
-    elif kind == "llama":
-        scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        rope = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **scaling}
-        biases = {"attention_bias": True, "mlp_bias": True}
-        config = transformers.LlamaConfig(**{**shape, "head_dim": 16, "rope_parameters": rope, **biases, **changes})
-        model = transformers.LlamaForCausalLM(config)
-    elif kind == "mistral":
-        config = transformers.MistralConfig(**{**shape, "sliding_window": None, **changes})
-        model = transformers.MistralForCausalLM(config)
-    else:
-        moe = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
-        config = transformers.Qwen3MoeConfig(**{**shape, **moe, "norm_topk_prob": True, **changes})
-        model = transformers.Qwen3MoeForCausalLM(config)
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**shape, **KINDS[kind], **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms of one and biases of zero would hide a swap

@@ -42,20 +42,24 @@ def whole_run(folder: Path, *policies: Path) -> RunDirectory:
         ("qwen3", "bfloat16", {}),
         ("qwen3", "float32", {"tie_word_embeddings": False}),
         ("qwen2", "bfloat16", {}),
-        ("llama", "bfloat16", {}),
-        ("mistral", "float32", {}),
+        ("llama", "float32", {}),
+        ("llama", "float32", {"attention_bias": False}),
+        ("llama", "float32", {"mlp_bias": False, "tie_word_embeddings": False}),
+        ("mistral", "float32", {"head_dim": 16, "sliding_window": 64}),
+        ("mistral", "bfloat16", {}),
     ],
 )
 def test_a_directory_comes_back_bit_for_bit_and_so_do_trained_weights(
     kind: str, dtype: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
-    """From the learner, and by way of its checkpoint."""
+    """From the learner, and by way of its checkpoint; transformers computes the learner's log-probs with them."""
     source = save_model(kind, tmp_path / "in", **changes)
     policy, given = learner(source, dtype=dtype), load_file(source / "model.safetensors")
     untouched = weights(policy)
     assert untouched.keys() == given.keys()
     assert all(torch.equal(untouched[n], given[n].to(getattr(torch, dtype))) for n in given)
-    step(policy, [pack(sequences(3))])
+    batch = pack(sequences(3)[:1])
+    step(policy, [batch])
     trained = weights(policy)
     assert not torch.equal(trained["model.norm.weight"], untouched["model.norm.weight"])
     save(policy, tmp_path / "main")
@@ -69,39 +73,11 @@ def test_a_directory_comes_back_bit_for_bit_and_so_do_trained_weights(
     assert done.num_bytes == sum(t.nbytes for t in trained.values())
     with pytest.raises(ValueError, match="exists"):
         policy.held().save_hf(tmp_path / "direct", source)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("qwen3_moe", {}),
-        ("qwen3", {}),
-        ("llama", {}),
-        ("llama", {"attention_bias": False}),
-        ("llama", {"mlp_bias": False, "tie_word_embeddings": False}),
-        ("llama", {"attention_bias": False, "mlp_bias": False}),
-        ("mistral", {}),
-        ("mistral", {"head_dim": 16, "sliding_window": 64}),
-    ],
-)
-def test_transformers_loads_trained_weights_with_the_trainers_log_probs(
-    kind: str, changes: dict[str, object], tmp_path: Path
-) -> None:
-    policy = learner(save_model(kind, tmp_path / "in", **changes))
-    batch = pack(sequences(3)[:1])
-    step(policy, [batch])
-    save(policy, tmp_path / "main")
-    (scores,) = policy.score([batch])
-    export(tmp_path / "main", tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert model.dtype == torch.float32
-    with torch.no_grad():
-        logp = model(batch.token_ids[None]).logits[0].log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
-    assert float((logp - scores)[batch.mask].abs().max()) < 1e-5
-    trained = weights(policy)
-    assert all(
-        torch.equal(tensor, trained[name]) for name, tensor in load_file(tmp_path / "out/model.safetensors").items()
-    )
+    if dtype == "float32":
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+        with torch.no_grad():
+            logp = model(batch.token_ids[None]).logits[0].log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
+        assert float((logp - policy.score([batch])[0])[batch.mask].abs().max()) < 1e-5
 
 
 def test_a_large_model_is_cut_into_files_and_read_layer_by_layer(tmp_path: Path) -> None:

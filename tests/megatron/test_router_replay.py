@@ -28,7 +28,6 @@ from megatron_models import (
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from marsrl.rollout.routed_experts import expert_dtype, not_recorded
 from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
@@ -188,14 +187,3 @@ def test_a_sample_without_a_record_is_refused_and_padding_is_not(tmp_path: Path)
         step(policy, [pack(other)], normaliser=9.0)
     with pytest.raises(ValueError, match="router_replay is recompute, but Qwen3ForCausalLM has no experts"):
         learner(save_model("qwen3", tmp_path / "d"), router_replay="recompute")
-
-
-def test_a_record_is_one_byte_an_expert_until_there_are_255() -> None:
-    assert expert_dtype(128) == expert_dtype(255) == np.uint8 and expert_dtype(256) == np.int16
-    assert not_recorded(np.uint8) >= 255 and not_recorded(np.int16) > 256
-    first, second = sequences(2)
-    (packed,) = [pack([with_random_experts([first])[0], second], align=4).routed_experts]
-    assert packed is not None and packed.dtype == torch.uint8
-    assert bool((packed[first.num_tokens - 1 :] == 255).all()) and bool(
-        (packed[: first.num_tokens - 1] < EXPERTS).all()
-    )

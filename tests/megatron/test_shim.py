@@ -7,9 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from marsrl.trainer.learner.megatron import shim
 
 # vLLM replaces torch.cuda.Stream at import, after the shim and before the first mixture of experts is built.
 TRAIN_BESIDE_VLLM = """
@@ -36,25 +33,3 @@ def test_a_mixture_of_experts_trains_where_vllm_was_imported(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr[-3000:]
     assert float(done.stdout.split("gradient norm")[1]) > 0
     assert "CPU RNG state changed" not in done.stderr  # of the one generator that there is; a user could not act on it
-
-
-def test_what_is_asked_of_a_gpu_is_made_on_the_cpu_and_the_rest_of_torch_is_as_it_was() -> None:
-    shim.install()
-    gpu = torch.device("cuda", 0)
-    made = [
-        torch.tensor([1], device="cuda"),
-        torch.zeros(2, device=gpu),
-        torch.empty_like(torch.ones(2), device="cuda"),
-    ]
-    made += [torch.ones(2).to("cuda"), torch.ones(2).to(device=gpu), torch.ones(2).to("cuda", torch.int32)]
-    assert [str(each.device) for each in made] == ["cpu"] * 6 and made[-1].dtype == torch.int32
-    weight = torch.nn.Parameter(torch.ones(2))
-    assert weight.cuda() is weight and weight.type() == "torch.FloatTensor"  # "torch.cuda." is for megatron's optimizer
-    assert not torch.empty(2, pin_memory=True).is_pinned()
-    with torch.device("meta"):
-        assert torch.zeros(2).is_meta and torch.tensor([1]).is_meta
-    assert torch.equal(torch.jit.script(like)(weight), torch.zeros(2))
-
-
-def like(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(x)

@@ -29,8 +29,6 @@ from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.data.scatter import micro_batches as split
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import shim
-from marsrl.trainer.learner.step_stats import empty_update, summed
-from marsrl.trainer.report.step_metrics import step_metrics
 
 ALIKE = PolicyObjective(clip_low=0.05, clip_high=0.05)
 
@@ -120,25 +118,6 @@ def test_kl_to_the_start_is_zero_at_first_and_then_pulls_back(tmp_path: Path) ->
     first = one.train_step([update(samples)])
     second = one.train_step([update(samples)])
     assert sum(first.agent_sums["kl"]) == 0.0 < sum(second.agent_sums["kl"])
-
-
-def test_a_reference_is_read_only_for_a_kl_term(tmp_path: Path) -> None:
-    folder = save_model("qwen3", tmp_path / "m")
-    learner(folder, reference_dir=tmp_path / "is not there")
-    with pytest.raises(ValueError, match="objective.kl is k3 and reference_dir is None"):
-        learner(folder, kl="k3")
-
-
-def test_the_share_of_an_agent_is_the_mean_over_the_updates_and_0_where_it_has_no_token() -> None:
-    shares = [(1.0, None, None), (3.0, 4.0, None)]
-    steps = [replace(empty_update(3, 0.1), is_empty=False, agent_grad_norms=each) for each in shares]
-    found = summed([*steps, empty_update(3, 0.1)])  # an update that computed nothing is none
-    assert found.agent_grad_norms == (2.0, 2.0, None)
-    metrics = step_metrics(found, ["a", "b", "c"])
-    assert (metrics["actor/a/grad_norm"], metrics["actor/b/grad_norm"]) == (2.0, 2.0)
-    assert "actor/c/grad_norm" not in metrics
-    unmeasured = summed([replace(each, agent_grad_norms=()) for each in steps])
-    assert unmeasured.agent_grad_norms == () and "actor/a/grad_norm" not in step_metrics(unmeasured, ["a", "b", "c"])
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
 """Takes every file of configs/ as far as a machine without a GPU can: `python preset_worker.py FOLDER`, JSON to stdout.
 
 PyTorch and vLLM are told of eight H100s, for good: hence a process of its own. Nothing is started, no weights are read.
-What is asked is real: our command line, preflight and planner, Megatron's configs, vLLM's EngineArgs.create_engine_config().
+What is asked is real: our preflight, vLLM's EngineArgs.create_engine_config().
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import json
 import os
@@ -67,33 +65,18 @@ def save_model(name: str, folder: Path) -> Path:
     return folder / name
 
 
-def commands(preset: Path) -> dict[str, list[str]]:
-    """{plan, train: words} of the header's two commands; math_default and cpu_default have no plan."""
+def train_command(preset: Path) -> list[str]:
+    """Words of the header's last command that trains; none in math_default and cpu_default."""
     header = [line for line in preset.read_text(encoding="utf-8").splitlines() if line.startswith("#   ")]
     text = "\n".join(line.removeprefix("#   ").strip() for line in header).replace("\\\n", " ")
-    lines = [shlex.split(line) for line in text.splitlines()]
-    kinds = [("plan" if line[:2] == ["marsrl", "plan"] else "train", line) for line in lines]
-    return {kind: line for kind, line in kinds if kind == "plan" or "trainer/main.py" in line}
+    return next((shlex.split(line) for line in reversed(text.splitlines()) if "trainer/main.py" in line), [])
 
 
-def planned(words: list[str], folder: Path) -> dict[str, Any]:
-    """Output of the plan command, run as it is written."""
-    from marsrl.trainer.commands import cli
-
-    with contextlib.redirect_stdout(io.StringIO()) as tables:
-        assert cli.main([*words[1:], "--json", str(folder / "plan.json")]) == 0
-    assert "refused" not in tables.getvalue()
-    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    return {name: plan[name] for name in ("fits", "refused", "num_trainers", "num_engine_gpus")}
-
-
-def checked(preset: Path, folder: Path, says: dict[str, list[str]]) -> tuple[Any, int]:
-    """Dry run and preflight of the train command's settings under the ranks that its torchrun starts, and their number."""
+def checked(preset: Path, folder: Path, words: list[str]) -> Any:
+    """Preflight of the train command's settings under the ranks that its torchrun starts."""
     from marsrl.trainer.checks.preflight import preflight
     from marsrl.trainer.config.read import read_config
-    from marsrl.trainer.main import main as train
 
-    words = says.get("train", [])
     options = dict(itertools.pairwise(words))
     local = int(options.get("--nproc-per-node", "1"))
     world = local * int(options.get("--nnodes", "1"))
@@ -109,31 +92,7 @@ def checked(preset: Path, folder: Path, says: dict[str, list[str]]) -> tuple[Any
     if read_config(preset, settings)[0].sync.directory is not None:
         settings.append(f"sync.directory={folder}")
     os.environ |= {"LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(world), "SERPAPI_API_KEY": "key"}  # MARS searches
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert train(["--dry-run", "--config", str(preset), *settings]) == 0
-    assert "batch arithmetic" in said.getvalue()
-    return preflight(read_config(preset, settings)[0], world), world
-
-
-def megatron_configs(config: Any) -> dict[str, Any]:
-    """Megatron's own validation of the trainer's part."""
-    from marsrl.rollout.model_shape import read_shape
-    from marsrl.trainer.learner.megatron import shim
-    from marsrl.trainer.learner.megatron.layout import resolve
-
-    shim.install()
-    from marsrl.trainer.learner.megatron.model import transformer_config
-    from marsrl.trainer.learner.megatron.optimizer import optimizer_options
-
-    policy = next(iter(config.policies.values()))
-    if policy.model is None:
-        return {}
-    model = transformer_config(read_shape(policy.model), resolve(policy.layout), policy)
-    optimizer = optimizer_options(policy.optimizer, model.params_dtype)
-    return {
-        "offloaded": optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
-        "state_on_gpu": not optimizer.use_precision_aware_optimizer,
-    }
+    return preflight(read_config(preset, settings)[0], world)
 
 
 def engine_config(config: Any, folder: Path) -> dict[str, Any]:
@@ -232,15 +191,9 @@ def main(folder: Path) -> None:
     pretend_vllm_on_cuda()
     told = {}
     for preset in sorted(Path("configs").glob("*.yaml")):
-        says = commands(preset)
-        num_gpus = min(8, int(re.search(r"--gpus (\d+)", preset.read_text()).group(1))) if "plan" in says else 8  # type: ignore[union-attr]
-        check, world = checked(preset, folder, says)
+        num_gpus = min(8, int(found[1])) if (found := re.search(r"--gpus (\d+)", preset.read_text())) else 8
+        check = checked(preset, folder, train_command(preset))
         told[preset.stem] = {
-            "commands": sorted(says),
-            "world": world,
-            "engine_gpus": list(check.host.gpus_for(check.config.served_rollouts)),
-            "plan": planned(says["plan"], folder) if "plan" in says else None,
-            "megatron": megatron_configs(check.config),
             "engine": engine_config(check.config, folder) if check.config.rollout.engine == "vllm" else None,
             "prompts": {name: agent.max_input_tokens for name, agent in check.config.agents.items()},
             "variants": variants(check.config, folder) if preset.stem == "qwen3_30b_a3b_8xh100" else None,

@@ -79,42 +79,6 @@ def test_no_preset_is_left_out() -> None:
             planned(preset, 8)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            ["rollout.vllm.tensor_parallel=3", "rollout.engine=local"],
-            "rollout.engine=local computes in one process: set rollout.vllm.tensor_parallel=1",
-        ),
-        (
-            ["rollout.ray_address=192.0.2.200:6379", "sync.backend=shm"],
-            "set sync.directory to a folder that all hosts share, or send them over the network (sync.backend=auto on GPUs",
-        ),
-    ],
-)
-def test_the_plan_and_the_dry_run_refuse_alike(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    from marsrl.trainer.main import main
-
-    words = [*words, "rollout.engines=4"]
-    assert cli.main(["plan", "--gpus", "16", *words, "--json", "-"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert not plan["fits"] and says in plan["refused"][0]
-    assert cli.main(["plan", "--gpus", "16", *words]) == 0
-    assert "- refused: " in capsys.readouterr().out
-    assert main(["--dry-run", *words]) == 2
-    said = capsys.readouterr().err
-    assert (
-        said.startswith(f"marsrl: {plan['refused'][0]} (")
-        and ": command line" in said
-        and said.count("\nmarsrl: ") == 0
-    )
-    assert main(["--dry-run", "rollout.engines=4"]) == 0
-    assert main(["--dry-run", f"sync.directory={tmp_path}/none"]) == 2
-    assert "which is no folder that can be written to: make it" in capsys.readouterr().err
-
-
 AGREED = {
     "qwen3_8b 8": "57.0 0.0 692.3 2464.2 0.29 385450",
     "drmas_math 8": "56.8 0.0 85.1 170.5 0.29 385450",
@@ -125,53 +89,18 @@ AGREED = {
     "qwen3_30b_a3b_8xh100 8": "53.0 569.4 791.5 1789.7 1.31 4921972",
     "qwen3_30b_a3b 64": "54.6 0.0 2803.6 3262.5 2.41 4921972",
 }
-COLOCATED = "rollout.placement=colocated rollout.overlap=0 rollout.engines=16"
-OF_THE_FLAGSHIP = {
-    "policies.main.recompute=none": "217.7 0.0 2138.6 3262.5 2.41 4921972",
-    "policies.main.recompute=selective": "190.4 0.0 2138.6 3262.5 2.41 4921972",
-    "policies.main.recompute=full_offload": "49.9 72.0 2877.3 3262.5 2.41 4921972",
-    "policies.main.optimizer.offload=true": "39.6 189.8 2805.3 3262.5 2.41 4921972",
-    "policies.main.optimizer.distributed=false": "86.8 0.0 2803.6 3262.5 2.41 4921972",
-    "policies.main.deterministic=true": "57.1 0.0 2803.6 3262.5 2.41 4921972",
-    "trainer.router_replay=recompute": "55.5 27.4 3477.0 3262.5 2.41 4921972",
-    "trainer.router_replay=rollout": "73.5 82.3 2803.9 3262.5 2.41 4921972",
-    "rollout.vllm.expert_parallel=true": "54.6 0.0 2803.6 3271.5 2.41 4921972",
-    "rollout.vllm.kv_cache_dtype=auto": "54.6 0.0 2803.6 6364.9 2.41 2460986",
-    "rollout.vllm.tensor_parallel=2 rollout.engines=20": "54.6 0.0 2803.6 4274.0 3.22 1840068",
-    "policies.main.layout.pipeline=3 policies.main.layout.tensor=2": "53.0 0.0 2794.4 3262.5 2.41 4921972",
-    "policies.main.layout.context=2 policies.main.layout.tensor=2": "56.3 0.0 2739.4 3262.5 2.41 4921972",
-    "policies.main.layout.expert=2 policies.main.layout.expert_tensor=4": "74.0 0.0 3542.0 3262.5 2.41 4921972",
-    "rollout.segments=1": "54.6 0.0 2803.6 6527.3 2.41 4921972",
-    "rollout.overlap=0": "54.6 0.0 2803.6 3236.4 2.41 4921972",
-    "sync.backend=shm": "54.6 113.7 2803.6 3262.5 34.89 4921972",
-    f"{COLOCATED} rollout.vllm.kv_cache_mib=8192": "69.8 0.0 1051.7 5519.2 2.83 699050",
-    "loss.kl=k3 loss.kl_coef=0.01 policies.main.reference=start": "62.4 0.0 3476.6 3262.5 2.41 4921972",
-    "loss.old_policy=recompute": "54.6 0.0 3476.6 3262.5 2.41 4921972",
-}
 
 
-@pytest.mark.parametrize(
-    ("case", "agreed"), [*AGREED.items(), *((f"qwen3_30b_a3b 64 {w}", found) for w, found in OF_THE_FLAGSHIP.items())]
-)
+@pytest.mark.parametrize(("case", "agreed"), AGREED.items())
 def test_the_numbers_of_a_plan_are_those_that_were_agreed(case: str, agreed: str) -> None:
     """GiB that a GPU and a host need, seconds of update, rollout and publish, tokens of an engine's cache: a change of a
     formula is meant, and says so here. Their laws are below; bytes are measured in test_memory.py."""
-    preset, num_gpus, *words = case.split()
-    (policy,) = planned(preset, int(num_gpus), *words).policies
+    preset, num_gpus = case.split()
+    (policy,) = planned(preset, int(num_gpus)).policies
     assert policy.configured is not None
     seconds = f"{policy.configured.time.total:.1f} {policy.rollout.seconds:.1f} {policy.sync.total:.2f}"
     gib = f"{policy.configured.needed / 2**30:.1f} {policy.host_bytes / 2**30:.1f}"
     assert f"{gib} {seconds} {policy.engine.kv_tokens}" == agreed
-
-
-def test_the_head_takes_its_six_thv_flops() -> None:
-    # 6 T H V FLOPs at T = 16384 on a GPU that reaches 798 TFLOP/s: 38.3 ms (the roofline in the kernels' design)
-    setup = replace(SETUP, layout=Layout(1, 1, 1, 1, 1), world_size=1, tokens=16384)
-    gpu = replace(H100, flops=798e12 / hw.HEAD_SHARE.value)
-    time = step_time(setup, Work(1, 16384.0, 16384.0), gpu, sweeps_entropy=False)
-    assert time.head == pytest.approx(38.3e-3, rel=0.01)
-    swept = step_time(setup, Work(1, 16384.0, 16384.0), gpu, sweeps_entropy=True)
-    assert swept.head / time.head == pytest.approx((6 + 2 * hw.POSITIVE_SHARE.value) / 6)
 
 
 def test_time_follows_the_work_and_the_ranks() -> None:
@@ -189,18 +118,6 @@ def test_time_follows_the_work_and_the_ranks() -> None:
     assert step_time(replace(SETUP, recompute="none"), WORK, H100, True).linear == pytest.approx(0.75 * once.linear)
     assert step_time(SETUP, WORK, hw.GPUS["a100-80g"], True).total > once.total
     assert once.total == pytest.approx(sum(vars(once).values()))
-
-
-def test_a_kl_term_costs_the_references_weights_and_a_forward_pass() -> None:
-    words = ["loss.kl=k3", "loss.kl_coef=0.01", "policies.main.reference=start"]
-    plain = planned("qwen3_30b_a3b", 64).policies[0].configured
-    plan = planned("qwen3_30b_a3b", 64, *words)
-    mine = plan.policies[0].configured
-    assert plain is not None and mine is not None and plain.memory.reference == plain.time.scoring == 0
-    assert mine.memory.reference == mine.memory.weights == plain.memory.weights
-    assert mine.memory.peak == plain.memory.peak + mine.memory.reference
-    # forward, of forward, again, backward
-    assert 0.15 < mine.time.scoring / (mine.time.total - mine.time.scoring) < 0.35
 
 
 def test_kv_cache_of_the_published_model() -> None:
@@ -238,19 +155,6 @@ def test_overlap_takes_the_longer_of_decoding_and_training() -> None:
     assert beside.step_s < turns.step_s - 0.9 * min(policy.rollout.seconds, policy.chosen.time.total)
     assert any("at most 3 versions after its first token" in note and "tis" in note for note in beside.notes)
     assert any("set loss.correction=tis" in note for note in planned("qwen3_8b", 8, "loss.correction=none").notes)
-
-
-def test_the_flagship_s_step_is_below_75_minutes_with_sharded_engines_and_a_cache_in_fp8() -> None:
-    plan = planned("qwen3_30b_a3b", 64)
-    (policy,) = plan.policies
-    best = policy.splits[0]
-    assert plan.step_s is not None and plan.step_s == best.step_s  # the preset is the fastest
-    assert best.engines.words == "10 x 4, fp8 cache" and best.num_trainers == 24
-    assert best.step_s < 60 * 60
-    assert [each.step_s for each in policy.splits] == sorted(each.step_s for each in policy.splits)
-    exact = next(each for each in policy.splits if each.engines.kv_cache == "auto")
-    assert 75 * 60 < exact.step_s < 100 * 60  # without FP8: the cache's bytes bound it
-    assert all(each.num_trainers + each.engines.num_gpus == 64 for each in policy.splits)
 
 
 def test_what_does_not_fit_says_why() -> None:

@@ -23,15 +23,13 @@ from marsrl.rollout.engines.refusals import (
     vllm_refusals,
     why_not_cut,
 )
-from marsrl.rollout.engines.vllm.arguments import OWN_ARGUMENTS, checked_extra, engine_arguments
-from marsrl.rollout.engines.vllm.engine import vllm_environment
+from marsrl.rollout.engines.vllm.arguments import checked_extra
 from marsrl.trainer.config.read import CONFIGS, read_config
 from marsrl.trainer.plan.models import KNOWN
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system"}  # our own engine decodes
 ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_8xh100", "ulorl"}  # engines of rollout.vllm.tensor_parallel
-WITHOUT_A_PLAN = {*WITHOUT_VLLM, "cpu_default", "math_default", "qa_default"}  # their headers name no GPUs
 
 
 @pytest.fixture(scope="module")
@@ -81,19 +79,6 @@ def test_agents_that_a_preset_names_get_prompts_as_long_as_it_says(told: dict[st
         assert told[preset]["prompts"] == {name: agent.max_input_tokens for name, agent in config.agents.items()}
 
 
-@pytest.mark.parametrize("preset", sorted(set(PRESETS) - WITHOUT_A_PLAN))
-def test_the_commands_of_the_header_agree_with_each_other(preset: str, told: dict[str, Any]) -> None:
-    found = told[preset]
-    assert found["commands"] == ["plan", "train"]
-    assert found["plan"]["fits"] and not found["plan"]["refused"]
-    assert found["world"] == found["plan"]["num_trainers"]  # torchrun starts a rank for every GPU that engines leave
-    on_one_host = found["plan"]["num_trainers"] + found["plan"]["num_engine_gpus"] <= 8
-    if on_one_host and found["plan"]["num_engine_gpus"]:
-        assert found["engine_gpus"] == list(range(found["world"], 8))
-    assert found["megatron"]["offloaded"] == (preset == "qwen3_30b_a3b_8xh100")
-    assert found["megatron"]["state_on_gpu"] != (preset == "qwen3_30b_a3b_8xh100")
-
-
 HEAD = "10.11.12.13:6379"
 NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
 WIDE: dict[str, Any] = {"vllm": {"tensor_parallel": 2}}
@@ -104,7 +89,6 @@ ON_A_CLUSTER = TrainerHost(8, 8, True)
     ("settings", "host", "says"),
     [
         (WIDE | {"engines": 3}, NODE, r"tensor_parallel=2 needs 6 GPU.* set rollout.engines=2, or"),
-        ({"vllm": {"tensor_parallel": 8}}, NODE, "set rollout.engines=1 and rollout.vllm.tensor_parallel=4, or"),
         (WIDE | {"engines": 3, "placement": "colocated"}, NODE, r"this host has 4 such GPU.s.; set rollout.engines=2"),
         (WIDE | {"placement": "local"}, NODE, "which 4 trainer ranks hold: set rollout.vllm.tensor_parallel=1"),
         (
@@ -120,7 +104,6 @@ ON_A_CLUSTER = TrainerHost(8, 8, True)
         ),
         ({"engines": 2}, TrainerHost(8, 8, False), r"start 6 rank.s. here \(torchrun --nproc-per-node 6\)"),
         ({"engines": 1}, TrainerHost(1, 1, False), "set rollout.placement=local, or rollout.ray_address"),
-        ({"engines": 8, "placement": "colocated"}, NODE, "set rollout.engines=4"),
         ({"ray_address": HEAD}, ON_A_CLUSTER, r"writes weights to /dev/shm of .* set sync.directory to a folder"),
         (  # of a cluster that has others: where else would they be
             {"ray_address": "auto", "engines": 40},
@@ -139,18 +122,13 @@ def test_a_refusal_names_the_nearest_setting_that_works(settings: dict[str, Any]
     ("settings", "host", "files"),
     [
         ({"engines": 4}, NODE, "/dev/shm"),
-        ({"engines": 4, "placement": "colocated"}, NODE, "/dev/shm"),
-        ({"placement": "local"}, TrainerHost(1, 1, False), "/dev/shm"),
         ({"engines": 64}, TrainerHost(0, 1, False), "/dev/shm"),  # on CPUs
         ({"vllm": {"kv_cache_mib": 256}}, TrainerHost(1, 1, False), "/dev/shm"),  # the default run, on one GPU
         ({"ray_address": HEAD}, ON_A_CLUSTER, "/shared"),
         ({"ray_address": HEAD}, ON_A_CLUSTER, None),  # nccl, ipc
-        ({"ray_address": "auto", "engines": 4}, NODE, "/dev/shm"),
         ({"ray_address": "auto", "engines": 40}, TrainerHost(0, 1, False), "/dev/shm"),
         (WIDE | {"engines": 2}, NODE, "/dev/shm"),
-        ({"vllm": {"tensor_parallel": 4}, "placement": "colocated"}, NODE, "/dev/shm"),
         (WIDE | {"placement": "local"}, TrainerHost(2, 1, False), "/dev/shm"),
-        (WIDE | {"placement": "local"}, TrainerHost(0, 1, False), "/dev/shm"),  # on a CPU
         ({"vllm": {"tensor_parallel": 8}, "ray_address": HEAD}, TrainerHost(1, 1, True), None),  # its hosts may have 8
     ],
 )
@@ -214,7 +192,6 @@ EXPERTS, KEPT = Records(experts=True), Records(kept_tokens=True)
             "^rollout.vllm.quantization is fp8; .* on a frozen policy alone",
         ),
         ({"sampler": "marsrl"}, "cuda", EXPERTS, True, "^trainer.router_replay=rollout .*vllm.sampler=engine"),
-        ({"sampler": "engine"}, "cpu", EXPERTS, True, "on a CPU vLLM runs V1: set rollout.engine=local"),
         ({}, "cpu", EXPERTS, True, "on a CPU vLLM runs V1: set rollout.engine=local"),
         ({"sampler": "engine"}, "cpu", KEPT, True, "^loss.truncation=.* set rollout.vllm.sampler=marsrl"),
         ({}, "cuda", Records(kept_tokens=True, experts=True), True, None),
@@ -242,18 +219,3 @@ def test_other_arguments_of_vllm_are_checked_against_its_own() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             checked_extra(extra)
-
-
-@pytest.mark.parametrize("sampler", ["engine", "marsrl"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_argument_that_marsrl_sets_is_known_as_such(device: str, sampler: Any) -> None:
-    options = VllmOptions.model_validate({"sampler": sampler, "kv_cache_mib": 64})
-    records = Records(kept_tokens=True, experts=True)
-    words = engine_arguments(
-        "model", options, dtype="float32", max_model_len=64, seed=0, sleeps=False, device=device, records=records
-    )
-    assert words.keys() - {"load_format"} <= OWN_ARGUMENTS.keys()  # that one is a default, which users may change
-    environment = vllm_environment(1, device, sampler)
-    assert environment.get("TORCHDYNAMO_DISABLE") == ("1" if device == "cpu" else None)
-    if device == "cuda":
-        assert environment["VLLM_USE_V2_MODEL_RUNNER"] == ("1" if sampler == "engine" else "0")

@@ -150,17 +150,3 @@ def test_a_gradient_norm_above_five_running_medians_is_a_spike() -> None:
     # the median is of the last fifty: what was large then is usual now
     assert spikes_of([1] * WINDOW + [4] * WINDOW + [20, 21])[-2:] == [0, 1] and WINDOW == 50
     assert spikes_of([1] * WINDOW + [4] * 20 + [6])[-1] == 1
-
-
-def test_spikes_of_agents_and_policies_are_counted_apart_and_a_run_goes_on_with_its_medians(run: RunDirectory) -> None:
-    name = "small/actor/solver/grad_norm"
-    unbroken = spikes_of([1, 2, 1, 2, 1, math.nan, 11, 9, 3], name=name)
-    assert unbroken == [0, 0, 0, 0, 0, 1, 1, 1, 0]
-    spikes = GradSpikes()
-    with MetricsLog(run, tensorboard=False) as log:
-        for step, norm in enumerate([1, 2, 1, 2, 1, math.nan, 11, 1e9]):
-            row = {name: norm, "small/actor/grad_norm": 1e9 * norm}
-            log.log(step, row | spikes.found(row))
-    with MetricsLog(run, tensorboard=False, resume_step=6):  # the step after it was lost
-        again = GradSpikes(row.values for row in read_metrics(run.metrics))
-    assert spikes_of([9, 3], again, name) == unbroken[-2:]

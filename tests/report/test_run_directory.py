@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import socket
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 
 from marsrl.trainer.report.samples_log import sample_files, write_samples
 from marsrl.trainer.report.token_log import token_files, write_tokens
-from marsrl.trainer.runs.directory import RunDirectory, write_json
+from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import RunLock, why_held
 
 
@@ -135,30 +134,6 @@ def nobody() -> Iterator[Path]:
         finally:
             if is_root:
                 os.seteuid(0)
-
-
-def test_the_latest_checkpoint_is_the_one_declared_whole(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "a", "p")
-    assert run.latest_checkpoint() is None
-    for step in (4, 8):
-        run.checkpoint(step).mkdir(parents=True)
-    run.mark_latest(4)  # step_8 is half written
-    found = run.latest_checkpoint()
-    assert found is not None and (found.step, found.path) == (4, run.checkpoint(4))
-    (run.checkpoints / "latest").write_text("../../etc")
-    with pytest.raises(RuntimeError, match="expected step_N; there is step_4, step_8"):
-        run.latest_checkpoint()
-    (run.checkpoints / "latest").unlink()
-    with pytest.raises(RuntimeError, match="latest is missing, and there is step_4, step_8"):
-        run.latest_checkpoint()
-
-
-def test_json_with_nan_is_refused_and_the_old_file_stays(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    write_json(path, {"x": 1})
-    with pytest.raises(ValueError, match="null"):
-        write_json(path, {"x": float("nan")})
-    assert json.loads(path.read_text()) == {"x": 1} and list(tmp_path.iterdir()) == [path]
 
 
 def test_steps_that_are_played_again_are_forgotten_whole(tmp_path: Path) -> None:

@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
-import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import MISSING, Problem, Reward
-from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.samples_log import read_samples, sample_files, write_samples
 from marsrl.trainer.report.summary import Evaluation, load_summary, save_summary
 from marsrl.trainer.report.trace import TraceLog, read_trace
@@ -48,31 +43,6 @@ def test_hostile_text_comes_back_but_for_lone_surrogates_and_a_damaged_file_is_n
     path.write_bytes(b"garbage" + path.read_bytes())
     with pytest.raises(ValueError, match=r"step_2\.parquet is no file of samples"):
         list(read_samples(path))
-
-
-def test_spans_of_many_threads_are_kept_in_named_lanes(tmp_path: Path) -> None:
-    trace = TraceLog(tmp_path / "trace.json")
-
-    def work(lane: str) -> None:
-        for _ in range(50):
-            with trace.span(lane, "decode", tokens=3, odd=math.nan):
-                pass
-
-    threads = [threading.Thread(target=work, args=(f"engine/{k}",)) for k in (10, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    with pytest.raises(KeyError), trace.span("rank/0", "step"):
-        raise KeyError
-    trace.save()
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    complete = [e for e in events if e["ph"] == "X"]
-    assert len(complete) == 101 and all(e["dur"] >= 0 and e["ts"] >= 0 for e in complete)
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert list(names.values()) == ["engine/2", "engine/10", "rank/0"]
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"engine", "rank"}
-    assert len({(e["pid"]) for e in complete}) == 2
 
 
 class Quick:
@@ -128,37 +98,3 @@ def test_a_summary_comes_back_and_its_engine_says_class(tmp_path: Path) -> None:
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"summary\.json(.|\n)*before\.agents\.solver\.mean"):
         load_summary(path)
-
-
-def test_only_rank_zero_prints_and_a_file_gets_plain_lines() -> None:
-    for rank in (0, 1):
-        out = io.StringIO()
-        console = RunConsole(rank, out)
-        with console.progress("fixed inputs", unit="episodes"):
-            pass  # nothing to do: nothing is said
-        console.results(make_summary(before=None, after=None))  # not evaluated: no table
-        assert out.getvalue() == ""
-        with console.progress("warm [red]start", total=3, unit="steps") as bar:
-            for k in range(3):
-                bar.advance(note=f"loss {k}")
-        console.results(make_summary(name="[bold]x"))
-        text = out.getvalue()
-        if rank:
-            assert text == ""
-        else:
-            assert "warm [red]start: 3/3 steps" in text and "loss 2" in text and "\x1b" not in text
-            assert "[bold]x" in text and "solver" in text and "+0.330" in text
-
-
-class Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("out", [io.StringIO(), Screen()], ids=["file", "terminal"])
-def test_an_evaluation_says_how_much_is_over_and_what_is_left(out: io.StringIO) -> None:
-    os.environ["COLUMNS"] = "160"
-    with RunConsole(0, out).progress("evaluation", unit="episodes") as bar:
-        bar.played(100, 960, 5_000_000)
-    assert "100/960" in out.getvalue()
-    assert re.search(r" episodes/s  \S+ \w+ left  5,000,000 tokens", out.getvalue())

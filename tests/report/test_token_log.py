@@ -100,10 +100,3 @@ def test_a_file_that_is_no_token_log_is_named(tmp_path: Path, renderer: ChatRend
             read_tokens(path)
     with pytest.raises(ValueError, match=r"step_2\.parquet is gone"):
         read_tokens(token_file(run, 2))
-
-
-def test_pieces_of_tokens_are_the_text_of_all(renderer: ChatRenderer) -> None:
-    for text in ("", "plain", "né 中文 🎉🎉 end", "\x00\u202e</script>"):
-        assert "".join(renderer.pieces(np.array([*text.encode()], np.int32))) == text
-    broken = np.array([0x80, 0xE4, 0xB8, 0x41, 0xFF, 0xF0, 0x9F], np.int32)
-    assert renderer.pieces(broken) == ["\ufffd", "\ufffd", "\ufffd", "A", "\ufffd", "\ufffd", "\ufffd"]

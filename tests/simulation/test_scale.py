@@ -49,7 +49,3 @@ def test_a_batch_has_nine_bytes_a_token_and_some_hundreds_a_sample(measured: lis
     for each in measured:
         num_prompts = each["bytes"]["to the data ranks"] - 9 * each["tokens"]
         assert 0 < num_prompts < each["samples"] * 9000  # ids of a byte each, four bytes an id, and the fields' names
-
-
-def test_texts_that_come_within_a_tenth_of_a_second_are_decoded_together(measured: list[dict[str, Any]]) -> None:
-    assert all(each["calls"]["texts"] <= each["segments"] / 4 for each in measured)

@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 from simulation import study, tables
 from simulation.cost_model import Constants, CostModel
 from simulation.lengths import Lengths
-from simulation.play import MAX_TOKENS, Setting, Simulation, play
+from simulation.play import MAX_TOKENS, Setting, play
 from simulation.simulated_pool import TOKEN_GRAIN
 
 CONSTANTS, LENGTHS = Constants(), Lengths(sigma=1.2)
-TINY = Setting(engines=2, problems=4)
-
-
-def trained(setting: Setting, steps: int) -> tuple[Simulation, list[str]]:
-    simulation = Simulation(setting, CONSTANTS, LENGTHS)
-    uids = [s.uid for _ in range(steps) for group in simulation.step().groups for s in group.samples]
-    return simulation, uids
-
-
-@pytest.mark.parametrize("overlap", [0, 1])
-@pytest.mark.parametrize(("pipeline", "segments"), [("agentic", 1), ("agentic", 4), ("trajectory", 4)])
-def test_every_problem_is_trained_once_and_in_groups_of_eight(pipeline: str, segments: int, overlap: int) -> None:
-    setting = replace(TINY, pipeline=pipeline, segments=segments, overlap=overlap)  # type: ignore[arg-type]
-    simulation, uids = trained(setting, 9)
-    assert set(Counter(uids).values()) == {1}
-    solvers = Counter(uid.partition("/")[0] for uid in uids if uid.count("/") == 1)
-    assert set(solvers.values()) == {8}
-    drawn = simulation.stages.state.num_instances
-    waiting = {each.ask.episode_id for each in simulation.stages.state.open.values()}
-    waiting |= {g.rollout_id for batch in simulation.stages.state.ready for g in batch.groups}
-    waiting |= {g.rollout_id for g in simulation.stages.state.closed}
-    assert set(solvers) | waiting >= {f"{i + 1:06d}" for i in range(drawn)}
-
-
-def test_completions_do_not_depend_on_how_they_are_played() -> None:
-    def lengths_of(setting: Setting) -> dict[str, int]:
-        simulation = Simulation(setting, CONSTANTS, LENGTHS)
-        samples = [s for _ in range(6) for group in simulation.step().groups for s in group.samples]
-        return {s.uid: len(s.token_ids) for s in samples}
-
-    whole, cut, overlapped = (
-        lengths_of(replace(TINY, segments=segments, overlap=overlap)) for segments, overlap in ((1, 0), (4, 0), (4, 1))
-    )
-    assert len(whole.keys() & cut.keys()) > 50 and len(whole.keys() & overlapped.keys()) > 50
-    assert all(whole[uid] == cut[uid] for uid in whole.keys() & cut.keys())
-    assert all(whole[uid] == overlapped[uid] for uid in whole.keys() & overlapped.keys())
 
 
 def test_one_problem_by_hand() -> None:
@@ -76,13 +39,6 @@ def test_one_problem_by_hand() -> None:
     assert outcome.idle_share == pytest.approx(1 - seconds / outcome.step_s)
     assert outcome.staleness == {0: 1.0}
     assert outcome.samples_per_step == 8
-
-
-def test_a_trainer_beside_the_engines_leaves_them_no_time_to_rest() -> None:
-    setting = replace(TINY, segments=4, steps=4, warmup=8)
-    apart, beside = (play(replace(setting, overlap=n), CONSTANTS, LENGTHS) for n in (0, 1))
-    assert beside.idle_share < 0.05 < apart.idle_share
-    assert beside.tokens_per_s > apart.tokens_per_s
 
 
 def test_the_whole_study_is_told() -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from marsrl.rollout.kept_tokens import KeptTokens
-from marsrl.trainer.data import scatter as module
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence
 from marsrl.trainer.data.scatter import BatchShard, MiniBatch, Update, micro_batches, scatter
 from marsrl.trainer.learner.megatron import parallel
@@ -25,7 +22,6 @@ from marsrl.trainer.runs.collective import Routes, all_true, gather_bytes, rank
 MAX_TOKENS = 64
 ONE = Layout(tensor=1, expert=1, expert_tensor=1, pipeline=1, context=1)
 LAYERS, TOP_K = 24, 8
-LONG, NUM_LONG, SENT_BYTES = 4096, 24, 1 << 16  # of the batch whose memory is counted
 
 
 def sequence(i: int, num_tokens: int) -> TrainSequence:
@@ -76,45 +72,6 @@ def share_is_as_planned(batches: tuple[MiniBatch, ...], shard: BatchShard) -> li
     ]
 
 
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor of any operation, and of the tensors of the largest collective together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensor = self.sent = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
-        tensors = {each.data_ptr(): each.nbytes for each in leaves if isinstance(each, torch.Tensor)}
-        self.tensor = max(self.tensor, *tensors.values(), 0)
-        if function.namespace == "c10d":
-            self.sent = max(self.sent, sum(tensors.values()))
-        return result
-
-
-def memory(shard: BatchShard) -> dict[str, int]:
-    """Bytes of the batch, of a micro-batch, and what the scatter has taken beside what it returns."""
-    batches = (batch(*[LONG] * NUM_LONG),) if rank() == 0 else None
-    arrays = LONG * LAYERS * TOP_K
-    largest = Largest()
-    tracemalloc.start()
-    with largest:
-        found = scatter(batches, shard)
-    kept, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    uids = [uid for each in found[0].micro_batches for uid in each.uids]
-    return {
-        "batch": NUM_LONG * arrays,
-        "micro_batch": arrays,
-        "largest": largest.tensor,
-        "sent": largest.sent,
-        "most_sent": 3 * SENT_BYTES // 2,  # on rank 0 the parts, and its own as it arrives
-        "beside": peak - kept,
-        "sequences": len(uids),
-    }
-
-
 def failing(call: Callable[[], object]) -> str:
     """What it raises; afterwards the ranks still hear each other."""
     try:
@@ -123,23 +80,6 @@ def failing(call: Callable[[], object]) -> str:
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     return said if all_true(True) else "unheard"
-
-
-def fails(name: str, rank_that_fails: int, after: int, shard: BatchShard) -> str:
-    """module.<name> raises on one rank, from its call number `after` on."""
-    real, calls = getattr(module, name), []
-
-    def broken(*words: Any, **options: Any) -> Any:
-        calls.append(1)
-        if rank() == rank_that_fails and len(calls) > after:
-            raise MemoryError(f"no room for {name}")
-        return real(*words, **options)
-
-    setattr(module, name, broken)
-    try:
-        return failing(lambda: scatter(BATCHES["uneven"] if rank() == 0 else None, shard))
-    finally:
-        setattr(module, name, real)
 
 
 def job() -> list[dict[str, Any]]:
@@ -165,12 +105,6 @@ def job() -> list[dict[str, Any]]:
         shard = BatchShard(rank() % num_shares, num_shares, MAX_TOKENS, 4, parallel.routes())
         found[f"layout, {axis}"] = share_is_as_planned(BATCHES["uneven"], shard)
         parallel.stop(keep_world=True)
-    long = dataclasses.replace(ways["data"], max_tokens=LONG)
-    collective.SCATTER_BYTES = SENT_BYTES
-    found["memory"] = memory(long)
-    for r in range(2):
-        found[f"pack fails on rank {r}"] = fails("pack", r, 1, ways["data"])
-    found["encode fails on rank 0"] = fails("encode", 0, 3, ways["data"])
     found["too long"] = failing(lambda: scatter((batch(65, 4),) if rank() == 0 else None, ways["data"]))
     found["after all"] = share_is_as_planned(BATCHES["even"], ways["data"])
     both = [json.loads(each) for each in gather_bytes(json.dumps(found).encode())]

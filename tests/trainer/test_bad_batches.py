@@ -11,7 +11,7 @@ import pytest
 
 from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.data.bad_batches import BadBatch, bad_batch_file, read_bad_batch, save_bad_batch
+from marsrl.trainer.data.bad_batches import bad_batch_file, read_bad_batch
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import MiniBatch
 from marsrl.trainer.learner.step_stats import StepStats
@@ -50,11 +50,3 @@ def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path:
         assert str(path) in str(error.value)
         batch = read_bad_batch(path)
         assert batch.suspects == ["y"] and [s.uid for s in batch.sequences] == ["x", "y"] and math.isnan(batch.loss)
-
-
-def test_a_bounded_number_stays(tmp_path: Path) -> None:
-    directory = RunDirectory.create(tmp_path, "run", "preset")
-    for step in range(8, 13):
-        save_bad_batch(directory, BadBatch(step, "main", 0, math.inf, 1.0, (sample("x", 1.0),)), keep=3)
-    names = {path.name for path in directory.bad_batches.iterdir()}
-    assert names == {"step_10_main.msgpack", "step_11_main.msgpack", "step_12_main.msgpack"}

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +16,30 @@ from marsrl.rollout.player.stages import RolloutState, StagesState
 from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.trainer.runs import checkpoint
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, Restored, load_checkpoint
-from marsrl.trainer.runs.collective import stop_together
 from marsrl.trainer.runs.directory import CheckpointError, RunDirectory
 from marsrl.trainer.runs.manifest import FileSum, damage, file_sum
 
 
 class WordSave:
-    """A PendingSave of a learner whose weights are a word. `unwritable` cannot be written, `altered` changes after it was;
-    with `in the way of NAME` a folder stands where the checkpoint's file NAME is to be."""
+    """A PendingSave of a learner whose weights are a word."""
 
-    def __init__(self, folder: Path, word: str, may_write: threading.Event) -> None:
-        self.folder, self.word, self.may_write = folder, word, may_write
-        self.error: Exception | None = None
+    def __init__(self, folder: Path, word: str) -> None:
+        self.folder, self.word = folder, word
 
     def write(self) -> None:
-        self.may_write.wait(10)
-        self.thread = threading.current_thread()
-        try:
-            if self.word == "unwritable":
-                raise OSError("no room")
-            self.folder.mkdir(parents=True)
-            (self.folder / "word").write_text(self.word)
-            if self.word.startswith("in the way of "):
-                (self.folder.parents[1] / self.word.removeprefix("in the way of ")).mkdir()
-        except OSError as error:
-            self.error = error
+        self.folder.mkdir(parents=True)
+        (self.folder / "word").write_text(self.word)
 
     def finish(self, failure: str, advice: str) -> dict[str, FileSum]:
-        stop_together(self.error, failure, advice)
-        sums = {"word": file_sum(self.folder / "word")}
-        if self.word == "altered":
-            (self.folder / "word").write_text("ALTERED")
-        return sums
+        return {"word": file_sum(self.folder / "word")}
 
 
 class WordLearner:
     def __init__(self, word: str = "") -> None:
         self.word = word
-        self.may_write = threading.Event()
-        self.may_write.set()
-        self.saves: list[WordSave] = []
-        self.copies: list[bool] = []
 
     def begin_save(self, folder: Path, *, copy: bool) -> WordSave:
-        self.copies.append(copy)
-        self.saves.append(WordSave(folder, self.word, self.may_write))
-        return self.saves[-1]
+        return WordSave(folder, self.word)
 
     def load(self, folder: Path) -> None:
         self.word = (folder / "word").read_text()
@@ -77,8 +54,8 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path, "run", "preset")
 
 
-def writer(run: RunDirectory, *, keep_last: int = 99, keep_every: int = 0, is_async: bool = False) -> CheckpointWriter:
-    return CheckpointWriter(run, keep_last=keep_last, keep_every=keep_every, is_async=is_async)
+def writer(run: RunDirectory, *, keep_last: int = 99, keep_every: int = 0) -> CheckpointWriter:
+    return CheckpointWriter(run, keep_last=keep_last, keep_every=keep_every, is_async=False)
 
 
 def save(saves: CheckpointWriter, *steps: int, word: str = "") -> None:
@@ -106,7 +83,6 @@ def test_a_checkpoint_holds_every_policy_the_rollout_and_the_step(run: RunDirect
     assert files == names and damage(folder) == []
     assert json.loads((folder / "meta.json").read_text()) == {"step": 12, "versions": {"main": 12, "other": 3}}
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_12"]
-    assert [learner.copies for learner in learners.values()] == [[False], [False]]
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(run, {"third": WordLearner()}, "auto", pytest.fail)  # type: ignore[dict-item]
     assert str(caught.value).startswith(
@@ -117,50 +93,6 @@ def test_a_checkpoint_holds_every_policy_the_rollout_and_the_step(run: RunDirect
     restored = load_checkpoint(run, fresh, "auto", pytest.fail)
     assert restored == Restored(12, {"main": 12, "other": 3}, state_after(12))
     assert [learner.word for learner in fresh.values()] == ["a", "b"]
-
-
-def test_an_asynchronous_save_ends_once_it_is_written(run: RunDirectory) -> None:
-    saves, learner = writer(run, is_async=True), WordLearner("a")
-    saves.finish_if_written()  # there is none
-    learner.may_write.clear()
-    saves.save(1, {"main": 1}, {"main": learner}, state_after(1))  # type: ignore[dict-item]
-    assert learner.copies == [True]
-    saves.finish_if_written()
-    assert run.latest_checkpoint() is None and run.steps_on_disk() == []
-    learner.may_write.set()
-    while run.latest_checkpoint() is None:
-        saves.finish_if_written()
-    assert load(run) == (1, "a", [])
-    thread = learner.saves[0].thread
-    assert thread is not threading.current_thread() and thread.daemon and thread.name == "checkpoint 1"
-    learner.may_write.clear()
-    threading.Timer(0.05, learner.may_write.set).start()
-    saves.save(2, {"main": 2}, {"main": learner}, state_after(2))  # type: ignore[dict-item]
-    saves.save(3, {"main": 3}, {"main": learner}, state_after(3))  # type: ignore[dict-item]
-    assert load(run)[0] == 2  # the third waited for the second
-    saves.finish()
-    assert load(run)[0] == 3
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_what_cannot_be_written_leaves_nothing_and_the_next_save_is_a_new_one(
-    is_async: bool, run: RunDirectory
-) -> None:
-    save(writer(run), 1)
-    saves, part = writer(run, is_async=is_async), run.checkpoints / "step_2.part"
-    for word, error in (
-        ("unwritable", "OSError: no room"),
-        ("in the way of manifest.json", "IsADirectoryError: "),  # at the end
-    ):
-        with pytest.raises(RuntimeError) as caught:
-            save(saves, 2, word=word)
-            saves.finish()
-        assert str(caught.value).startswith(f"the checkpoint of step 2 was not written ({part}); rank 0: {error}")
-        assert " MiB are free there; mend what" in str(caught.value)
-        saves.finish()  # nothing is left to be ended
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_1"]
-    save(writer(run), 2)
-    assert load(run) == (2, "w2", [])
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
@@ -194,12 +126,6 @@ def test_a_run_killed_before_its_first_checkpoint_was_pointed_to_goes_on_from_it
         RuntimeError, match="latest is missing, and there is step_4, step_8; the newest whole one is step_8"
     ):
         load(run)
-
-
-def test_a_file_that_changes_after_it_was_written_is_damaged(run: RunDirectory) -> None:
-    save(writer(run), 1, word="altered")
-    (said,) = damage(run.checkpoint(1))
-    assert "policies/main/word has checksum" in said
 
 
 def test_a_save_takes_the_place_of_the_same_step_and_of_what_a_dead_run_left(run: RunDirectory) -> None:

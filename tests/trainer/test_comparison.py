@@ -6,10 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
-from marsrl.trainer.learner.other_roundings import other_roundings
 from marsrl.trainer.weights.comparison import EngineComparison, TrainerScores
 
 SHAPE = (16, 40)  # sequences, log-probs
@@ -107,35 +104,3 @@ def test_a_policy_that_diverged_is_not_blamed_on_the_transfer() -> None:
         EngineComparison().compare(far, [engine(10) * 1000], 1)
     with pytest.raises(RuntimeError, match="look at stale prefix caches"):
         EngineComparison().compare(TRAINER, [engine(10)], 1)
-
-
-def test_a_probe_of_which_nothing_can_be_compared_fails() -> None:
-    with pytest.raises(RuntimeError, match="nothing to compare: 0 tokens, 1 engines"):
-        EngineComparison().compare(TrainerScores([], []), [[]], 0)
-    with pytest.raises(RuntimeError, match="nothing to compare: 640 tokens, 0 engines"):
-        EngineComparison().compare(TRAINER, [], 0)
-    with pytest.raises(RuntimeError, match=r"engine 0 returned \[39, 40.*expected \[40, 40"):
-        EngineComparison().compare(TRAINER, [[OURS[0, 1:], *OURS[1:]]], 0)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "other"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
-)
-def test_other_roundings_are_within_the_coarser_dtype_the_same_for_a_seed_and_gone_afterwards(
-    dtype: str, other: str
-) -> None:
-    layer = nn.Linear(64, 64, bias=False, dtype=getattr(torch, dtype))
-    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1)).to(layer.weight.dtype)
-    with torch.no_grad():
-        right = layer(x)
-        with other_roundings(layer, getattr(torch, other)):
-            found = layer(x)
-        with other_roundings(layer, getattr(torch, other)):
-            again = layer(x)
-        with other_roundings(layer, getattr(torch, other), seed=1):
-            different = layer(x)
-        after = layer(x)
-    assert torch.equal(found, again) and torch.equal(after, right) and not torch.equal(found, different)
-    off = ((found - right).double() / right.double()).abs()
-    eps = torch.finfo(getattr(torch, other)).eps
-    assert off.max() <= eps and eps / 100 < off.mean() < eps / 2

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -61,15 +57,6 @@ def test_every_key_says_what_it_means_and_has_a_page_that_exists(capsys) -> None
         re.findall(r"docs/\w+\.md", shown(capsys, "config", "--markdown"))
     )
     assert not [page for page in pages if not (ROOT / page).is_file()]
-
-
-def test_a_key_of_some_kinds_of_a_section_says_which() -> None:
-    keys = all_keys()
-    assert keys["tools.search.kind"].kind == "index or http or serpapi"
-    assert keys["tools.search.url"].meaning.startswith("http: ")
-    assert keys["tools.search.retries"].meaning.startswith("http, serpapi: ")
-    assert keys["tools.search.top_k"].default == "3 (index), 3 (http), 10 (serpapi)"
-    assert {"tools.search.corpus", "tools.search.base_url"} <= keys.keys()
 
 
 def test_a_wrong_key_is_answered_with_the_nearest(capsys) -> None:
@@ -135,17 +122,3 @@ def test_help_lists_every_command_and_each_has_help_with_an_example(capsys) -> N
 def test_words_that_cannot_be_used_are_exit_status_2(capsys) -> None:
     for words, said in ((["plan"], "--gpus"), (["nope"], "nope"), (["init", "--dtype", "x", "y"], "--dtype"), ([], "")):
         assert main(words) == 2 and said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_is_told_the_commands(shell: str, tmp_path: Path, capsys) -> None:
-    script = shown(capsys, "completion", shell)
-    assert "_MARSRL_COMPLETE" in script
-    if shell == "bash" and shutil.which("bash"):
-        (tmp_path / "script").write_text(script)
-        (tmp_path / "marsrl").write_text(f"#!/bin/sh\nexec {sys.executable} -m marsrl.trainer.commands.cli\n")
-        (tmp_path / "marsrl").chmod(0o755)
-        ask = 'source "$0"; COMP_WORDS=(marsrl pl); COMP_CWORD=1; _marsrl_completion marsrl; echo "${COMPREPLY[@]}"'
-        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        done = subprocess.run(["bash", "-c", ask, tmp_path / "script"], capture_output=True, text=True, env=env)
-        assert done.stdout == "plan\n", done.stderr

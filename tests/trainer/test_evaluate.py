@@ -10,7 +10,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -25,7 +24,6 @@ from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.at_k import at_k, majorities, pass_at
 from marsrl.trainer.evaluate.draws import DRAWS, Kept, Said, read_draws
 from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
-from marsrl.trainer.evaluate.intervals import estimate_of, ratio
 from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
@@ -210,16 +208,6 @@ def test_a_draw_that_nobody_judged_is_none_and_one_draw_each_has_no_k() -> None:
     found = at_k({"p": [said("7", 1.0), said("8")], "q": [said("7", 1.0), said("8", None)]})
     assert found.pass_at[2].mean == 1.0 and found.pass_at[2].n == 1  # q has one draw
     assert found.pass_at[1].mean == 0.75
-
-
-def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
-    """400 sets of 60 problems of known rates, 4 draws each: of 95% about 95."""
-    rng, hits = np.random.default_rng(1), 0
-    for _ in range(400):
-        rates = rng.beta(2, 2, 60)
-        found = estimate_of(60, 240, ratio(rng.binomial(4, rates), [4] * 60))
-        hits += found.low <= 0.5 <= found.high
-    assert 0.91 < hits / 400 < 0.98
 
 
 # ------------------------------------------------------------------ kept draws, sets, the Solver alone

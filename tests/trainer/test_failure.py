@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-import pytest
-
-from marsrl.rollout.weights.files import check_room, parent_of
-from marsrl.trainer.runs.directory import CheckpointError, RunDirectory, names_file
+from marsrl.rollout.weights.files import parent_of
+from marsrl.trainer.runs.directory import CheckpointError, RunDirectory
 from marsrl.trainer.runs.failure import failure_message, where_to_go_on
 from marsrl.trainer.runs.manifest import write_manifest
 
@@ -68,18 +66,3 @@ def test_a_full_disk_is_named_wherever_it_was_met(tmp_path: Path) -> None:
         assert f"no room on the disk of {run.metrics} (" in words and f"MiB are free at {run.path}" in words
         assert "make some (run.keep_checkpoints, another run.dir)" in words
     assert "no room" not in failure_message(PermissionError(errno.EACCES, "no"), run, parent_of())
-
-
-def test_a_full_disk_of_the_weights_is_not_that_of_the_run(tmp_path: Path) -> None:
-    run, weights = RunDirectory.create(tmp_path / "runs", "mine", "preset"), tmp_path / "weights"
-    weights.mkdir()
-    with pytest.raises(OSError) as caught:
-        check_room(weights, 1 << 60)
-    words = failure_message(caught.value, run, weights)
-    assert f"no room on the disk of {weights} (" in words and f"MiB are free at {weights})" in words
-    assert "make some (another sync.directory)" in words
-    with pytest.raises(OSError) as caught, names_file(weights / "shard"):
-        raise OSError(errno.ENOSPC, "No space left on device")  # as write(2) says it
-    assert f"no room on the disk of {weights}/shard (" in failure_message(caught.value, run, weights)
-    nameless = OSError(errno.ENOSPC, "No space left on device")
-    assert f"MiB are free at {run.path}" in failure_message(nameless, run, weights)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -37,14 +36,6 @@ def begun(folder: Path, config: RunConfig) -> RunDirectory:
     run.write_config(with_kept_prompts(config).model_dump(mode="json"))
     run.metrics.write_text("{}\n")
     return run
-
-
-def test_a_prompt_file_is_found_as_every_path_is(words: Path) -> None:
-    (words.parent / "run.yaml").write_text("orchestration: solver\nagents: {solver: {prompt: words.yaml}}\n")
-    assert read_config(words.parent / "run.yaml")[0].agents["solver"].prompt == str(words)  # relative to the file
-    os.chdir(words.parent)
-    assert settings("agents.solver.prompt=words.yaml").agents["solver"].prompt == str(words)  # to the working directory
-    assert settings("agents.solver.prompt=math").agents["solver"].prompt == "math"
 
 
 def test_a_run_keeps_its_prompts_and_is_gone_on_with_and_evaluated_in_them(words: Path, tmp_path: Path) -> None:

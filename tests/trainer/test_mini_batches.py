@@ -9,13 +9,10 @@ import pytest
 from letters import group_of as group
 
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.engines.protocol import Records
-from marsrl.rollout.engines.refusals import TrainerHost
 from marsrl.rollout.types import Group
 from marsrl.trainer.config import CreditConfig, RunConfig
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import Average, mini_batches
-from marsrl.trainer.plan.refusals import refusals_of
 
 AGENTS = {"solver": AgentConfig()}
 
@@ -97,10 +94,6 @@ def test_denominators_are_those_of_the_formula(aggregation: str, denominator: st
         assert all(sequence.weight == 1 for sequence in update.sequences)  # nothing is multiplied
 
 
-def test_an_average_is_over_all_tokens_unless_it_is_said_otherwise() -> None:
-    assert Average() == Average(aggregation="token", denominator="all", max_tokens=1)
-
-
 def test_the_only_sample_of_an_agent_has_its_mean_for_itself() -> None:
     credited = credit([group("0", [1], tokens=1)], CreditConfig(singleton="raw"), AGENTS)
     (update,) = mini_batches(credited, 1, Average(denominator="agent"), seed=0, step=1)
@@ -124,17 +117,3 @@ def test_a_kl_term_and_its_reference_go_together() -> None:
     with pytest.raises(ValueError, match="loss.kl_coef is 0.1 but loss.kl is none"):
         RunConfig.model_validate({"loss": {"kl_coef": 0.1}})
     RunConfig.model_validate({"loss": {"kl": "k3", "kl_coef": 0.1}, "policies": {"main": {"reference": "start"}}})
-
-
-def test_replay_of_the_rollouts_experts_is_refused_where_an_engine_does_not_tell_them() -> None:
-    def replaying(**rollout: Any) -> RunConfig:
-        return RunConfig.model_validate({"trainer": {"router_replay": "rollout"}, "rollout": rollout})
-
-    on_cpus, on_gpus = TrainerHost(0, 1, False), TrainerHost(8, 4, False)
-    (sentence,) = refusals_of(replaying(engine="vllm"), on_cpus)  # preflight's and the planner's
-    assert "on a CPU vLLM runs V1: set rollout.engine=local" in sentence
-    assert refusals_of(replaying(engine="local"), on_cpus) == ()
-    assert refusals_of(replaying(engine="vllm"), on_gpus) == ()
-    (sentence,) = refusals_of(replaying(engine="vllm", vllm={"sampler": "marsrl"}), on_gpus)
-    assert "set rollout.vllm.sampler=engine" in sentence
-    assert replaying(engine="vllm").records_of("main") == Records(experts=True)

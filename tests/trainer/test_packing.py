@@ -95,14 +95,6 @@ def test_a_token_that_its_sampler_did_not_keep_is_an_error(shift: int) -> None:
         pack([sequence([1], [4, 5, 7], kept_tokens=wrong)])
 
 
-def test_padding_belongs_to_the_last_sequence_and_is_masked() -> None:
-    batch = pack([sequence([1], [2, 3])], align=8)
-    assert batch.num_tokens == 8
-    assert batch.cu_seqlens.tolist() == [0, 8]
-    assert batch.mask.tolist() == [True, True] + [False] * 6
-    assert batch.position_ids.tolist() == list(range(8))
-
-
 def test_a_rank_without_work_packs_one_masked_token() -> None:
     batch = pack([], align=4)
     assert batch.num_tokens == 4
@@ -130,16 +122,6 @@ def test_agents_with_different_temperatures_get_a_temperature_a_token() -> None:
     padded = pack([sequence([1], [2], temperature=0.5), sequence([3], [4], temperature=2.0)], align=3).temperature
     assert isinstance(padded, torch.Tensor) and padded.tolist() == [0.5, 0.5, 2.0, 2.0, 2.0, 2.0]
     assert pack([sequence([1], [2], temperature=0.5)]).temperature == 0.5
-
-
-def test_supervised_weights_stand_where_their_token_is_predicted() -> None:
-    batch = pack([sequence([1, 2], [3, 4], token_weights=np.array([0.5, 6.0], np.float32), rollout_logprobs=None)])
-    assert batch.token_advantages is not None
-    assert batch.token_advantages.tolist() == [0.0, 0.5, 6.0, 0.0]
-    assert batch.rollout_logprobs is None
-    assert pack([sequence([1], [2]), sequence([1], [2], rollout_logprobs=None)]).rollout_logprobs is None
-    mixed = pack([sequence([1], [2]), sequence([1], [2], token_weights=np.array([3.0], np.float32))])
-    assert mixed.token_advantages is not None and mixed.token_advantages.tolist() == [0.0, 0.0, 3.0, 0.0]
 
 
 def test_plans_by_hand() -> None:
@@ -175,16 +157,6 @@ def test_a_micro_batch_holds_sequences_of_one_kind(of: list[tuple[int, str]], ra
     assert sorted(i for rank in plan for members in rank for i in members) == list(range(len(of)))
     assert len({len(rank) for rank in plan}) == 1
     assert all(len({kinds[i] for i in members}) <= 1 for rank in plan for members in rank)
-
-
-@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60))
-def test_first_fit_decreasing_stays_within_its_bound(lengths: list[int]) -> None:
-    """FFD uses at most 11/9 OPT + 6/9 bins (Dosa 2007), and OPT is at least the total over the bin size."""
-    num_bins = len(plan_micro_batches(lengths, 1, 100)[0])
-    larger_than_half = sum(length > 50 for length in lengths)
-    # next-fit needs no more than twice the total
-    optimum_at_most = max(1, 2 * -(-sum(lengths) // 100), larger_than_half)
-    assert num_bins <= 11 / 9 * optimum_at_most + 6 / 9
 
 
 def test_a_sequence_that_fits_no_micro_batch_says_which_setting_to_raise() -> None:

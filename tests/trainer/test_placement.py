@@ -11,7 +11,6 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.plan.placement import placement_lines, with_backend
 
 NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
-CPUS = TrainerHost(num_gpus=0, num_ranks=2, has_others=False)
 
 
 def config_of(rollout: dict[str, Any], sync: dict[str, Any] | None = None, **others: Any) -> RunConfig:
@@ -71,27 +70,3 @@ def test_engines_go_on_to_hosts_that_are_not_known_yet() -> None:
     ]
     other = lines(TrainerHost(8, 8, True), 8, {"engines": 8, "ray_address": "head:6379"})
     assert other[1:] == ["engine host 1: GPU 0-7: main engines 0-7 (taken to have 8 GPUs each, and not known yet)"]
-
-
-def test_without_gpus_engines_are_in_slots_of_hosts_that_join() -> None:
-    assert lines(CPUS, 2, {"engines": 2}) == ["CPU: ranks 0-1; CPU: main engines 0-1"]
-    assert lines(CPUS, 4, {"engines": 2, "ray_address": "here"}) == [
-        "CPU: ranks 0-1",
-        "trainer host 2: CPU: ranks 2-3",
-        "engine hosts 1-2: CPU: main engines 0-1 (taken to have a slot each, and not known yet)",
-    ]
-
-
-def test_rebalance_says_what_can_move() -> None:
-    wide = {"frozen": True, "model": "/m", "engines": 1, "vllm": {"tensor_parallel": 2}}
-    verifier = {"verifier1": {"policy": "judge"}, "verifier2": {"policy": "judge"}}
-    both: dict[str, Any] = {"policies": {"main": {}, "judge": wide}, "agents": verifier}
-    both["credit"] = {"train_agents": ["solver", "corrector1", "corrector2"]}
-    moving = {"engines": 2, "rebalance": True}
-    assert "nothing to move" in lines(NODE, 4, moving, **both)[-1]  # two GPUs do not come free with one
-    assert "found main 2, judge 1" in lines(NODE, 4, moving, **both)[-1]
-    wide["engines"] = 2
-    assert "an engine from judge to main (2 in its place), by" in lines(NODE, 2, moving, **both)[-1]
-    assert "from main to judge, judge to main, by" in lines(CPUS, 1, moving, **both)[-1]
-    with pytest.raises(ValueError, match=r"rollout\.rebalance .* rollout\.placement is local"):
-        config_of({**moving, "placement": "local"})

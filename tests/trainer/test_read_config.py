@@ -1,12 +1,10 @@
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
-from marsrl.kernels import PolicyObjective
 from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.config import LossConfig, RunConfig
+from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError, read_config
 
 
@@ -35,11 +33,7 @@ SERVER = (
         (["fast"], "'fast' is not a setting"),
         (["task=mathh"], "tasks: arithmetic, math"),
         (["rollout.group_size=1000000000000"], "rollout.group_size: Input should be"),
-        (["run.steps=1e12"], "run.steps: Input should be"),
         (["run.seed=4294967296"], "run.seed: Input should be"),
-        (["rollout.deadline_s=1e300"], "rollout.deadline_s: Input should be"),
-        (["policies.main.layout.tensor=1000000"], "policies.main.layout.tensor: Input should be"),
-        (["evaluate.repeat=-1"], "evaluate.repeat: Input should be"),
         (["rollout.prompts_per_step=100000", "rollout.group_size=1000"],
          "rollout.prompts_per_step x rollout.group_size x rollout.picks = 100,000 x 1,000 x 2 samples"),
         (["agents.solver.policy=big"], "agents.solver.policy is 'big', which is not under `policies` (main)"),
@@ -134,12 +128,6 @@ def test_trajectories_are_compared_where_a_problem_has_several() -> None:
     assert "and orchestration=verifier_corrector plays a problem in one: set credit.normalise=group or global" in said
     config, _ = read_config(None, ["credit.normalise=trajectory", "orchestration=solver_verifier"])
     assert config.trains_whole  # with rollout.pipeline=agentic too
-
-
-def test_the_loss_has_every_key_of_the_objective() -> None:
-    """build.py hands them over by name."""
-    names = {field.name for field in dataclasses.fields(PolicyObjective)}
-    assert names - LossConfig.model_fields.keys() == {"mpt_probability"}  # of the section mpt
 
 
 @pytest.mark.parametrize(

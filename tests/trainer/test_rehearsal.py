@@ -90,17 +90,3 @@ def test_a_table_that_is_none_is_refused(
 def test_a_dry_run_knows_at_which_step_the_first_update_comes(words: list[str], line: list[str]) -> None:
     config, _ = read_config(None, words)
     assert [text.partition(",")[0] for text in first_update_line(config)] == line
-
-
-def test_words_cannot_be_made_up_of_a_prompt_without_an_example(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, table = tmp_path / "mine.yaml", tmp_path / "answers.yaml"
-    file.write_text("answer: {regex: 'I say (.)'}\nturns:\n  solver:\n    - user: '{problem}'\n")
-    words = [*CHAIN, "orchestration=solver", f"agents.solver.prompt={file}"]
-    assert main(["try", *words]) == 2
-    assert f"{file}: answer has no example, of which words of a solver could be made up" in capsys.readouterr().err
-    table.write_text('solver: ["I say 1"]\n')
-    assert any("reward 1" in line for line in shown(capsys, *words, "--answers", str(table)))
-    file.write_text(file.read_text().replace("}", ", example: I say ANSWER}", 1))
-    assert all("I say" in line for line in shown(capsys, *words) if "solver:" in line)

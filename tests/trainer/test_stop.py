@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
 import pytest
 from rank_pair import RankPair
 
-from marsrl.trainer.runs import stop
 from marsrl.trainer.runs.stop import Stopped, StopSignals, handlers_restored
 
 
@@ -45,11 +43,3 @@ def test_the_way_out_of_a_stopped_run_is_undisturbed_and_ends_with_the_handlers_
 def test_all_ranks_stop_where_rank_0_does_and_nobody_waits(two_ranks: RankPair) -> None:
     found = two_ranks.run(Path(__file__).with_name("stop_worker.py"), {})
     assert found == ["done stopped again", "None stopped None"]
-
-
-def test_a_rank_that_has_lost_another_does_not_wait_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop, "_ends_now", threading.Event())
-    signals = StopSignals()
-    with signals.noted(), pytest.raises(KeyboardInterrupt):
-        stop.end_now()
-    assert not signals.is_asked

@@ -13,7 +13,6 @@ from test_every_tier import (  # noqa: F401
     test_an_empty_batch_has_gradients_of_zero,
     test_autocast_changes_nothing,
     test_every_tensor_is_read_as_it_lies,
-    test_the_same_of_a_head,
     test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_does,
 )
 from test_traced_ops import (  # noqa: F401
