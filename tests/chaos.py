@@ -2,6 +2,7 @@
 
     python tests/chaos.py --minutes 20 --seed 7
     python tests/chaos.py --faults 2 --kinds kill-engine kill-gcs --engine local
+    python tests/chaos.py --external --faults 50 --kinds kill-trainer kill-worker kill-both
 
 Runs are started, resumed and stopped as a user does it, with settings drawn from the seed: overlap 0 or 1, segments 1 or 2,
 ranks 1 or 2, engines 1 or 2. Each gets some faults, one after the other, and goes on by the words that its last line says;
@@ -14,14 +15,22 @@ then it is brought to its end. After every end of a process, and at the end of t
     left behind  no process, nothing of ours in /dev/shm, nothing in the temporary directory
     last line    as docs/faults.md has it
 
-Prints a line a fault and a summary; the exit status is 1 when anything was lost.
+With --external a program plays the runs (integration/mischief.py), in workers that are struck, too; and as well:
+
+    sessions     none that was over is played again, none is trained twice, none fails
+
+Prints a line a fault and a summary; the exit status is 1 when anything was lost. As root each run gets a small disk of its
+own (tmpfs) that can be filled; else that kind is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
+import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -38,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "integration"))
 
 import psutil
 from books import Loss
-from trial import SILENCE_S, Trial
+from trial import NO_STEP, NUM_WORKERS, SILENCE_S, WORDS, Trial
 
 from marsrl.trainer.report.metrics import read_metrics
 
@@ -46,7 +55,7 @@ GRACE_S = 10.0  # a silent rank's run is over so long after run.silence_s, and w
 START_S = 600.0  # for a run to come to its first step on a loaded machine
 END_S = 300.0  # for one to end after a fault that ends it
 SURVIVE_S = 400.0  # for one to train again after a fault that it survives
-FAULTS_A_RUN = 8
+FAULTS_A_RUN, FAULTS_A_PROGRAM = 8, 50
 
 # The kinds of faults. Each strikes a run that trains, and returns what the user sees. What it means is in docs/faults.md.
 
@@ -114,6 +123,161 @@ def stop_rank(run: Trial) -> str:
     return line
 
 
+def second_start(run: Trial) -> str:
+    first, before = run.life, run.step()
+    run.resume = "auto"
+    run.life = run.start()
+    try:
+        code = run.life.process.wait(END_S)
+        line = run.life.last_line
+    finally:
+        run.life = first
+    if code == 0 or not re.search(r"is being written by process \d+ on ", line):
+        raise Loss(f"a second start ended with {code} and said {line!r}")
+    if run.step() == before:
+        run.train_on(1, SURVIVE_S)
+    return line
+
+
+def full_disk(run: Trial) -> str:
+    assert run.disk is not None
+    ballast = run.disk / "ballast"
+    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"\1" * (1 << 20))
+    with open(ballast, "ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"\1" * 4096)
+    try:
+        return run.ended(END_S, rf"(No space left|no room).*{GO_ON}")
+    finally:
+        ballast.unlink()
+
+
+def limit_files(run: Trial) -> str:
+    """Files may not grow beyond a size, as with a quota."""
+    resource.prlimit(run.trainers()[0].pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    return run.ended(END_S, rf"(File too large|no room).*{GO_ON}")
+
+
+def flip_weights(run: Trial) -> str:
+    """In the file of the weights of now; then an engine dies, and the new one reads it."""
+    (trainer,) = run.trainers()[:1]
+    files = sorted(Path("/dev/shm").glob(f"marsrl-weights-{trainer.pid}-*/version_*/*.safetensors"))
+    flip(run.rng.choice(files), run.rng)
+    run.rng.choice(run.processes("ray::Engine")).kill()
+    assert run.life is not None
+    before = run.row()
+    while run.life.process.poll() is None and run.row() < before + 4:
+        time.sleep(0.2)
+    if run.life.process.poll() is None:
+        return "the next version came before it was read"
+    return run.ended(END_S, rf"run failed.*{GO_ON}")
+
+
+def flip(file: Path, rng: random.Random) -> None:
+    with open(file, "r+b") as handle:
+        at = rng.randrange(file.stat().st_size)
+        handle.seek(at)
+        byte = handle.read(1)[0]
+        handle.seek(at)
+        handle.write(bytes([byte ^ 1 << rng.randrange(8)]))
+
+
+def flip_checkpoint(run: Trial) -> str:
+    sigterm_torchrun(run)
+    latest = run.directory.latest_checkpoint()
+    assert latest is not None
+    file = run.rng.choice(sorted(path for path in latest.path.rglob("*") if path.is_file() and path.stat().st_size))
+    content = file.read_bytes()
+    flip(file, run.rng)
+    run.forgiven.add(latest.path.name)
+    run.life = run.start()
+    line = run.ended(START_S, rf"{latest.path.name} is damaged: .*{file.name}.*({WORDS.pattern}|restore the files)")
+    if "restore the files, or start" in line:
+        file.write_bytes(content)
+        run.forgiven.discard(latest.path.name)
+        run.resume = "auto"
+    return line
+
+
+def remove_latest(run: Trial) -> str:
+    sigterm_torchrun(run)
+    pointer = run.directory.checkpoints / "latest"
+    if run.rng.random() < 0.5 and len(run.directory.steps_on_disk()) > 1:  # of a single one a run goes on without it
+        pointer.unlink()
+    else:
+        pointer.write_text(f"{NO_STEP}\n")
+    run.forgiven.add("latest")
+    run.life = run.start()
+    return run.ended(START_S, rf"latest (is missing|names {NO_STEP}).*run\.resume=previous")
+
+
+def a_worker(run: Trial) -> psutil.Process:
+    while not (workers := run.workers()):
+        time.sleep(0.1)
+    return run.rng.choice(workers)
+
+
+def kill_worker(run: Trial) -> str:
+    struck = a_worker(run)
+    struck.kill()
+    return played_on(run, struck)
+
+
+def hang_worker(run: Trial) -> str:
+    struck = a_worker(run)
+    struck.suspend()
+    return played_on(run, struck)
+
+
+def played_on(run: Trial, struck: psutil.Process) -> str:
+    """The worker is gone, another plays in its place, and the run trains on."""
+    end = time.monotonic() + SURVIVE_S
+    while struck in (workers := run.workers()) or len(workers) != NUM_WORKERS:
+        if time.monotonic() > end:
+            raise Loss(f"worker {struck.pid} was not replaced: there are {[each.pid for each in workers]}")
+        time.sleep(0.2)
+    return trained_on(run)
+
+
+def trained_on(run: Trial) -> str:
+    """Two steps more, in which no session failed."""
+    before = run.row()
+    run.train_on(2, SURVIVE_S)
+    rows = [row for row in read_metrics(run.directory.metrics) if row.step >= before]
+    if failed := [row.step for row in rows if row.values.get("rollout/failed_episodes")]:
+        raise Loss(f"sessions failed in the steps {failed}")
+    return f"trains on, {sum(row.values.get('rollout/replayed_sessions') or 0 for row in rows):.0f} session(s) played again"
+
+
+def kill_both(run: Trial) -> None:
+    struck = [one_trainer(run), a_worker(run)]
+    for process in run.rng.sample(struck, 2):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def mischief(name: str) -> Callable[[Trial], str]:
+    """The program does this in the first session of each problem, for as long as it takes two sessions to have done it."""
+
+    def struck(run: Trial) -> str:
+        assert run.sessions is not None
+        told, end = run.sessions.path.with_suffix(".mischief"), time.monotonic() + SURVIVE_S
+        done = sum(line.endswith(name) for line in run.sessions.lines()) + 2
+        told.write_text(name)
+        try:
+            while sum(line.endswith(name) for line in run.sessions.lines()) < done:
+                if time.monotonic() > end:
+                    raise Loss(f"no session has come to its end that should {name}")
+                time.sleep(0.2)
+        finally:
+            told.unlink()
+        return trained_on(run)
+
+    return struck
+
+
 SIGKILL = rf"^$|{STOPPING}|interrupted|run failed|rank \d stops"
 KINDS: dict[str, Callable[[Trial], str]] = {
     "kill-trainer": ends(SIGKILL, lambda run: one_trainer(run).kill()),
@@ -126,8 +290,25 @@ KINDS: dict[str, Callable[[Trial], str]] = {
     "sigterm-torchrun": sigterm_torchrun,
     "sigterm-rank": ends(STOPS, lambda run: run.trainers()[0].terminate()),
     "ctrl-c": ends(STOPS, lambda run: os.killpg(torchrun(run).pid, signal.SIGINT)),
+    "flip-checkpoint": flip_checkpoint,
+    "flip-weights": flip_weights,
+    "full-disk": full_disk,
+    "limit-files": limit_files,
+    "second-start": second_start,
+    "remove-latest": remove_latest,
+    "kill-worker": kill_worker,
+    "hang-worker": hang_worker,
+    "kill-both": ends(SIGKILL, kill_both),
+    **{name: mischief(name) for name in ("call-a-thousand-times", "disconnect", "send-100-mib")},
 }
+OF_SESSIONS = list(KINDS)[list(KINDS).index("kill-worker") :]
+BESIDE_SESSIONS = ["kill-trainer", "kill-torchrun", "sigterm-torchrun", "sigterm-rank", "ctrl-c", "second-start"]
 AT_ANY_TIME = ("kill-trainer", "kill-torchrun", "sigterm-torchrun", "ctrl-c")  # also while a run starts
+
+
+def possible(run: Trial, kinds: list[str]) -> list[str]:
+    impossible = {"stop-rank"} if run.ranks == 1 else set()
+    return [kind for kind in kinds if kind not in impossible | ({"full-disk"} if run.disk is None else set())]
 
 
 def strike(run: Trial, kind: str) -> str:
@@ -139,6 +320,7 @@ def strike(run: Trial, kind: str) -> str:
             run.trainers()
             return KINDS[kind](run)
     run.train_on(run.rng.randint(1, 2), START_S)
+    run.forgiven.discard("latest")  # the run has gone on from another, and named it
     time.sleep(run.rng.uniform(0, 2))
     return KINDS[kind](run)
 
@@ -171,8 +353,13 @@ def main() -> int:
     parser.add_argument(
         "--engine", choices=("vllm", "local"), default="vllm", help="rollout.engine (default: %(default)s)"
     )
+    parser.add_argument("--external", action="store_true", help="runs of an external program, up to 50 faults on each")
     parser.add_argument("--keep", action="store_true", help="keep runs and logs also where nothing was lost")
     words = parser.parse_args()
+    of_sessions = {*OF_SESSIONS, *BESIDE_SESSIONS} if words.external else KINDS.keys() - OF_SESSIONS
+    words.kinds = [kind for kind in words.kinds if kind in of_sessions]
+    if not words.kinds:
+        parser.error("--kinds: the faults of sessions go with --external, and those of engines without it")
     # A shell's background jobs ignore it, and so would the runs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -185,15 +372,15 @@ def main() -> int:
     is_interrupted = False
     while not is_interrupted and time.monotonic() < end and sum(counts.values()) != words.faults:
         num_runs += 1
-        run = Trial(f"run{num_runs}", folder, cache, words.engine, rng)
+        run = Trial(f"run{num_runs}", folder, cache, words.engine, rng, words.external)
         print(f"# {run}", flush=True)
         kind = "start"
         try:
-            for _ in range(FAULTS_A_RUN):
+            for _ in range(FAULTS_A_PROGRAM if words.external else FAULTS_A_RUN):
                 if time.monotonic() > end or sum(counts.values()) == words.faults:
                     break
                 kind = next(kinds)
-                if kind == "stop-rank" and run.ranks == 1:
+                if kind not in possible(run, words.kinds):
                     continue
                 counts[kind] += 1
                 began, at = time.monotonic(), run.step()
@@ -209,7 +396,9 @@ def main() -> int:
             losses.append(f"{run}: {kind}: {loss!r}")
             print(f"LOST {losses[-1]} (log {run.num_lives})", flush=True)
         finally:
-            run.kill()
+            if run.disk is not None and (words.keep or any(f"{run}: " in loss for loss in losses)):
+                shutil.copytree(run.disk / run.name, folder / "runs" / run.name)
+            run.close()
     of_kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     print(f"{sum(counts.values())} faults in {num_runs} runs, seed {words.seed}: {of_kinds}; {len(losses)} with a loss")
     if losses or words.keep:

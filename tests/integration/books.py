@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from marsrl.rollout.player.stages import RolloutState, StagesState
@@ -18,8 +20,10 @@ class Loss(Exception):
     """Something was lost, left behind, or said wrongly."""
 
 
-def check_books(run: RunDirectory, group_size: int) -> None:
+def check_books(run: RunDirectory, group_size: int, damaged: Set[str] = frozenset()) -> None:
     """Metrics, checkpoints, samples and instances of a run.
+
+    damaged: checkpoints, or `latest`, that need not be whole.
 
     Raises:
         Loss: something is missing, or there twice.
@@ -31,9 +35,9 @@ def check_books(run: RunDirectory, group_size: int) -> None:
         raise Loss(f"metrics.jsonl has the steps {rows}")
     for step in run.steps_on_disk():
         folder = run.checkpoint(step)
-        if files := damage(folder):
+        if folder.name not in damaged and (files := damage(folder)):
             raise Loss(f"{folder.name}: {'; '.join(files)}")
-    latest = run.latest_checkpoint()
+    latest = run.latest_checkpoint() if "latest" not in damaged else None
     if latest is None:
         return
     if len(rows) < latest.step:
@@ -44,6 +48,53 @@ def check_books(run: RunDirectory, group_size: int) -> None:
 
 def read_books(checkpoint: Path) -> StagesState:
     return decode(RolloutState, (checkpoint / "rollout.msgpack").read_bytes()).stages
+
+
+@dataclass
+class SessionsBook:
+    """Sessions of an external program, as mischief.py notes them at `path`, beside those that the run has trained.
+
+    num_played: of sessions that were over when a run stood still, how often they had been begun.
+    """
+
+    path: Path
+    num_played: dict[str, int] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        return self.path.read_text().splitlines() if self.path.exists() else []
+
+    def check(self, run: RunDirectory) -> None:
+        """Nothing that was over is played again, and no session is trained twice, by whatever name its samples have.
+
+        Raises:
+            Loss: one is.
+        """
+        latest = run.latest_checkpoint() if run.path.exists() else None
+        begun = Counter(line.split()[0] for line in self.lines() if line.endswith("begins"))
+        if again := [name for name, number in self.num_played.items() if begun[name] != number]:
+            raise Loss(f"sessions that were over and were played again: {again[:5]} ({len(again)})")
+        if latest is None:
+            return
+        files = sample_files(run)
+        trained = Counter(_play_of(s.uid) for step in range(1, latest.step + 1) for s in read_samples(files[step]))
+        books = read_books(latest.path)
+        kept = [sample for i in books.instances.values() for sample in i.held]
+        kept += [sample for group in books.closed for sample in group.samples]
+        kept += [sample for batch in books.ready for group in batch.groups for sample in group.samples]
+        trained.update(_play_of(sample.uid) for sample in kept)
+        if twice := [f"{session} {agent}" for (session, agent), number in trained.items() if number > 1]:
+            raise Loss(f"sessions that are there twice: {twice[:5]} ({len(twice)})")
+        episodes = [each for i in books.instances.values() for each in i.episodes.values()]
+        over = {session for session, _ in trained} | {each.id for each in episodes if each.outputs}
+        if never := sorted(over - begun.keys()):
+            raise Loss(f"sessions that are over and were never begun: {never[:5]} ({len(never)})")
+        self.num_played.update({name: begun[name] for name in over})
+
+
+def _play_of(uid: str) -> tuple[str, str]:
+    """(session, agent): `000001.0/solver#0.2:0` is what the third worker that played the session came to."""
+    session, _, name = uid.partition("/")
+    return session, name.partition("#")[0].partition(":")[0]
 
 
 def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: int) -> None:
@@ -73,6 +124,8 @@ def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: i
         raise Loss(f"groups that are there twice: {twice[:5]} ({len(twice)})")
     drawn = {f"{number:06d}" for number in range(1, books.num_instances + 1)}
     there = {group.partition("/")[0] for group in groups if group.endswith("/solver")}
+    open_sessions = [each for i in books.instances.values() for each in i.episodes.values() if each.open_calls]
+    there |= {session.rollout_id for session in open_sessions}  # played from their beginning
     if drawn != there:
         raise Loss(f"instances lost: {sorted(drawn - there)[:5]}, unknown: {sorted(there - drawn)[:5]}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -13,15 +14,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from books import Loss, check_books
+from books import Loss, SessionsBook, check_books
+from desk import boxing_model
+from mischief import MOST_CALLS, PLAYED
 from small_run import ARITHMETIC, MAIN, SMALL, TEAM
 
+from marsrl.rollout.gateway.workers import WORKER
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.runs.directory import RunDirectory
 
 GROUP_SIZE = 4  # of SMALL
 SILENCE_S = 12.0
 GONE_S = 180.0  # for the processes of a run to be gone after it, on a loaded machine
+DISK_MIB = 400
+NUM_WORKERS = 2
+MISCHIEF = Path(__file__).with_name("mischief.py")
+NO_STEP = "step_99999"  # what `latest` is made to name
+WORDS = re.compile(r"run\.resume=(auto|previous)")
 
 
 @dataclass
@@ -30,6 +39,8 @@ class Life:
 
     process: subprocess.Popen[bytes]
     log: Path
+    began: float
+    words: str
 
     @property
     def output(self) -> str:
@@ -51,31 +62,48 @@ class Trial:
     cache: Path
     engine: str
     rng: random.Random
+    is_external: bool = False  # a program plays, in workers, with a random model in the trainer's process
     overlap: int = 0
     segments: int = 1
     ranks: int = 1
     engines: int = 1
+    disk: Path | None = None
     life: Life | None = None
     num_lives: int = 0
+    resume: str = ""  # what the last line said to go on with
+    forgiven: set[str] = field(default_factory=set)  # damaged by us, named in a refusal
     pids: set[int] = field(default_factory=set)  # of trainers
+    sessions: SessionsBook | None = None
 
     def __post_init__(self) -> None:
         draw = self.rng.randint
         self.overlap, self.segments, self.ranks, self.engines = draw(0, 1), draw(1, 2), draw(1, 2), draw(1, 2)
+        if self.is_external:
+            self.ranks = self.engines = 1
+            self.sessions = SessionsBook(self.folder / f"{self.name}.played")
         for name in ("tmp", "ray", "logs", "runs"):
             (self.folder / name).mkdir(exist_ok=True)
+        if os.geteuid() == 0:
+            disk = self.folder / "runs" / f"disk-{self.name}"
+            disk.mkdir()
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(disk)]
+            if subprocess.run(mount, capture_output=True).returncode == 0:
+                self.disk = disk
 
     def __str__(self) -> str:
-        return f"{self.name} overlap={self.overlap} segments={self.segments} ranks={self.ranks} engines={self.engines}"
+        external = "external " if self.is_external else ""
+        return f"{self.name} {external}overlap={self.overlap} segments={self.segments} ranks={self.ranks} engines={self.engines}"
 
     @property
     def directory(self) -> RunDirectory:
-        return RunDirectory(self.folder / "runs" / self.name)
+        return RunDirectory((self.disk or self.folder / "runs") / self.name)
 
     @property
     def environment(self) -> dict[str, str]:
         places = {"TMPDIR": str(self.folder / "tmp"), "RAY_TMPDIR": str(self.folder / "ray")}
         mine = {"MARSRL_CACHE": str(self.cache), "MARSRL_CHAOS": str(self.folder), "OMP_NUM_THREADS": "1"}
+        if self.sessions is not None:
+            mine[PLAYED] = str(self.sessions.path)
         return {**os.environ, **places, **mine, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     def command(self, *words: str) -> list[str]:
@@ -89,12 +117,31 @@ class Trial:
             *ARITHMETIC, TEAM, *SMALL, f"rollout.engine={self.engine}", f"rollout.engines={self.engines}",
             "rollout.object_store_mib=80",
         ]  # fmt: skip
-        return [*launcher, "--nproc-per-node", str(self.ranks), str(MAIN), *ours, *settings, *words]
+        played = self._external() if self.is_external else ours
+        return [*launcher, "--nproc-per-node", str(self.ranks), str(MAIN), *played, *settings, *words]
+
+    def _external(self) -> list[str]:
+        """Settings of a program's run."""
+        model, problems = self.folder / "model", self.folder / "problems.jsonl"
+        if not model.exists():
+            boxing_model(model)
+            lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(60)]
+            problems.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return [
+            "task=math", "orchestration=external", f"data.train={problems}", "agents={solver: {}, verifier: {}}",
+            f"external={{function: {MISCHIEF}:run, workers: {NUM_WORKERS}, attempts: 1000, max_calls: {MOST_CALLS}}}",
+            "external.max_body_mib=1", "external.concurrency=6", "credit.normalise=agent",
+            f"policies={{main: {{model: {model}, dtype: float32}}}}",
+            "rollout={engine: local, placement: local, prompts_per_step: 3, max_response_tokens: 200}",
+            f"rollout.group_size={GROUP_SIZE}",
+        ]  # fmt: skip
 
     def start(self, *more: str) -> Life:
-        """Go on, as the last line says."""
-        words = ["run.resume=auto"] if self.num_lives else []
-        words += more or ("run.steps=100000",)
+        """Go on by the words that the last line said."""
+        words = [f"run.resume={self.resume}"] if self.resume else []
+        return self._start([*words, *more] if more else [*words, "run.steps=100000"])
+
+    def _start(self, words: list[str]) -> Life:
         self.num_lives += 1
         log = self.folder / "logs" / f"{self.name}-{self.num_lives}.log"
         with open(log, "wb") as out:
@@ -103,7 +150,7 @@ class Trial:
                 stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self.environment,
                 start_new_session=True,
             )  # fmt: skip
-        return Life(process, log)
+        return Life(process, log, time.monotonic(), " ".join(words))
 
     # What there is.
 
@@ -130,10 +177,18 @@ class Trial:
         self.pids |= {child.pid for child in ranks.values()}
         return [ranks[rank] for rank in sorted(ranks)]
 
+    def workers(self) -> list[psutil.Process]:
+        """Processes that play sessions."""
+        return [each for each in self.processes() if str(WORKER) in each.cmdline()]
+
     def step(self) -> int:
-        """The step of the latest checkpoint; 0 before the first."""
+        """The step of the latest checkpoint; 0 before the first. Where we have taken `latest` away, of the newest."""
+        latest = self.directory.checkpoints / "latest"
+        on_disk = self.directory.steps_on_disk()
+        if "latest" in self.forgiven and (not latest.exists() or latest.read_text().strip() == NO_STEP):
+            return on_disk[-1]
         with contextlib.suppress(OSError):
-            return int((self.directory.checkpoints / "latest").read_text().strip().removeprefix("step_"))
+            return int(latest.read_text().strip().removeprefix("step_"))
         return 0
 
     def row(self) -> int:
@@ -172,6 +227,8 @@ class Trial:
         has_begun = "# settings:" in life.output  # before that a signal ends a program that has no words yet
         if (line or has_begun) and not re.search(says, line):
             raise Loss(f"the last line is {line!r}, expected {says!r}")
+        found = WORDS.findall(line)
+        self.resume = found[-1] if found else "auto"
         return line
 
     def kill(self) -> None:
@@ -182,6 +239,11 @@ class Trial:
         if self.life is not None:
             self.life.process.wait()
             self.life = None
+
+    def close(self) -> None:
+        self.kill()
+        if self.disk is not None:
+            subprocess.run(["umount", "-l", str(self.disk)], check=True)
 
     # What is proven.
 
@@ -213,4 +275,6 @@ class Trial:
 
     def check(self) -> None:
         """The books of a run that stands still."""
-        check_books(self.directory, GROUP_SIZE)
+        check_books(self.directory, GROUP_SIZE, self.forgiven)
+        if self.sessions is not None:
+            self.sessions.check(self.directory)
