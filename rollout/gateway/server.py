@@ -30,7 +30,7 @@ from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.session import CallLost, Session
-from marsrl.rollout.gateway.workers import Workers
+from marsrl.rollout.gateway.workers import Workers, join_line
 from marsrl.rollout.http_server import listen
 
 _log = logging.getLogger(__name__)
@@ -108,9 +108,11 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
             raise Refused(401, "this is not the workers' key")
         sessions, over = gateway.hand_out(worker, most)
         for _ in range(_POLLS):
-            if sessions or over or await request.is_disconnected():
+            if sessions or over:
                 break
             await asyncio.sleep(_POLL_S)
+            if await request.is_disconnected():  # it would get sessions that nobody plays
+                break
             sessions, over = gateway.hand_out(worker, most)
         given = [
             {"session": each.id, "api_key": each.key, "problem": each.problem, "agents": list(gateway.agents)}
@@ -181,6 +183,8 @@ def open_gateway(config: ExternalConfig, agents: Mapping[str, Agent], key: str |
     with listen(config.host, config.port) as listening:
         url = f"http://{config.host}:{listening.getsockname()[1]}"
         workers = Workers(config, url, key)
+        if not config.workers:
+            _log.warning("%s", join_line(config))
         settings = uvicorn.Config(
             make_app(gateway, key),
             log_level="critical",
