@@ -262,7 +262,7 @@ class Groups:
 
 def guard() -> None:
     """The guard's side of Groups."""
-    groups = set()
+    groups: set[int] = set()
     for line in sys.stdin:  # until the other process has ended
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
     for group in groups:
