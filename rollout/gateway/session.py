@@ -57,6 +57,7 @@ class Session:
     _numbers: Counter[str] = field(default_factory=Counter)  # of samples begun, by agent
     _read: dict[str, None] = field(default_factory=dict)  # uids whose last turn was read, in that order
     _uids: dict[str, str] = field(default_factory=dict)  # of answers, by their ids
+    _asked: dict[int, str] = field(default_factory=dict)  # uids by the number of the call
     _is_over: bool = False
     _order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of calls, as they came
     _num_open: int = 0  # calls that are read or answered
@@ -125,6 +126,7 @@ class Session:
                 None if said.get("answer") is None else str(said["answer"]),
                 tuple(self._read),
                 self.num_calls,
+                tuple(self._asked.get(number, "") for number in range(self.num_calls)),
             )
         except (ValueError, TypeError, AttributeError) as error:
             return ToolOutput(f"the program failed: {error}", is_error=True, seconds=seconds)
@@ -159,7 +161,7 @@ class Session:
             raise Refused(401, "the session is over")
         self._read.pop(strand.uid, None)
         self.send(call)
-        return self._answer(agent, ask, strand, call.reply)
+        return self._answer(agent, ask, strand, call.reply, self.num_calls)
 
     async def _by_chat(self, agent: Agent, ask: Ask, is_long: bool) -> tuple[Strand, Call]:
         found = self._history.find(agent.name, ask.tools, ask.messages)
@@ -233,9 +235,9 @@ class Session:
             self.id, agent.name, 0, self.attempt, new, strand.uid, max_tokens=ask.max_tokens, stop=ask.stop
         )
 
-    async def _answer(self, agent: Agent, ask: Ask, strand: Strand, reply: Future[Reply]) -> Answer:
+    async def _answer(self, agent: Agent, ask: Ask, strand: Strand, reply: Future[Reply], number: int) -> Answer:
         got = await asyncio.wrap_future(reply)
-        strand.uid = got.uid
+        strand.uid = self._asked[number] = got.uid
         if got.finish is Finish.ERROR:
             raise CallLost(got.error)  # the strand stays busy: nothing goes on behind it
         num_prompt = len(strand.token_ids)

@@ -40,6 +40,7 @@ def test_a_program_with_two_agents_is_played_to_groups_by_agent(model: Path, tmp
             assert (sample.rollout_logprobs[sample.is_sampled] < 0).all()
             assert not sample.rollout_logprobs[~sample.is_sampled].any()
             assert sample.reward.value > 0
+            assert sample.reward.note == ("calls 1, 3 of 3" if agent == "solver" else "call 2 of 3")
     assert batch.metrics["rollout/episodes"] == 4 and batch.metrics["team/samples"] == 8
     assert batch.metrics["team/calls"] == 12 and batch.metrics["rollout/foreign_tokens"] > 0
 
