@@ -257,8 +257,7 @@ def _gateway(config: RunConfig, renderers: dict[str, ChatRenderer]) -> AbstractC
     from marsrl.rollout.gateway.workers import workers_key
 
     assert config.external is not None
-    parsers = {name: (policy.tool_parser, policy.reasoning_parser) for name, policy in config.policies.items()}
-    agents = agents_of(config.agents, renderers, config.rollout.max_response_tokens, parsers)
+    agents = agents_of(config.agents, renderers, config.rollout.max_response_tokens, config.parsers)
     return open_gateway(config.external, agents, workers_key(config.external))
 
 

@@ -46,8 +46,8 @@ class ChatRenderer:
             raise ValueError(f"tokenizer directory {directory} does not exist; give a Hugging Face model directory")
         self._directory = directory
         self._tokenizer = self.tokenizer = load_tokenizer(Path(directory))
-        # transformers returns this if there are no files.
-        if not self._tokenizer.encode("7", add_special_tokens=False):
+        # What transformers makes where there are no files.
+        if not self._tokenizer.encode("7", add_special_tokens=False, split_special_tokens=True):
             found = ", ".join(sorted(path.name for path in Path(directory).iterdir())[:12])
             raise ValueError(f"{directory}: the tokenizer knows no text: tokenizer.json is missing; found {found}")
         if not self._tokenizer.chat_template:
@@ -60,6 +60,7 @@ class ChatRenderer:
             self._control.setdefault(token, int(index))
         words = sorted(self._control, key=len, reverse=True)  # longest first, as the tokenizer matches
         self._control_pattern = re.compile("|".join(map(re.escape, words))) if words else None
+        self._hidden_pattern = re.compile("|".join([_PLACEHOLDER_PATTERN.pattern, *map(re.escape, words)]))
         self._control_ids = frozenset(self._control.values())
         self.eos_id: int = _required_eos(self._tokenizer.eos_token_id, directory)
         self.stop_ids: tuple[int, ...] = tuple(sorted({self.eos_id, *_generation_stops(Path(directory))}))
@@ -70,7 +71,7 @@ class ChatRenderer:
 
         template_options: of the chat template (Qwen3: enable_thinking); `tools` are the functions that it shows.
         """
-        return self._filled(self._parts(messages, template_options))
+        return self._filled(self._parts(messages, template_options)[0])
 
     def render_cut(
         self,
@@ -84,15 +85,18 @@ class ChatRenderer:
         The longest contents are cut first, to a common length. The template's own text stays, and nothing marks a cut; contents
         are tokenised separately and cut between two tokens. None if the template leaves no room for contents.
         """
-        parts = self._parts(messages, template_options)
+        parts, used = self._parts(messages, template_options)
         template = [self.encode_trusted(text).tolist() for text in parts[::2]]
         contents = [self.completion_ids(text).tolist() for text in parts[1::2]]
-        room = max_tokens - sum(map(len, template))
+        sizes = [len(content) if index < len(messages) else 0 for content, index in zip(contents, used, strict=True)]
+        room = max_tokens - sum(map(len, template)) - sum(map(len, contents)) + sum(sizes)
         if room < 1:
             return None
         ids, shown = list(template[0]), [parts[0]]
-        for position, num_kept in enumerate(even_shares([len(content) for content in contents], room)):
+        for position, num_kept in enumerate(even_shares(sizes, room)):
             content, text = contents[position], parts[2 * position + 1]
+            if used[position] >= len(messages):
+                num_kept = len(content)
             if num_kept < len(content):
                 num_first = (num_kept + 1) // 2 if cut == "middle" else 0
                 first, last = content[:num_first], content[len(content) - (num_kept - num_first) :]
@@ -106,9 +110,9 @@ class ChatRenderer:
 
         The completion's own end token is not repeated, nor is white space that a template writes before it.
         """
-        _, _, _, _, after, *rest = self._parts(
-            [Message("user", ""), Message("assistant", ""), *messages], template_options, may_move=False
-        )
+        turns = [Message("user", ""), Message("assistant", ""), *messages]
+        parts, used = self._parts(turns, template_options, may_move=False)
+        after, *rest = parts[2 * used.index(1) + 2 :]
         return self._filled([self._without_end(after), *rest])[0]
 
     def render_chat(
@@ -144,30 +148,32 @@ class ChatRenderer:
     ) -> list[str]:
         """The rendered chat: template text and control words found in contents, in turn; begins and ends with template text."""
         words: list[str] = []
-        controls = [] if self._control_pattern is None else [self._control_pattern.pattern]
-        pattern = re.compile("|".join([_PLACEHOLDER_PATTERN.pattern, *controls]))
+        return self._templated(self._hidden(messages, words), self._hidden(tools, words), template_options, words)[0]
 
-        def hidden(value: Any) -> Any:
-            if isinstance(value, str):
-                return pattern.sub(hide, value)
-            if isinstance(value, Mapping):
-                return {hidden(key): hidden(each) for key, each in value.items()}
-            return [hidden(each) for each in value] if isinstance(value, list | tuple) else value
+    def _hidden(self, value: Any, words: list[str]) -> Any:
+        """The JSON value with placeholders for the control words in it, which are put behind `words`."""
 
         def hide(match: re.Match[str]) -> str:
             words.append(match[0])
             return _PLACEHOLDER.format(index=len(words) - 1)
 
+        if isinstance(value, str):
+            return self._hidden_pattern.sub(hide, value)
+        if isinstance(value, Mapping):
+            return {self._hidden(key, words): self._hidden(each, words) for key, each in value.items()}
+        return [self._hidden(each, words) for each in value] if isinstance(value, list | tuple) else value
+
+    def _templated(
+        self, turns: Sequence[Any], tools: Sequence[Any], options: Mapping[str, Any], words: Sequence[str]
+    ) -> tuple[list[str], list[int]]:
+        """(what the template writes, a word, what it writes, ..., what it writes; the places of the words in `words`)."""
         template: str = self._tokenizer.apply_chat_template(
-            hidden(messages),
-            tools=hidden(tools) or None,
-            tokenize=False,
-            add_generation_prompt=True,
-            **template_options,
+            turns, tools=tools or None, tokenize=False, add_generation_prompt=True, **options
         )
         parts = _PLACEHOLDER_PATTERN.split(template)
-        parts[1::2] = [words[int(index)] for index in parts[1::2]]
-        return parts
+        used = [int(index) for index in parts[1::2]]
+        parts[1::2] = [words[index] for index in used]
+        return parts, used
 
     def _without_end(self, text: str) -> str:
         """A template's text after an answer, without the end token and white space before it."""
@@ -186,7 +192,7 @@ class ChatRenderer:
         <tool_call>{"name": ..., "arguments": {...}}</tool_call> (Hermes, Qwen)."""
         probe = ToolFunction("marsrl_probe", "", {"type": "object", "properties": {}})
         try:
-            shown = "".join(self._parts([Message("user", "")], {"tools": [probe]}))
+            shown = "".join(self._parts([Message("user", "")], {"tools": [probe]})[0])
             self.next_turn([Message("tool", "")])
         except (ValueError, TemplateError) as error:
             raise ValueError(f"the chat template has no turns of tools: {error}") from error
@@ -198,50 +204,34 @@ class ChatRenderer:
 
     def _parts(
         self, messages: Sequence[Message], template_options: Mapping[str, TemplateOption], *, may_move: bool = True
-    ) -> list[str]:
-        """The rendered chat: template text and contents in turn; begins and ends with template text.
+    ) -> tuple[list[str], list[int]]:
+        """(the rendered chat: what the template writes, a content or a control word in a tool, what it writes, ..., what it
+        writes; the index of the message of each content, higher numbers of words).
 
         may_move: the template may reorder contents: Mistral's put the system message into the last turn.
         """
+        words = [message.content for message in messages]
         turns = [
             {"role": message.role, "content": _PLACEHOLDER.format(index=index)}
             for index, message in enumerate(messages)
         ]
         options: dict[str, Any] = dict(template_options)
-        if "tools" in options:
-            options["tools"] = [self._shown(function) for function in options["tools"]]
+        tools = self._hidden([_as_tool(function) for function in options.pop("tools", ())], words)
         try:
-            template: str = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True, **options
-            )
+            parts, used = self._templated(turns, tools, options, words)
         except TemplateError as error:
             roles = ", ".join(message.role for message in messages)
             raise ValueError(
                 f"{self._directory}: the chat template refuses these turns ({roles}): {error}; use another template"
             ) from error
-        used = [int(index) for index in _PLACEHOLDER_PATTERN.findall(template)]
-        if (sorted(used) if may_move else used) != list(range(len(messages))):
+        shown = [index for index in used if index < len(messages)]
+        if (sorted(shown) if may_move else shown) != list(range(len(messages))):
             raise ValueError(
                 f"{self._directory}: the chat template does not show every message once{'' if may_move else ' and in order'} "
-                f"(it shows {used} of {len(messages)}); this renderer needs that: use a template that keeps system, user and "
+                f"(it shows {shown} of {len(messages)}); this renderer needs that: use a template that keeps system, user and "
                 "assistant turns"
             )
-        parts = _PLACEHOLDER_PATTERN.split(template)
-        parts[1::2] = [messages[index].content for index in used]
-        return parts
-
-    def _shown(self, function: ToolFunction) -> dict[str, object]:
-        """The function for the template, which renders it as its own text, so control words in it are broken up."""
-        about = {"name": function.name, "description": function.description, "parameters": function.parameters}
-        return {"type": "function", "function": self._broken(about)}
-
-    def _broken(self, value: Any) -> Any:
-        """The JSON value with a zero-width space in each control word, and in our placeholders."""
-        if isinstance(value, Mapping):
-            return {self._broken(key): self._broken(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._broken(each) for each in value]
-        return self._spelled(value).replace("MARSRLC", "MARSRL\u200bC") if isinstance(value, str) else value
+        return parts, used
 
     def encode_trusted(self, text: str) -> IntArray:
         """[N] int32: ids of our own text, with control words as control tokens. Never use it for model or problem text."""
@@ -267,7 +257,8 @@ class ChatRenderer:
     def pieces(self, ids: IntArray) -> list[str]:
         """The text of each token, for display; joined, they are the whole text, stop token included.
 
-        A character split over several tokens belongs to the last of them, the others are "". Each invalid byte becomes U+FFFD.
+        A character that is cut over tokens belongs to the last of them, the others are "". So does the U+FFFD of bytes that are
+        no character.
         """
         numbers: list[int] = ids.tolist()
         pieces = self._texts([[number] for number in numbers])
@@ -289,10 +280,10 @@ class ChatRenderer:
         start = 0
         while start < len(numbers):
             of_start = texts[start * len(_BYTES) : (start + 1) * len(_BYTES)][: len(numbers) - start]
-            width, text = next(
-                ((width, text) for width, text in zip(_BYTES, of_start) if not text.endswith("\ufffd")),
-                (1, of_start[0]),
-            )
+            whole = next((width for width, text in zip(_BYTES, of_start) if not text.endswith("\ufffd")), None)
+            # else bytes that are no character, and those behind them that belong to the same U+FFFD
+            width = whole or max(width for width, text in zip(_BYTES, of_start) if text == of_start[0])
+            text = of_start[width - 1]
             pieces[start + width - 1] = text
             start += width
         return pieces
@@ -379,6 +370,11 @@ class ChatRenderer:
         unknown = self._tokenizer.unk_token_id
         # A tokenizer whose normaliser rewrites text into a control token would still get here: such ids are dropped.
         return [i for i in ids if i == unknown or i not in self._control_ids]
+
+
+def _as_tool(function: ToolFunction) -> dict[str, object]:
+    about = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {"type": "function", "function": about}
 
 
 def _lost_a_space(name: str, text: str) -> bool:

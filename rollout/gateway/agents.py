@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
@@ -26,13 +27,18 @@ def agents_of(
         ValueError: a parser does not go with its model.
     """
 
+    readers: dict[Any, Reader] = {}  # one for agents alike
+
     def reader(agent: AgentConfig) -> Reader:
         tools, thoughts = (parsers or {}).get(agent.policy, (None, None))
         if tools is None and thoughts is None:
             return PlainReader()
         from marsrl.rollout.gateway.vllm_reader import VllmReader  # here: vLLM takes ten seconds
 
-        return VllmReader(renderers[agent.policy], tools, thoughts, agent.template_options)
+        key = (agent.policy, *sorted(agent.template_options.items()))
+        if key not in readers:
+            readers[key] = VllmReader(renderers[agent.policy], tools, thoughts, agent.template_options)
+        return readers[key]
 
     return {
         name: Agent(

@@ -67,7 +67,7 @@ class SessionEnd:
 
     reward: of every sample; rewards: by agent or uid, which come first. Where there is neither, the task judges: `answer`, or
     else the last answer of the session. read: uids of the samples whose last turn the program has read, in the order of these
-    turns. num_calls: turns of all of them.
+    turns. num_calls: turns of all of them. asked: the uid of the sample of each call, as they came; "": it got no answer.
     """
 
     reward: float | None = None
@@ -75,6 +75,7 @@ class SessionEnd:
     answer: str | None = None
     read: Sequence[str] = ()
     num_calls: int = 0
+    asked: Sequence[str] = ()
 
     @property
     def is_judged(self) -> bool:
@@ -84,6 +85,11 @@ class SessionEnd:
     def reward_of(self, uid: str, agent: str) -> float | None:
         """None: it said nothing of this sample."""
         return self.rewards.get(uid, self.rewards.get(agent, self.reward))
+
+    def calls_of(self, uid: str) -> str:
+        """The calls of the session that the sample answers, for people."""
+        numbers = [str(number) for number, each in enumerate(self.asked, 1) if each == uid]
+        return f"call{'s' * (len(numbers) > 1)} {', '.join(numbers)} of {len(self.asked)}" if numbers else ""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

@@ -95,6 +95,10 @@ class Gateway:
         """The session that goes on under this key."""
         return self._playing.get(key)
 
+    def knows(self, worker: str) -> bool:
+        """Has it asked for sessions, and is not lost?"""
+        return worker in self._workers
+
     def hand_out(self, worker: str, most: int) -> tuple[list[Session], list[str]]:
         """(sessions that this worker plays now, keys of those that it need not play on).
 

@@ -30,7 +30,7 @@ from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.session import CallLost, Session
-from marsrl.rollout.gateway.workers import Workers
+from marsrl.rollout.gateway.workers import Workers, join_line
 from marsrl.rollout.http_server import listen
 
 _log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 _QUIET_S = 10.0  # at most, between two signs of life of an answer that is waited for
 _POLL_S, _POLLS = 0.05, 100  # of a worker's GET /next: it waits 5 s for a session
 _TICK_S = 0.5
+_LONG = 1 << 16  # bytes of a request, from which on its tokens take longer than the calls of others should wait
 _KEEP_S = 600  # for which an idle connection stays open: clients keep theirs, and a closed one costs them a retry
 
 
@@ -85,8 +86,8 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
             raise Refused(401, "no session that goes on has this key")
         return session
 
-    async def session_of(request: Request) -> tuple[Session, dict[str, Any], bytes]:
-        """(the session, the body of its request as JSON, and its digest)."""
+    async def session_of(request: Request) -> tuple[Session, dict[str, Any], bytes, bool]:
+        """(the session, the body of its request as JSON, its digest, and whether it is a long one)."""
         known(request)
         most, data = gateway.config.max_body_mib << 20, bytearray()
         async for chunk in request.stream():
@@ -100,7 +101,7 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
         if not isinstance(body, dict):
             raise Refused(400, "the request is no JSON object")
         digest = hashlib.blake2b(request.scope["path"].encode() + data, digest_size=16).digest()
-        return known(request), body, digest  # it may have ended meanwhile
+        return known(request), body, digest, len(data) > _LONG  # it may have ended meanwhile
 
     @app.get("/next")
     async def hand_out(request: Request, worker: str, most: int) -> Response:
@@ -108,9 +109,11 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
             raise Refused(401, "this is not the workers' key")
         sessions, over = gateway.hand_out(worker, most)
         for _ in range(_POLLS):
-            if sessions or over or await request.is_disconnected():
+            if sessions or over:
                 break
             await asyncio.sleep(_POLL_S)
+            if await request.is_disconnected():  # it would get sessions that nobody plays
+                break
             sessions, over = gateway.hand_out(worker, most)
         given = [
             {"session": each.id, "api_key": each.key, "problem": each.problem, "agents": list(gateway.agents)}
@@ -120,7 +123,7 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
 
     @app.post("/end")
     async def end(request: Request) -> Response:
-        session, body, _ = await session_of(request)
+        session, body, *_ = await session_of(request)
         gateway.end(session, body)
         return JSONResponse({})
 
@@ -132,9 +135,10 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
 
     def add(path: str, api: Api) -> None:
         async def call(request: Request) -> Response:
-            session, body, digest = await session_of(request)
+            session, body, digest, is_long = await session_of(request)
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            task = session.ask(api.read(body, gateway.agents), digest, is_retry=is_retry)
+            ask = api.read(body, gateway.agents)
+            task = await session.ask(ask, digest, is_retry=is_retry, is_long=is_long)
             streams, quiet_s = bool(body.get("stream")), _quiet_s(request)
 
             async def parts() -> AsyncIterator[bytes]:
@@ -181,6 +185,8 @@ def open_gateway(config: ExternalConfig, agents: Mapping[str, Agent], key: str |
     with listen(config.host, config.port) as listening:
         url = f"http://{config.host}:{listening.getsockname()[1]}"
         workers = Workers(config, url, key)
+        if not config.workers:
+            _log.warning("%s", join_line(config))
         settings = uvicorn.Config(
             make_app(gateway, key),
             log_level="critical",

@@ -57,6 +57,10 @@ class Session:
     _numbers: Counter[str] = field(default_factory=Counter)  # of samples begun, by agent
     _read: dict[str, None] = field(default_factory=dict)  # uids whose last turn was read, in that order
     _uids: dict[str, str] = field(default_factory=dict)  # of answers, by their ids
+    _asked: dict[int, str] = field(default_factory=dict)  # uids by the number of the call
+    _is_over: bool = False
+    _order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of calls, as they came
+    _num_open: int = 0  # calls that are read or answered
     _open: set[asyncio.Task[Answer]] = field(default_factory=set)
     _by_body: dict[bytes, list[asyncio.Task[Answer]]] = field(default_factory=dict)
     _told: set[asyncio.Task[Answer]] = field(default_factory=set)  # whose answers were read
@@ -73,31 +77,35 @@ class Session:
 
     def seconds_alone(self) -> float:
         """Seconds in which no call was open."""
-        return self.own_s + (0.0 if self._open else time.monotonic() - self._idle_since)
+        return self.own_s + (0.0 if self._num_open else time.monotonic() - self._idle_since)
 
-    def ask(self, ask: Ask, body: bytes, *, is_retry: bool) -> asyncio.Task[Answer]:
+    async def ask(self, ask: Ask, body: bytes, *, is_retry: bool, is_long: bool) -> asyncio.Task[Answer]:
         """Begin a call; a retry gets the answer of the call of the same body, but where that was lost.
 
         Args:
             body: a digest of the request.
+            is_long: it is tokenised in a thread, for which this session's next calls wait and those of others do not.
 
         Raises:
-            Refused: there is no such agent, it cannot read so much, or the session has made its calls.
+            Refused: there is no such agent, it cannot read so much, or the session has made its calls or is over.
         """
-        same = [task for task in self._by_body.get(body, ()) if not _is_lost(task)]
-        if is_retry and same:
-            return next((task for task in same if task not in self._told), same[-1])
-        if self.num_calls >= self.max_calls:
-            raise Refused(429, f"the session has made external.max_calls = {self.max_calls} calls")
-        coroutine = self._begin(self.agents[ask.agent], ask)
-        self.num_calls += 1
-        if not self._open:
-            self.own_s += time.monotonic() - self._idle_since
-        task = asyncio.ensure_future(coroutine)
-        self._open.add(task)
-        self._by_body.setdefault(body, []).append(task)
-        task.add_done_callback(self._note_end)
-        return task
+        self._note_begin()
+        try:
+            async with self._order:
+                same = [task for task in self._by_body.get(body, ()) if not _is_lost(task)]
+                if is_retry and same:
+                    return next((task for task in same if task not in self._told), same[-1])
+                if self.num_calls >= self.max_calls:
+                    raise Refused(429, f"the session has made external.max_calls = {self.max_calls} calls")
+                task = asyncio.ensure_future(await self._begin(self.agents[ask.agent], ask, is_long))
+                self.num_calls += 1
+                self._note_begin()
+                self._open.add(task)
+                self._by_body.setdefault(body, []).append(task)
+                task.add_done_callback(self._is_answered)
+                return task
+        finally:
+            self._note_end()
 
     def note_read(self, task: asyncio.Task[Answer]) -> None:
         """The program has read the answer."""
@@ -118,13 +126,15 @@ class Session:
                 None if said.get("answer") is None else str(said["answer"]),
                 tuple(self._read),
                 self.num_calls,
+                tuple(self._asked.get(number, "") for number in range(self.num_calls)),
             )
         except (ValueError, TypeError, AttributeError) as error:
             return ToolOutput(f"the program failed: {error}", is_error=True, seconds=seconds)
         return ToolOutput(end.encode(), seconds=seconds)
 
     def cancel(self) -> None:
-        """Nobody waits for its calls any more."""
+        """Nobody waits for its calls any more, and none begins."""
+        self._is_over = True
         for task in list(self._open):
             task.cancel()
 
@@ -141,32 +151,42 @@ class Session:
                 raise ValueError(f"it rewards {name!r}, which is neither an agent nor the id of an answer")
         return rewards | {uid: sum(values) / len(values) for uid, values in by_uid.items()}
 
-    def _begin(self, agent: Agent, ask: Ask) -> Coroutine[Any, Any, Answer]:
+    async def _begin(self, agent: Agent, ask: Ask, is_long: bool) -> Coroutine[Any, Any, Answer]:
         """Send the call; its answer."""
-        strand, call = self._by_chat(agent, ask) if ask.prompt is None else self._by_prompt(agent, ask, ask.prompt)
+        if ask.prompt is None:
+            strand, call = await self._by_chat(agent, ask, is_long)
+        else:
+            strand, call = await self._by_prompt(agent, ask, ask.prompt, is_long)
+        if self._is_over:
+            raise Refused(401, "the session is over")
         self._read.pop(strand.uid, None)
         self.send(call)
-        return self._answer(agent, ask, strand, call.reply)
+        return self._answer(agent, ask, strand, call.reply, self.num_calls)
 
-    def _by_chat(self, agent: Agent, ask: Ask) -> tuple[Strand, Call]:
+    async def _by_chat(self, agent: Agent, ask: Ask, is_long: bool) -> tuple[Strand, Call]:
         found = self._history.find(agent.name, ask.tools, ask.messages)
-        options = agent.template_options
+        renderer, options = agent.renderer, agent.template_options
         if found is None:
-            token_ids, text = _rendered(agent, lambda: agent.renderer.render_chat(ask.messages, ask.tools, **options))
+            token_ids, text = await _rendered(
+                agent, lambda: renderer.render_chat(ask.messages, ask.tools, **options), is_long
+            )
             return self._new(agent, ask, token_ids, text)
-        has_ended = int(found.token_ids[-1]) in agent.renderer.stop_ids
-        new = _rendered(agent, lambda: agent.renderer.next_chat(found.new, has_ended=has_ended, **options))
+        has_ended = int(found.token_ids[-1]) in renderer.stop_ids
+        new = await _rendered(agent, lambda: renderer.next_chat(found.new, has_ended=has_ended, **options), is_long)
         if found.strand is not None:
             return self._go_on(agent, ask, found.strand, new)
         token_ids = np.concatenate([found.token_ids, new])
-        return self._new(agent, ask, token_ids, agent.renderer.decode(token_ids), found.uid)
+        return self._new(agent, ask, token_ids, renderer.decode(token_ids), found.uid)
 
-    def _by_prompt(self, agent: Agent, ask: Ask, prompt: IntArray | str) -> tuple[Strand, Call]:
+    async def _by_prompt(self, agent: Agent, ask: Ask, prompt: IntArray | str, is_long: bool) -> tuple[Strand, Call]:
         strand = self._history.find_prompt(agent.name, prompt)
         is_new, start = strand is None, 0
         if strand is not None:
             start = len(strand.token_ids) if strand.text is None else len(strand.text)
-        rest = agent.renderer.encode_trusted(prompt[start:]) if isinstance(prompt, str) else prompt[start:]
+        rest = prompt[start:]
+        if isinstance(rest, str):
+            text = rest
+            rest = await _rendered(agent, lambda: agent.renderer.encode_trusted(text), is_long)
         if strand is None:
             strand, call = self._new(
                 agent, ask, rest, prompt if isinstance(prompt, str) else agent.renderer.decode(rest)
@@ -215,9 +235,9 @@ class Session:
             self.id, agent.name, 0, self.attempt, new, strand.uid, max_tokens=ask.max_tokens, stop=ask.stop
         )
 
-    async def _answer(self, agent: Agent, ask: Ask, strand: Strand, reply: Future[Reply]) -> Answer:
+    async def _answer(self, agent: Agent, ask: Ask, strand: Strand, reply: Future[Reply], number: int) -> Answer:
         got = await asyncio.wrap_future(reply)
-        strand.uid = got.uid
+        strand.uid = self._asked[number] = got.uid
         if got.finish is Finish.ERROR:
             raise CallLost(got.error)  # the strand stays busy: nothing goes on behind it
         num_prompt = len(strand.token_ids)
@@ -246,18 +266,27 @@ class Session:
         self._uids[answer.id] = got.uid
         return answer
 
-    def _note_end(self, task: asyncio.Task[Answer]) -> None:
-        self._open.discard(task)
-        if not self._open:
+    def _note_begin(self) -> None:
+        if not self._num_open:
+            self.own_s += time.monotonic() - self._idle_since
+        self._num_open += 1
+
+    def _note_end(self) -> None:
+        self._num_open -= 1
+        if not self._num_open:
             self._idle_since = time.monotonic()
+
+    def _is_answered(self, task: asyncio.Task[Answer]) -> None:
+        self._note_end()
+        self._open.discard(task)
         if not task.cancelled():
             task.exception()  # those who wait for it are told
 
 
-def _rendered(agent: Agent, render: Callable[[], Rendered]) -> Rendered:
+async def _rendered(agent: Agent, render: Callable[[], Rendered], is_long: bool) -> Rendered:
     """Render a program's messages; Refused where the chat template refuses their roles or their order."""
     try:
-        return render()
+        return await asyncio.to_thread(render) if is_long else render()
     except (TemplateError, TypeError, KeyError) as error:
         raise Refused(400, f"the chat template of agent {agent.name} does not take these messages: {error}") from error
 

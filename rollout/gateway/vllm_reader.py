@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
+from copy import deepcopy
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.gateway.chats import Ask, Said
@@ -42,14 +43,15 @@ class VllmReader:
         from vllm.parser import ParserManager
 
         self.reads_calls = tool_parser is not None
-        self._renderer, self._options = renderer, dict(template_options)
+        # a parser may encode, which changes the tokenizer for a moment; other threads render with the renderer's own
+        self._tokenizer, self._options = deepcopy(renderer.tokenizer), dict(template_options)
         named = f"tool_parser={tool_parser}, reasoning_parser={reasoning_parser}"
         try:
             kind = ParserManager.get_parser(
                 tool_parser_name=tool_parser,
                 reasoning_parser_name=reasoning_parser,
                 enable_auto_tools=self.reads_calls,
-                tokenizer=renderer.tokenizer,
+                tokenizer=self._tokenizer,
             )
         except (TypeError, KeyError) as error:
             raise ValueError(f"{named}: {error}") from error
@@ -72,7 +74,7 @@ class VllmReader:
             tool_choice="auto" if tools and ask.calls_tools else "none",
             chat_template_kwargs=self._options,
         )
-        parser = self._kind(self._renderer.tokenizer, list(request.tools or ()), chat_template_kwargs=self._options)
+        parser = self._kind(self._tokenizer, list(request.tools or ()), chat_template_kwargs=self._options)
         reasoning, content, calls = parser.parse(
             text,
             request,

@@ -34,6 +34,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,8 +243,40 @@ def _attribute(name: str) -> Callable[..., Any]:
     return function
 
 
+class Groups:
+    """Process groups that end with this process, however it ends: a guard, another process, kills those it has been told of."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._guard = subprocess.Popen(
+            [sys.executable, os.path.abspath(__file__), "--guard"], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def tell(self, sign: str, group: int) -> None:
+        """sign: + of a group that has begun, - of one that is over."""
+        assert self._guard.stdin is not None
+        with self._lock:
+            self._guard.stdin.write(f"{sign}{group}\n".encode())
+            self._guard.stdin.flush()
+
+
+def guard() -> None:
+    """The guard's side of Groups."""
+    groups: set[int] = set()
+    for line in sys.stdin:  # until the other process has ended
+        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    for group in groups:
+        _kill(group)
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
 def command_of(words: list[str]) -> Callable[..., Any]:
     """Plays a session by a program of its own, in a process group of its own."""
+    groups = Groups()
 
     def play(problem: SimpleNamespace, client: Client, on_end: Callable[[Callable[[], None]], None]) -> Any:
         server = client.base_url[: -len("/v1")]
@@ -252,10 +285,12 @@ def command_of(words: list[str]) -> Callable[..., Any]:
         environment.pop("MARSRL_WORKER_KEY", None)
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True, text=True
+            words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True, errors="replace"
         )
-        on_end(lambda: os.killpg(process.pid, signal.SIGKILL))
+        groups.tell("+", process.pid)
+        on_end(lambda: _kill(process.pid))
         said, errors = process.communicate(json.dumps(vars(problem)))
+        groups.tell("-", process.pid)
         if process.returncode != 0:
             raise RuntimeError(f"{words[0]} ended with code {process.returncode}: {errors[-_MOST_SHOWN:]}")
         lines = [line for line in said.splitlines() if line.strip()]
@@ -277,7 +312,11 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=64, help="sessions at once")
     parser.add_argument("--with-parent", action="store_true", help="end when the process that started it has ended")
     parser.add_argument("--check", action="store_true", help="import the function or the environment, and end")
+    parser.add_argument("--guard", action="store_true", help=argparse.SUPPRESS)
     words = parser.parse_args()
+    if words.guard:
+        guard()
+        return 0
     parent = os.getppid()
     # this file's folder, whose other files are not the packages of the same names (openai-agents: agents)
     own = os.path.dirname(os.path.abspath(__file__))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from marsrl.rollout.gateway.config import ExternalConfig
@@ -17,62 +20,105 @@ from marsrl.rollout.http_line import read_key
 WORKER = Path(__file__).with_name("worker.py")
 _MOST_IN_VAIN = 10  # workers that end, one after the other, while no session comes to its end
 _BEGIN_S = 2.0  # between a worker's end and the start of another in its place
+_START_S = 120.0
 _END_S = 5.0
+_READ_S = 0.5
+_NUM_SHOWN, _MOST_SHOWN = 5, 2000  # lines and characters of a worker's last words
+
+
+class _Worker:
+    """One of the processes. What it writes to stderr goes to ours."""
+
+    def __init__(self, words: Sequence[str], key: str) -> None:
+        environment = {**os.environ, "MARSRL_WORKER_KEY": key}
+        self.process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        self.began_s = time.monotonic()
+        self.has_asked = False  # for a session
+        self._tail = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def last_words(self) -> str:
+        """The last lines of one that has ended, as the end of a message; "" of none."""
+        self._reader.join(_READ_S)  # no longer: what it has started may hold the line open
+        lines = [line.strip() for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
+        return f"; it said: {' | '.join(lines[-_NUM_SHOWN:])}" if lines else ""
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        while chunk := os.read(self.process.stderr.fileno(), 1 << 16):
+            with suppress(OSError):
+                os.write(2, chunk)
+            self._tail = (self._tail + chunk)[-_MOST_SHOWN:]
 
 
 class Workers:
-    """The processes. url: of the gateway; key: the workers'."""
+    """The processes. url: of the gateway; key: the workers'; start_s: until one asks for its first session, or is ended."""
 
-    def __init__(self, config: ExternalConfig, url: str, key: str) -> None:
-        self._config, self._url, self._key = config, url, key
+    def __init__(self, config: ExternalConfig, url: str, key: str, start_s: float = _START_S) -> None:
+        self._config, self._url, self._key, self._start_s = config, url, key, start_s
         self._num_started = self._num_in_vain = self._num_over = 0
         self._due_s = 0.0
-        self._running: dict[str, subprocess.Popen[bytes]] = {}  # by their names
+        self._running: dict[str, _Worker] = {}  # by their names
 
     def watch(self, gateway: Gateway) -> None:
         """Start those that are missing; what those that ended were playing is played by others."""
-        for name, process in list(self._running.items()):
-            if (code := process.poll()) is not None:
+        for name, worker in list(self._running.items()):
+            worker.has_asked = worker.has_asked or gateway.knows(name)
+            reason = None
+            if (code := worker.process.poll()) is not None:
+                reason = f"its process ended with code {code}"
+            elif not worker.has_asked and time.monotonic() - worker.began_s > self._start_s:
+                worker.process.kill()
+                code = worker.process.wait()
+                reason = f"it has not asked for a session within {self._start_s:g} s of its start, and is ended"
+            if reason is not None:
                 del self._running[name]
                 self._due_s = time.monotonic() + _BEGIN_S
-                reason = f"its process ended with code {code}"
+                reason += worker.last_words()
                 gateway.lose(name, reason)
                 self._num_in_vain = self._num_in_vain + 1 if gateway.num_over == self._num_over else 0
                 self._num_over = gateway.num_over
                 if code == UNUSABLE or self._num_in_vain >= _MOST_IN_VAIN:
-                    gateway.fail(f"external: workers end before their sessions: {reason}; what they said stands above")
+                    gateway.fail(f"external: workers end before their sessions, the last one, {name}: {reason}")
         while len(self._running) < self._config.workers and time.monotonic() >= self._due_s:
             self._start()
 
     def end_hanging(self, names: Sequence[str]) -> None:
         """End those of these workers that were started here: others come in their places."""
         for name in self._running.keys() & set(names):
-            self._running[name].kill()
+            self._running[name].process.kill()
 
     def close(self) -> None:
         """End them, and what they started."""
-        for process in self._running.values():
-            process.terminate()
-        for process in self._running.values():
+        for worker in self._running.values():
+            worker.process.terminate()
+        for worker in self._running.values():
             try:
-                process.wait(_END_S)
+                worker.process.wait(_END_S)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                worker.process.kill()
+                worker.process.wait()
 
     def _start(self) -> None:
         name = f"worker{self._num_started}"
         self._num_started += 1
         options = ["--url", self._url, "--name", name, "--with-parent", "--most", str(self._config.concurrency)]
-        environment = {**os.environ, "MARSRL_WORKER_KEY": self._key}
-        self._running[name] = subprocess.Popen(
-            worker_words(self._config, *options), env=environment, stdin=subprocess.DEVNULL
-        )
+        self._running[name] = _Worker(worker_words(self._config, *options), self._key)
 
 
 def workers_key(config: ExternalConfig) -> str | None:
     """The key by which workers from elsewhere join; None: they do not. ValueError where its variable holds none."""
     return None if config.key_env is None else read_key(config.key_env, "external.key_env")
+
+
+def join_line(config: ExternalConfig) -> str:
+    """The command that starts a worker on another host, for people."""
+    host = socket.gethostname() if config.host in ("0.0.0.0", "::") else config.host
+    return (
+        f"sessions wait for workers: MARSRL_WORKER_KEY=(the key in {config.key_env}) python {WORKER} "
+        f"--url http://{host}:{config.port} --function my_agent.py:run, where this file alone is enough"
+    )
 
 
 def worker_words(config: ExternalConfig, *options: str) -> list[str]:

@@ -69,6 +69,10 @@ class External(Orchestration):
         end = self.end(episode)
         if end is None:
             return Reward(MISSING, MISSING, note=episode.error)
+        reward = self._reward(end, sample, judged)
+        return replace(reward, note="; ".join(filter(None, [reward.note, end.calls_of(sample.uid)])))
+
+    def _reward(self, end: SessionEnd, sample: Sample, judged: Reward | None) -> Reward:
         if sample.uid not in end.read:
             return Reward(MISSING, MISSING, note="the program has not read its last turn")
         if not end.is_judged:

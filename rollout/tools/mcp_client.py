@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
@@ -29,9 +29,10 @@ from marsrl.rollout.tools.config import McpServer
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolFunction
 
-_MOST_PAGES = 32  # pages of a server's list of tools
-_MOST_SHOWN = 300  # characters of a server's text in a message
-_LOST = (CONNECTION_CLOSED, INVALID_REQUEST)  # the second: an HTTP server has forgotten the session
+_MOST_PAGES = 32  # of a server's list of tools
+_MOST_KIB = 4096  # of an answer by HTTP; of an event of a stream, `mcp` takes 1 MiB
+_MOST_SHOWN = 300  # characters of a server's words in a message
+_LOST = (CONNECTION_CLOSED, INVALID_REQUEST)  # the second: of an HTTP server that has forgotten the session
 
 
 class McpTools:
@@ -122,10 +123,14 @@ class McpTools:
             else:
                 token = settings.api_key_env and read_key(settings.api_key_env, f"{key}.api_key_env")
                 headers = {"Authorization": f"Bearer {token}"} if token else {}
-                http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=settings.timeout_s))
+                headers["Accept-Encoding"] = "identity"  # a small answer stays small
+                client = httpx2.AsyncClient(
+                    headers=headers, timeout=settings.timeout_s, event_hooks={"response": [_bound]}
+                )
+                http = await stack.enter_async_context(client)
                 transport = streamable_http_client(settings.url or "", http_client=http)
-            client = Client(transport, read_timeout_seconds=settings.timeout_s)
-            task_status.started(await stack.enter_async_context(client))
+            server = Client(transport, read_timeout_seconds=settings.timeout_s)
+            task_status.started(await stack.enter_async_context(server))
             await anyio.sleep_forever()
 
     async def _listed(self, client: Client) -> list[ToolFunction]:
@@ -144,6 +149,32 @@ class McpTools:
         if not wanted:
             raise ValueError("the server has no tools")
         return [found[name] for name in wanted]
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    """The bytes of an answer, up to _MOST_KIB where it is no stream of events, which does not end."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        self._stream, self._is_coded = response.stream, "content-encoding" in response.headers
+        self._is_bounded = not response.headers.get("content-type", "").lower().startswith("text/event-stream")
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        if self._is_coded:
+            raise httpx2.StreamError("the answer is compressed, which it was not asked to be")
+        num_bytes = 0
+        async for chunk in self._stream:
+            num_bytes += len(chunk)
+            if self._is_bounded and num_bytes > _MOST_KIB << 10:
+                raise httpx2.StreamError(f"the answer is larger than {_MOST_KIB} KiB")
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+async def _bound(response: httpx2.Response) -> None:
+    response.stream = _BoundedStream(response)
 
 
 def _text(result: CallToolResult) -> str:

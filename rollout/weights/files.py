@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 1 << 30
 _PREFIX = "marsrl-weights-"
-# Between a folder and its lock lies a moment; whoever restarts a killed run at once takes longer to get here.
-_YOUNG_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +120,12 @@ class PrivateFolder:
         where = parent_of(parent)
         for folder in left_behind(where):
             logger.warning("%s is of a process that has died: removed", folder)
-            shutil.rmtree(folder, ignore_errors=True)  # another run may be at it, too
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=where))
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        _take(self._lock)
+            shutil.rmtree(folder, ignore_errors=True)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=where))
+            with suppress(FileNotFoundError):  # as long as it had no lock, another process has removed it
+                self._lock = _locked(self.path)
+                break
 
     def close(self) -> None:
         """Remove it; may be called twice."""
@@ -141,20 +142,34 @@ def parent_of(directory: str | Path | None = None) -> Path:
     return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
-def left_behind(parent: Path) -> list[Path]:
-    """Folders of weights under `parent` whose process is gone. A lock, not a process id: hosts and containers share folders."""
-    found = []
+def left_behind(parent: Path) -> Iterator[Path]:
+    """Folders of weights under `parent` whose process is gone; the lock of each is held while the caller looks at it.
+
+    A lock, not a process id: hosts and containers share folders.
+    """
     for folder in sorted(parent.glob(f"{_PREFIX}*")):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:  # removed meanwhile, or somebody else's
             continue
         try:
-            if time.time() - os.fstat(lock).st_mtime > _YOUNG_S and _take(lock):
-                found.append(folder)
+            if _take(lock):
+                yield folder
         finally:
             os.close(lock)
-    return found
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that holds the folder's lock. FileNotFoundError: there is no such folder."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # a file system without locks, where nothing is known to be left
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        folder.stat()
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _take(lock: int) -> bool:

@@ -56,6 +56,36 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(t
         assert "5 of 8 draws are kept" in shown.err and len(server.bodies) == num_asked + 3
 
 
+GAME = """
+class Game:
+    def reset(self, problem):
+        return problem.question
+
+    def step(self, text):
+        return 0.25
+"""
+
+
+def test_an_environment_is_evaluated_and_draws_of_another_are_not_taken_for_its(tmp_path: Path, capsys: Any) -> None:
+    os.chdir(tmp_path)
+    model = boxing_model(tmp_path / "model")
+    rows = [{"question": f"What is 7, number {i}?", "answer": "7"} for i in range(4)]
+    Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        "evaluate", "task=math", "orchestration=external", "external.environment=game.py:Game", "agents={solver: {}}",
+        f"policies={{main: {{frozen: true, model: {model}, dtype: float32}}}}", "data.eval=p.jsonl", "evaluate.repeat=2",
+        "rollout={engine: local, placement: local, max_response_tokens: 40}", "--out", "kept",
+    ]  # fmt: skip
+    Path("game.py").write_text(GAME)
+    assert cli.main(words) == 0, capsys.readouterr().err
+    found = json.loads(capsys.readouterr().out)
+    assert found["system"]["n"] == found["latency"]["n"] == 8 and found["system"]["mean"] == 0.25
+    assert found["usage"].keys() == {"solver"}
+    Path("game.py").write_text(GAME.replace("0.25", "0.75"))
+    assert cli.main(words) == 0, capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out)["system"]["mean"] == 0.75
+
+
 def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
     os.chdir(tmp_path)
     desk, models = Desk(tmp_path), {}

@@ -99,11 +99,13 @@ def playing(
     engine: Engine | None = None,
     parsers: tuple[str | None, str | None] = (None, None),
     key: str | None = None,
+    renderer: ChatRenderer | None = None,
     seed: int = 3,
 ) -> Iterator[Played]:
-    """Sessions of these settings, ready for the first batch. parsers: of tool calls, and of thoughts; key: the workers'."""
+    """Sessions of these settings, ready for the first batch. parsers: of tool calls, and of thoughts; key: the workers';
+    renderer: the gateway's."""
     settings = ExternalConfig.model_validate(external)
-    doors = agents_of(agents, {"main": ChatRenderer(model)}, config.max_response_tokens, {"main": parsers})
+    doors = agents_of(agents, {"main": renderer or ChatRenderer(model)}, config.max_response_tokens, {"main": parsers})
     with open_gateway(settings, doors, key) as gateway:
         team = team_of(model, config, gateway=gateway, agents=agents, engine=engine)
         source = ArithmeticTask(ArithmeticOptions()).problems(seed)

@@ -15,7 +15,9 @@ from programs import VERSIONS, Played, playing, program, rollout_config
 
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.gateway.workers import WORKER
+from marsrl.rollout.gateway.config import ExternalConfig
+from marsrl.rollout.gateway.gateway import Gateway
+from marsrl.rollout.gateway.workers import WORKER, Workers
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Sample
@@ -91,6 +93,28 @@ def test_a_worker_that_hangs_is_ended_and_another_plays_its_sessions(model: Path
         batch = played.batch()
         assert not Path("/proc", (tmp_path / "hung").read_text()).exists()
     assert batch.metrics["rollout/replayed_sessions"] >= 1 and batch.metrics["rollout/failed_episodes"] == 0
+
+
+def test_a_worker_that_never_asks_for_a_session_is_ended_with_its_last_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = f"""
+    import pathlib, sys, time
+
+    print("waits for a card", file=sys.stderr, flush=True)
+    pathlib.Path({str(tmp_path)!r}, "begun").touch()
+    time.sleep(600)
+    """
+    config = ExternalConfig(function=program(tmp_path, text))
+    gateway = Gateway(config, {})
+    workers = Workers(config, "http://127.0.0.1:1", "key", start_s=0.0)
+    workers.watch(gateway)
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.05)
+    workers.watch(gateway)
+    assert "worker worker0 is lost: it has not asked for a session within 0 s" in caplog.text
+    assert caplog.text.rstrip().endswith("it said: waits for a card")
+    workers.close()
 
 
 def test_a_worker_that_was_lost_and_is_back_may_get_its_session_again(model: Path, tmp_path: Path) -> None:
@@ -277,13 +301,51 @@ def test_a_client_is_kept_waiting_by_blanks_until_the_engine_answers(model: Path
         assert set(rewards(played.samples()).values()) == {1.0}
 
 
-def test_a_worker_from_elsewhere_joins_with_its_key(model: Path, tmp_path: Path) -> None:
+def test_a_program_that_calls_a_thousand_times_and_sends_100_mib_is_refused_and_its_session_goes_on(
+    model: Path, tmp_path: Path
+) -> None:
+    text = """
+    import urllib.error, urllib.request
+
+    def run(problem, client):
+        client.chat("solver", [problem.question])
+        refused = 0
+        for _ in range(1000):
+            try:
+                client.chat("solver", [problem.question])
+            except RuntimeError as error:
+                refused += "external.max_calls = 1" in str(error)
+        request = urllib.request.Request(
+            client.base_url + "/chat/completions", bytes(100 << 20), {"authorization": "Bearer " + client.api_key}
+        )
+        try:
+            urllib.request.urlopen(request)
+        except urllib.error.HTTPError as error:
+            assert error.code == 413
+        except OSError:
+            pass  # cut off before all was sent
+        else:
+            raise AssertionError("it was answered")
+        return float(refused)
+    """
+    external = {"function": program(tmp_path, text), "max_calls": 1, "timeout_s": 3600}
+    with playing(model, rollout_config(prompts_per_step=1, group_size=1, **LONG), external) as played:
+        assert rewards(played.samples()) == {"000001.0/solver:0": 1000.0}
+
+
+def test_a_worker_from_elsewhere_joins_with_its_key(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     function = program(tmp_path, "def run(problem, client):\n    client.chat('solver', ['hello'])\n    return 1.0\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     external = {"workers": 0, "port": port, "key_env": "KEY"}
     command = [sys.executable, str(WORKER), "--url", f"http://127.0.0.1:{port}", "--function", function]
     with playing(model, rollout_config(**LONG), external, key="secret") as played:
+        assert (
+            f"MARSRL_WORKER_KEY=(the key in KEY) python {WORKER} --url http://127.0.0.1:{port} --function"
+            in caplog.text
+        )
         wrong = subprocess.run(
             command, env={**os.environ, "MARSRL_WORKER_KEY": "other"}, capture_output=True, text=True
         )
@@ -303,3 +365,30 @@ def test_a_command_that_hangs_is_killed_with_its_session(model: Path, tmp_path: 
         while Path(f"/proc/{process}/cmdline").exists():
             time.sleep(0.1)
     assert batch.metrics["rollout/failed_episodes"] == 1 and not batch.groups
+
+
+def test_a_command_and_what_it_started_end_with_a_killed_worker(model: Path, tmp_path: Path) -> None:
+    """The program is started again by another worker, which finds nobody of the first one's alive."""
+    script = f"""
+import contextlib, os, pathlib, subprocess, sys, time
+
+def lives(pid):
+    with contextlib.suppress(OSError):
+        return pathlib.Path("/proc", pid, "cmdline").read_bytes() != b""  # of a zombie
+    return False
+
+sys.stdin.read()
+book = pathlib.Path({str(tmp_path / "pids")!r})
+if not book.exists():
+    child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    book.write_text(f"{{os.getpid()}} {{child.pid}}")
+    os.kill(os.getppid(), 9)
+    time.sleep(600)
+while any(map(lives, book.read_text().split())):
+    time.sleep(0.1)
+print(1.0)
+"""
+    external = {"command": [sys.executable, "-c", script], "timeout_s": 120}
+    with playing(model, rollout_config(prompts_per_step=1, group_size=1), external) as played:
+        batch = played.batch()
+    assert batch.metrics["rollout/replayed_sessions"] == 1 and batch.metrics["rollout/failed_episodes"] == 0

@@ -3,88 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from programs import AGENTS, VERSIONS, natively, playing, program, rollout_config, turns_of
+from programs import VERSIONS, playing, program, rollout_config, turns_of
 
-from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.player.evaluation import EvaluationPlay
-from marsrl.rollout.types import Ask, Finish, Message, Problem, Reward, Sample
-from marsrl.trainer.config import CreditConfig
-from marsrl.trainer.data.credit import credit
+from marsrl.rollout.types import Problem
 
-IN_TURN = """
+TWO = """
 def run(problem, client):
     turns = [{"role": "user", "content": problem.question}]
-    first = client.chat("solver", turns)
-    report = client.chat("verifier", [{"role": "system", "content": "grade"}, f"{problem.question} \\n {first.text}"])
-    again = client.chat("solver", [*turns, first.message, f"{report.text} fix"])
-    return {"solver": len(again.text) % 7, "verifier": len(report.text) % 7}
+    first = client.chat("solver", turns, max_tokens=30)
+    shown = f"{problem.question} \\n {first.text}"
+    report = client.chat("verifier", [{"role": "system", "content": "grade"}, shown], max_tokens=20)
+    again = client.chat("solver", [*turns, first.message, f"{report.text} fix"], max_tokens=30)
+    return {"solver": len(again.text) / 100, "verifier": len(report.text) / 100}
 """
 
 
-class InTurn(Orchestration):
-    """The same, as a team of ours."""
-
-    name = "in_turn"
-    agents = (AgentSpec("solver", Role.ADVISER), AgentSpec("verifier", Role.ADVISER))
-
-    def follow(self, episode: Episode) -> Sequence[Ask]:
-        solver = episode.ask("solver")
-        began = episode.waiting or episode.is_over(solver) or episode.ask("verifier").id in episode.asks
-        return [solver, episode.ask("verifier")] if began else [solver]
-
-    def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
-        question = episode.problem.question
-        if ask.agent == "solver":
-            return (Message("user", question),)
-        (first,) = episode.waiting.values()
-        return Message("system", "grade"), Message("user", f"{question} \n {first.text}")
-
-    def parse(self, sample: Sample) -> Sample:
-        if sample.agent == "solver" and sample.turn == 0 and sample.finish is Finish.STOP:
-            return replace(sample, finish=Finish.WAITING)
-        return replace(sample, shown=sample.turn_text)
-
-    def continuation(self, episode: Episode, sample: Sample) -> Sequence[Message] | None:
-        report = episode.said(episode.ask("verifier"))
-        return None if report is None else [Message("user", f"{report.shown} fix")]
-
-    def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
-        value = float(len(sample.turn_text) % 7)
-        return Reward(value, min(value, 1.0))
-
-
-def test_a_team_of_ours_and_the_same_as_a_program_are_trained_on_equal_tokens_and_advantages(
-    model: Path, tmp_path: Path
-) -> None:
-    config = rollout_config(group_size=4, pipeline="trajectory")
-    ours = natively(model, config, InTurn).batch()
-    with playing(model, config, {"function": program(tmp_path, IN_TURN)}) as played:
-        theirs = played.batch()
-    sequences = []
-    for batch in (ours, theirs):
-        credited = credit(sorted(batch.groups, key=lambda g: g.group_id), CreditConfig(normalise="agent"), AGENTS)
-        sequences.append({sequence.uid: sequence for sequence in credited.sequences})
-        assert credited.num_tokens > 1000
-    mine, others = sequences
-    assert len(mine) == 16 and mine.keys() == others.keys()
-    assert {sequence.advantage for sequence in mine.values()} != {0.0}
-    for uid, sequence in mine.items():
-        other = others[uid]
-        assert sequence.token_ids.tolist() == other.token_ids.tolist(), uid
-        assert sequence.prompt_ids.tolist() == other.prompt_ids.tolist()
-        assert sequence.is_sampled.tolist() == other.is_sampled.tolist()
-        assert sequence.advantage == other.advantage
-        np.testing.assert_allclose(sequence.rollout_logprobs, other.rollout_logprobs, atol=1e-5)
-    assert sum(len(turns_of(s)) == 3 for group in theirs.groups for s in group.samples) == 8
+def test_a_program_with_two_agents_is_played_to_groups_by_agent(model: Path, tmp_path: Path) -> None:
+    with playing(model, rollout_config(), {"function": program(tmp_path, TWO)}) as played:
+        batch = played.batch()
+        again = played.batch()
+    groups = {(group.rollout_id, group.agent): group.samples for group in batch.groups}
+    assert sorted(groups) == [(f"00000{i}", agent) for i in (1, 2) for agent in ("solver", "verifier")]
+    assert len(again.groups) == 4 and {group.rollout_id for group in again.groups} == {"000003", "000004"}
+    for (rollout_id, agent), samples in groups.items():
+        assert [sample.uid for sample in samples] == [f"{rollout_id}.{i}/{agent}:0" for i in (0, 1)]
+        for sample in samples:
+            runs = turns_of(sample)
+            assert len(runs) == (3 if agent == "solver" else 1)
+            assert sample.turn == (agent == "solver")
+            assert (sample.rollout_logprobs[sample.is_sampled] < 0).all()
+            assert not sample.rollout_logprobs[~sample.is_sampled].any()
+            assert sample.reward.value > 0
+            assert sample.reward.note == ("calls 1, 3 of 3" if agent == "solver" else "call 2 of 3")
+    assert batch.metrics["rollout/episodes"] == 4 and batch.metrics["team/samples"] == 8
+    assert batch.metrics["team/calls"] == 12 and batch.metrics["rollout/foreign_tokens"] > 0
 
 
 ONE = """

@@ -33,3 +33,17 @@ def test_three_faults_cost_nothing(runner: Runner) -> None:
     assert re.search(r"stop-rank after step \d+: .* silent for run\.silence_s = 12 s: rank \d", done.stdout)
     told = "1 kill-torchrun, 1 kill-trainer, 1 stop-rank; 0 with a loss"
     assert f"3 faults in 1 runs, seed {SEED}: {told}" in done.stdout
+
+
+def test_a_program_s_run_loses_nothing_to_killed_workers_and_ranks(runner: Runner) -> None:
+    """No session that was over is played again, and none is trained twice."""
+    kinds = ["kill-trainer", "kill-worker", "kill-both"]
+    done = subprocess.run(
+        [sys.executable, "tests/chaos.py", "--external", "--faults", "3", "--seed", "4", "--kinds", *kinds],
+        cwd=ROOT,
+        env=runner.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "3 faults in 1 runs, seed 4: 1 kill-both, 1 kill-trainer, 1 kill-worker; 0 with a loss" in done.stdout

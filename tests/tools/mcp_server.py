@@ -48,6 +48,12 @@ def hang() -> str:
 
 
 @server.tool()
+def flood(mib: int) -> str:
+    """Says much."""
+    return "x" * (mib << 20)
+
+
+@server.tool()
 def variable(name: str) -> str:
     """What an environment variable of the server holds."""
     return os.environ.get(name, "nothing")

@@ -78,6 +78,13 @@ def test_an_http_server_that_forgot_or_is_gone_costs_calls_and_comes_back() -> N
             assert outputs[-1] == ToolOutput("hello world")
 
 
+def test_a_server_that_sends_too_much_is_cut_off_and_serves_on() -> None:
+    with mcp_server.http_server() as port, pool_of(url=f"http://127.0.0.1:{port}/mcp") as pool:
+        flooded = ask(pool, "flood", mib=5)
+        assert flooded.is_error and "the answer is larger than 4096 KiB" in flooded.text, flooded.text[:500]
+        assert ask(pool, "greet") == ToolOutput("hello world")
+
+
 def test_a_call_that_hangs_is_an_error_and_others_are_answered() -> None:
     with pool_of(command=STDIO, timeout_s=5) as pool:
         assert ask(pool, "hang").text == "error: files did not answer within 5 s"

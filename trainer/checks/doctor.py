@@ -86,8 +86,8 @@ def machine_findings(settings: RunConfig) -> Iterator[Finding]:
     yield Finding("machine", "gpu", torch.cuda.is_available(), gpu)
     yield room_for_weights(settings)
     parent = parent_of(settings.sync.directory)
-    if left := left_behind(parent):
-        named = ", ".join(folder.name for folder in left)
+    if left := [folder.name for folder in left_behind(parent)]:
+        named = ", ".join(left)
         yield Finding("machine", str(parent), False, f"weights of dead runs, the next run removes them: {named}")
 
 

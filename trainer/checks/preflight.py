@@ -134,7 +134,7 @@ def preflight(
     for name in config.policies:
         config, found = _checked_policy(config, name, world_size, trains=trains)
         warnings += found
-    if any(policy.tool_parser or policy.reasoning_parser for policy in config.policies.values()):
+    if any(map(any, config.parsers.values())):
         _check_parsers(config)
     warnings += _check_judge(config, problems, trains=trains)
     if (reason := why_not_backend(config, has_cuda=has_cuda)) is not None:
@@ -259,9 +259,8 @@ def _check_parsers(config: RunConfig) -> None:
                 "of its own: leave them out"
             )
     renderers = {name: ChatRenderer(policy.model) for name, policy in config.policies.items() if policy.model}
-    parsers = {name: (policy.tool_parser, policy.reasoning_parser) for name, policy in config.policies.items()}
     agents = {name: agent for name, agent in config.agents.items() if agent.policy in renderers}
-    agents_of(agents, renderers, config.rollout.max_response_tokens, parsers)
+    agents_of(agents, renderers, config.rollout.max_response_tokens, config.parsers)
 
 
 def _check_layouts(config: RunConfig) -> None:

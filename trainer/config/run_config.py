@@ -133,6 +133,11 @@ class RunConfig(Settings):
         """Policies that are not frozen, at least one: every rank holds them, and their engines get new weights."""
         return {name: policy for name, policy in self.policies.items() if not policy.frozen}
 
+    @property
+    def parsers(self) -> dict[str, tuple[str | None, str | None]]:
+        """vLLM's names of what reads calls of tools, and thoughts, by policy."""
+        return {name: (policy.tool_parser, policy.reasoning_parser) for name, policy in self.policies.items()}
+
     def engine_dtype(self, policy: str) -> Literal["float32", "bfloat16", "float16"]:
         """Dtype that the policy's engines compute in."""
         asked = self.rollout_of(policy).vllm.dtype if self.rollout.engine == "vllm" else None

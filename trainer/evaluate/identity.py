@@ -23,9 +23,9 @@ def team_identity(config: RunConfig) -> dict[str, Any]:
         if is_prompt_file(agent["prompt"]):
             agent["prompt"] = digest_of(agent["prompt"])
     if config.external is not None:
-        function, command = config.external.function, config.external.command
-        file = function.rpartition(":")[0] if function else ""
-        team["program"] = [function, command, digest_of(file) if file else None]
+        played, command = config.external.function or config.external.environment, config.external.command
+        file = played.rpartition(":")[0] if played else ""
+        team["program"] = [played, command, digest_of(file) if file else None]
     return {
         **team,
         "policies": {name: policy_identity(policy) for name, policy in config.policies.items()},

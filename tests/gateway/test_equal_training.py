@@ -1,0 +1,127 @@
+"""A team of ours and the same as a program train alike, from the first token to the weights after a step, to the bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_models import learner, weights
+from programs import AGENTS, natively, playing, program, rollout_config, turns_of
+
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.agents.roles import AgentSpec, Role
+from marsrl.rollout.episode import Episode
+from marsrl.rollout.player.stages import StepBatch
+from marsrl.rollout.types import Ask, Finish, Message, Reward, Sample
+from marsrl.trainer.config import CreditConfig
+from marsrl.trainer.data.credit import Credited, credit
+from marsrl.trainer.data.mini_batches import Average, mini_batches
+from marsrl.trainer.data.scatter import scatter
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel
+
+IN_TURN = """
+def run(problem, client):
+    turns = [{"role": "user", "content": problem.question}]
+    first = client.chat("solver", turns)
+    report = client.chat("verifier", [{"role": "system", "content": "grade"}, f"{problem.question} \\n {first.text}"])
+    again = client.chat("solver", [*turns, first.message, f"{report.text} fix"])
+    return {"solver": len(again.text) % 7, "verifier": len(report.text) % 7}
+"""
+
+
+class InTurn(Orchestration):
+    """The same, as a team of ours."""
+
+    name = "in_turn"
+    agents = (AgentSpec("solver", Role.ADVISER), AgentSpec("verifier", Role.ADVISER))
+
+    def follow(self, episode: Episode) -> Sequence[Ask]:
+        solver = episode.ask("solver")
+        began = episode.waiting or episode.is_over(solver) or episode.ask("verifier").id in episode.asks
+        return [solver, episode.ask("verifier")] if began else [solver]
+
+    def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
+        question = episode.problem.question
+        if ask.agent == "solver":
+            return (Message("user", question),)
+        (first,) = episode.waiting.values()
+        return Message("system", "grade"), Message("user", f"{question} \n {first.text}")
+
+    def parse(self, sample: Sample) -> Sample:
+        if sample.agent == "solver" and sample.turn == 0 and sample.finish is Finish.STOP:
+            return replace(sample, finish=Finish.WAITING)
+        return replace(sample, shown=sample.turn_text)
+
+    def continuation(self, episode: Episode, sample: Sample) -> Sequence[Message] | None:
+        report = episode.said(episode.ask("verifier"))
+        return None if report is None else [Message("user", f"{report.shown} fix")]
+
+    def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
+        value = float(len(sample.turn_text) % 7)
+        return Reward(value, min(value, 1.0))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A step on a batch. norms: of the gradient, and of each agent's share of it; checksum: of the weights after it."""
+
+    credited: Credited
+    norms: tuple[float | None, ...]
+    checksum: str
+
+
+@pytest.fixture(autouse=True)
+def _own_groups() -> Iterator[None]:
+    yield
+    parallel.stop()
+
+
+def trained(model: Path, batch: StepBatch) -> Trained:
+    groups = sorted(batch.groups, key=lambda group: group.group_id)
+    credited = credit(groups, CreditConfig(normalise="agent"), AGENTS)
+    policy = learner(model)
+    before = checksum_of(policy)
+    updates = scatter(mini_batches(credited, 1, Average(), seed=0, step=1), policy.shard(4096))
+    stats = policy.train_step(updates, by_agent=True)
+    after = checksum_of(policy)
+    parallel.stop(keep_world=True)
+    assert after != before and stats.grad_norm > 0
+    return Trained(credited, (stats.grad_norm, *stats.agent_grad_norms), after)
+
+
+def checksum_of(policy: Learner) -> str:
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights(policy).items()):
+        digest.update(name.encode() + weight.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def test_a_team_of_ours_and_the_same_as_a_program_train_alike(model: Path, tmp_path: Path) -> None:
+    """The last bits of a rollout's log-probs depend on what else is decoded beside it; the update computes its own."""
+    config = rollout_config(group_size=4, pipeline="trajectory")
+    ours = natively(model, config, InTurn).batch()
+    with playing(model, config, {"function": program(tmp_path, IN_TURN)}) as played:
+        theirs = played.batch()
+    assert sum(len(turns_of(s)) == 3 for group in theirs.groups for s in group.samples) == 8
+    native, external = trained(model, ours), trained(model, theirs)
+    mine, others = ({s.uid: s for s in each.credited.sequences} for each in (native, external))
+    assert len(mine) == 16 and mine.keys() == others.keys() and native.credited.num_tokens > 1000
+    assert {sequence.advantage for sequence in mine.values()} != {0.0}
+    for uid, sequence in mine.items():
+        other = others[uid]
+        assert sequence.token_ids.tolist() == other.token_ids.tolist(), uid
+        assert sequence.prompt_ids.tolist() == other.prompt_ids.tolist()
+        assert sequence.is_sampled.tolist() == other.is_sampled.tolist()
+        np.testing.assert_allclose(sequence.rollout_logprobs, other.rollout_logprobs, atol=1e-5)
+        assert sequence.advantage == other.advantage
+    for name, each in (("native", native), ("external", external)):
+        norms = ", ".join(f"{who} {norm:.9g}" for who, norm in zip(("all", *AGENTS), each.norms, strict=True))
+        print(
+            f"{name}: {each.credited.num_tokens} tokens; gradient norm: {norms}; weights after the step: {each.checksum}"
+        )
+    assert native.norms == external.norms and native.checksum == external.checksum
