@@ -151,9 +151,6 @@ def test_the_last_match_is_the_last_that_finditer_finds(expression: str, text: s
     [
         ("incorrect", False),
         ("incorrect, no: correct", True),
-        ("correct, no: incorrect", False),
-        ("correct and correct", True),
-        ("", None),
         ("\ud800 correct", True),  # a lone surrogate, which UTF-8 does not have
     ],
 )

@@ -73,6 +73,15 @@ def test_a_request_that_no_engine_survives_is_an_error_and_no_other_is(how: str,
     assert sum(len(had) > before for had, before in zip(replicas.had, served_before, strict=True)) == count
 
 
+def test_losses_are_forgotten_once_a_request_came_back() -> None:
+    replicas = MortalReplicas(1)
+    pool = replicas.pool(attempts=2)
+    for _ in range(5):
+        replicas.doomed.add(0)
+        assert all(map(is_whole, served(pool, asks(1), "slots")))
+    assert pool.take_faults().engine_restarts == 5
+
+
 def test_a_restarted_engine_holds_the_weights_of_now() -> None:
     replicas = MortalReplicas(2)
     pool = replicas.pool()
