@@ -3,14 +3,16 @@
 Three hosts (box.py): two train, the others' engines and their own come by `marsrl join`, files lie on one shared disk. Prints a
 line a case, with what was checked; the exit status is 1 when something was not as docs/clusters.md has it.
 
-    the same        three steps on 2 x 2 ranks (TP2 x DP2) with engines on the first and the third host, by files, started by
-                    docs/slurm.sh, are those of one rank on one host; by wire, started by hand: test_cluster.py
+    the same        three steps on 2 x 2 ranks (TP2 x DP2) with engines on the first and the third host are those of one rank on
+                    one host: by files, started by docs/slurm.sh; and by wire, started by hand
+    a program       on host1, played by a worker of host2, which is cut off, and then by one of host3
     the faults      on one run of 2 ranks, by wire, each followed by what the run is to do, and by the proof that no problem
-                    is lost or trained twice (tests/integration/books.py); the host of rank 0: test_cluster.py
+                    is lost or trained twice (tests/integration/books.py)
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import sys
@@ -29,13 +31,17 @@ from cluster import (
     ALONE,
     BY_FILES,
     BY_WIRE,
+    PROGRAM,
     STEP_S,
+    WORKERS_KEY,
     Training,
     fill,
     lend,
+    play,
     same_metrics,
     submit,
     train,
+    write_program,
 )
 from commands import run_by
 
@@ -70,6 +76,33 @@ class Cases:
             raise Loss("marsrl join did not end with the run")
         return f"docs/slurm.sh, 2 x 2 ranks, engines on host1 and host3, files: {same_metrics(self.alone, run.rows())}"
 
+    def by_wire(self) -> str:
+        self._lend()
+        run = train(self.box, BY_HAND, "wire", self.logs, *LAYOUT, *BY_WIRE, "run.steps=3", ranks=2)
+        self._ended_well(run)
+        return f"by hand, 2 x 2 ranks, engines on host1 and host3, by wire: {same_metrics(self.alone, run.rows())}"
+
+    def program(self) -> str:
+        """Workers join from other hosts by `--url --key`; what is lost with one is played by the next."""
+        write_program(self.box)
+        run = train(
+            self.box, f"torchrun --nproc-per-node 8 {ALONE}", "program", self.logs, *PROGRAM, ranks=1, **WORKERS_KEY
+        )
+        play(self.box.hosts[1], self.logs)
+        step = run.into_a_stage()
+        self.box.hosts[1].cut_off()
+        play(self.box.hosts[2], self.logs)
+        run.until(step + 3, 2 * STEP_S)
+        replayed = sum(row.values.get("rollout/replayed_sessions") or 0 for row in run.rows())
+        self.box.hosts[1].reconnect()
+        run.until(run.step() + 2)
+        for number in (1, 2, 3):
+            self.box.replace(number)
+        run.check()
+        if failed := [row.step for row in run.rows() if row.values.get("rollout/failed_episodes")]:
+            raise Loss(f"sessions failed in the steps {failed}")
+        return f"host2 cut off in step {step + 1}: {replayed:.0f} sessions played again on host3, none failed; then both play"
+
     def faults(self, say: Callable[[str, str], None]) -> None:
         """All on one run; say(case, what was checked) after each."""
         self._lend()
@@ -77,9 +110,18 @@ class Cases:
         say("network cut", self._cut(run))
         say("engine host killed", self._engine_host(run))
         gone = r"silent for run\.silence_s = 40 s: rank 1 \(host2, process \d+\)"
-        say("trainer host killed", self._trainer_host(run, gone))
+        say("trainer host killed", self._trainer_host(run, 2, gone))
         self.box.replace(2)
         self.box.replace(3)
+        self._lend()
+        run = self._start("run.steps=1000", "run.resume=auto")
+        gone = r"rank 0 \(host1, process \d+\) or its machine is gone: its store has not answered for run\.silence_s = 40 s"
+        say("host of rank 0 killed", self._trainer_host(run, 1, gone))
+        self.box.replace(1)
+        self.box.replace(3)
+        self._lend()
+        run = self._start("run.steps=1000", "run.resume=auto")
+        say("shared disk full", self._full_disk(run))
         self._lend()
         last = run.directory.latest_checkpoint()
         assert last is not None
@@ -110,7 +152,7 @@ class Cases:
         return f"host3 for {CUT_S:g} s in step {step + 1}: trains on to step {run.step()}, no engine given up"
 
     def _engine_host(self, run: Training) -> str:
-        """It is done without; how another host's engines take its place: tests/engines/test_join.py."""
+        """It is done without at first; then another host joins."""
         step = run.into_a_stage()
         self.box.hosts[2].power_off()
         run.until(step + 3, 2 * STEP_S)
@@ -121,22 +163,46 @@ class Cases:
         engines = run.rows()[-1].values["rollout/engines/main"]
         if engines != 1:
             raise Loss(f"{engines} engines serve after host3 was lost, and nobody has joined")
+        lend(self.box.hosts[1], JOIN, self.logs)
+        alone = run.step()
+        end = time.monotonic() + 2 * STEP_S
+        while run.rows()[-1].values["rollout/engines/main"] != 2:
+            if time.monotonic() > end:
+                raise Loss("host2 has joined, and no engine came to it")
+            run.until(run.step() + 1)
         return (
-            f"host3 off in step {step + 1}: {again:.0f} requests decoded again on host1, alone up to step {run.step()}"
+            f"host3 off in step {step + 1}: {again:.0f} requests decoded again on host1, alone up to step {alone}; host2 joined, "
+            f"and has an engine in step {run.step()}"
         )
 
-    def _trainer_host(self, run: Training, says: str) -> str:
-        """The host of rank 1 is off; rank 0 ends by itself, with its name."""
+    def _trainer_host(self, run: Training, number: int, says: str) -> str:
+        """A host of trainer ranks is off; the other one's end by themselves, with its name."""
+        run.until(run.step() + 2)
+        step, other = run.into_a_stage(), f"host{3 - number}"
+        self.box.hosts[number - 1].power_off()
+        struck = time.monotonic()
+        run.ended(END_S, other)
+        took_s, said = time.monotonic() - struck, run.said(other)
+        if not re.search(f"{says}.*{GO_ON}", said):
+            raise Loss(f"{other} said {said!r}")
+        run.check()
+        return f"host{number} off in step {step + 1}: {other} ended after {took_s:.0f} s: {said}"
+
+    def _full_disk(self, run: Training) -> str:
         run.until(run.step() + 2)
         step = run.into_a_stage()
-        self.box.hosts[1].power_off()
-        struck = time.monotonic()
-        run.ended(END_S, "host1")
-        took_s, said = time.monotonic() - struck, run.said("host1")
-        if not re.search(f"{says}.*{GO_ON}", said):
+        ballast = self.box.shared / "ballast"
+        for size in (1 << 20, 1 << 12):
+            with open(ballast, "ab", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(b"\1" * size)
+        run.ended(STEP_S)
+        ballast.unlink()
+        said = run.said("host1")
+        if not re.search(f"(No space left|no room on the disk).*{GO_ON}", said):
             raise Loss(f"host1 said {said!r}")
         run.check()
-        return f"host2 off in step {step + 1}: host1 ended after {took_s:.0f} s: {said}"
+        return f"full from step {step + 1} on: {said}"
 
     def _ended_well(self, run: Training) -> None:
         codes = run.ended(3 * STEP_S)
@@ -160,6 +226,8 @@ def main() -> int:
             cases = Cases(box, folder)
             say("one host", cases.one_host())
             say("two hosts", cases.by_files())
+            say("two hosts", cases.by_wire())
+            say("a program", cases.program())
             cases.faults(say)
     except (Loss, RuntimeError) as error:
         print(f"LOST: {error}\nconsoles are in {folder}", flush=True)

@@ -1,5 +1,6 @@
 """linear_policy_loss: the single pass and the recompute route against full logits and autograd in float64."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from fused_head import (
     head_case,
     linear_policy_loss,
 )
+from fused_head import run_policy_loss as run
 from head_tests import Tier, weight_gradient
 from head_tests import simple as without_mask
 from torch.utils.checkpoint import checkpoint
@@ -127,3 +129,34 @@ def test_a_head_whose_float32_products_would_be_rounded_is_refused(dtypes, narro
 def test_a_bfloat16_head_is_as_exact_whatever_the_process_lets_float32_products_do(name, narrow):
     case = head_case(40, 64, 300)
     compare_policy_loss(case, arguments_for(case, name), torch.bfloat16)
+
+
+def test_no_call_changes_what_another_thread_computes_by(narrow, monkeypatch):
+    """Four threads in heads at once, of which each looks at every product; torch's setting is one for the process."""
+    seen = []
+
+    def settings():
+        backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends
+        return tuple(each.fp32_precision for each in backends), torch.get_num_threads(), torch.get_default_dtype()
+
+    def watched(function):
+        def call(*given, **words):
+            seen.append(settings())
+            return function(*given, **words)
+
+        return call
+
+    for method in ("logits", "tile_logits", "hidden_gradient", "add_weight_gradient", "hidden_and_weight_gradient"):
+        monkeypatch.setattr(gemms.HeadGemms, method, watched(getattr(gemms.HeadGemms, method)))
+    expected = settings()
+    case = head_case(40, 8, 300)
+    arguments = arguments_for(case, "clip")
+
+    def work(_):
+        for _ in range(5):
+            run(case, arguments, torch.bfloat16)
+            linear_logprob(*(each.bfloat16().requires_grad_() for each in case[:2]), case[2]).logprobs.sum().backward()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert set(seen) == {expected} and settings() == expected and len(seen) > 40
