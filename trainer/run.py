@@ -29,7 +29,7 @@ from marsrl.trainer.report.step_metrics import step_metrics
 from marsrl.trainer.report.summary import save_summary
 from marsrl.trainer.report.trace import TraceLog
 from marsrl.trainer.report.trace_sources import gather_rank_spans, watch_engines, watch_judge
-from marsrl.trainer.runs.checkpoint import CheckpointWriter, load_checkpoint
+from marsrl.trainer.runs.checkpoint import CheckpointWriter, is_due, load_checkpoint
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.stop import Stopped, StopSignals
@@ -143,7 +143,7 @@ class Run:
             resume_step = restored.step if restored is not None else (0 if self.directory.existed else None)
             self.driver.log.open(resume_step)
             self.directory.forget_after(resume_step or 0)
-            if restored is not None:
+            if restored is not None and restored.rollout is not None:
                 self.driver.rollout.restore(restored.rollout)
         for policy in self.learners:
             with self.timed("publish"):
@@ -367,12 +367,9 @@ class Run:
             Stopped: a rank was asked to stop, on all ranks; the step is saved.
         """
         self.checkpoints.finish_if_written()
-        every, minutes = self.config.run.checkpoint_every, self.config.run.checkpoint_minutes
-        is_late = bool(minutes) and time.monotonic() - self.saved_s >= 60 * minutes
-        told = gather_bytes(encode((self.stop.is_asked, is_late)))
-        is_stopping = any(decode(tuple[bool, bool], each)[0] for each in told)
-        is_late = decode(tuple[bool, bool], told[0])[1]  # rank 0's clock counts
-        if is_stopping or is_late or step == self.config.run.steps or (every and step % every == 0):
+        is_asked, last = self.stop.is_asked, self.config.run.steps
+        due, is_stopping = is_due(self.config.run, step, last=last, saved_s=self.saved_s, is_asked=is_asked)
+        if due:
             self._save(step, self._rollout_state())
         if is_stopping:
             self.checkpoints.finish()

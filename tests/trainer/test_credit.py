@@ -265,7 +265,7 @@ def test_a_sequence_is_its_sample() -> None:
     ).sequences
     assert first.prompt_ids is made.prompt_ids and first.token_ids is made.token_ids
     assert first.is_sampled is made.is_sampled and first.rollout_logprobs is made.rollout_logprobs
-    assert first.routed_experts is recorded and first.token_weights is None
+    assert first.routed_experts is recorded and first.token_advantages is None
     assert first.kept_tokens is made.kept_tokens
     assert (first.uid, first.temperature, first.agent, first.is_positive) == ("0/solver:0", 0.7, 0, False)
 

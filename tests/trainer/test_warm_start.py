@@ -22,7 +22,8 @@ from marsrl.trainer.data.scatter import BatchShard, Update
 from marsrl.trainer.models.init_model import SHAPES
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.schools.schools import SCHOOLS, ArithmeticSchool, school_of
-from marsrl.trainer.schools.warm_start import WRITERS, TraceTokens, recipe_of, teach, warm_starts
+from marsrl.trainer.schools.warm_start import WRITERS, recipe_of, teach, warm_starts
+from marsrl.trainer.supervised.imitation import DemonstrationTokens
 
 SOLVER, VERIFIER, CORRECTOR, *_, DRILL = range(len(WRITERS))
 SETTINGS = WarmStartConfig(
@@ -58,7 +59,7 @@ def taught(tmp_path: Path) -> Callable[..., tuple[StubLearner, str]]:
     def run(loss: Callable[[int, int], float]) -> tuple[StubLearner, str]:
         learner, out = StubLearner(loss), io.StringIO()
         school = ArithmeticSchool(RunConfig(warm_start=SETTINGS), random.Random(0))
-        tokens = TraceTokens(ChatRenderer(tmp_path), SETTINGS.verdict_weight)
+        tokens = DemonstrationTokens(ChatRenderer(tmp_path))
         teach(learner, school, tokens, BatchShard(0, 1, 4096, 1), RunConsole(stream=out))  # type: ignore[arg-type]
         return learner, " ".join(out.getvalue().split())
 

@@ -113,7 +113,7 @@ def preflight(
     host = this_host(config.rollout.ray_address, trains=trains)
     if trains:
         _check_something_trains(config)
-        _check_layouts(config)
+        check_layouts(config)
         _check_wandb(config)
         _check_prometheus(config)
     check_machine(config, host)
@@ -173,11 +173,11 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
         return config, warnings
     if policy.model is not None:
         shape = read_shape(policy.model)
-        _check_files(policy.model, shape, is_trained=trains and not policy.frozen)
+        check_files(policy.model, shape, is_trained=trains and not policy.frozen)
         if found := why_not_cut(shape, config.rollout_of(name).vllm):
             raise ConfigError(f"policies.{name}.model: {found}")
         if trains and not policy.frozen:
-            _check_trainable(config, name, shape, world_size)
+            check_trainable(config, name, shape, world_size)
         config = shorten_prompts(config, name, shape.max_positions, trains=trains)
         if trains and not policy.frozen and config.rollout.engine == "vllm":
             warnings += shortages_here(config, name, shape, world_size)
@@ -204,7 +204,7 @@ def _shorter_than_asked(asked: RunConfig, config: RunConfig) -> list[str]:
     ]
 
 
-def _check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
+def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
     """The model can be cut as the layout says, and the loss can be computed on it."""
     layout = resolve(config.policies[name].layout)
     check(layout, shape, world_size)
@@ -264,7 +264,7 @@ def _check_parsers(config: RunConfig) -> None:
     agents_of(agents, renderers, config.rollout.max_response_tokens, parsers)
 
 
-def _check_layouts(config: RunConfig) -> None:
+def check_layouts(config: RunConfig) -> None:
     """All trained policies are cut alike: every rank holds them all, on one set of process groups."""
     first, *others = config.trained_policies
     for name in others:
@@ -320,7 +320,7 @@ def _check_judge(config: RunConfig, problems: RunProblems, *, trains: bool) -> l
     return warnings
 
 
-def _check_files(model: str, shape: ModelShape, *, is_trained: bool) -> None:
+def check_files(model: str, shape: ModelShape, *, is_trained: bool) -> None:
     """The weights are those that config.json describes, by their files' headers; the tokenizer renders chats."""
     from marsrl.trainer.learner.megatron.hf_files import HfReader
 

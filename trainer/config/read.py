@@ -22,7 +22,7 @@ from marsrl.trainer.config.origin import ConfigError, ConfigOrigin, Layer, layer
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # in a checkout, and in an installed package
 DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default", "qa": "qa_default"}
 _PATHS = re.compile(
-    r"task|orchestration|data\.(train|eval)|policies\.[^.]+\.(model|reference)|tools\.[^.]+\.(corpus|index|function|command)"
+    r"task|orchestration|data\.(train|eval|demonstrations)|policies\.[^.]+\.(model|reference)|tools\.[^.]+\.(corpus|index|function|command)"
     r"|agents\.[^.]+\.prompt|external\.(function|environment|python)"
 )
 

@@ -16,7 +16,7 @@ from marsrl.trainer.config.agreement import check_agreement
 from marsrl.trainer.config.curate import CurateConfig
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
 from marsrl.trainer.config.policy import PolicyConfig
-from marsrl.trainer.config.sections import DataConfig, RunSection, SyncConfig, TrainerConfig
+from marsrl.trainer.config.sections import DataConfig, RunSection, SftConfig, SyncConfig, TrainerConfig
 from marsrl.trainer.config.warm_start import WarmStartConfig
 
 
@@ -74,6 +74,7 @@ class RunConfig(Settings):
     trainer: TrainerConfig = TrainerConfig()
     sync: SyncConfig = SyncConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
+    sft: SftConfig = SftConfig()
 
     @property
     def trains_whole(self) -> bool:
