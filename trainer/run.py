@@ -13,9 +13,10 @@ import torch
 
 from marsrl.rollout.player.stages import RolloutState, StepBatch
 from marsrl.rollout.state import decode, encode
+from marsrl.rollout.types import FloatArray
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
-from marsrl.trainer.data.credit import Credited
+from marsrl.trainer.data.credit import Credited, teacher_metrics
 from marsrl.trainer.data.empty_steps import too_many_errors, why_nothing_trains
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.scatter import MiniBatch
@@ -206,6 +207,20 @@ class Run:
     def note_credit(self, credited: Credited) -> None:
         """Rank 0: keep the advantages for the samples log, and what a common baseline would cost."""
         self._rank_0.log.note_credit(credited)
+
+    def ask_teachers(self, batch: StepBatch) -> dict[str, FloatArray]:
+        """Rank 0: log-probs of the teachers (agents.<name>.teacher), by uid of the samples that are trained.
+
+        With rollout.overlap the agents' engines decode meanwhile.
+        """
+        team, credit = self._rank_0.team, self.config.credit
+        if not team.teachers:
+            return {}
+        samples = [s for g in batch.groups for s in g.samples if credit.trains(s.agent) and not s.reward.is_missing]
+        with self.timed("teacher"):
+            found = team.teacher_logprobs(samples)
+        self._rank_0.log.note(teacher_metrics(samples, found))
+        return found
 
     def choose_kept(self, credited: Credited | None) -> frozenset[str]:
         """Uids of the samples whose tokens are kept of this step. Collective where there is such a step; else nothing is done."""

@@ -7,7 +7,6 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import yaml
@@ -111,7 +110,9 @@ def preflight(
     has_cuda = torch.cuda.is_available()
     curators, config = config.curators, with_backend(config.without_curators(), on_gpus=has_cuda)
     host = this_host(config.rollout.ray_address, trains=trains)
-    if trains:
+    if not trains:
+        config = config.without_teachers()
+    else:
         _check_something_trains(config)
         check_layouts(config)
         _check_wandb(config)
@@ -134,6 +135,7 @@ def preflight(
     for name in config.policies:
         config, found = _checked_policy(config, name, world_size, trains=trains)
         warnings += found
+    _check_teachers(config)
     if any(policy.tool_parser or policy.reasoning_parser for policy in config.policies.values()):
         _check_parsers(config)
     warnings += _check_judge(config, problems, trains=trains)
@@ -221,6 +223,8 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
 def _check_something_trains(config: RunConfig) -> None:
     """Some sample can have a gradient: an advantage that is not 0, or a term of the loss that needs none."""
     credit, loss = config.credit, config.loss
+    if config.teachers:
+        return
     trained = [name for name in config.agents if credit.trains(name)]
     if all(config.agents[name].loss_weight == 0 for name in trained):
         keys = ", ".join(f"agents.{name}.loss_weight" for name in trained)
@@ -348,6 +352,46 @@ def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size
         )
 
 
+def _renderer(config: RunConfig, policy: str) -> ChatRenderer:
+    """The chats of a policy, also of one that is still to be taught."""
+    model = config.policies[policy].model
+    if model is not None:
+        return ChatRenderer(model)
+    school = school_of(config)
+    assert school is not None
+    with tempfile.TemporaryDirectory() as folder:
+        TOKENIZERS[school.tokenizer].write(folder)
+        return ChatRenderer(folder)
+
+
+def _check_teachers(config: RunConfig) -> None:
+    """A teacher scores an agent's tokens: both have the same, and its model has room for the longest sample."""
+    for name, agent in config.agents.items():
+        if agent.teacher is None:
+            continue
+        key, model = (
+            f"agents.{name}.teacher.policy is {agent.teacher.policy}",
+            config.policies[agent.teacher.policy].model,
+        )
+        assert model is not None, "of a frozen policy"
+        shape, own = read_shape(model), config.policies[agent.policy].model
+        if why := _renderer(config, agent.policy).why_other_tokens(ChatRenderer(model)):
+            raise ConfigError(
+                f"{key}, and its tokenizer is not that of policies.{agent.policy} (the token {why} there): a teacher scores the "
+                "agent's own tokens; take a model of the same family"
+            )
+        if own is not None and (num := read_shape(own).vocab_size) > shape.vocab_size:
+            raise ConfigError(
+                f"{key}, whose config.json has a vocab_size of {shape.vocab_size}, and that of policies.{agent.policy} {num}: the "
+                "agent can draw tokens that the teacher does not know"
+            )
+        if (longest := longest_sequence(config, agent.teacher.policy)) > shape.max_positions:
+            raise ConfigError(
+                f"{key}, whose model knows {shape.max_positions} positions, and a sample has up to {longest - 1} tokens, and one "
+                f"behind them: lower agents.{name}.max_input_tokens or rollout.max_response_tokens"
+            )
+
+
 def _check_templates(config: RunConfig) -> None:
     """The models of agents that call tools by their chat templates have templates that show them."""
     for name, agent in config.agents.items():
@@ -383,14 +427,7 @@ def _check_first_prompts(
     )
     first, settings = ask.agent, config.agents[ask.agent]
     policy, room, is_skipped = settings.policy, settings.max_input_tokens, settings.long_prompts == "skip"
-    with ExitStack() as stack:
-        model = config.policies[policy].model
-        if model is None:
-            model = stack.enter_context(tempfile.TemporaryDirectory())
-            school = school_of(config)
-            assert school is not None
-            TOKENIZERS[school.tokenizer].write(model)
-        renderer = ChatRenderer(model)
+    renderer = _renderer(config, policy)
     options: dict[str, TemplateOption] = dict(settings.template_options)
     if settings.tools:
         options["tools"] = [function for name in settings.tools for function in functions[name]]

@@ -212,6 +212,7 @@ def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -
         return
     team = _team(merged.get("orchestration", "verifier_corrector"))
     used = {str(agent.get("policy", "main")) for agent in agents.values() if isinstance(agent, dict)}
+    used |= {str(_section(agent, "teacher").get("policy")) for agent in agents.values()}
     used |= {"main"} if team is not None and not team <= set(agents) else set()  # an agent that is not given has it
     own = [layer for layer in given if not _is_shipped(layer)]
     for name in list(policies):

@@ -102,7 +102,7 @@ class DataConfig(Settings):
     )
     on_bad_line: Literal["error", "skip"] = Field(
         "error",
-        description="a line of a data file that holds no problem or demonstration: stop and name it, or leave it out and count it",
+        description="a line of a data file without a problem or demonstration: stop and name it, or leave it out and count it",
     )
 
 
