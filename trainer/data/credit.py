@@ -88,9 +88,10 @@ def credit(
         teacher_logprobs: [N] nats, by uid, of the tokens of samples whose agents have teachers.
 
     A teacher adds coef x (log p_teacher - log p_rollout) to the advantage of each token, p_rollout of the weights that drew it,
-    whichever version these were. That is the gradient of the reverse KL of this token's choice, not of what follows from it
-    (the single-step part of MiniLLM's, arXiv:2306.08543, section 2.2, on samples of the student alone). Rewards, the statistics of
-    groups, and whether a sample is positive (the gate's) know nothing of it.
+    whichever version these were. The gradient is that of each place's reverse KL on the student's own samples, estimated at
+    the token drawn (GKD, arXiv:2306.13649, which does not backpropagate through the sampling of earlier tokens; the single-step
+    part of MiniLLM's, arXiv:2306.08543). Rewards, the statistics of groups, and whether a sample is positive (the gate's) know
+    nothing of it.
 
     A sample without a reward is in no statistic, no sequence and no denominator. An advantage of exactly 0 (a group
     without spread, a singleton) leaves the sample out of packing.
