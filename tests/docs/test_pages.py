@@ -9,7 +9,7 @@ from documents import ROOT, is_on_the_page, rows
 
 CODE = [path for room in ("trainer", "rollout") for path in sorted((ROOT / room).rglob("*.py"))]
 FAMILIES = "actor|advantage|cost|drmas|eval|judge|latency_s|metrics|mpt|perf|policy_cost|response_length|reward|rollout"
-FAMILIES += "|router|sync|team|timing_s|tools|train_rollout|verdicts"
+FAMILIES += "|router|sft|sync|teacher|team|timing_s|tools|train_rollout|verdicts"
 NONE = {
     "reward/pool",
     "sync/<name>",

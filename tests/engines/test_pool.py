@@ -31,6 +31,19 @@ def test_a_listener_hears_of_every_replicas_calls():
     assert heard == [(0, "collect", True), (1, "collect", True)]
 
 
+def test_replicas_share_out_what_a_teacher_scores():
+    lengths, asked = [9, 2, 5, 4], []
+
+    def score(sequence):
+        asked.append(len(sequence))
+        return sequence[1:].astype(np.float32)
+
+    sequences = [np.arange(length, dtype=np.int32) for length in lengths]
+    found = scripted_pool(2, score=score).score_shared(sequences)
+    assert sorted(asked) == sorted(lengths) and asked[:1] == [9] and set(asked[1:]) == {2, 5, 4}  # 9 tokens, and 11
+    assert all(np.array_equal(scores, sequence[1:]) for scores, sequence in zip(found, sequences, strict=True))
+
+
 def local_config(**options):
     return RolloutConfig(engine="local", threads=1, local=LocalOptions(max_num_seqs=64), **options)
 

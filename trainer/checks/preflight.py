@@ -382,8 +382,8 @@ def _check_teachers(config: RunConfig) -> None:
             )
         if own is not None and (num := read_shape(own).vocab_size) > shape.vocab_size:
             raise ConfigError(
-                f"{key}, with a vocab_size of {shape.vocab_size} in config.json, and policies.{agent.policy} has {num}: the agent "
-                "can draw tokens that the teacher does not know"
+                f"{key}, with a vocab_size of {shape.vocab_size} in config.json, and policies.{agent.policy} has {num}: the "
+                "agent can draw tokens that the teacher does not know"
             )
         if (longest := longest_sequence(config, agent.teacher.policy)) > shape.max_positions:
             raise ConfigError(
