@@ -16,6 +16,7 @@ NONE = {
     "cost/<name>",
     "train_rollout/prob_diff_",
     "rollout/staleness_",
+    "sft/held_out",
 }  # lanes of the trace, beginnings of names
 
 

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from desk import boxing_model
+from commands import run_by
+from desk import Desk, boxing_model
 from scripted_pool import rows_of, train_here
+from small_run import run_here
 
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.models.init_model import init_model
+from marsrl.trainer.report.metrics import read_metrics
 
 SETTINGS = (
     "task=math", "orchestration=solver", "data.train=problems.jsonl", "policies.main.dtype=float32",
@@ -38,16 +41,17 @@ def words(tmp_path: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more", [(), ("rollout.segments=2", "rollout.segment_length=8", "rollout.overlap=1", "rollout.engines=2")]
+    "more", [(), ("rollout.segments=3", "rollout.segment_length=8", "rollout.overlap=1", "rollout.engines=2")]
 )
 def test_a_teacher_alone_is_followed_whatever_the_reward_says(
     words: list[str], more: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Also token by token over segments of several versions, and while engines decode."""
-    rows = rows_of(train_here(tmp_path, [*words, *more, "agents.solver.loss_weight=0", "run.steps=8"]))
+    rows = rows_of(train_here(tmp_path, [*words, *more, "agents.solver.loss_weight=0", "run.steps=14"]))
+    rows = [row for row in rows if "teacher/solver/kl" in row]  # of steps in which groups have ended
     kl, rewards = ([row[name] for row in rows] for name in ("teacher/solver/kl", "reward/solver/mean"))
-    assert rewards[0] > 0.2 and kl[0] > 1  # half of what it says has a probability of about e^-16 there
-    assert rewards[-1] < 0.1 and kl[-1] < kl[0] / 4
+    assert rewards[0] > 0.2 and kl[0] > 0.4  # half of its answers have a token of probability e^-16 there, among ten
+    assert rewards[-1] < rewards[0] / 3 and kl[-1] < kl[0] / 2
     assert all(row["actor/updates"] == 1 and row["mpt/gated_samples"] == 0 for row in rows)
 
 
@@ -88,3 +92,17 @@ def test_a_teacher_has_the_agents_tokens_and_room_for_its_samples(words: list[st
 def test_where_nothing_is_trained_nobody_asks_the_teacher(words: list[str]) -> None:
     config = preflight(read_config(None, words, trains=False)[0], world_size=1, trains=False).config
     assert list(config.policies) == ["main"] and config.agents["solver"].teacher is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", run_by("test_a_small_solver_learns_from_a_larger_one_as_the_example_says"))
+def test_a_small_solver_learns_from_a_larger_one_as_the_example_says(command: str, tmp_path: Path) -> None:
+    """From models that know nothing: that the example runs, and its teacher scores each step."""
+    desk = Desk(tmp_path)
+    os.chdir(tmp_path)
+    model = init_model("tiny", "arithmetic", tmp_path / "student")
+    teacher = init_model("cpu_default", "arithmetic", tmp_path / "teacher")
+    models = [f"policies.big.model={teacher}", f"policies.solver.model={model}", "policies.solver.shape=null"]
+    run_here([*desk.words(command, Path)[2:], *models, "run.steps=2", "run.evaluate=false"])
+    rows = [row.values for path in Path("runs").glob("*/metrics.jsonl") for row in read_metrics(path)]
+    assert len(rows) == 2 and all((row["teacher/solver/kl"] or 0) > 0 and row["actor/updates"] == 1 for row in rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run_by
+from desk import MODEL
 from safetensors.torch import load_file
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -97,6 +100,15 @@ def test_a_run_that_goes_on_equals_an_unbroken_one(words: list[str], capsys: pyt
     assert losses(Path("runs/killed")) == losses(Path("runs/whole"))
     assert cli.main(["sft", *words, *again]) == 0  # it is done, and says where the model is
     assert "policies.main.model=runs/killed/hf" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", run_by("test_a_command_of_the_documents_teaches"))
+def test_a_command_of_the_documents_teaches(command: str, words: list[str], tmp_path: Path) -> None:
+    given = shlex.split(MODEL.sub(str(tmp_path / "model"), command))
+    task = [] if "task=math" in given else ["task=math"]
+    assert cli.main([*given[1:], *task, "data.train=none.jsonl", "policies.main.dtype=float32"]) == 0
+    (run,) = Path("runs").iterdir()
+    assert (run / "hf/model.safetensors").is_file() and run.name.startswith("sft-")
 
 
 @pytest.mark.slow

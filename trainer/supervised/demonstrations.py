@@ -109,6 +109,7 @@ class _Reader:
             raise BadLine(f"agent is {agent!r}; the team has {', '.join(self._config.agents)}")
         writer = "any" if agent is None else str(agent)
         policy = self._policy(writer)
+        prompt: IntArray | str
         if "messages" in row:
             prompt, completion = self._chat(row, writer, self._renderers[policy])
         else:
