@@ -84,6 +84,15 @@ def variable_name(key: str, value: str) -> str:
     return value
 
 
+class TeacherConfig(Settings):
+    """agents.<name>.teacher: a larger model that says how likely each token of the agent is to it (docs/teachers.md)."""
+
+    policy: str = Field(description="name under `policies`, frozen and with engines of its own")
+    coef: float = Field(
+        1.0, gt=0, le=MOST, description="of log p_teacher - log p_rollout, which is added to each token's advantage"
+    )
+
+
 class AgentConfig(Settings):
     """One agent of the team: which policy answers, how it is prompted and sampled, how it is picked and weighed."""
 
@@ -129,7 +138,12 @@ class AgentConfig(Settings):
     template_options: dict[str, bool | str] = Field(
         default_factory=dict, description="of the chat template for this agent (Qwen3: enable_thinking)"
     )
-    loss_weight: float = Field(1.0, ge=0, description="factor on this agent's advantages")
+    loss_weight: float = Field(
+        1.0, ge=0, description="factor on this agent's advantages, a teacher's part aside; 0: the teacher's part alone"
+    )
+    teacher: TeacherConfig | None = Field(
+        None, description="distils a frozen policy into this agent on the agent's own samples"
+    )
     clip_low: float | None = Field(None, ge=0, description="of this agent's tokens; default: loss.clip_low")
     clip_high: float | None = Field(None, ge=0, description="of this agent's tokens; default: loss.clip_high")
     format_penalty: float = Field(

@@ -30,6 +30,7 @@ from marsrl.rollout.types import (
     MISSING,
     Ask,
     Finish,
+    FloatArray,
     IntArray,
     Message,
     Reward,
@@ -97,10 +98,11 @@ class WatchedJudge:
 class Team:
     """Everything needed to get an agent's answers and to judge them.
 
-    renderers and pools: by policy name; an agent's policy is agents[name].policy.
-    records_experts: policies whose engines record, for training, the experts that each token went through.
-    max_turns: limit of agents' asks, and of tool calls, in one episode. tools: that the orchestration may call.
-    max_kept: {agent trained on truncated draws: most tokens that its sampler keeps at a place}; the engine records them.
+    renderers and pools are by policy name, of the policies that agents have; an agent's policy is agents[name].policy.
+    records_experts: policies whose engines record, for training, which experts each token went through.
+    max_turns: calls of agents, and of tools, in one episode. tools: that the orchestration may call.
+    teachers: engines of the policies that score agents' samples (agents.<name>.teacher), by policy.
+    max_kept: {agent whose truncated draws are trained: most tokens that its sampler keeps at a place}; which, is recorded.
 
     If the orchestration's code, which may be a user's, raises, that episode or sample ends as an error and the others go on
     (rollout.max_error_share).
@@ -115,6 +117,7 @@ class Team:
     max_turns: int = 256
     tools: ToolPool | Gateway | None = None
     max_kept: Mapping[str, int] = field(default_factory=dict)
+    teachers: Mapping[str, EnginePool] = field(default_factory=dict)
 
     @property
     def gateway(self) -> Gateway | None:
@@ -354,11 +357,24 @@ class Team:
         except Exception as raised:
             return self._failed(sample, "reward", raised)
 
+    def teacher_logprobs(self, samples: Sequence[Sample]) -> dict[str, FloatArray]:
+        """{uid: [N] float32, nats} of the samples whose agents have teachers: log-probs of the completion's tokens under the
+        teacher, at temperature 1 and over the whole vocabulary.
+
+        Teachers are asked one after the other, each for all of its samples.
+        """
+        found: dict[str, FloatArray] = {}
+        for policy, pool in self.teachers.items():
+            own = [s for s in samples if (teacher := self.agents[s.agent].teacher) and teacher.policy == policy]
+            scores = pool.score_shared([np.concatenate([s.prompt_ids, s.token_ids]) for s in own])
+            found |= {s.uid: score[len(s.prompt_ids) - 1 :] for s, score in zip(own, scores, strict=True)}
+        return found
+
     @property
     def all_pools(self) -> list[EnginePool]:
-        """The agents' and the judge's."""
+        """The agents', the judge's and the teachers'."""
         model = self.judge.model
-        return [*self.pools.values(), *([] if model is None else [model.pool])]
+        return [*self.pools.values(), *self.teachers.values(), *([] if model is None else [model.pool])]
 
     def sleep(self, renewed: Collection[str]) -> None:
         """Free all engines' memory for the trainer if they share its GPUs; otherwise do nothing.
@@ -367,6 +383,8 @@ class Team:
         """
         for policy, pool in self.pools.items():
             pool.sleep(keeps_weights=policy not in renewed)
+        for pool in self.teachers.values():
+            pool.sleep(keeps_weights=True)
         if self.judge.model is not None:
             self.judge.model.sleep()
 

@@ -52,11 +52,14 @@ ROOMS = {
     "trainer/checks": {"trainer/learner", "trainer/plan", "trainer/schools"},
     "trainer/commands": {
         "trainer/checks",
+        "trainer/data",
         "trainer/evaluate",
+        "trainer/learner",
         "trainer/models",
         "trainer/plan",
         "trainer/report",
         "trainer/runs",
+        "trainer/supervised",
     },
     SETTINGS: set(),
     "trainer/data": {"trainer/runs"},
@@ -66,7 +69,15 @@ ROOMS = {
     "trainer/plan": {"trainer/learner", "trainer/models", "trainer/schools"},
     "trainer/report": {"trainer/data", "trainer/learner", "trainer/runs"},
     "trainer/runs": {"trainer/learner"},
-    "trainer/schools": {"trainer/data", "trainer/learner", "trainer/models", "trainer/report", "trainer/runs"},
+    "trainer/schools": {
+        "trainer/data",
+        "trainer/learner",
+        "trainer/models",
+        "trainer/report",
+        "trainer/runs",
+        "trainer/supervised",
+    },
+    "trainer/supervised": {"trainer/data", "trainer/learner", "trainer/runs"},
     "trainer/weights": {"trainer/data", "trainer/learner", "trainer/runs"},
 }
 

@@ -205,7 +205,10 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
 
         of_agents = {agent.policy for agent in config.agents.values()}
         pools: dict[str, EnginePool] = {}
+        teachers = {name: opened(name, None) for name in config.policies if name in config.teachers}
         for name in config.policies:
+            if name in teachers:
+                continue
             if config.judge is None or name != config.judge.policy or name in of_agents:
                 pools[name] = opened(name, config.rollout.deadline_s)
         orchestration = build_orchestration(
@@ -248,6 +251,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             config.rollout.max_turns,
             tools,
             config.max_kept,
+            teachers,
         )
 
 

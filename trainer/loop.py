@@ -21,6 +21,7 @@ def train(run: Run) -> None:
             batch = run.play()  # rank 0: finished groups of this stage, every agent; None elsewhere
         credited = None
         if batch is not None:
+            teacher_logprobs = run.ask_teachers(batch)  # of agents that have one
             with run.timed("credit"):
                 credited = credit(
                     batch.groups,
@@ -30,6 +31,7 @@ def train(run: Run) -> None:
                     keep_zero=run.keeps_zero,
                     group_size=config.rollout.group_size,
                     seed=config.run.seed,
+                    teacher_logprobs=teacher_logprobs,
                 )
                 run.note_credit(credited)
         kept = run.choose_kept(credited)  # samples whose tokens are logged; none in most steps

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import warnings
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,6 +34,13 @@ LIBRARIES = {
 def training_device() -> torch.device:
     """The device on which this rank packs and learns: its GPU, or the CPU without one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def quiet_libraries() -> None:
+    """Ignore the warnings of torch and megatron of each other's future: they are not a user's business."""
+    for module in ("megatron", "torch"):
+        for category in (UserWarning, FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=category, module=module)
 
 
 def device_name() -> str:

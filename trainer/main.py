@@ -25,13 +25,10 @@ import ctypes  # noqa: E402
 import os  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
-import warnings  # noqa: E402
 from types import FrameType  # noqa: E402
 
 from marsrl.trainer.config.read import read_config  # noqa: E402
-from marsrl.trainer.runs.failure import say_last  # noqa: E402
-
-RANK_0_PRINTS_S = 30.0
+from marsrl.trainer.runs.failure import RANK_0_PRINTS_S, say_last  # noqa: E402
 
 EXAMPLES = """examples:
   torchrun trainer/main.py
@@ -113,16 +110,16 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
                 text = f"{error.filename}: {error.strerror}"
             say_last(f"marsrl: {text}")
         else:
-            time.sleep(RANK_0_PRINTS_S)  # torchrun kills all ranks when the first one fails: that must not be this one
+            time.sleep(RANK_0_PRINTS_S)
         return 2
     if is_first:
         print(f"# settings: {origin}", checked.text(with_config=words.dry_run), *lines, sep="\n", flush=True)
     if words.dry_run:
         return 0
-    for module in ("megatron", "torch"):  # libraries' warnings about each other's future do not concern the user
-        for category in (UserWarning, FutureWarning, DeprecationWarning):
-            warnings.filterwarnings("ignore", category=category, module=module)
     from marsrl.rollout.imports import imports_for_good
+    from marsrl.trainer.machine import quiet_libraries
+
+    quiet_libraries()
 
     with imports_for_good():
         from marsrl.trainer.build import open_run

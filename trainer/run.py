@@ -13,9 +13,10 @@ import torch
 
 from marsrl.rollout.player.stages import RolloutState, StepBatch
 from marsrl.rollout.state import decode, encode
+from marsrl.rollout.types import FloatArray
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
-from marsrl.trainer.data.credit import Credited
+from marsrl.trainer.data.credit import Credited, teacher_metrics
 from marsrl.trainer.data.empty_steps import too_many_errors, why_nothing_trains
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.scatter import MiniBatch
@@ -29,7 +30,7 @@ from marsrl.trainer.report.step_metrics import step_metrics
 from marsrl.trainer.report.summary import save_summary
 from marsrl.trainer.report.trace import TraceLog
 from marsrl.trainer.report.trace_sources import gather_rank_spans, watch_engines, watch_judge
-from marsrl.trainer.runs.checkpoint import CheckpointWriter, load_checkpoint
+from marsrl.trainer.runs.checkpoint import CheckpointWriter, is_due, load_checkpoint
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.stop import Stopped, StopSignals
@@ -145,7 +146,7 @@ class Run:
             resume_step = restored.step if restored is not None else (0 if self.directory.existed else None)
             self.driver.log.open(resume_step)
             self.directory.forget_after(resume_step or 0)
-            if restored is not None:
+            if restored is not None and restored.rollout is not None:
                 self.driver.rollout.restore(restored.rollout)
         for policy in self.learners:
             with self.timed("publish"):
@@ -208,6 +209,20 @@ class Run:
     def note_credit(self, credited: Credited) -> None:
         """Rank 0: keep the advantages for the samples log, and the metrics of a common baseline (drmas_metrics)."""
         self._rank_0.log.note_credit(credited)
+
+    def ask_teachers(self, batch: StepBatch) -> dict[str, FloatArray]:
+        """Rank 0: log-probs of the teachers (agents.<name>.teacher), by uid of the samples that are trained.
+
+        With rollout.overlap the agents' engines decode meanwhile.
+        """
+        team, credit = self._rank_0.team, self.config.credit
+        if not team.teachers:
+            return {}
+        samples = [s for g in batch.groups for s in g.samples if credit.trains(s.agent) and not s.reward.is_missing]
+        with self.timed("teacher"):
+            found = team.teacher_logprobs(samples)
+        self._rank_0.log.note(teacher_metrics(samples, found))
+        return found
 
     def choose_kept(self, credited: Credited | None) -> frozenset[str]:
         """Uids of the samples whose tokens are logged in this step. Collective in steps that log tokens; otherwise empty."""
@@ -369,12 +384,9 @@ class Run:
             Stopped: a rank was asked to stop, on all ranks; the step is saved.
         """
         self.checkpoints.finish_if_written()
-        every, minutes = self.config.run.checkpoint_every, self.config.run.checkpoint_minutes
-        is_late = bool(minutes) and time.monotonic() - self.saved_s >= 60 * minutes
-        told = gather_bytes(encode((self.stop.is_asked, is_late)))
-        is_stopping = any(decode(tuple[bool, bool], each)[0] for each in told)
-        is_late = decode(tuple[bool, bool], told[0])[1]  # rank 0's clock decides
-        if is_stopping or is_late or step == self.config.run.steps or (every and step % every == 0):
+        is_asked, last = self.stop.is_asked, self.config.run.steps
+        due, is_stopping = is_due(self.config.run, step, last=last, saved_s=self.saved_s, is_asked=is_asked)
+        if due:
             self._save(step, self._rollout_state())
         if is_stopping:
             self.checkpoints.finish()

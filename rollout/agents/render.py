@@ -315,6 +315,12 @@ class ChatRenderer:
         """The text with a zero-width space in each control word that it spells."""
         return "\u200b".join(part for part in self._break_controls(text) if part is not None)
 
+    def why_other_tokens(self, other: ChatRenderer) -> str:
+        """A token that has another id in the other's vocabulary, in words; "" where all are the same."""
+        own, others = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
+        word = min((word for word in own.keys() | others.keys() if own.get(word) != others.get(word)), default=None)
+        return "" if word is None else f"{word!r} is {own.get(word, 'none')} here and {others.get(word, 'none')}"
+
     def num_tokens(self, text: str) -> int:
         """Number of tokens of a text within a message."""
         return len(self.completion_ids(text))

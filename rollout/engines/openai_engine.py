@@ -113,7 +113,7 @@ class OpenAIEngine:
             line, self._line = self._line, self._connect()
         line.cut()  # nobody asks for the results any more
 
-    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray], is_probe: bool = True) -> list[FloatArray]:
         raise RuntimeError("OpenAIEngine: a server's log-probs are not scored; its policy is frozen and needs no probe")
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:

@@ -220,8 +220,11 @@ class Engine(Protocol):
     def num_decoded(self) -> int:
         """Tokens decoded since the engine started (for progress bars)."""
 
-    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats: the probe that checks a weight sync."""
+    def score(self, sequences: Sequence[IntArray], is_probe: bool = True) -> list[FloatArray]:
+        """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats, at temperature 1, over the whole vocabulary.
+
+        is_probe: it checks a weight sync, and the caches with it; else a teacher scores samples.
+        """
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Load, drop every cached prefix, and report checksums of what is now held, or why the weights did not arrive."""

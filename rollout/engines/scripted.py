@@ -141,7 +141,7 @@ class ScriptedEngine:
             self._stops is not None and self._stops.is_ended(none, drawn, sampling.stop)
         )
 
-    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray], is_probe: bool = True) -> list[FloatArray]:
         self._need("weights", "kv_cache")
         if self._version == TORN:
             raise RuntimeError("ScriptedEngine.score: the weights were dropped, and no others have come")

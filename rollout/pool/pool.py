@@ -303,6 +303,33 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self.give_weights()
         return self._call("score", (list(sequences),))
 
+    def score_shared(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """Log-probs [N-1] of each sequence, nats, which the replicas share out. Nothing decodes meanwhile."""
+        self._wake()
+        self.give_weights()
+        scores: dict[int, FloatArray] = {}
+        while left := [i for i in range(len(sequences)) if i not in scores]:
+            shares = self._shares([len(sequences[i]) for i in left])
+            asked = {replica: [left[place] for place in places] for replica, places in shares.items()}
+            arguments = {replica: ([sequences[i] for i in own], False) for replica, own in asked.items()}
+            for replica, answer in self._replicas.call("score", arguments).items():
+                if isinstance(answer, Lost):
+                    self._restart(replica, answer.reason)  # and what it had is shared out again
+                    continue
+                self._tell(replica, "score_shared", answer.start, answer.end)
+                scores |= zip(asked[replica], answer.value, strict=True)
+        return [scores[i] for i in range(len(sequences))]
+
+    def _shares(self, lengths: Sequence[int]) -> dict[int, list[int]]:
+        """{replica: its sequences}: the longest first, each to the replica with the fewest tokens."""
+        shares: dict[int, list[int]] = {}
+        tokens = dict.fromkeys(self.engines, 0)
+        for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+            replica = min(tokens, key=lambda replica: tokens[replica])
+            tokens[replica] += lengths[place]
+            shares.setdefault(replica, []).append(place)
+        return shares
+
     def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
         """Have every replica read the new weights; returns when all of them hold them.
 

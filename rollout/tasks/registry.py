@@ -52,6 +52,13 @@ class ListedTask(Task):
         self._pool.close()
 
 
+def prompts_of(name: str, options: OptionValues) -> str:
+    """Name of the prompt set that fits the task of this name."""
+    if is_own(name):
+        return make_own_task(name, options).prompts
+    return {"arithmetic": ArithmeticTask.prompts, "math": "math", "qa": QaTask.prompts}[name]
+
+
 def build_task(
     name: str, options: OptionValues, train: Sequence[Problem] = (), held_out: Sequence[Problem] = ()
 ) -> Task:

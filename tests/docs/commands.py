@@ -34,6 +34,10 @@ TESTS = (
         ".* --config examples/(external/(openai_loop|langgraph_team|verifiers_env).yaml|own_environment/run.yaml)",
         "external/test_programs.py::test_a_program_is_trained_and_evaluated",
     ),
+    (
+        ".* --config examples/teacher/run.yaml.*",
+        "integration/test_teacher.py::test_a_small_solver_learns_from_a_larger_one_as_the_example_says",
+    ),
     (".* --config examples/.*", "docs/test_examples.py::test_an_example_trains"),
     ("(torchrun|python) .* --config (configs/|mars).*", "docs/test_commands.py::test_a_run_on_gpus_passes_its_checks"),
     (
@@ -60,6 +64,7 @@ TESTS = (
         "marsrl (report|export|evaluate) runs/.*",
         "integration/test_default_run.py::test_commands_on_a_run_are_as_they_are_written",
     ),
+    ("marsrl sft .*", "supervised/test_sft.py::test_a_command_of_the_documents_teaches"),
     ("marsrl view .*", "look/test_server.py::test_the_documents_commands_view_a_run"),
     ("marsrl (evaluate .* --out|compare) .*", "docs/test_evaluate_alone.py::test_evaluations_are_kept_and_compared"),
     ("marsrl evaluate .*", "docs/test_whole_runs.py::test_a_team_is_evaluated"),

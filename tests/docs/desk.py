@@ -128,8 +128,8 @@ class Desk:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def boxing_model(folder: Path) -> Path:
-    r"""A random Qwen3-MoE that ends every chat with \boxed{7} or \boxed{8}, by a coin.
+def boxing_model(folder: Path, answers: str = "78") -> Path:
+    r"""A random Qwen3-MoE that ends every chat with \boxed{7} or \boxed{8}, by a coin; or with another digit of `answers`.
 
     Short completions are all that makes it quick: the head knows which byte follows which, and the embedding is large,
     so that the layers, which are random as always, do not drown it.
@@ -138,7 +138,7 @@ def boxing_model(folder: Path) -> Path:
     weights = load_file(folder / "model.safetensors")
     encode = lambda text: ChatRenderer(folder).encode_trusted(text).tolist()  # noqa: E731
     after: dict[int, set[int]] = {}  # which tokens may follow a token
-    for answer in "78":
+    for answer in answers:
         chain = encode("\n" + ANSWER % answer + "<|im_end|>")
         for token, follower in itertools.pairwise(chain):
             after.setdefault(token, set()).add(follower)

@@ -9,13 +9,14 @@ from documents import ROOT, is_on_the_page, rows
 
 CODE = [path for room in ("trainer", "rollout") for path in sorted((ROOT / room).rglob("*.py"))]
 FAMILIES = "actor|advantage|cost|drmas|eval|judge|latency_s|metrics|mpt|perf|policy_cost|response_length|reward|rollout"
-FAMILIES += "|router|sync|team|timing_s|tools|train_rollout|verdicts"
+FAMILIES += "|router|sft|sync|teacher|team|timing_s|tools|train_rollout|verdicts"
 NONE = {
     "reward/pool",
     "sync/<name>",
     "cost/<name>",
     "train_rollout/prob_diff_",
     "rollout/staleness_",
+    "sft/held_out",
 }  # lanes of the trace, beginnings of names
 
 

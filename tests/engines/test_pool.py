@@ -6,16 +6,31 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_cases import ROUNDING, generate, perturbed, prompt, request, tensors_of
+from engine_cases import ROUNDING, generate, perturbed, pool_of, prompt, request, tensors_of
 from processes import descendants
 
 from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
 from marsrl.rollout.engines.protocol import WrongVersion
+from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.build import make_pool
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import FileSync
+
+
+def test_replicas_share_out_what_a_teacher_scores():
+    lengths, asked = [9, 2, 5, 4], []
+
+    def score(sequence):
+        asked.append(len(sequence))
+        return sequence[1:].astype(np.float32)
+
+    sequences = [np.arange(length, dtype=np.int32) for length in lengths]
+    pool = pool_of(*(ScriptedEngine(lambda r: [5], score=score) for _ in range(2)))
+    found = pool.score_shared(sequences)
+    assert sorted(asked) == sorted(lengths) and asked[:1] == [9] and set(asked[1:]) == {2, 5, 4}  # 9 tokens, and 11
+    assert all(np.array_equal(scores, sequence[1:]) for scores, sequence in zip(found, sequences, strict=True))
 
 
 def local_config(**options):

@@ -11,7 +11,7 @@ import torch
 from engine_cases import GivenLearner, assert_drawn_from, decoded, perturbed, pool_of, prompt, request, tensors_of
 
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import Sampling
+from marsrl.rollout.engines.protocol import Sampling, WeightUpdate
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.types import Finish
 from marsrl.trainer.weights.comparison import CheckedEngines
@@ -66,6 +66,17 @@ def test_logprobs_follow_an_update_of_each_parameter_group(kind, vllm_engine, ch
             assert_drawn_from(judge.model(checkpoint(kind), new), ask, result)
         assert report.comparison is not None and report.comparison.median < 1e-5, part
     publish(engine, old, judge, checkpoint(kind), 0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", OWN])
+def test_a_teacher_scores_samples_of_several_lengths_and_equal_ones(kind, vllm_engine, checkpoint, judge):
+    directory = checkpoint(kind.partition("+")[0])
+    engine = vllm_engine(kind)
+    engine.update_weights(WeightUpdate(str(directory), 0))
+    samples = [prompt(97, seed=5), prompt(30, seed=6), prompt(97, seed=5), prompt(2, seed=7)]
+    for _ in range(2):  # also where their prefixes are cached
+        for found, right in zip(engine.score(samples, False), judge(directory, None, samples), strict=True):
+            np.testing.assert_allclose(found, right, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "llama", "mistral"])

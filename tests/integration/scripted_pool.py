@@ -50,7 +50,7 @@ class ScriptedWithWeights(ScriptedEngine):
         super().__init__(*args, **options)
         self._local = LocalEngine(model, dtype="float32", max_model_len=256)
 
-    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray], is_probe: bool = True) -> list[FloatArray]:
         return self._local.score(sequences)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:

@@ -145,7 +145,7 @@ def test_commands_on_a_run_are_as_they_are_written(
             after = load_file(Path(out[0]) / "model.safetensors")
             assert after.keys() == before.keys() and not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
             written += 1
-    assert written == 2
+    assert written == 3
 
 
 @pytest.mark.parametrize("command", run_by("test_the_default_run_starts_as_it_is_written"))

@@ -231,13 +231,13 @@ def test_old_policies(tmp_path: Path) -> None:
         step(policy, [unknown], normaliser=9.0)
 
 
-def test_token_weights_train_as_supervised_learning(tmp_path: Path) -> None:
+def test_token_advantages_train_as_supervised_learning(tmp_path: Path) -> None:
     import numpy as np
 
     folder = save_model("qwen3_moe", tmp_path / "m")
     samples = [
         dataclasses.replace(
-            s, token_weights=np.linspace(1, 3, len(s.token_ids), dtype=np.float32), rollout_logprobs=None
+            s, token_advantages=np.linspace(1, 3, len(s.token_ids), dtype=np.float32), rollout_logprobs=None
         )
         for s in sequences(6)
     ]
@@ -247,8 +247,8 @@ def test_token_weights_train_as_supervised_learning(tmp_path: Path) -> None:
     expected = 0.0
     with torch.no_grad():
         for s in samples:
-            assert s.token_weights is not None
-            expected -= float((hf_logprobs(model, s)[0] * torch.from_numpy(s.token_weights[s.is_sampled])).sum())
+            assert s.token_advantages is not None
+            expected -= float((hf_logprobs(model, s)[0] * torch.from_numpy(s.token_advantages[s.is_sampled])).sum())
     assert sum(stats[0].agent_sums["weighted_nll"]) == pytest.approx(expected, rel=1e-5)
     assert sum(stats[-1].agent_sums["weighted_nll"]) < 0.8 * sum(stats[0].agent_sums["weighted_nll"])
 

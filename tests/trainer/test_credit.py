@@ -9,11 +9,11 @@ import pytest
 from letters import group_of as group
 from letters import sampled as sample
 
-from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.config import AgentConfig, TeacherConfig
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.types import Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig
-from marsrl.trainer.data.credit import balanced, credit, drmas_metrics, outcome_rewards
+from marsrl.trainer.data.credit import balanced, credit, drmas_metrics, outcome_rewards, teacher_metrics
 
 AGENTS = {"solver": AgentConfig(), "verifier1": AgentConfig(loss_weight=0.5)}
 
@@ -246,7 +246,7 @@ def test_a_sequence_is_its_sample() -> None:
     ).sequences
     assert first.prompt_ids is made.prompt_ids and first.token_ids is made.token_ids
     assert first.is_sampled is made.is_sampled and first.rollout_logprobs is made.rollout_logprobs
-    assert first.routed_experts is recorded and first.token_weights is None
+    assert first.routed_experts is recorded and first.token_advantages is None
     assert first.kept_tokens is made.kept_tokens
     assert (first.uid, first.temperature, first.agent, first.is_positive) == ("0/solver:0", 0.7, 0, False)
 
@@ -323,3 +323,34 @@ def test_a_balanced_step_trains_and_counts_copies() -> None:
     solver, verifier = credited.of(["solver"]), credited.of(["verifier1"])
     assert solver.copies == {} and solver.num_tokens == 18
     assert verifier.copies == credited.copies and verifier.num_tokens == 9
+
+
+def test_a_teacher_adds_its_part_to_each_sampled_token_and_to_nothing_else() -> None:
+    student, teacher = np.array([-1, -2, -3], np.float32), np.array([-0.5, -4, 9], np.float32)
+    agents = {"solver": AgentConfig(loss_weight=0.5, teacher=TeacherConfig(policy="big", coef=2.0))}
+    sampled = np.array([True, True, False])  # the last one is a tool's
+    groups = [
+        group("0/solver", [1, 0], rollout_logprobs=student, is_sampled=sampled),
+        group("1/solver", [1, 1], rollout_logprobs=student, is_sampled=sampled),
+        group("2/solver", [math.nan, 1], rollout_logprobs=student, is_sampled=sampled),
+    ]
+    known = {s.uid: teacher for g in groups for s in g.samples if not s.reward.is_missing}
+    credited = credit(groups, CreditConfig(), agents, teacher_logprobs=known)
+    plain = credit(groups, CreditConfig(), {"solver": AgentConfig(loss_weight=0.5)})
+    assert credited.advantages == plain.advantages and credited.counted == plain.counted
+    assert [s.uid for s in credited.sequences] == ["0/solver:0", "0/solver:1", "1/solver:0", "1/solver:1", "2/solver:1"]
+    for sequence, of_reward in zip(credited.sequences, (0.5, -0.5, 0, 0, 0), strict=True):
+        assert sequence.token_advantages is not None
+        assert sequence.token_advantages.tolist() == pytest.approx([of_reward + 1, of_reward - 4, 0], abs=1e-5)
+    assert [s.is_positive for s in credited.sequences] == [True, False, False, False, False]
+    metrics = teacher_metrics([s for g in groups for s in g.samples], known)
+    assert metrics == {"teacher/solver/kl": pytest.approx((-0.5 + 2) / 2)}
+
+
+def test_without_a_reward_of_its_own_no_sample_is_positive() -> None:
+    agents = {"solver": AgentConfig(loss_weight=0, teacher=TeacherConfig(policy="big"))}
+    given = group("0/solver", [1, 0])
+    known = {s.uid: np.zeros(3, np.float32) for s in given.samples}
+    credited = credit([given], CreditConfig(), agents, teacher_logprobs=known)
+    assert [s.is_positive for s in credited.sequences] == [False, False]
+    assert [s.advantage for s in credited.sequences] == [0, 0]

@@ -124,6 +124,17 @@ def test_agents_with_different_temperatures_get_a_temperature_a_token() -> None:
     assert pack([sequence([1], [2], temperature=0.5)]).temperature == 0.5
 
 
+def test_supervised_weights_stand_where_their_token_is_predicted() -> None:
+    batch = pack([sequence([1, 2], [3, 4], token_advantages=np.array([0.5, 6.0], np.float32), rollout_logprobs=None)])
+    assert batch.token_advantages is not None
+    assert batch.token_advantages.tolist() == [0.0, 0.5, 6.0, 0.0]
+    assert batch.rollout_logprobs is None
+    assert pack([sequence([1], [2]), sequence([1], [2], rollout_logprobs=None)]).rollout_logprobs is None
+    own = np.array([3.0], np.float32)
+    mixed = pack([sequence([1], [2], advantage=0.25), sequence([1], [2], token_advantages=own)])
+    assert mixed.token_advantages is not None and mixed.token_advantages.tolist() == [0.25, 0.0, 3.0, 0.0]
+
+
 def test_plans_by_hand() -> None:
     # 5 + 3, 4 + 3, 2: the first micro-batch with room, the longest sequence first
     assert plan_micro_batches([5, 4, 3, 3, 2], 1, 8) == [[[0, 2], [1, 3], [4]]]

@@ -7,7 +7,6 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import yaml
@@ -111,9 +110,11 @@ def preflight(
     has_cuda = torch.cuda.is_available()
     curators, config = config.curators, with_backend(config.without_curators(), on_gpus=has_cuda)
     host = this_host(config.rollout.ray_address, trains=trains)
-    if trains:
+    if not trains:
+        config = config.without_teachers()
+    else:
         _check_something_trains(config)
-        _check_layouts(config)
+        check_layouts(config)
         _check_wandb(config)
         _check_prometheus(config)
     check_machine(config, host)
@@ -134,6 +135,7 @@ def preflight(
     for name in config.policies:
         config, found = _checked_policy(config, name, world_size, trains=trains)
         warnings += found
+    _check_teachers(config)
     if any(map(any, config.parsers.values())):
         _check_parsers(config)
     warnings += _check_judge(config, problems, trains=trains)
@@ -173,11 +175,11 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
         return config, warnings
     if policy.model is not None:
         shape = read_shape(policy.model)
-        _check_files(policy.model, shape, is_trained=trains and not policy.frozen)
+        check_files(policy.model, shape, is_trained=trains and not policy.frozen)
         if found := why_not_cut(shape, config.rollout_of(name).vllm):
             raise ConfigError(f"policies.{name}.model: {found}")
         if trains and not policy.frozen:
-            _check_trainable(config, name, shape, world_size)
+            check_trainable(config, name, shape, world_size)
         config = shorten_prompts(config, name, shape.max_positions, trains=trains)
         if trains and not policy.frozen and config.rollout.engine == "vllm":
             warnings += shortages_here(config, name, shape, world_size)
@@ -204,8 +206,8 @@ def _shorter_than_asked(asked: RunConfig, config: RunConfig) -> list[str]:
     ]
 
 
-def _check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
-    """Check that the layout can cut the model and that its loss can be computed."""
+def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
+    """The model can be cut as the layout says, and the loss can be computed on it."""
     layout = resolve(config.policies[name].layout)
     check(layout, shape, world_size)
     if reason := why_not_context(layout, config.loss.ratio, config.loss.correction):
@@ -221,6 +223,8 @@ def _check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size
 def _check_something_trains(config: RunConfig) -> None:
     """Check that some sample can have a gradient: through a non-zero advantage, or a loss term that needs none."""
     credit, loss = config.credit, config.loss
+    if config.teachers:
+        return
     trained = [name for name in config.agents if credit.trains(name)]
     if all(config.agents[name].loss_weight == 0 for name in trained):
         keys = ", ".join(f"agents.{name}.loss_weight" for name in trained)
@@ -263,8 +267,8 @@ def _check_parsers(config: RunConfig) -> None:
     agents_of(agents, renderers, config.rollout.max_response_tokens, config.parsers)
 
 
-def _check_layouts(config: RunConfig) -> None:
-    """Check that all trained policies have one layout: every rank holds them all, on one set of process groups."""
+def check_layouts(config: RunConfig) -> None:
+    """All trained policies are cut alike: every rank holds them all, on one set of process groups."""
     first, *others = config.trained_policies
     for name in others:
         if resolve(config.policies[name].layout) != resolve(config.policies[first].layout):
@@ -319,8 +323,8 @@ def _check_judge(config: RunConfig, problems: RunProblems, *, trains: bool) -> l
     return warnings
 
 
-def _check_files(model: str, shape: ModelShape, *, is_trained: bool) -> None:
-    """Check that the weight files' headers match config.json, and that the tokenizer renders chats."""
+def check_files(model: str, shape: ModelShape, *, is_trained: bool) -> None:
+    """The weights are those that config.json describes, by their files' headers; the tokenizer renders chats."""
     from marsrl.trainer.learner.megatron.hf_files import HfReader
 
     with HfReader(model) as reader:
@@ -345,6 +349,46 @@ def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size
             f"policies.{name}.reference has a vocabulary of {reference.vocab_size}, policies.{name}.model one of "
             f"{shape.vocab_size}; the reference scores the policy's tokens, so both need one tokenizer"
         )
+
+
+def _renderer(config: RunConfig, policy: str) -> ChatRenderer:
+    """The chats of a policy, also of one that is still to be taught."""
+    model = config.policies[policy].model
+    if model is not None:
+        return ChatRenderer(model)
+    school = school_of(config)
+    assert school is not None
+    with tempfile.TemporaryDirectory() as folder:
+        TOKENIZERS[school.tokenizer].write(folder)
+        return ChatRenderer(folder)
+
+
+def _check_teachers(config: RunConfig) -> None:
+    """A teacher scores an agent's tokens: both have the same, and its model has room for the longest sample."""
+    for name, agent in config.agents.items():
+        if agent.teacher is None:
+            continue
+        key, model = (
+            f"agents.{name}.teacher.policy is {agent.teacher.policy}",
+            config.policies[agent.teacher.policy].model,
+        )
+        assert model is not None, "of a frozen policy"
+        shape, own = read_shape(model), config.policies[agent.policy].model
+        if why := _renderer(config, agent.policy).why_other_tokens(ChatRenderer(model)):
+            raise ConfigError(
+                f"{key}, and its tokenizer is not that of policies.{agent.policy} (the token {why} there): a teacher scores the "
+                "agent's own tokens; take a model of the same family"
+            )
+        if own is not None and (num := read_shape(own).vocab_size) > shape.vocab_size:
+            raise ConfigError(
+                f"{key}, with a vocab_size of {shape.vocab_size} in config.json, and policies.{agent.policy} has {num}: the "
+                "agent can draw tokens that the teacher does not know"
+            )
+        if (longest := longest_sequence(config, agent.teacher.policy)) > shape.max_positions:
+            raise ConfigError(
+                f"{key}, whose model knows {shape.max_positions} positions, and a sample has up to {longest - 1} tokens, and one "
+                f"behind them: lower agents.{name}.max_input_tokens or rollout.max_response_tokens"
+            )
 
 
 def _check_templates(config: RunConfig) -> None:
@@ -382,14 +426,7 @@ def _check_first_prompts(
     )
     first, settings = ask.agent, config.agents[ask.agent]
     policy, room, is_skipped = settings.policy, settings.max_input_tokens, settings.long_prompts == "skip"
-    with ExitStack() as stack:
-        model = config.policies[policy].model
-        if model is None:
-            model = stack.enter_context(tempfile.TemporaryDirectory())
-            school = school_of(config)
-            assert school is not None
-            TOKENIZERS[school.tokenizer].write(model)
-        renderer = ChatRenderer(model)
+    renderer = _renderer(config, policy)
     options: dict[str, TemplateOption] = dict(settings.template_options)
     if settings.tools:
         options["tools"] = [function for name in settings.tools for function in functions[name]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.config import AgentConfig, RolloutConfig
+from marsrl.rollout.config import AgentConfig, RolloutConfig, TeacherConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration
 from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tools.config import how_to_set
@@ -41,6 +41,8 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
         raise ValueError(f"policies: every one is frozen ({', '.join(config.policies)}), and nothing is left to train")
     for name, agent in config.agents.items():
         _check_agent(config, name, agent, is_trained=trains and config.credit.trains(name))
+        if agent.teacher is not None and trains:
+            _check_teacher(config, name, agent.teacher)
     _check_tools(config)
     _check_external(config)
     if config.judge is not None:
@@ -77,6 +79,37 @@ def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained
         )
     if name in config.max_kept:
         _check_truncation(config, name, agent)
+
+
+def _check_teacher(config: RunConfig, name: str, teacher: TeacherConfig) -> None:
+    key = f"agents.{name}.teacher.policy is {teacher.policy!r}"
+    policy = config.policies.get(teacher.policy)
+    if policy is None:
+        raise ValueError(f"{key}, which is not under `policies` ({', '.join(config.policies)})")
+    if not policy.frozen or policy.openai is not None:
+        why = "answered by a server, which does not score given tokens" if policy.frozen else "trained"
+        raise ValueError(
+            f"{key}, which is {why}: a teacher is a frozen policy with engines of ours, `policies.{teacher.policy}: "
+            "{frozen: true, model: DIRECTORY}`"
+        )
+    if not config.credit.trains(name):
+        raise ValueError(
+            f"agents.{name}.teacher is set, and {name} is not trained: name it in credit.train_agents, or leave the teacher out"
+        )
+    askers = [f"agents.{other}" for other, agent in config.agents.items() if agent.policy == teacher.policy]
+    askers += ["the judge"] if config.judge is not None and config.judge.policy == teacher.policy else []
+    if askers:
+        raise ValueError(
+            f"{key}, whose engines answer for {askers[0]} too: they score while others decode; give the teacher another policy "
+            "of the same model"
+        )
+    rollout = config.rollout
+    if rollout.placement == "local" and rollout.engine == "vllm" and rollout.overlap:
+        raise ValueError(
+            f"{key}, and with rollout.overlap={rollout.overlap} it scores while others decode, which two vLLM engines in one "
+            "process (rollout.placement=local) cannot: set rollout.placement=disaggregated, rollout.engine=local, or "
+            "rollout.overlap=0"
+        )
 
 
 def _check_truncation(config: RunConfig, name: str, agent: AgentConfig) -> None:

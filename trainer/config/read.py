@@ -22,7 +22,7 @@ from marsrl.trainer.config.origin import ConfigError, ConfigOrigin, Layer, layer
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # in a checkout, and in an installed package
 DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default", "qa": "qa_default"}
 _PATHS = re.compile(
-    r"task|orchestration|data\.(train|eval)|policies\.[^.]+\.(model|reference)|tools\.[^.]+\.(corpus|index|function|command)"
+    r"task|orchestration|data\.(train|eval|demonstrations)|policies\.[^.]+\.(model|reference)|tools\.[^.]+\.(corpus|index|function|command)"
     r"|agents\.[^.]+\.prompt|external\.(function|environment|python)"
 )
 
@@ -212,9 +212,8 @@ def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -
         return
     team = _team(merged.get("orchestration", "verifier_corrector"))
     used = {str(agent.get("policy", "main")) for agent in agents.values() if isinstance(agent, dict)}
-    used |= (
-        {"main"} if team is not None and not team <= set(agents) else set()
-    )  # the default of an agent that is not given
+    used |= {str(_section(agent, "teacher").get("policy")) for agent in agents.values()}
+    used |= {"main"} if team is not None and not team <= set(agents) else set()  # an agent that is not given has it
     own = [layer for layer in given if not _is_shipped(layer)]
     for name in list(policies):
         if name not in used and not any(f"policies.{name}" in layer.places for layer in own):

@@ -16,7 +16,7 @@ from marsrl.trainer.config.agreement import check_agreement
 from marsrl.trainer.config.curate import CurateConfig
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
 from marsrl.trainer.config.policy import PolicyConfig
-from marsrl.trainer.config.sections import DataConfig, RunSection, SyncConfig, TrainerConfig
+from marsrl.trainer.config.sections import DataConfig, RunSection, SftConfig, SyncConfig, TrainerConfig
 from marsrl.trainer.config.warm_start import WarmStartConfig
 
 
@@ -74,6 +74,7 @@ class RunConfig(Settings):
     trainer: TrainerConfig = TrainerConfig()
     sync: SyncConfig = SyncConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
+    sft: SftConfig = SftConfig()
 
     @property
     def trains_whole(self) -> bool:
@@ -88,12 +89,24 @@ class RunConfig(Settings):
         """Policies used only by `marsrl curate`, as judges of its stages."""
         named = {judge.policy for judge in self.curate.judges.values()}
         used = {agent.policy for agent in self.agents.values()} | ({self.judge.policy} if self.judge else set())
+        used |= self.teachers
         return {name: policy for name, policy in self.policies.items() if name in named - used}
 
     def without_curators(self) -> RunConfig:
         curators = self.curators
         left = {name: policy for name, policy in self.policies.items() if name not in curators}
         return self.model_copy(update={"policies": left})
+
+    @property
+    def teachers(self) -> set[str]:
+        """The policies that score agents' samples (agents.<name>.teacher)."""
+        return {agent.teacher.policy for agent in self.agents.values() if agent.teacher is not None}
+
+    def without_teachers(self) -> RunConfig:
+        """Where nothing is trained nobody asks them."""
+        agents = {name: agent.model_copy(update={"teacher": None}) for name, agent in self.agents.items()}
+        left = {name: policy for name, policy in self.policies.items() if name not in self.teachers}
+        return self.model_copy(update={"agents": agents, "policies": left})
 
     @property
     def has_whole_instances(self) -> bool:

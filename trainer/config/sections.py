@@ -97,8 +97,29 @@ class DataConfig(Settings):
     answer_key: str | None = Field(
         None, description="default: found from the first line (answer, final_answer, ans_box, label, ...)"
     )
+    demonstrations: str | None = Field(
+        None, description="marsrl sft: jsonl of what agents should have written (docs/teachers.md)"
+    )
     on_bad_line: Literal["error", "skip"] = Field(
-        "error", description="a line of a data file that is no problem: stop and name it, or leave it out and count it"
+        "error",
+        description="a line of a data file without a problem or demonstration: stop and name it, or leave it out and count it",
+    )
+
+
+class SftConfig(Settings):
+    """marsrl sft: supervised training on data.demonstrations (docs/teachers.md)."""
+
+    epochs: Count = Field(1, description="how often each demonstration is trained")
+    batch: Count = Field(32, description="demonstrations an optimizer step")
+    lr: float = Field(
+        1e-5, ge=0, description="learning rate at its peak; what else there is of policies.<name>.optimizer holds"
+    )
+    warmup_steps: ZeroOrMore = Field(0, description="steps in which the learning rate rises to lr")
+    decay: Literal["constant", "linear", "cosine"] = Field(
+        "cosine", description="how it falls after that, to optimizer.final_lr_ratio"
+    )
+    held_out: Share = Field(
+        0.02, description="share of the demonstrations that is not trained, and whose loss is measured after each epoch"
     )
 
 

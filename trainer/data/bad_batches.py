@@ -63,5 +63,5 @@ def read_bad_batch(path: str | Path) -> BadBatch:
 
 
 def _is_finite(sequence: TrainSequence) -> bool:
-    arrays = [a for a in (sequence.rollout_logprobs, sequence.token_weights) if a is not None]
+    arrays = [a for a in (sequence.rollout_logprobs, sequence.token_advantages) if a is not None]
     return math.isfinite(sequence.advantage) and all(bool(np.isfinite(a).all()) for a in arrays)

@@ -19,7 +19,7 @@ import torch
 from marsrl.kernels import group_advantage
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.types import Group, Reward, Sample
+from marsrl.rollout.types import FloatArray, Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.packing import TrainSequence
 
@@ -73,6 +73,7 @@ def credit(
     keep_zero: bool = False,
     group_size: int = 1,
     seed: int = 0,
+    teacher_logprobs: Mapping[str, FloatArray] | None = None,
 ) -> Credited:
     """Advantages of all samples, and the sequences that enter packing.
 
@@ -83,12 +84,19 @@ def credit(
         success: smallest credited reward, before penalties, of a positive sample (mpt.success); its advantage must also be
             above 0.
         keep_zero: keep samples with advantage 0 (a KL term or an entropy bonus still gives them a gradient).
-        group_size: number of an agent's samples of a rollout instance after credit.balance, drawn by `seed`.
+        group_size: to which credit.balance brings an agent's samples of a rollout instance, drawn by `seed`.
+        teacher_logprobs: [N] nats, by uid, of the tokens of samples whose agents have teachers.
+
+    A teacher adds coef x (log p_teacher - log p_rollout) to the advantage of each token, p_rollout of the weights that drew it,
+    whichever version these were. The gradient is that of each place's reverse KL on the student's own samples, estimated at
+    the token drawn (GKD, arXiv:2306.13649, which does not backpropagate through the sampling of earlier tokens; the single-step
+    part of MiniLLM's, arXiv:2306.08543). Rewards, the statistics of groups, and whether a sample is positive (the gate's) know
+    nothing of it.
 
     A sample without a reward is in no statistic, sequence or denominator. A sample with an advantage of exactly 0 (in a group
     without spread, or alone) is not packed.
     """
-    names = list(agents)
+    names, teachers = list(agents), teacher_logprobs or {}
     if config.reward_scheme == "outcome":
         groups = outcome_rewards(groups)
     samples = [s for g in groups for s in g.samples]
@@ -104,12 +112,17 @@ def credit(
         advantages[sample.uid] = value
         if copies.get(sample.uid, 1) == 0:
             continue
-        enters = value != 0.0 or keep_zero
+        of_teacher = teachers.get(sample.uid)
+        enters = value != 0.0 or keep_zero or of_teacher is not None
         if enters or config.count_zero_groups:
             counted[sample.uid] = int(sample.is_sampled.sum())
         if enters:
-            is_positive = value > 0 and sample.reward.correct >= success
-            sequences.append(_sequence(sample, value, agents[sample.agent], names.index(sample.agent), is_positive))
+            agent = agents[sample.agent]
+            is_positive = (
+                value > 0 and sample.reward.correct >= success and (of_teacher is None or agent.loss_weight > 0)
+            )
+            sequence = _sequence(sample, value, agent, names.index(sample.agent), is_positive)
+            sequences.append(sequence if of_teacher is None else _taught(sequence, of_teacher, agent))
     several = {uid: number for uid, number in copies.items() if number > 1}
     return Credited(tuple(groups), tuple(sequences), counted, several, advantages)
 
@@ -165,6 +178,26 @@ def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, 
         routed_experts=sample.routed_experts,
         kept_tokens=sample.kept_tokens,
     )
+
+
+def _taught(sequence: TrainSequence, teacher_logprobs: FloatArray, agent: AgentConfig) -> TrainSequence:
+    """The sequence with an advantage for each token, the teacher's part in it. teacher_logprobs: [N] nats."""
+    assert agent.teacher is not None and sequence.rollout_logprobs is not None, sequence.uid
+    own = agent.teacher.coef * (teacher_logprobs - sequence.rollout_logprobs)
+    of_tokens = np.where(sequence.is_sampled, sequence.advantage + own, 0).astype(np.float32)
+    return replace(sequence, token_advantages=of_tokens)
+
+
+def teacher_metrics(samples: Iterable[Sample], teacher_logprobs: Mapping[str, FloatArray]) -> dict[str, float]:
+    """teacher/{agent}/kl: mean of log p_rollout - log p_teacher over sampled tokens, nats, an estimate of the reverse KL."""
+    differences: dict[str, list[FloatArray]] = {}
+    for sample in samples:
+        if (of_teacher := teacher_logprobs.get(sample.uid)) is not None:
+            found = (sample.rollout_logprobs - of_teacher)[sample.is_sampled]
+            differences.setdefault(sample.agent, []).append(found)
+    return {
+        f"teacher/{agent}/kl": float(np.concatenate(each).mean(dtype=np.float64)) for agent, each in differences.items()
+    }
 
 
 def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int]:

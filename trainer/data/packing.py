@@ -35,7 +35,8 @@ class TrainSequence:
         )
 
     Completion arrays are [N]: token_ids int32, is_sampled bool, rollout_logprobs float32 (None: not known, as in
-    supervised traces), token_weights float32 (None outside supervised training; there it replaces the advantage).
+    demonstrations), token_advantages float32 in place of `advantage` (a teacher's part in them, a demonstration's weights;
+    None: every token has `advantage`).
     routed_experts: [tokens of prompt and completion that the engine was fed, layers, top_k] (rollout/routed_experts.py).
     kept_tokens: tokens that the sampler kept at the completion's places (rollout/kept_tokens.py); None: all.
     """
@@ -49,8 +50,8 @@ class TrainSequence:
     agent: int  # index into the run's agents
     temperature: float
     is_positive: bool = False  # a success with an advantage above 0 (DMMPT; credit.py)
-    weight: float = 1.0  # factor on every term of its tokens: its own part of the loss's denominator
-    token_weights: FloatArray | None = None
+    weight: float = 1.0  # factor on every term of its tokens: the part of the loss's denominator that is its own
+    token_advantages: FloatArray | None = None
     routed_experts: ExpertArray | None = None
     kept_tokens: KeptTokens | None = None
 
@@ -83,7 +84,7 @@ class PackedBatch:
     targets: Tensor  # [T] int64, 0 where there is none
     mask: Tensor  # [T] bool
     advantages: Tensor  # [S] float32
-    token_advantages: Tensor | None  # [T] float32; given instead of `advantages` in supervised training
+    token_advantages: Tensor | None  # [T] float32, in place of `advantages`; None: no sequence has its own
     rollout_logprobs: Tensor | None  # [T] float32, 0 where mask is False
     temperature: Tensor | float  # [T] float32, or one number for the batch
     cu_seqlens: Tensor  # [S+1] int32
@@ -188,17 +189,16 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     bounds = np.array([*starts[:-1], total], np.int32)
     cu_seqlens = _on_device(bounds)
     logprobs = [s.rollout_logprobs for s in sequences if s.rollout_logprobs is not None]
-    weights = [
-        np.zeros(len(s.token_ids), np.float32) if s.token_weights is None else s.token_weights for s in sequences
-    ]
-    weighted = any(s.token_weights is not None for s in sequences)
+    of_tokens = None
+    if any(s.token_advantages is not None for s in sequences):
+        of_tokens = _of_tokens(sequences, [_token_advantages(s) for s in sequences])
     packed = kernels.pack(
         _on_device(np.concatenate([part for s in sequences for part in (s.prompt_ids, s.token_ids)])),
         _of_tokens(sequences, [s.is_sampled for s in sequences]),
         cu_seqlens,
         total,
         logprobs=_of_tokens(sequences, logprobs) if len(logprobs) == len(sequences) else None,
-        weights=_of_tokens(sequences, weights) if weighted else None,
+        weights=of_tokens,
     )
     is_positive = _on_device([s.is_positive for s in sequences], np.bool_)
     num_sampled = sum(s.num_sampled for s in sequences), sum(s.num_sampled for s in sequences if s.is_positive)
@@ -241,6 +241,13 @@ def _of_tokens(sequences: Sequence[TrainSequence], of_completions: Sequence[npt.
     return _on_device(
         np.concatenate([part for s, own in pairs for part in (np.zeros(len(s.prompt_ids), own.dtype), own)])
     )
+
+
+def _token_advantages(sequence: TrainSequence) -> FloatArray:
+    """[N] float32, its own or the advantage of all."""
+    if sequence.token_advantages is not None:
+        return sequence.token_advantages
+    return np.full(len(sequence.token_ids), sequence.advantage, np.float32)
 
 
 def _routed_experts(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], total: int) -> Tensor | None:

@@ -59,7 +59,8 @@ def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
 
 
 def longest_sequence(config: RunConfig, policy: str) -> int:
-    """Tokens of the longest prompt and completion of the policy's agents, or of the judge.
+    """Tokens of the longest prompt and completion that an agent of the policy, or the judge by it, can reach; a teacher's, of
+    what it scores.
 
     Raises:
         ValueError: no agent or judge has the policy.
@@ -69,11 +70,16 @@ def longest_sequence(config: RunConfig, policy: str) -> int:
         for agent in config.agents.values()
         if agent.policy == policy
     ]
+    for agent in config.agents.values():
+        if agent.teacher is not None and agent.teacher.policy == policy:
+            scored = agent.max_input_tokens + (agent.max_response_tokens or config.rollout.max_response_tokens)
+            longest.append(scored + 1)  # vLLM draws a token behind what it scores
     if config.judge is not None and config.judge.policy == policy:
         longest.append(config.judge.max_input_tokens + config.judge.max_response_tokens)
     if not longest:
         raise ValueError(
-            f"policies.{policy}: neither an agent (agents.<name>.policy) nor the judge (judge.policy) has it; take it out"
+            f"policies.{policy}: neither an agent (agents.<name>.policy, or teacher.policy) nor the judge (judge.policy) has "
+            "it; take it out"
         )
     return max(longest)
 

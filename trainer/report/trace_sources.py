@@ -14,6 +14,7 @@ _ENGINE_WORK = {
     "collect": "decode",
     "update_weights": "load weights",
     "score": "score the probe",
+    "score_shared": "score samples",
     "restart": "lost: restarted",
     "sleep": "go to sleep",
     "wake": "wake up",

@@ -1,7 +1,7 @@
 """A checkpoint: every policy's learner and the rollout's state with their metadata, written completely or not at all.
 
 checkpoints/step_12/policies/main/...   Megatron distributed checkpoint (all ranks write their part)
-checkpoints/step_12/rollout.msgpack     scheduler and problem source (rank 0)
+checkpoints/step_12/rollout.msgpack     scheduler and problem source (rank 0); none of supervised training
 checkpoints/step_12/meta.json           step, policy versions (rank 0)
 checkpoints/step_12/manifest.json       size and checksum of every file (manifest.py)
 checkpoints/latest                      updated last, when everything above is on disk
@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Literal
 from marsrl.rollout.error_lines import first_line
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
+from marsrl.trainer.config.sections import RunSection
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.runs.collective import all_true, broadcast_bytes, gather_bytes, rank, stop_together, world_size
 from marsrl.trainer.runs.directory import (
@@ -47,11 +49,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """State to resume from; step is the last one that the checkpoint contains."""
+    """State to resume from; step is the last one that the checkpoint contains. rollout: None of supervised training."""
 
     step: int
     versions: dict[str, int]
-    rollout: RolloutState
+    rollout: RolloutState | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class CheckpointWriter:
     ) -> None:
         """Save a checkpoint after `step`; returns when it is complete, or with async once the state is copied.
 
-        rollout: rank 0's. Finishes an earlier save first.
+        rollout: rank 0's; None elsewhere, and in supervised training. A save that is still under way is brought to its end first.
 
         Raises:
             RuntimeError: on all ranks, if one could not write (disk full, no permission); earlier checkpoints stay.
@@ -90,11 +92,11 @@ class CheckpointWriter:
         self.finish()
         part, error = self._part(step), None
         if rank() == 0:
-            assert rollout is not None
             try:
                 for left in self._run.checkpoints.glob("step_*.part"):  # left by a run that died while saving
                     shutil.rmtree(left)
-                write_atomically(part / "rollout.msgpack", encode(rollout))
+                if rollout is not None:
+                    write_atomically(part / "rollout.msgpack", encode(rollout))
                 write_json(part / "meta.json", {"step": step, "versions": dict(versions)})
             except OSError as raised:
                 error = raised
@@ -182,6 +184,19 @@ class CheckpointWriter:
         return f"{place}mend what the error names: room, permissions, or what is in the way"
 
 
+def is_due(run: RunSection, step: int, *, last: int, saved_s: float, is_asked: bool) -> tuple[bool, bool]:
+    """(is a checkpoint due after `step`, was a rank asked to stop), the same on all ranks. Collective.
+
+    saved_s: when the last one was begun, by time.monotonic(). is_asked: this rank was.
+    """
+    is_late = bool(run.checkpoint_minutes) and time.monotonic() - saved_s >= 60 * run.checkpoint_minutes
+    told = [decode(tuple[bool, bool], each) for each in gather_bytes(encode((is_asked, is_late)))]
+    is_stopping = any(asked for asked, _ in told)
+    _, is_late = told[0]  # rank 0's clock counts
+    every = run.checkpoint_every
+    return is_stopping or is_late or step == last or bool(every and step % every == 0), is_stopping
+
+
 def load_checkpoint(
     run: RunDirectory,
     learners: Mapping[str, Learner],
@@ -227,7 +242,8 @@ def load_checkpoint(
                 f"{first_line(error)}): the checkpoint is of another model, dtype or optimizer than these settings; set "
                 "them back to what the run began with (config.yaml)"
             ) from error
-    rollout = decode(RolloutState, (found.path / "rollout.msgpack").read_bytes())
+    file = found.path / "rollout.msgpack"
+    rollout = decode(RolloutState, file.read_bytes()) if file.is_file() else None
     return Restored(found.step, {str(k): int(v) for k, v in meta["versions"].items()}, rollout)
 
 

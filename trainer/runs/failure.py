@@ -15,6 +15,9 @@ from pathlib import Path
 from marsrl.trainer.runs.directory import CheckpointError, RunDirectory
 from marsrl.trainer.runs.manifest import missing_or_cut
 
+RANK_0_PRINTS_S = 30.0
+"""What every rank finds rank 0 says alone. Another one stays for so long: torchrun ends everybody when the first rank fails."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

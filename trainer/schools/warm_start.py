@@ -5,7 +5,7 @@
               learning rate falls. Verdict tokens weigh more
 
 What is taught, and whose losses count, is the school's (trainer/schools).
-The learner is the one that does RL: imitation is the policy gradient with a token's weight in the advantage's place.
+Tutors write the demonstrations, and the trainer is that of `marsrl sft` (trainer/supervised).
 The result is cached by the hash of its recipe, and RL always starts from the cached file, so that a run from a fresh
 and one from a cached warm start are the same run.
 """
@@ -21,24 +21,21 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.word_tokenizer import Trace
-from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig, RunConfig
+from marsrl.trainer.config import OptimizerConfig, PolicyConfig, RunConfig
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.data.scatter import BatchShard, Update, micro_batches
+from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.collective import barrier, rank
 from marsrl.trainer.schools.schools import SCHOOLS, School, school_of, who_is_taught
+from marsrl.trainer.supervised.imitation import DemonstrationTokens, imitate, supervised_learner
 
 RECIPE = 3  # raise it when this file changes what comes out: cached warm starts of another recipe are not used
 WRITERS = (*Role, None)  # the learner's "agents": roles, and the drills
@@ -130,30 +127,33 @@ def _make(config: RunConfig, out: Path, console: RunConsole, shape: str) -> None
     with tempfile.TemporaryDirectory(prefix="marsrl-init-") as folder:
         initial = Path(folder) / "model"
         init_model(shape, school.tokenizer, initial, seed=config.run.seed, dtype="float32")
-        learner = Learner(
+        learner = supervised_learner(
             PolicyConfig(
                 dtype="float32",
                 layout=next(iter(config.trained_policies.values())).layout,
                 optimizer=OptimizerConfig(lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay),
                 router_aux_loss=settings.router_aux_loss,
             ),
-            str(initial),
-            objectives=[PolicyObjective()] * len(WRITERS),
-            mpt=MptConfig(scope="off"),
+            initial,
+            num_writers=len(WRITERS),
             total_steps=settings.max_solver_steps + settings.max_team_steps + settings.decay_steps,
             seed=config.run.seed,
         )
-        tokens = TraceTokens(ChatRenderer(initial), settings.verdict_weight)
+        tokens = DemonstrationTokens(ChatRenderer(initial))
         teach(learner, school, tokens, learner.shard(config.trainer.max_tokens_per_micro_batch), console)
         learner.held().save_hf(out, initial)
 
 
-def teach(learner: Learner, school: School, tokens: TraceTokens, place: BatchShard, console: RunConsole) -> None:
+def teach(
+    learner: Learner, school: School, tokens: DemonstrationTokens, place: BatchShard, console: RunConsole
+) -> None:
     """Both phases; one that does not end by itself ends with a warning."""
-    settings = school.settings
+    settings, drills = school.settings, WRITERS.index(None)
 
     def step(lesson: list[Trace], lr: float, role: Role) -> float:
-        return _step(learner, [tokens.sequence(trace) for trace in lesson], place, lr)[role]
+        sequences = [_sequence(tokens, trace, settings.verdict_weight) for trace in lesson]
+        losses, _ = imitate(learner, sequences, place, uncounted=(drills,), lr=lr)
+        return losses[WRITERS.index(role)]
 
     mean, role = RunningMean(), school.alone
     with console.progress(f"warm start 1/2: {role.capitalize()}", settings.max_solver_steps, "steps") as bar:
@@ -196,44 +196,11 @@ class RunningMean:
         return self.value
 
 
-def _step(learner: Learner, lesson: list[TrainSequence], place: BatchShard, lr: float) -> dict[Role, float]:
-    """One optimizer step; returns the mean weighted loss of a trace's token, by role (drills are left out)."""
-    num_tokens = [0] * len(WRITERS)
-    for sequence in lesson:
-        num_tokens[sequence.agent] += sequence.num_sampled
-    normaliser = float(sum(num_tokens) - num_tokens[WRITERS.index(None)])
-    stats = learner.train_step([Update(tuple(micro_batches(lesson, place)), normaliser)], lr=lr)
-    sums = stats.agent_sums["weighted_nll"]
-    return {
-        role: loss / count
-        for role, loss, count in zip(WRITERS, sums, num_tokens, strict=True)
-        if role is not None and count > 0
-    }
-
-
-class TraceTokens:
-    """Traces as sequences that the learner trains on."""
-
-    def __init__(self, renderer: ChatRenderer, verdict_weight: float) -> None:
-        self._renderer = renderer
-        self._verdict_weight = verdict_weight
-        self._words = lru_cache(maxsize=8192)(renderer.encode_trusted)  # drills repeat
-
-    def sequence(self, trace: Trace) -> TrainSequence:
-        if isinstance(trace.prompt, str):
-            prompt = self._words(trace.prompt)
-        else:
-            prompt = self._renderer.render(trace.prompt)[0]
-        end = [self._renderer.eos_id] if trace.ends else []
-        completion = np.concatenate([self._words(trace.completion), np.array(end, np.int32)]).astype(np.int32)
-        return TrainSequence(
-            uid="trace",
-            prompt_ids=prompt,
-            token_ids=completion,
-            is_sampled=np.ones(len(completion), bool),
-            rollout_logprobs=None,
-            advantage=0.0,
-            agent=WRITERS.index(trace.role),
-            temperature=1.0,
-            token_weights=np.array(trace.weights(self._verdict_weight), np.float32),
-        )
+def _sequence(tokens: DemonstrationTokens, trace: Trace, verdict_weight: float) -> TrainSequence:
+    return tokens.sequence(
+        trace.prompt,
+        trace.completion,
+        WRITERS.index(trace.role),
+        ends=trace.ends,
+        weights=trace.weights(verdict_weight),
+    )

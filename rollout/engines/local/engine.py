@@ -116,7 +116,7 @@ class LocalEngine:
         self._is_aborting = True
 
     @torch.inference_mode()
-    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray], is_probe: bool = True) -> list[FloatArray]:
         scores = []
         for sequence in sequences:
             hidden = self._prefill([sequence], None)

@@ -230,11 +230,11 @@ class VllmEngine:
     def abort(self) -> None:
         self._is_aborting = True
 
-    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray], is_probe: bool = True) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
 
-        All but the last by a fresh prefill; the last one through the prefix cache, as a decoded token would be, so that
-        blocks of older weights that survived an update show up here.
+        Of a probe, all but the last by a fresh prefill; the last one through the prefix cache, as a decoded token would be, so
+        that blocks of older weights that survived an update show up here.
 
         Raises:
             RuntimeError: right after an update, vLLM finds a prefix in its cache: it is of older weights.
@@ -244,6 +244,9 @@ class VllmEngine:
         once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
         if self._records.kept_tokens:  # vLLM wants draws then, and a top_k
             once |= {"temperature": 1, "top_k": self._vocab_size, "seed": 0}
+        if not is_probe:
+            outputs = self._outputs([(each, SamplingParams(prompt_logprobs=0, **once)) for each in sequences])
+            return [_prompt_logprobs(each, output) for each, output in zip(sequences, outputs, strict=True)]
         last = self._outputs([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
         none_has_anothers_prefix = len({tuple(s[:8]) for s in sequences}) == len(sequences)
         if self._has_new_weights and none_has_anothers_prefix:
@@ -252,10 +255,8 @@ class VllmEngine:
         first = self._outputs([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences])
         scores = []
         for sequence, prefill, step in zip(sequences, first, last, strict=True):
-            ids = [int(token) for token in sequence]
-            known = [prefill.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids) - 1)]
-            known.append(step.outputs[0].logprobs[0][ids[-1]].logprob)
-            scores.append(np.asarray(known, np.float32))
+            known = step.outputs[0].logprobs[0][int(sequence[-1])].logprob
+            scores.append(np.append(_prompt_logprobs(sequence[:-1], prefill), np.float32(known)))
         return scores
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
@@ -500,6 +501,12 @@ class VllmEngine:
         """Finished RequestOutputs in the order of work; nothing else is under way."""
         prompts = [{"prompt_token_ids": token_ids.tolist()} for token_ids, _ in work]
         return list(self._llm.generate(prompts, [params for _, params in work], use_tqdm=False))
+
+
+def _prompt_logprobs(sequence: IntArray, output: Any) -> FloatArray:
+    """[N-1] float32 log-probs of tokens 1..N-1 of a prompt, nats."""
+    known = zip(sequence[1:].tolist(), output.prompt_logprobs[1:], strict=True)
+    return np.array([of_place[token].logprob for token, of_place in known], np.float32)
 
 
 def _together(settings: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:

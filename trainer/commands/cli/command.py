@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,7 +36,11 @@ class _Commands(TyperGroup):
             code = 0
         except (ValueError, OSError) as error:
             from marsrl.trainer.config.explain import help_line
+            from marsrl.trainer.runs.failure import RANK_0_PRINTS_S
 
+            if os.environ.get("RANK", "0") != "0":
+                time.sleep(RANK_0_PRINTS_S)
+                raise typer.Exit(2) from error
             print(f"marsrl {ctx.invoked_subcommand}: {error}{help_line(str(error))}", file=sys.stderr)
             code = 2
         raise typer.Exit(code or 0)

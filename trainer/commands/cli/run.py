@@ -50,6 +50,19 @@ def try_team(
     console(160).print(drawn(rehearsal, with_prompts=prompts))
 
 
+@command("run", "marsrl sft policies.main.model=/models/Qwen3-0.6B data.demonstrations=demos.jsonl")
+def sft(settings: Settings = None, config: Config = None) -> int:
+    """Teach the team's policies from demonstrations, so that a run starts from what they have learned.
+
+    Lines of data.demonstrations are {"messages": [...]}, the last one the completion; {"prompt": ..., "completion": ...}; or, of
+    one agent, {"agent": ..., "prompt": {"problem": ..., ...}, "completion": ...}. The settings are those of `sft`, and the
+    team's own for training. The models are written to hf in the run's directory. Several ranks: torchrun --no-python marsrl sft.
+    """
+    from marsrl.trainer.commands.sft import sft
+
+    return sft(config, settings or ())
+
+
 @command("run", "marsrl plan --config configs/qwen3_30b_a3b.yaml --gpus 64 --gpu h100-80g")
 def plan(
     gpus: Annotated[int, Option(help="GPUs in all, those of the engines included")],

@@ -1,0 +1,127 @@
+"""A low-rank adapter (LoRA) of a model: its settings, its tensors by name, and its directory in PEFT's format.
+
+Every adapted matrix W [out, in] computes W x + (alpha / rank) B (A x), with A [r, in], B [out, r]; r is `rank`, or `expert_rank`
+in experts. Tensors are named as PEFT names them, without its prefix:
+
+    model.layers.0.self_attn.q_proj.lora_A.weight [r, in]             model.layers.0.mlp.experts.3.up_proj.lora_B.weight [out, r]
+
+Source: Hu et al., LoRA (arXiv 2106.09685), equation 3.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from marsrl.rollout.config import Settings
+from marsrl.rollout.model_shape import ModelShape
+
+Target = Literal["attention", "mlp", "experts"]
+PEFT_PREFIX = "base_model.model."
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class AdapterConfig(Settings):
+    """policies.<name>.adapter: a pair of small matrices for each adapted one, trained in its place."""
+
+    rank: int = Field(
+        32, gt=0, le=512, description="of each pair in attention and MLP; larger: more to learn with, slower"
+    )
+    expert_rank: int | None = Field(
+        None,
+        gt=0,
+        le=512,
+        description="of each pair in an expert; default: rank over the experts that a token visits, at least 1",
+    )
+    alpha: float = Field(
+        64.0, gt=0, description="every pair's product is multiplied by alpha / rank; 2 x rank is usual"
+    )
+    targets: tuple[Target, ...] = Field(
+        ("attention", "mlp"),
+        min_length=1,
+        description="matrices that get a pair: attention, mlp (of dense models), experts (of MoE models)",
+    )
+    start: str | None = Field(
+        None, description="PEFT directory whose numbers training starts from; default: A random, B zero, as the base"
+    )
+
+    @model_validator(mode="after")
+    def _targets_once(self) -> AdapterConfig:
+        if len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"adapter.targets names one twice: {', '.join(self.targets)}")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, of experts too: their alpha in PEFT's words is alpha x expert_rank / rank."""
+        return self.alpha / self.rank
+
+    def rank_in_experts(self, shape: ModelShape) -> int:
+        """expert_rank, or its default for this model."""
+        return self.expert_rank or max(1, self.rank // max(1, shape.experts_per_token))
+
+
+def adapted(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[int, int, int]]:
+    """{adapted matrix, "model.layers.0.self_attn.q_proj": (out, in, rank of its pair)}, in the order of the layers."""
+    hidden, heads, kv = shape.hidden_size, shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+    of_attention = dict(zip(_ATTENTION, ((heads, hidden), (kv, hidden), (kv, hidden), (hidden, heads)), strict=True))
+    of_mlp = dict(
+        zip(_MLP, ((shape.ffn_size, hidden), (shape.ffn_size, hidden), (hidden, shape.ffn_size)), strict=True)
+    )
+    found: dict[str, tuple[int, int, int]] = {}
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}."
+        if "attention" in adapter.targets:
+            found |= {f"{prefix}self_attn.{name}": (*size, adapter.rank) for name, size in of_attention.items()}
+        if "mlp" in adapter.targets and not shape.num_experts:
+            found |= {f"{prefix}mlp.{name}": (*size, adapter.rank) for name, size in of_mlp.items()}
+        if "experts" in adapter.targets:
+            rank = adapter.rank_in_experts(shape)
+            for expert in range(shape.num_experts):
+                found |= {f"{prefix}mlp.experts.{expert}.{name}": (*size, rank) for name, size in of_mlp.items()}
+    return found
+
+
+def tensor_shapes(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[int, int]]:
+    """{tensor of the adapter, without PEFT's prefix: its shape}."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, (out, into, rank) in adapted(shape, adapter).items():
+        found |= {f"{name}.lora_A.weight": (rank, into), f"{name}.lora_B.weight": (out, rank)}
+    return found
+
+
+def write_adapter(
+    folder: Path, shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor], base: str
+) -> None:
+    """Write a PEFT directory, which PEFT and vLLM read; `folder` exists. base: path of the model that it adapts."""
+    names = sorted({name.rsplit(".", 1)[-1] for name in adapted(shape, adapter)})
+    in_experts = adapter.rank_in_experts(shape)
+    has_experts = shape.num_experts > 0 and "experts" in adapter.targets
+    pattern = r".*\.experts\.\d+\.(gate|up|down)_proj"
+    told = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "rank_pattern": {pattern: in_experts} if has_experts else {},
+        "alpha_pattern": {pattern: adapter.scale * in_experts} if has_experts else {},
+        "target_modules": names,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
+    (folder / CONFIG).write_text(json.dumps(told, indent=1), encoding="utf-8")
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a PEFT directory by name, without PEFT's prefix."""
+    return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(folder / TENSORS).items()}

@@ -1,0 +1,108 @@
+"""agents.<name>.teacher: a frozen policy's opinion of each token trains an agent, alone or beside the reward."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import run_by
+from desk import Desk, boxing_model
+from scripted_pool import rows_of, train_here
+from small_run import run_here
+
+from marsrl.trainer.checks.preflight import preflight
+from marsrl.trainer.config.read import read_config
+from marsrl.trainer.models.init_model import init_model
+from marsrl.trainer.report.metrics import read_metrics
+
+SETTINGS = (
+    "task=math", "orchestration=solver", "data.train=problems.jsonl", "policies.main.dtype=float32",
+    "policies.main.optimizer.lr=5e-3", "rollout.engine=local", "rollout.placement=local", "rollout.prompts_per_step=8",
+    "rollout.group_size=8", "rollout.max_response_tokens=24", "run.evaluate=false", "mpt.scope=off",
+    "policies.big.frozen=true", "policies.big.dtype=float32", "agents.solver.teacher.policy=big",
+)  # fmt: skip
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """A Solver that says 7 or 8 by a coin, and is rewarded for 8; its teacher says 7."""
+    os.chdir(tmp_path)
+    lines = [{"question": f"What is 8, asked for the {i}th time?", "answer": "8"} for i in range(40)]
+    Path("problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    models = [
+        f"policies.main.model={boxing_model(tmp_path / 'coin')}",
+        f"policies.big.model={boxing_model(tmp_path / 'big', '7')}",
+    ]
+    return [*SETTINGS, *models]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [(), ("rollout.segments=3", "rollout.segment_length=8", "rollout.overlap=1", "rollout.engines=2")]
+)
+def test_a_teacher_alone_is_followed_whatever_the_reward_says(
+    words: list[str], more: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Also token by token over segments of several versions, and while engines decode."""
+    rows = rows_of(train_here(tmp_path, [*words, *more, "agents.solver.loss_weight=0", "run.steps=14"]))
+    rows = [row for row in rows if "teacher/solver/kl" in row]  # of steps in which groups have ended
+    kl, rewards = ([row[name] for row in rows] for name in ("teacher/solver/kl", "reward/solver/mean"))
+    assert rewards[0] > 0.2 and kl[0] > 0.4  # half of its answers have a token of probability e^-16 there, among ten
+    assert rewards[-1] < rewards[0] / 3 and kl[-1] < kl[0] / 2
+    assert all(row["actor/updates"] == 1 and row["mpt/gated_samples"] == 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_beside_a_teacher_the_reward_counts(words: list[str], tmp_path: Path) -> None:
+    """One that is listened to very little does not keep the reward from rising."""
+    rows = rows_of(train_here(tmp_path, [*words, "agents.solver.teacher.coef=1e-3", "run.steps=8"]))
+    assert rows[-1]["reward/solver/mean"] > 0.8 and rows[-1]["teacher/solver/kl"] > rows[0]["teacher/solver/kl"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["policies.big.frozen=false"], "agents.solver.teacher.policy is 'big', which is trained"),
+        (["agents.solver.teacher.policy=other"], "'other', which is not under `policies`"),
+        (["agents.solver.policy=big"], "agents.solver is trained, but its policy big is frozen"),
+        (["rollout.engine=vllm", "rollout.overlap=1"], "two vLLM engines in one process"),
+        (["judge={policy: big}"], "whose engines answer for the judge too"),
+    ],
+)
+def test_a_teacher_that_could_not_score_is_refused(words: list[str], more: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_config(None, [*words, *more])
+
+
+def test_a_teacher_has_the_agents_tokens_and_room_for_its_samples(words: list[str], tmp_path: Path) -> None:
+    def refused(**model: Any) -> str:
+        init_model("tiny", model.pop("tokenizer", "bytes"), tmp_path / "other")
+        shape = json.loads((tmp_path / "other/config.json").read_text()) | model
+        (tmp_path / "other/config.json").write_text(json.dumps(shape))
+        with pytest.raises(ValueError) as raised:
+            preflight(read_config(None, [*words, f"policies.big.model={tmp_path / 'other'}"])[0], world_size=1)
+        return str(raised.value)
+
+    assert "its tokenizer is not that of policies.main" in refused(tokenizer="arithmetic")
+
+
+def test_where_nothing_is_trained_nobody_asks_the_teacher(words: list[str]) -> None:
+    config = preflight(read_config(None, words, trains=False)[0], world_size=1, trains=False).config
+    assert list(config.policies) == ["main"] and config.agents["solver"].teacher is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", run_by("test_a_small_solver_learns_from_a_larger_one_as_the_example_says"))
+def test_a_small_solver_learns_from_a_larger_one_as_the_example_says(command: str, tmp_path: Path) -> None:
+    """From models that know nothing: that the example runs, and its teacher scores each step."""
+    desk = Desk(tmp_path)
+    os.chdir(tmp_path)
+    model = init_model("tiny", "arithmetic", tmp_path / "student")
+    teacher = init_model("cpu_default", "arithmetic", tmp_path / "teacher")
+    models = [f"policies.big.model={teacher}", f"policies.solver.model={model}", "policies.solver.shape=null"]
+    run_here([*desk.words(command, Path)[2:], *models, "run.steps=2", "run.evaluate=false"])
+    rows = [row.values for path in Path("runs").glob("*/metrics.jsonl") for row in read_metrics(path)]
+    assert len(rows) == 2 and all((row["teacher/solver/kl"] or 0) > 0 and row["actor/updates"] == 1 for row in rows)

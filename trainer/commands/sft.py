@@ -1,0 +1,306 @@
+"""`marsrl sft`: the team's policies learn from data.demonstrations, and become Hugging Face directories that a run starts from.
+
+    read and check -> [batch -> one step of each policy -> checkpoint if due]* -> runs/NAME/hf
+
+Every rank reads the file. The order of an epoch is drawn from run.seed and its number, so that a checkpoint's step says what is
+left.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import random
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer.checks.device import why_not_device
+from marsrl.trainer.checks.preflight import check_files, check_layouts, check_trainable
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.read import ConfigError, read_config
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.scatter import BatchShard
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.megatron.layout import resolve
+from marsrl.trainer.machine import quiet_libraries
+from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.metrics import MetricsLog
+from marsrl.trainer.runs.checkpoint import CheckpointWriter, is_due, load_checkpoint
+from marsrl.trainer.runs.collective import barrier, broadcast_bytes, rank, world_size
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.existing_run import saved_config
+from marsrl.trainer.runs.failure import failure_message, say_last, where_to_go_on
+from marsrl.trainer.runs.heartbeat import heartbeat
+from marsrl.trainer.runs.lock import RunLock
+from marsrl.trainer.runs.stop import Stopped, StopSignals, handlers_restored
+from marsrl.trainer.supervised.demonstrations import Demonstration, Demonstrations, held_out, read_demonstrations
+from marsrl.trainer.supervised.imitation import imitate, measured_loss, supervised_learner, tokens_by_writer
+
+
+def sft(config_file: str | None, settings: Sequence[str]) -> int:
+    """Exit codes: 0 done, 1 it failed, 130 interrupted.
+
+    Raises:
+        ValueError: the settings, the demonstrations or a model cannot be used.
+    """
+    is_first, directory = int(os.environ.get("RANK", "0")) == 0, None
+    config, origin = read_config(config_file, settings)
+    with origin.places_in_errors():
+        found = _checked(config)
+        if is_first:
+            directory = RunDirectory.create(config.run.dir, config.run.name, f"sft-{origin.name}", config.run.resume)
+            lock = RunLock(directory)  # held until this function returns
+            fingerprint = {"data.demonstrations": {"demonstrations": len(found.lines), "sum": found.sum}}
+            if directory.existed and config.run.resume != "off":
+                _refuse_other(directory, config, fingerprint)
+            directory.write_config(config.model_dump(mode="json"), made_of=str(origin))
+            directory.keep_data(fingerprint)
+            print(
+                f"# settings: {origin}", *([f"warning: {lock.warning}"] if lock.warning else []), sep="\n", flush=True
+            )
+    quiet_libraries()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(handlers_restored())
+            parallel.start(resolve(next(iter(config.trained_policies.values())).layout), config.run.seed)
+            stack.callback(parallel.stop)
+            path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
+            directory = directory or RunDirectory(Path(path))
+            if world_size() > 1:
+                beat = heartbeat(config.run.silence_s, functools.partial(where_to_go_on, directory))
+                stack.enter_context(beat)
+            console = RunConsole(rank())
+            console.keep_warnings(directory.warnings)
+            for note in found.notes:
+                console.warning(note)
+            training = _Training(config, directory, found, console)
+            if training.is_over:
+                console.message(f"{directory.path}: all steps are done, and its models are written")
+            else:
+                training.train()
+            if is_first:
+                print(*(f"policies.{name}.model={folder}" for name, folder in training.folders.items()), flush=True)
+    except KeyboardInterrupt:
+        if is_first:
+            assert directory is not None
+            say_last(f"marsrl sft: interrupted; {where_to_go_on(directory)}")
+        return 130
+    except Exception as error:
+        traceback.print_exc()
+        if is_first:
+            assert directory is not None
+            say_last(failure_message(error, directory, directory.path))
+        return 1
+    return 0
+
+
+def _checked(config: RunConfig) -> Demonstrations:
+    """The demonstrations, of models and layouts that can be trained."""
+    if (reason := why_not_device(config.run.device)) is not None:
+        raise ConfigError(f"run.device is {config.run.device}: {reason}")
+    file = config.data.demonstrations
+    if file is None:
+        raise ConfigError("data.demonstrations is not set: name a jsonl file of what agents should have written")
+    check_layouts(config)
+    renderers, longest = dict[str, ChatRenderer](), dict[str, int]()
+    for name, policy in config.trained_policies.items():
+        if policy.model is None:
+            raise ConfigError(f"policies.{name}.model is not set: give the Hugging Face directory to start from")
+        shape = read_shape(policy.model)
+        check_files(policy.model, shape, is_trained=True)
+        check_trainable(config, name, shape, int(os.environ.get("WORLD_SIZE", "1")))
+        renderers[name] = ChatRenderer(policy.model)
+        longest[name] = min(shape.max_positions, config.trainer.max_tokens_per_micro_batch)
+    return read_demonstrations(Path(file), config, renderers, longest)
+
+
+def _refuse_other(directory: RunDirectory, config: RunConfig, fingerprint: Mapping[str, object]) -> None:
+    """A run goes on with the demonstrations, settings of sft and seed that it began with: they decide what a step trains."""
+    key = f"run.resume={config.run.resume}: {directory.path} cannot go on with"
+    if directory.data.is_file() and json.loads(directory.data.read_bytes()) != fingerprint:
+        raise ConfigError(f"{key} other demonstrations than it began with; set data.demonstrations back")
+    saved = saved_config(directory)
+    if saved is not None and (saved.sft, saved.run.seed) != (config.sft, config.run.seed):
+        raise ConfigError(f"{key} another section sft or run.seed than config.yaml there has; set them back")
+
+
+@dataclass(frozen=True, slots=True)
+class _Epochs:
+    """Batches of all epochs, by step from 1."""
+
+    lines: Sequence[Demonstration]
+    batch: int
+    epochs: int
+    seed: int
+
+    @property
+    def steps_of_each(self) -> int:
+        return -(-len(self.lines) // self.batch)
+
+    @property
+    def num_steps(self) -> int:
+        return self.epochs * self.steps_of_each
+
+    def after(self, step: int) -> Iterator[tuple[int, list[Demonstration]]]:
+        """(step, its demonstrations) of all later steps."""
+        for each in range(step, self.num_steps):
+            epoch, place = divmod(each, self.steps_of_each)
+            own = _order(len(self.lines), f"{self.seed}/epoch {epoch}")[place * self.batch : (place + 1) * self.batch]
+            yield each + 1, [self.lines[i] for i in own]
+
+
+@functools.lru_cache(maxsize=1)
+def _order(number: int, name: str) -> list[int]:
+    return random.Random(f"sft/{name}").sample(range(number), number)
+
+
+class _Training:
+    """The steps of all policies that have demonstrations. Every method is collective."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, found: Demonstrations, console: RunConsole) -> None:
+        self._config, self._directory, self._writers, self._console = config, directory, found.writers, console
+        lines, self._held_out = held_out(
+            found.lines, _order(len(found.lines), f"{config.run.seed}/held out"), config.sft.held_out
+        )
+        self._epochs = _Epochs(lines, config.sft.batch, config.sft.epochs, config.run.seed)
+        names = [name for name in config.trained_policies if any(line.policy == name for line in lines)]
+        self.folders = {name: directory.hf / name if len(names) > 1 else directory.hf for name in names}
+        self._learners: dict[str, Learner] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """The models are written."""
+        return all(folder.is_dir() for folder in self.folders.values())
+
+    def train(self) -> None:
+        """All steps that are left, and the models.
+
+        Raises:
+            Stopped: a rank was asked to stop, on all ranks; the step is saved.
+            RuntimeError: trainer.max_bad_steps steps in a row had a non-finite loss or gradient.
+        """
+        config, run = self._config, self._config.run
+        self._learners = {name: self._learner(name) for name in self.folders}
+        restored = None
+        if run.resume != "off":
+            restored = load_checkpoint(self._directory, self._learners, run.resume, self._console.warning)
+        begun = restored.step if restored is not None else 0
+        writer = CheckpointWriter(
+            self._directory, keep_last=run.keep_checkpoints, keep_every=run.keep_every, is_async=run.async_checkpoint
+        )
+        stop, num_steps, num_bad = StopSignals(), self._epochs.num_steps, 0
+        with ExitStack() as stack:
+            note = self._open_log(stack, begun)
+            bar = stack.enter_context(self._console.progress("sft", num_steps, "steps"))
+            stack.enter_context(stop.noted())
+            saved_s = time.monotonic()
+            for step, batch in self._epochs.after(begun):
+                row, is_bad = self._step(batch)
+                if step % self._epochs.steps_of_each == 0:
+                    row |= self._held_out_losses()
+                note(step, row)
+                bar.update(step, _told(row))
+                num_bad = num_bad + 1 if is_bad else 0
+                if num_bad >= config.trainer.max_bad_steps:
+                    raise RuntimeError(
+                        f"step {step}: loss or gradient was not finite in {num_bad} steps in a row (trainer.max_bad_steps)"
+                    )
+                writer.finish_if_written()
+                due, is_stopping = is_due(run, step, last=num_steps, saved_s=saved_s, is_asked=stop.is_asked)
+                if due:
+                    writer.save(step, dict.fromkeys(self.folders, step), self._learners, None)
+                    saved_s = time.monotonic()
+                if is_stopping:
+                    writer.finish()
+                    raise Stopped
+        writer.finish()
+        self._write_models()
+
+    def _learner(self, name: str) -> Learner:
+        policy, sft = self._config.policies[name], self._config.sft
+        schedule = {"lr": sft.lr, "warmup_steps": sft.warmup_steps, "decay": sft.decay}
+        return supervised_learner(
+            policy.model_copy(update={"optimizer": policy.optimizer.model_copy(update=schedule)}),
+            str(policy.model),
+            num_writers=len(self._writers),
+            total_steps=self._epochs.num_steps,
+            seed=self._config.run.seed,
+        )
+
+    def _open_log(self, stack: ExitStack, begun: int) -> Callable[[int, Mapping[str, float]], None]:
+        """Where rank 0 writes a step's metrics, with the loss before the first one as step 0."""
+        first = self._held_out_losses() if begun == 0 else {}
+        if rank() != 0:
+            return lambda step, row: None
+        log = MetricsLog(self._directory, wandb_project=self._config.run.wandb, resume_step=begun or -1)
+        stack.enter_context(log)
+        if first:
+            log.log(0, first)
+            self._console.message(f"before: {_told(first)}")
+        return log.log
+
+    def _step(self, batch: Sequence[Demonstration]) -> tuple[dict[str, float], bool]:
+        """One optimizer step of each policy; its metrics, and whether one was skipped."""
+        losses: dict[str, tuple[float, int]] = {}
+        row, is_bad = dict[str, float](), False
+        for name, learner in self._learners.items():
+            own, prefix = _of(batch, name), f"{name}/" if len(self._learners) > 1 else ""
+            found, stats = imitate(learner, own, self._shard(learner))
+            losses |= self._named(found, own)
+            row |= {f"{prefix}actor/grad_norm": stats.grad_norm, f"{prefix}actor/lr": stats.lr}
+            is_bad |= stats.is_skipped
+            if stats.is_skipped:
+                uids = ", ".join(sequence.uid for sequence in own[:4])
+                self._console.warning(f"a step of {name} is skipped, its loss or gradient is not finite: {uids} ...")
+        return _means("sft", losses) | row, is_bad
+
+    def _held_out_losses(self) -> dict[str, float]:
+        losses: dict[str, tuple[float, int]] = {}
+        for name, learner in self._learners.items():
+            if own := _of(self._held_out, name):
+                losses |= self._named(measured_loss(learner, own, self._shard(learner)), own)
+        return _means("sft/held_out", losses)
+
+    def _shard(self, learner: Learner) -> BatchShard:
+        return learner.shard(self._config.trainer.max_tokens_per_micro_batch)
+
+    def _named(self, losses: Mapping[int, float], own: Sequence[TrainSequence]) -> dict[str, tuple[float, int]]:
+        """{writer: (mean loss, tokens)}."""
+        counts = tokens_by_writer(own)
+        return {self._writers[writer]: (loss, counts[writer]) for writer, loss in losses.items()}
+
+    def _write_models(self) -> None:
+        if rank() == 0:
+            for folder in self.folders.values():
+                folder.parent.mkdir(exist_ok=True)
+        barrier()
+        for name, folder in self.folders.items():
+            if not folder.is_dir():
+                self._learners[name].held().save_hf(folder, str(self._config.policies[name].model))
+
+
+def _of(lines: Sequence[Demonstration], policy: str) -> list[TrainSequence]:
+    return [line.sequence for line in lines if line.policy == policy]
+
+
+def _means(prefix: str, losses: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    """The mean loss of a token, of all writers and of each where there are several; {} without a token."""
+    total = sum(count for _, count in losses.values())
+    if not total:
+        return {}
+    whole = {f"{prefix}/loss": math.fsum(loss * count for loss, count in losses.values()) / total}
+    return whole | ({f"{prefix}/{name}/loss": loss for name, (loss, _) in losses.items()} if len(losses) > 1 else {})
+
+
+def _told(row: Mapping[str, float]) -> str:
+    found = {"loss": row.get("sft/loss"), "held out": row.get("sft/held_out/loss")}
+    return ", ".join(f"{name} {loss:.3f}" for name, loss in found.items() if loss is not None)

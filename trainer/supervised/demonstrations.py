@@ -1,0 +1,201 @@
+"""data.demonstrations: lines of a user's file as sequences to imitate.
+
+    {"agent": "verifier1", "prompt": {"problem": "2 + 2", "solution": "5"}, "completion": "Verdict: wrong"}
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    {"prompt": "2 + 2 =", "completion": " 4"}
+
+`agent` says whose policy learns it, and its chat template's options; a prompt of fields is the agent's own (docs/prompts.md). Of
+`messages`, with `tools` where they call some, the last is the completion. A prompt that is a text is tokenised as it stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from marsrl.rollout.agents.prompts import PromptSet, prompt_set, require_words
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.agents.roles import PLACEHOLDERS
+from marsrl.rollout.jsonl import BadLine, read_rows, well_formed
+from marsrl.rollout.orchestrations.registry import find_orchestration
+from marsrl.rollout.tasks.registry import prompts_of
+from marsrl.rollout.types import IntArray
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.supervised.imitation import DemonstrationTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """One line's sequence, and the policy that learns it."""
+
+    policy: str
+    sequence: TrainSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstrations:
+    """What a file holds. writers: agents in order, and "any" for lines without one; a sequence's agent is an index of them.
+
+    notes: for people, about lines that were left out. sum: tells one file's contents from another's.
+    """
+
+    lines: tuple[Demonstration, ...]
+    writers: tuple[str, ...]
+    notes: tuple[str, ...]
+    sum: str
+
+
+def read_demonstrations(
+    path: Path, config: RunConfig, renderers: Mapping[str, ChatRenderer], longest: Mapping[str, int]
+) -> Demonstrations:
+    """The demonstrations of a jsonl file.
+
+    Args:
+        renderers, longest: by trained policy: its chats, and the tokens that a sequence of it can have.
+
+    Raises:
+        ValueError: a line is none (data.on_bad_line=skip leaves it out), all are too long, or there is none.
+    """
+    reader, found = _Reader(config, renderers), list[Demonstration]()
+    bad, too_long = list[str](), list[str]()
+    digest = hashlib.blake2b(digest_size=8)
+    for number, row in read_rows(path):
+        where = f"{path}:{number}"
+        try:
+            if isinstance(row, BadLine):
+                raise row
+            each = reader.read(row, f"{path.name}:{number}")
+        except BadLine as reason:
+            bad.append(f"{where}: {reason}")
+            if config.data.on_bad_line == "error":
+                raise ValueError(f"{bad[0]} (data.on_bad_line=skip leaves such lines out)") from reason
+            continue
+        if (num_tokens := each.sequence.num_tokens) > longest[each.policy]:
+            too_long.append(f"{where} with {num_tokens:,} tokens, at most {longest[each.policy]:,}")
+            continue
+        digest.update(each.sequence.prompt_ids.tobytes() + b"/" + each.sequence.token_ids.tobytes())
+        found.append(each)
+    notes = [f"{len(bad)} lines are no demonstrations and are left out, first {bad[0]}"] if bad else []
+    if too_long:
+        notes.append(
+            f"{len(too_long)} demonstrations are longer than the model's positions or trainer.max_tokens_per_micro_batch and "
+            f"are left out, first {too_long[0]}"
+        )
+    if not found:
+        raise ValueError(f"data.demonstrations={path} has none to train on: {'; '.join(notes) or 'it is empty'}")
+    return Demonstrations(tuple(found), reader.writers, tuple(notes), digest.hexdigest())
+
+
+class _Reader:
+    """Reads rows; BadLine says why one is no demonstration."""
+
+    def __init__(self, config: RunConfig, renderers: Mapping[str, ChatRenderer]) -> None:
+        self._config, self._renderers = config, renderers
+        self._tokens = {name: DemonstrationTokens(renderer) for name, renderer in renderers.items()}
+        self._roles = {spec.name: spec.role for spec in find_orchestration(config.orchestration).agents}
+        self._prompts: dict[str, PromptSet] = {}
+        self.writers = (*config.agents, "any")
+
+    def read(self, row: Mapping[str, object], uid: str) -> Demonstration:
+        agent = row.get("agent")
+        if agent is not None and agent not in self._config.agents:
+            raise BadLine(f"agent is {agent!r}; the team has {', '.join(self._config.agents)}")
+        writer = "any" if agent is None else str(agent)
+        policy = self._policy(writer)
+        prompt: IntArray | str
+        if "messages" in row:
+            prompt, completion = self._chat(row, writer, self._renderers[policy])
+        else:
+            prompt = self._prompt(row.get("prompt"), writer, self._renderers[policy])
+            completion = _text(row, "completion")
+        sequence = self._tokens[policy].sequence(prompt, completion, self.writers.index(writer), uid=uid)
+        if not len(sequence.prompt_ids):
+            raise BadLine("its prompt has no token, and nothing would predict the completion's first")
+        return Demonstration(policy, sequence)
+
+    def _policy(self, writer: str) -> str:
+        if writer != "any":
+            policy = self._config.agents[writer].policy
+            if policy not in self._renderers:
+                raise BadLine(f"agent {writer} has the policy {policy}, which is frozen")
+            return policy
+        if len(self._renderers) > 1:
+            raise BadLine(f"it names no agent, and there are several policies to train: {', '.join(self._renderers)}")
+        return next(iter(self._renderers))
+
+    def _options(self, writer: str) -> dict[str, bool | str]:
+        return {} if writer == "any" else self._config.agents[writer].template_options
+
+    def _chat(self, row: Mapping[str, object], writer: str, renderer: ChatRenderer) -> tuple[IntArray, str]:
+        """All messages but the last, an assistant's; that one as the model would write it."""
+        messages, tools = row["messages"], row.get("tools") or ()
+        if not isinstance(messages, list) or not all(_is_turn(each) for each in messages):
+            raise BadLine("messages: expected a list of {role, content}, contents that are texts")
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise BadLine("messages: expected the completion, an assistant's turn, at the end, and others before it")
+        if not isinstance(tools, list | tuple):
+            raise BadLine(f"tools: expected a list of functions, found {type(tools).__name__}")
+        *asked, last = messages
+        well_formed(json.dumps([messages, tools], ensure_ascii=False), "messages")
+        if last.get("reasoning_content"):
+            raise BadLine(
+                "messages: reasoning_content is not read; put the thought into content, as the model writes it"
+            )
+        options = self._options(writer)
+        try:
+            prompt, _ = renderer.render_chat(asked, tools, **options)
+            calls = renderer.turn_text(last, tools, **options) if last.get("tool_calls") else ""
+        except (TemplateError, ValueError, TypeError) as error:
+            raise BadLine(f"messages: the chat template refuses them: {error}") from error
+        return prompt, (last.get("content") or "") + calls
+
+    def _prompt(self, given: object, writer: str, renderer: ChatRenderer) -> IntArray | str:
+        if isinstance(given, str):
+            return well_formed(given, "prompt")
+        if not isinstance(given, dict):
+            raise BadLine("expected messages, or prompt and completion")
+        if writer == "any":
+            raise BadLine("prompt has fields, and no agent is named whose prompt they fill")
+        role = self._roles[writer]
+        needed, allowed = PLACEHOLDERS[role]
+        if not set(needed) <= given.keys() <= {*needed, *allowed}:
+            raise BadLine(
+                f"prompt has the fields {', '.join(given) or 'none'}; {writer} needs {', '.join(needed)}"
+                + (f" and takes {', '.join(allowed)}" if allowed else "")
+            )
+        values = {name: _text(given, name) for name in given}
+        return renderer.render(self._prompts_of(writer).fill(role, **values), **self._options(writer))[0]
+
+    def _prompts_of(self, agent: str) -> PromptSet:
+        if agent not in self._prompts:
+            config = self._config
+            prompts = prompt_set(config.agents[agent].prompt or prompts_of(config.task, config.task_options))
+            require_words(prompts, self._roles[agent])
+            self._prompts[agent] = prompts
+        return self._prompts[agent]
+
+
+def _is_turn(message: Any) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    return isinstance(message.get("content"), str) or (message.get("content") is None and "tool_calls" in message)
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        raise BadLine(f"{key}: expected a text, found {'nothing' if value is None else type(value).__name__}")
+    return well_formed(value, key)
+
+
+def held_out(lines: Sequence[Demonstration], order: Sequence[int], share: float) -> tuple[list[Demonstration], ...]:
+    """(to train on, to measure): the first of a seeded order are held out, one at least where share is above 0."""
+    num = min(len(lines) - 1, max(1, round(share * len(lines)))) if share else 0
+    return [lines[i] for i in sorted(order[num:])], [lines[i] for i in sorted(order[:num])]

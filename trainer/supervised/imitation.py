@@ -1,0 +1,126 @@
+"""Cross-entropy on demonstrations by the learner of RL: the policy gradient with a token's weight in the advantage's place.
+
+The one optimizer step of `marsrl sft` and of the warm start (trainer/schools). Every rank holds all demonstrations and packs its
+own share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from marsrl.kernels import PolicyObjective
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.types import IntArray, Message
+from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.scatter import BatchShard, Update, micro_batches
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.step_stats import StepStats
+from marsrl.trainer.runs.collective import gather_bytes
+
+
+def supervised_learner(
+    policy: PolicyConfig, model_dir: str | Path, *, num_writers: int, total_steps: int, seed: int
+) -> Learner:
+    """A learner whose loss is -sum_t w_t log p_t, without clipping or masks: each update's old policy is the present one."""
+    return Learner(
+        policy,
+        model_dir,
+        objectives=[PolicyObjective()] * num_writers,
+        mpt=MptConfig(scope="off"),
+        total_steps=total_steps,
+        seed=seed,
+    )
+
+
+class DemonstrationTokens:
+    """Prompts and completions as sequences that a learner imitates, in one policy's tokens."""
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+        self._encoded = lru_cache(maxsize=8192)(renderer.encode_trusted)  # drills repeat
+
+    def sequence(
+        self,
+        prompt: IntArray | Sequence[Message] | str,
+        completion: str,
+        writer: int,
+        *,
+        uid: str = "trace",
+        ends: bool = True,
+        weights: Sequence[float] | None = None,
+    ) -> TrainSequence:
+        """All of the completion is to be imitated, none of the prompt.
+
+        Args:
+            prompt: a text is tokenised as it stands, messages by the chat template.
+            writer: an index by which losses are summed up.
+            ends: the end token follows the completion.
+            weights: of each token of the completion, the end token included; None: 1.
+        """
+        if isinstance(prompt, str):
+            prompt_ids = self._encoded(prompt)
+        else:
+            prompt_ids = prompt if isinstance(prompt, np.ndarray) else self._renderer.render(prompt)[0]
+        end = [self._renderer.eos_id] if ends else []
+        token_ids = np.concatenate([self._encoded(completion), np.array(end, np.int32)]).astype(np.int32)
+        return TrainSequence(
+            uid=uid,
+            prompt_ids=prompt_ids,
+            token_ids=token_ids,
+            is_sampled=np.ones(len(token_ids), bool),
+            rollout_logprobs=None,
+            advantage=1.0,
+            agent=writer,
+            temperature=1.0,
+            token_advantages=None if weights is None else np.array(weights, np.float32),
+        )
+
+
+def imitate(
+    learner: Learner,
+    sequences: Sequence[TrainSequence],
+    place: BatchShard,
+    *,
+    uncounted: Collection[int] = (),
+    lr: float | None = None,
+) -> tuple[dict[int, float], StepStats]:
+    """One optimizer step on the loss of a token; the mean weighted loss of a token by writer, nats, and the statistics.
+
+    uncounted: writers whose tokens are not in the loss's denominator, and of whose losses nothing is said.
+    lr: in place of the policy's schedule. Collective; `sequences` are the same on every rank.
+    """
+    num_tokens = tokens_by_writer(sequences, uncounted)
+    update = Update(tuple(micro_batches(sequences, place)), float(sum(num_tokens.values())))
+    stats = learner.train_step([update], lr=lr)
+    sums = stats.agent_sums["weighted_nll"]
+    return {writer: sums[writer] / count for writer, count in num_tokens.items()}, stats
+
+
+def measured_loss(learner: Learner, sequences: Sequence[TrainSequence], place: BatchShard) -> dict[int, float]:
+    """The mean loss of a token by writer, nats, under the present weights; nothing is trained. Collective, as `imitate`."""
+    own: dict[int, float] = {}
+    batches = micro_batches(sequences, place)
+    for batch, logprobs in zip(batches, learner.score(batches), strict=True):
+        writers = batch.of_tokens(batch.agent_of).cpu()
+        for writer in set(batch.agents):
+            own[writer] = own.get(writer, 0.0) - float(logprobs[writers == writer].double().sum())
+    told = [decode(tuple[int, dict[int, float]], each) for each in gather_bytes(encode((place.data_rank, own)))]
+    shares = dict(told).values()  # ranks of one data rank have scored the same
+    num_tokens = tokens_by_writer(sequences)
+    return {w: math.fsum(share.get(w, 0.0) for share in shares) / count for w, count in num_tokens.items()}
+
+
+def tokens_by_writer(sequences: Sequence[TrainSequence], uncounted: Collection[int] = ()) -> dict[int, int]:
+    """{writer: tokens to imitate}, in order of writers."""
+    counts: dict[int, int] = {}
+    for sequence in sequences:
+        if sequence.agent not in uncounted:
+            counts[sequence.agent] = counts.get(sequence.agent, 0) + sequence.num_sampled
+    return dict(sorted(counts.items()))
