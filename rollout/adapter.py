@@ -11,16 +11,18 @@ Source: Hu et al., LoRA (arXiv 2106.09685), equation 3.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from marsrl.rollout.config import Settings
 from marsrl.rollout.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Target = Literal["attention", "mlp", "experts"]
 PEFT_PREFIX = "base_model.model."
@@ -98,22 +100,45 @@ def tensor_shapes(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[
     return found
 
 
+def why_not_start(folder: Path, adapter: AdapterConfig) -> str | None:
+    """None where training can start from the numbers of this PEFT directory, else the reason; its tensors are not looked at."""
+    key = f"adapter.start is {folder}"
+    if not (folder / CONFIG).is_file() or not (folder / TENSORS).is_file():
+        return f"{key}, which has no {CONFIG} or no {TENSORS}; expected a PEFT directory"
+    told = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if told.get("peft_type") != "LORA" or any(told.get(name) for name in ("use_dora", "use_rslora", "modules_to_save")):
+        return f"{key}, which is no plain LoRA: DoRA, rsLoRA and whole modules (modules_to_save) are not trained"
+    ranks, alphas = told.get("rank_pattern") or {}, told.get("alpha_pattern") or {}
+    for pattern in (None, *{**ranks, **alphas}):
+        scale = alphas.get(pattern, told["lora_alpha"]) / ranks.get(pattern, told["r"])
+        if not math.isclose(scale, adapter.scale):
+            of = f"of {pattern} " if pattern else ""
+            return (
+                f"{key}, {of}made with alpha / rank = {scale:g}; here adapter.alpha / adapter.rank is {adapter.scale:g}"
+            )
+    return None
+
+
 def write_adapter(
     folder: Path, shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor], base: str
 ) -> None:
     """Write a PEFT directory, which PEFT and vLLM read; `folder` exists. base: path of the model that it adapts."""
+    from safetensors.torch import save_file  # here: configs are read without torch
+
     names = sorted({name.rsplit(".", 1)[-1] for name in adapted(shape, adapter)})
-    in_experts = adapter.rank_in_experts(shape)
+    # The experts' rank is the common one, with a pattern for the others: PEFT on transformers 5 stacks the experts, and knows
+    # no pattern of one then.
     has_experts = shape.num_experts > 0 and "experts" in adapter.targets
-    pattern = r".*\.experts\.\d+\.(gate|up|down)_proj"
+    rank = adapter.rank_in_experts(shape) if has_experts else adapter.rank
+    others = r".*\.self_attn\.[qkvo]_proj"
     told = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "rank_pattern": {pattern: in_experts} if has_experts else {},
-        "alpha_pattern": {pattern: adapter.scale * in_experts} if has_experts else {},
+        "r": rank,
+        "lora_alpha": adapter.scale * rank if has_experts else adapter.alpha,
+        "rank_pattern": {others: adapter.rank} if has_experts else {},
+        "alpha_pattern": {others: adapter.alpha} if has_experts else {},
         "target_modules": names,
         "bias": "none",
         "inference_mode": True,
@@ -124,4 +149,6 @@ def write_adapter(
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a PEFT directory by name, without PEFT's prefix."""
+    from safetensors.torch import load_file
+
     return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(folder / TENSORS).items()}

@@ -9,6 +9,7 @@ from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration
 from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tools.config import how_to_set
+from marsrl.trainer.config.adapters import check_adapters
 from marsrl.trainer.config.policy import PolicyConfig
 from marsrl.trainer.config.sections import SyncConfig
 
@@ -37,6 +38,7 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
     """
     for name, policy in config.policies.items():
         _check_policy(f"policies.{name}", policy)
+    check_adapters(config)
     if not config.trained_policies and trains:
         raise ValueError(f"policies: every one is frozen ({', '.join(config.policies)}), and nothing is left to train")
     for name, agent in config.agents.items():
