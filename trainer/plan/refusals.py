@@ -7,9 +7,10 @@ import importlib.util
 import os
 
 from marsrl.rollout.config import VllmOptions
-from marsrl.rollout.engines.refusals import TrainerHost, refusals, vllm_refusals
+from marsrl.rollout.engines.refusals import TrainerHost, adapter_refusals, refusals, vllm_refusals
 from marsrl.rollout.engines.vllm.arguments import checked_extra
 from marsrl.rollout.engines.vllm.engine import NO_SLEEP_ON_CPU
+from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
 from marsrl.trainer.config.read import ConfigError
@@ -81,11 +82,18 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
 
 def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
     """Refusals of these settings by engines and trainer on that host."""
-    files = (config.sync.directory or "/dev/shm") if config.sync.backend == "shm" else None
+    by_files = config.sync.backend == "shm" or bool(config.pools_of_adapters)
+    files = (config.sync.directory or "/dev/shm") if by_files else None
     found = list(refusals(config.served_rollouts, host, weight_files=files))
     for name, vllm in vllm_of(config).items():
         is_trained = name in config.trained_policies and host.num_ranks > 0
         found += vllm_refusals(vllm, engines_device(host), config.records_of(name), takes_weights=is_trained)
+    for pool in dict.fromkeys(config.pools_of_adapters.values()):
+        model, rollout = config.policies[pool].model, config.rollout_of(pool)
+        adapters = {name: adapter for name in config.policies_in(pool) if (adapter := config.policies[name].adapter)}
+        if model is not None:  # warm-started ones are small and dense
+            dtype = config.engine_dtype(pool)
+            found += adapter_refusals(rollout, engines_device(host), dtype, read_shape(model), adapters)
     return tuple(dict.fromkeys(found))
 
 
