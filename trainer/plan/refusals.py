@@ -14,6 +14,7 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
 from marsrl.trainer.config.read import ConfigError
+from marsrl.trainer.plan.models import taught_shape
 
 
 def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
@@ -89,11 +90,11 @@ def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
         is_trained = name in config.trained_policies and host.num_ranks > 0
         found += vllm_refusals(vllm, engines_device(host), config.records_of(name), takes_weights=is_trained)
     for pool in dict.fromkeys(config.pools_of_adapters.values()):
-        model, rollout = config.policies[pool].model, config.rollout_of(pool)
+        policy, rollout, dtype = config.policies[pool], config.rollout_of(pool), config.engine_dtype(pool)
         adapters = {name: adapter for name in config.policies_in(pool) if (adapter := config.policies[name].adapter)}
-        if model is not None:  # warm-started ones are small and dense
-            dtype = config.engine_dtype(pool)
-            found += adapter_refusals(rollout, engines_device(host), dtype, read_shape(model), adapters)
+        shape = taught_shape(config, policy) if policy.model is None else read_shape(policy.model)
+        if shape is not None:
+            found += adapter_refusals(rollout, engines_device(host), dtype, shape, adapters)
     return tuple(dict.fromkeys(found))
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from marsrl.rollout.engines.local.rope import rotary_frequencies
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.rope import rotary_frequencies
 from marsrl.rollout.weights.layout import EMBEDDING, HEAD, fuse
 
 Pairs = Mapping[str, Tensor]
