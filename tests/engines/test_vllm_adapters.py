@@ -141,7 +141,7 @@ def test_checksums_are_of_what_the_kernels_hold_and_b_is_scaled(served: Served) 
 
 
 def test_files_of_versions_before_are_not_needed(served: Served) -> None:
-    """Neither by requests that go on, nor by those of others, nor where the weights are loaded again."""
+    """Neither by requests that go on, nor by those of others, nor once the weights were loaded again, which drops adapters."""
     before, others = served.folders["a"], served.asks("b", "", "b")
     undisturbed = decoded(served.engine, others)
     pool = pool_of(served.engine)
@@ -160,7 +160,7 @@ def test_files_of_versions_before_are_not_needed(served: Served) -> None:
 
 
 def test_weights_that_are_loaded_again_keep_their_names_and_adapters(served: Served) -> None:
-    """vLLM drops all adapters, and says nothing: requests would go through the bare weights."""
+    """vLLM drops all adapters, and reads each again from the path that a request names."""
     receipt = served.engine.update_weights(WeightUpdate(str(served.model), 0))
     assert not [name for name in receipt.checksums[0] if "base_layer" in name]
     served.assert_right("a", "b", "")

@@ -68,8 +68,3 @@ class LoadedAdapters:
         engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
         self._loaded[name] = LoRARequest(name, number, path)
         return number
-
-    def load_again(self, engine: Any) -> None:
-        """All of them: a reload of the weights has dropped them."""
-        for request in self._loaded.values():
-            engine.add_lora(request)

@@ -255,8 +255,7 @@ class VllmEngine:
             if broken := next(filter(None, reasons), ""):
                 return WeightReceipt(TORN, (), time.perf_counter() - start, broken=broken)
         else:
-            self._ask_workers("marsrl_load", update.path)
-            self._adapters.load_again(self._llm.llm_engine)
+            self._ask_workers("marsrl_load", update.path)  # drops adapters: the next request of each has it read again
         self._reset_prefix_cache()
         loaded = time.perf_counter()
         ask = ("marsrl_received_checksums",) if update.receive_plans else ("marsrl_checksums", update.path)
@@ -293,8 +292,7 @@ class VllmEngine:
         self._reset_prefix_cache()
 
     def sleep(self, keeps_weights: bool) -> None:
-        """vLLM's level 1, or its level 2, which drops parameters, and adapters until update_weights loads them again; buffers
-        come back with wake("weights") at both."""
+        """vLLM's level 1, or its level 2, which drops parameters and adapters; buffers come back with wake("weights") at both."""
         self._settle()
         if not keeps_weights:
             self._versions[""] = TORN
