@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,8 +20,10 @@ from pydantic import Field, model_validator
 
 from marsrl.rollout.config import Settings
 from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.weights.layout import EngineShard, shard_layout
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Target = Literal["attention", "mlp", "experts"]
@@ -126,25 +128,61 @@ def write_adapter(
     from safetensors.torch import save_file  # here: configs are read without torch
 
     names = sorted({name.rsplit(".", 1)[-1] for name in adapted(shape, adapter)})
-    # The experts' rank is the common one, with a pattern for the others: PEFT on transformers 5 stacks the experts, and knows
-    # no pattern of one then.
+    in_experts = adapter.rank_in_experts(shape)
     has_experts = shape.num_experts > 0 and "experts" in adapter.targets
-    rank = adapter.rank_in_experts(shape) if has_experts else adapter.rank
-    others = r".*\.self_attn\.[qkvo]_proj"
+    ranks = {r".*\.experts\.\d+\.(gate|up|down)_proj": in_experts}
+    # as PEFT calls experts' matrices with transformers 5, which has gate and up as one; the first pattern that fits counts
+    ranks |= {r".*\.experts\.gate_up_proj": 2 * in_experts, r".*\.experts\.down_proj": in_experts}
     told = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": adapter.scale * rank if has_experts else adapter.alpha,
-        "rank_pattern": {others: adapter.rank} if has_experts else {},
-        "alpha_pattern": {others: adapter.alpha} if has_experts else {},
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "rank_pattern": ranks if has_experts else {},
+        "alpha_pattern": {name: adapter.scale * rank for name, rank in ranks.items()} if has_experts else {},
         "target_modules": names,
         "bias": "none",
         "inference_mode": True,
     }
     save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
     (folder / CONFIG).write_text(json.dumps(told, indent=1), encoding="utf-8")
+
+
+def held_by_shard(
+    shape: ModelShape,
+    adapter: AdapterConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    shard: EngineShard,
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) as a shard of an engine holds them: its part of A and of B alpha / rank, each in dtype.
+
+    It cuts B's rows and A's columns as it cuts the adapted matrix. B is scaled in dtype, as vLLM does: with alpha / rank a power
+    of two no number is rounded.
+
+    Raises:
+        ValueError: the tensors are not those of this adapter of this model.
+    """
+    expected = tensor_shapes(shape, adapter)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if wrong := [name for name in {**expected, **found} if found.get(name) != expected.get(name)]:
+        name = wrong[0]
+        raise ValueError(
+            f"adapter: {len(wrong)} of {len(expected)} tensors are not those of this model and these settings, first {name}: "
+            f"found {found.get(name, 'none')}, expected {expected.get(name, 'none')}"
+        )
+    matrices = adapted(shape, adapter)
+    layout = shard_layout({f"{name}.weight": (out, into) for name, (out, into, _) in matrices.items()}, shard)
+    for name, (_, _, rank) in matrices.items():
+        box = layout.needs.get(f"{name}.weight")
+        if box is None:  # an expert of another shard
+            continue
+        a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
+        yield f"{name}.lora_A.weight", a[:, box.col : box.col_end].to(dtype)
+        # of experts as a reader of alpha_pattern computes it, which may be another number in the last place
+        scale = adapter.scale * rank / rank if ".experts." in name else adapter.scale
+        yield f"{name}.lora_B.weight", b[box.row : box.row_end].to(dtype) * scale
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -98,6 +98,7 @@ class Team:
     """Everything that is needed to have an agent answer and to judge what it said.
 
     renderers and pools are by policy name, of the policies that agents have; an agent's policy is agents[name].policy.
+    adapters: {policy that is an adapter: policy in whose pool it decodes}; its own where it adapts that one's weights.
     records_experts: policies whose engines record, for training, which experts each token went through.
     max_turns: calls of agents, and of tools, in one episode. tools: that the orchestration may call.
     max_kept: {agent whose truncated draws are trained: most tokens that its sampler keeps at a place}; which, is recorded.
@@ -115,6 +116,11 @@ class Team:
     max_turns: int = 256
     tools: ToolPool | Gateway | None = None
     max_kept: Mapping[str, int] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
+
+    def pool_of(self, policy: str) -> EnginePool:
+        """The engines that decode with a policy."""
+        return self.pools[self.adapters.get(policy, policy)]
 
     @property
     def gateway(self) -> Gateway | None:
@@ -365,9 +371,10 @@ class Team:
         """All engines give their memory to the trainer, where they share its GPUs; else nothing happens.
 
         renewed: policies whose engines get weights before anything else is asked of them: they need not keep the old ones.
+            Adapters come without the weights that they adapt.
         """
         for policy, pool in self.pools.items():
-            pool.sleep(keeps_weights=policy not in renewed)
+            pool.sleep(keeps_weights=policy not in renewed or policy in self.adapters.values())
         if self.judge.model is not None:
             self.judge.model.sleep()
 

@@ -106,7 +106,7 @@ class Driver:
             started: of the policies that had no model.
             seconds: by part of the run.
         """
-        info = self.team.pools[next(iter(config.trained_policies))].infos()[0]  # of frozen policies nothing is said
+        info = self.team.pool_of(next(iter(config.trained_policies))).infos()[0]  # of frozen policies nothing is said
         return Summary(
             name=self.directory.path.name,
             task=config.task,

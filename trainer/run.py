@@ -65,7 +65,8 @@ class Run:
         self.started = started  # of the policies that had no model
         self.agents = config.agents
         self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
-        self.standby = Standby(syncs, learners, self.versions, driver.team.pools if driver is not None else None)
+        pools = None if driver is None else {policy: driver.team.pool_of(policy) for policy in learners}
+        self.standby = Standby(syncs, learners, self.versions, pools)
         self.step = 0
         self.consumed_version = 0  # of the policy that consumes this step's batch: staleness is measured against it
         self.trace = TraceLog(directory.trace if driver is not None else None)

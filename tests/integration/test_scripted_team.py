@@ -58,10 +58,10 @@ class Recorded(ScriptedWithWeights):
         CALLS.append("submit")
         super().submit(requests, version=version)
 
-    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray], adapter: str = "") -> list[FloatArray]:
         self._need("weights", "kv_cache")
         CALLS.append("score")
-        return super().score(sequences)
+        return super().score(sequences, adapter)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         CALLS.append("update_weights")

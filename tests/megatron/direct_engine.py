@@ -59,7 +59,7 @@ class Halves:
     def info(self) -> EngineInfo:
         return self._info
 
-    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    def score(self, sequences: list[np.ndarray], adapter: str = "") -> list[np.ndarray]:
         return [np.zeros(len(sequence) - 1, np.float32) for sequence in sequences]
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
@@ -79,9 +79,9 @@ class SpoilingEngine(LocalEngine):
     """Changes one bit of what `spoil` named, once it is there. Ends in an update where `strike` said: before it takes
     part, with a bucket in its hands, when it holds everything, or when it is to score."""
 
-    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray], adapter: str = "") -> list[np.ndarray]:
         strike_at("score")
-        return super().score(sequences)
+        return super().score(sequences, adapter)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         strike_at("before")
@@ -129,7 +129,7 @@ def serve(connection: Connection) -> None:
             elif method == "strike":
                 _STRIKE.append(args)
             elif method == "version":
-                value = engine._version
+                value = engine._versions[""]
             else:
                 value = getattr(engine, method)(*args)
         except Exception as error:  # raised on rank 0

@@ -14,8 +14,8 @@ from megatron_models import learner, save_model
 from torch import Tensor
 
 from marsrl.rollout.engines.local.engine import LocalEngine
+from marsrl.rollout.engines.local.rope import rotary_frequencies
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.rope import rotary_frequencies
 from marsrl.trainer.weights.comparison import EngineComparison, TrainerScores, comparison_sequences, trainer_scores
 
 

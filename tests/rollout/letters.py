@@ -12,7 +12,7 @@ import numpy as np
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig
-from marsrl.rollout.engines.protocol import DecodeRequest, WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.orchestrations.registry import agent_names, build_orchestration
 from marsrl.rollout.player.completion import Completion, State
@@ -47,7 +47,11 @@ class WeighedEngine(ScriptedEngine):
     """Its weights are the name of the file that it was sent; their checksum is a sum over the name."""
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        self._version = update.version
+        self._versions[""] = update.version
+        return WeightReceipt(update.version, ({"name": sum(update.path.encode())},), 0.0)
+
+    def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
+        super().update_adapter(update)
         return WeightReceipt(update.version, ({"name": sum(update.path.encode())},), 0.0)
 
 

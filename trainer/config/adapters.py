@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config.policy import LayoutConfig, PolicyConfig
-
-if TYPE_CHECKING:
-    from marsrl.trainer.config.run_config import RunConfig
 
 OF_BASE = (
     "model",
@@ -58,35 +54,6 @@ def _on_base(policies: Mapping[str, PolicyConfig], name: str, policy: PolicyConf
                 f"policies.{name}.{setting} is {own}, and it has its base's ({policy.base}: {given}): leave it out"
             )
     return policy.model_copy(update={setting: getattr(base, setting) for setting in OF_BASE})
-
-
-def check_adapters(config: RunConfig) -> None:
-    """Refuse adapters that cannot be trained, whatever the model.
-
-    Raises:
-        ValueError: with the key, what was found and what would be right.
-    """
-    for name, policy in config.policies.items():
-        if policy.adapter is None:
-            continue
-        key = f"policies.{name}"
-        if policy.frozen:
-            raise ValueError(
-                f"{key}.adapter is set, and {key}.frozen is true: an adapter is what is trained, leave one out"
-            )
-        if policy.router_aux_loss:
-            raise ValueError(
-                f"{key}.router_aux_loss is {policy.router_aux_loss:g}, and with {key}.adapter the router stays as it is: set 0"
-            )
-    for name, agent in config.agents.items():
-        if config.credit.trains(name) and agent.policy in config.bases and agent.policy not in config.trained_policies:
-            policy = config.policies[agent.policy]
-            if not policy.frozen:
-                built = next(other for other, each in config.policies.items() if each.base == agent.policy)
-                raise ValueError(
-                    f"agents.{name} is trained, and its policy {agent.policy} is the base of {built}, whose weights stay: set "
-                    f"policies.{agent.policy}.adapter, or leave {name} out of credit.train_agents"
-                )
 
 
 def why_not_adapter(adapter: AdapterConfig, shape: ModelShape, layout: LayoutConfig) -> str | None:

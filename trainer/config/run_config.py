@@ -101,8 +101,8 @@ class RunConfig(Settings):
         return self.trains_whole or self.rollout.pipeline == "trajectory"
 
     def rollout_of(self, policy: str) -> RolloutConfig:
-        """`rollout` with the policy's own engines and vllm."""
-        own = self.policies[policy]
+        """`rollout` with the engines and vllm of the policy, or of its base, in whose engines it decodes."""
+        own = self.policies[self.policies[policy].base or policy]
         return self.rollout.model_copy(
             update={"engines": own.engines or self.rollout.engines, "vllm": own.vllm or self.rollout.vllm}
         )
@@ -126,7 +126,17 @@ class RunConfig(Settings):
     @property
     def served_rollouts(self) -> tuple[RolloutConfig, ...]:
         """The rollout settings of each policy that has engines of ours."""
-        return tuple(self.rollout_of(name) for name, policy in self.policies.items() if policy.openai is None)
+        own = [name for name, policy in self.policies.items() if policy.openai is None and policy.base is None]
+        return tuple(self.rollout_of(name) for name in own)
+
+    def policies_in(self, pool: str) -> tuple[str, ...]:
+        """Policies that the engines of one decode for: it and those that are built on it."""
+        return (pool, *(name for name, policy in self.policies.items() if policy.base == pool))
+
+    @property
+    def pools_of_adapters(self) -> dict[str, str]:
+        """{policy that is an adapter: policy in whose engines it decodes}."""
+        return {name: policy.base or name for name, policy in self.policies.items() if policy.adapter is not None}
 
     @property
     def trained_policies(self) -> dict[str, PolicyConfig]:

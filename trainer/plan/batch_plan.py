@@ -59,7 +59,8 @@ def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
 
 
 def longest_sequence(config: RunConfig, policy: str) -> int:
-    """Tokens of the longest prompt and completion that an agent of the policy, or the judge by it, can reach.
+    """Tokens of the longest prompt and completion that an agent of the policy, or of one built on it, or the judge by it, can
+    reach.
 
     Raises:
         ValueError: nobody has the policy.
@@ -67,7 +68,7 @@ def longest_sequence(config: RunConfig, policy: str) -> int:
     longest = [
         agent.max_input_tokens + (agent.max_response_tokens or config.rollout.max_response_tokens)
         for agent in config.agents.values()
-        if agent.policy == policy
+        if agent.policy in config.policies_in(policy)
     ]
     if config.judge is not None and config.judge.policy == policy:
         longest.append(config.judge.max_input_tokens + config.judge.max_response_tokens)

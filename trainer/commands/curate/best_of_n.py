@@ -61,7 +61,8 @@ def _played(
     evaluator: Evaluator, n: int, problems: Mapping[str, Problem], kept: Answers[list[float]]
 ) -> Mapping[str, list[float]]:
     """By key: NaN where it is not known whether an answer is right. Kept where all are known."""
-    found = evaluator.correctness(problems, n, dict.fromkeys(evaluator.team.pools, 0)) if problems else {}
+    versions = dict.fromkeys([*evaluator.team.pools, *evaluator.team.adapters], 0)
+    found = evaluator.correctness(problems, n, versions) if problems else {}
     for key, correct in found.items():
         if not any(math.isnan(value) for value in correct):
             kept.add(key, {"correct": correct})

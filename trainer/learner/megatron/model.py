@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
+from marsrl.rollout.engines.local.rope import rotary_frequencies
 from marsrl.rollout.model_shape import ModelShape, read_shape
-from marsrl.rollout.rope import rotary_frequencies
 from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.learner.megatron.convert import Converter
 from marsrl.trainer.learner.megatron.head import PolicyModel
