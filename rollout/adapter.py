@@ -11,6 +11,7 @@ Source: Hu et al., LoRA (arXiv 2106.09685), equation 3.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -101,10 +102,31 @@ def tensor_shapes(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[
     return found
 
 
+def why_not_start(folder: Path, adapter: AdapterConfig) -> str | None:
+    """None where training can start from the numbers of this PEFT directory, else the reason; its tensors are not looked at."""
+    key = f"adapter.start is {folder}"
+    if not (folder / CONFIG).is_file() or not (folder / TENSORS).is_file():
+        return f"{key}, which has no {CONFIG} or no {TENSORS}; expected a PEFT directory"
+    told = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if told.get("peft_type") != "LORA" or any(told.get(name) for name in ("use_dora", "use_rslora", "modules_to_save")):
+        return f"{key}, which is no plain LoRA: DoRA, rsLoRA and whole modules (modules_to_save) are not trained"
+    ranks, alphas = told.get("rank_pattern") or {}, told.get("alpha_pattern") or {}
+    for pattern in (None, *{**ranks, **alphas}):
+        scale = alphas.get(pattern, told["lora_alpha"]) / ranks.get(pattern, told["r"])
+        if not math.isclose(scale, adapter.scale):
+            of = f"of {pattern} " if pattern else ""
+            return (
+                f"{key}, {of}made with alpha / rank = {scale:g}; here adapter.alpha / adapter.rank is {adapter.scale:g}"
+            )
+    return None
+
+
 def write_adapter(
     folder: Path, shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor], base: str
 ) -> None:
     """Write a PEFT directory, which PEFT and vLLM read; `folder` exists. base: path of the model that it adapts."""
+    from safetensors.torch import save_file  # here: configs are read without torch
+
     names = sorted({name.rsplit(".", 1)[-1] for name in adapted(shape, adapter)})
     in_experts = adapter.rank_in_experts(shape)
     has_experts = shape.num_experts > 0 and "experts" in adapter.targets
@@ -123,8 +145,6 @@ def write_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    from safetensors.torch import save_file  # here: configs are read without torch
-
     save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
     (folder / CONFIG).write_text(json.dumps(told, indent=1), encoding="utf-8")
 

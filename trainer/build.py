@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -59,6 +59,9 @@ from marsrl.trainer.weights.adapter_sync import AdapterSync
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import DirectSync, FileSync, WeightSync
 
+if TYPE_CHECKING:  # it imports megatron
+    from marsrl.trainer.learner.megatron.adapter import FrozenBase
+
 _CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -93,8 +96,14 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             started = warm_starts(as_it_began(directory, config), console)
         models = {name: policy.model or str(started[name].model_dir) for name, policy in config.policies.items()}
         trained = config.trained_policies
-        references = {name: _reference(config.policies[name].reference, models[name]) for name in trained}
-        learners = {name: _learner(config, name, models[name], references[name]) for name in trained}
+        learners: dict[str, Learner] = {}
+        for name, policy in trained.items():
+            shared = (
+                learner.base
+                for other, learner in learners.items()
+                if (trained[other].base or other) == (policy.base or name)
+            )
+            learners[name] = _learner(config, name, models[name], next(shared, None))
         team = stack.enter_context(open_team(checked, models)) if rank() == 0 else None
         syncs: dict[str, WeightSync] = {}
         for name in trained:
@@ -144,18 +153,15 @@ def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | Non
     )
 
 
-def _reference(reference: str, model_dir: str) -> str | None:
-    """policies.<name>.reference as a directory."""
-    return {"none": None, "start": model_dir}.get(reference, reference)
-
-
-def _learner(config: RunConfig, name: str, model_dir: str, reference_dir: str | None) -> Learner:
-    loss = config.loss
+def _learner(config: RunConfig, name: str, model_dir: str, base: FrozenBase | None) -> Learner:
+    loss, policy = config.loss, config.policies[name]
+    start = model_dir if policy.adapter is None else None  # an adapter's is in memory
+    reference_dir = {"none": None, "start": start}.get(policy.reference, policy.reference)
     own = {each.name for each in dataclasses.fields(PolicyObjective)}
     common = loss.model_dump(include=own) | {"correction_high": loss.upper_bound}
     clips = [each.model_dump(include={"clip_low", "clip_high"}, exclude_none=True) for each in config.agents.values()]
     return Learner(
-        config.policies[name],
+        policy,
         model_dir,
         objectives=[PolicyObjective(**common | clip) for clip in clips],
         mpt=config.mpt,
@@ -164,6 +170,7 @@ def _learner(config: RunConfig, name: str, model_dir: str, reference_dir: str | 
         old_policy=loss.old_policy,
         router_replay=config.trainer.router_replay,
         reference_dir=reference_dir,
+        base=base,
     )
 
 

@@ -23,6 +23,7 @@ from marsrl.trainer.driver import Driver
 from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
+from marsrl.trainer.learner.together import Together, groups
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.step_metrics import step_metrics
@@ -58,6 +59,7 @@ class Run:
         self.directory = directory
         self.console = console
         self.learners = learners
+        self.groups = groups(learners, [agent.policy for agent in config.agents.values()])  # that train together
         self.syncs = syncs  # from each learner to its policy's engines
         self.driver = driver
         self.started = started  # of the policies that had no model
@@ -223,19 +225,19 @@ class Run:
         return self.config.rollout.placement == "colocated"
 
     @contextmanager
-    def engines_asleep(self, policy: str) -> Iterator[None]:
+    def engines_asleep(self, group: Together) -> Iterator[None]:
         """With rollout.placement=colocated, give the GPUs' memory to the trainer in the body. Collective then.
 
-        Whoever asks something of the engines next wakes them: of this policy, and of those whose turn to train is still to
-        come in this step, the publish, so that they drop their weights; of others the next stage.
+        Whoever asks something of the engines next wakes them: of this group's policies, and of those whose turn to train is still
+        to come in this step, the publish, so that they drop their weights; of others the next stage.
         """
         if not self.engines_drop_weights:
             yield
             return
         if self.driver is not None:
-            policies = list(self.learners)
+            renewed = [policy for each in self.groups[self.groups.index(group) :] for policy in each.learners]
             with self.timed("sleep"):
-                self.driver.team.sleep(renewed=policies[policies.index(policy) :])
+                self.driver.team.sleep(renewed=renewed)
         barrier()
         yield
         if torch.cuda.is_available():

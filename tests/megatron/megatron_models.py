@@ -25,7 +25,7 @@ from marsrl.trainer.learner.step_stats import StepStats
 
 VOCAB = 61  # odd: tensor parallelism pads it
 OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=0.5)
-OF_LEARNER = ("old_policy", "router_replay", "reference_dir")
+OF_LEARNER = ("old_policy", "router_replay", "reference_dir", "base")
 
 
 def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> Path:

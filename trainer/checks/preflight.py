@@ -9,9 +9,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import yaml
 
+from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, AdapterConfig, why_not_start
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer, TemplateOption
 from marsrl.rollout.config import Settings
@@ -32,6 +34,7 @@ from marsrl.rollout.types import Ask, Problem, ToolFunction
 from marsrl.trainer.checks.device import why_not_device
 from marsrl.trainer.checks.problems import RunProblems, problems_of, sources
 from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.config.adapters import why_not_adapter
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
 from marsrl.trainer.plan.batch_plan import batch_plan, longest_sequence, shorten_prompts
@@ -173,13 +176,16 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
         return config, warnings
     if policy.model is not None:
         shape = read_shape(policy.model)
-        _check_files(policy.model, shape, is_trained=trains and not policy.frozen)
+        _check_files(
+            policy.model, shape, is_trained=trains and (name in config.trained_policies or name in config.bases)
+        )
         if found := why_not_cut(shape, config.rollout_of(name).vllm):
             raise ConfigError(f"policies.{name}.model: {found}")
-        if trains and not policy.frozen:
+        if trains and name in config.trained_policies:
             _check_trainable(config, name, shape, world_size)
         config = shorten_prompts(config, name, shape.max_positions, trains=trains)
-        if trains and not policy.frozen and config.rollout.engine == "vllm":
+        is_planned = name in config.trained_policies and policy.adapter is None
+        if trains and is_planned and config.rollout.engine == "vllm":
             warnings += shortages_here(config, name, shape, world_size)
     elif taught := taught_shape(config, policy):
         config = shorten_prompts(config, name, taught.max_positions, trains=trains)
@@ -210,12 +216,29 @@ def _check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size
     check(layout, shape, world_size)
     if reason := why_not_context(layout, config.loss.ratio, config.loss.correction):
         raise ConfigError(f"policies.{name}.{reason}")
+    adapter = config.policies[name].adapter
+    if adapter is not None and (reason := why_not_adapter(adapter, shape, config.policies[name].layout)) is not None:
+        raise ConfigError(f"policies.{name}.{reason}")
+    if adapter is not None and adapter.start is not None:
+        _check_start(name, adapter, adapter.start, shape)
     if config.trainer.router_replay != "none" and not shape.num_experts:
         raise ConfigError(
             f"trainer.router_replay={config.trainer.router_replay}, but policies.{name}.model is a "
             f"{shape.architecture} without experts; set it to none"
         )
     _check_reference(config, name, shape, world_size)
+
+
+def _check_start(name: str, adapter: AdapterConfig, start: str, shape: ModelShape) -> None:
+    """The PEFT directory has the adapter's tensors, by their headers."""
+    from marsrl.trainer.learner.megatron.hf_files import HfReader
+    from marsrl.trainer.learner.megatron.mapping import adapter_units
+
+    folder = Path(start)
+    if (reason := why_not_start(folder, adapter)) is not None:
+        raise ConfigError(f"policies.{name}.{reason}")
+    with HfReader(folder, [folder / TENSORS], PEFT_PREFIX) as reader:
+        reader.check(shape, is_trained=True, of=adapter_units(shape, adapter, 1))
 
 
 def _check_something_trains(config: RunConfig) -> None:

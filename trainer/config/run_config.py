@@ -12,6 +12,7 @@ from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
 from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tools.config import ToolsConfig
+from marsrl.trainer.config.adapters import on_bases
 from marsrl.trainer.config.agreement import check_agreement
 from marsrl.trainer.config.curate import CurateConfig
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
@@ -139,8 +140,20 @@ class RunConfig(Settings):
 
     @property
     def trained_policies(self) -> dict[str, PolicyConfig]:
-        """Policies that are not frozen, at least one: every rank holds them, and their engines get new weights."""
-        return {name: policy for name, policy in self.policies.items() if not policy.frozen}
+        """Policies that are trained, at least one: every rank holds them, and their engines get new weights.
+
+        Not those that are frozen, nor the bases of others without an adapter of their own.
+        """
+        return {
+            name: policy
+            for name, policy in self.policies.items()
+            if not policy.frozen and (policy.adapter is not None or name not in self.bases)
+        }
+
+    @property
+    def bases(self) -> frozenset[str]:
+        """Policies on whose weights others train adapters."""
+        return frozenset(policy.base for policy in self.policies.values() if policy.base is not None)
 
     def engine_dtype(self, policy: str) -> Literal["float32", "bfloat16", "float16"]:
         """Dtype that the policy's engines compute in."""
@@ -164,6 +177,11 @@ class RunConfig(Settings):
             for name, policy in policies.items()
         }
         return {**given, "policies": whole}
+
+    @field_validator("policies")
+    @classmethod
+    def _have_their_base_s_model(cls, policies: dict[str, PolicyConfig]) -> dict[str, PolicyConfig]:
+        return on_bases(policies)
 
     @field_validator("agents")
     @classmethod

@@ -109,6 +109,9 @@ def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
         elif not policy.frozen:
             if before.dtype != policy.dtype:
                 yield _both(f"policies.{name}.dtype", before.dtype, policy.dtype)
+            for key in ("base", "adapter"):
+                if getattr(before, key) != getattr(policy, key):
+                    yield _both(f"policies.{name}.{key}", getattr(before, key), getattr(policy, key))
             if found := _other_shape(before, policy):
                 yield f"policies.{name}.model ({found})"
     for name, agent in now.agents.items():

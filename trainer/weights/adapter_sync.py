@@ -7,32 +7,20 @@ has a folder of its own: engines know cached prefixes by its path. The one befor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
-from marsrl.rollout.adapter import AdapterConfig, held_by_shard, write_adapter
+from marsrl.rollout.adapter import held_by_shard, write_adapter
 from marsrl.rollout.engines.protocol import AdapterUpdate
-from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.files import FileSender, PrivateFolder, check_room, not_written
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.weights.comparison import CheckedEngines, ComparisonReport, TrainerScores
 from marsrl.trainer.weights.sync import Delivered, WeightSync, timed_part
-
-
-class HeldAdapter(Protocol):
-    """An adapter that a trainer's ranks hold together."""
-
-    shape: ModelShape
-    adapter: AdapterConfig
-
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of rollout.adapter.tensor_shapes, in that order, on rank 0; none elsewhere. Collective."""
 
 
 class AdapterSync(WeightSync):
@@ -62,7 +50,7 @@ class AdapterSync(WeightSync):
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
         """Rank 0 writes the tensors, which all ranks gather."""
         with timed_part(seconds_of, "export"):
-            held: HeldAdapter = learner.held_adapter()  # type: ignore[attr-defined]
+            held = learner.held_adapter()
             exported = {n: tensor.detach().to("cpu", self._dtype).contiguous() for n, tensor in held.export()}
         if self._files is None or self._engines is None:
             assert not exported, "only rank 0 exports"
