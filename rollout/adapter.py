@@ -51,7 +51,7 @@ class AdapterConfig(Settings):
     targets: tuple[Target, ...] = Field(
         ("attention", "mlp"),
         min_length=1,
-        description="matrices that get a pair: attention, mlp (of dense models), experts (of MoE models)",
+        description="matrices that get a pair: attention, mlp (MoE models have none), experts (of MoE models)",
     )
     start: str | None = Field(
         None, description="PEFT directory whose numbers training starts from; default: A random, B zero, as the base"

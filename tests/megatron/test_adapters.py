@@ -183,7 +183,7 @@ def test_adapters_that_share_a_base_train_as_alone(tmp_path: Path) -> None:
     ("kind", "settings", "reason"),
     [
         ("qwen3", {"targets": ["experts"]}, "adapter.targets names experts, and .* has none: name mlp"),
-        ("qwen3_moe", {"targets": ["mlp"]}, "adapter.targets names mlp, and .* has experts in its place"),
+        ("qwen3_moe", {"targets": ["mlp"]}, "adapter.targets names mlp alone, and .* has experts in its place"),
         ("qwen3", {"rank": 4}, "made with alpha / rank = 2; here adapter.alpha / adapter.rank is 4"),
         (
             "qwen3",

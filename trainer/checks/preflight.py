@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, AdapterConfig, why_not_start
+from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, why_not_start
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer, TemplateOption
 from marsrl.rollout.config import Settings
@@ -181,6 +181,7 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
         )
         if found := why_not_cut(shape, config.rollout_of(name).vllm):
             raise ConfigError(f"policies.{name}.model: {found}")
+        _check_adapter(name, policy, shape)
         if trains and name in config.trained_policies:
             _check_trainable(config, name, shape, world_size)
         config = shorten_prompts(config, name, shape.max_positions, trains=trains)
@@ -188,6 +189,7 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
         if trains and is_planned and config.rollout.engine == "vllm":
             warnings += shortages_here(config, name, shape, world_size)
     elif taught := taught_shape(config, policy):
+        _check_adapter(name, policy, taught)
         config = shorten_prompts(config, name, taught.max_positions, trains=trains)
     else:
         raise ConfigError(
@@ -216,11 +218,6 @@ def _check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size
     check(layout, shape, world_size)
     if reason := why_not_context(layout, config.loss.ratio, config.loss.correction):
         raise ConfigError(f"policies.{name}.{reason}")
-    adapter = config.policies[name].adapter
-    if adapter is not None and (reason := why_not_adapter(adapter, shape, config.policies[name].layout)) is not None:
-        raise ConfigError(f"policies.{name}.{reason}")
-    if adapter is not None and adapter.start is not None:
-        _check_start(name, adapter, adapter.start, shape)
     if config.trainer.router_replay != "none" and not shape.num_experts:
         raise ConfigError(
             f"trainer.router_replay={config.trainer.router_replay}, but policies.{name}.model is a "
@@ -229,12 +226,19 @@ def _check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size
     _check_reference(config, name, shape, world_size)
 
 
-def _check_start(name: str, adapter: AdapterConfig, start: str, shape: ModelShape) -> None:
-    """The PEFT directory has the adapter's tensors, by their headers."""
+def _check_adapter(name: str, policy: PolicyConfig, shape: ModelShape) -> None:
+    """The model has what the adapter is for; the PEFT directory that it starts from has its tensors, by their headers."""
     from marsrl.trainer.learner.megatron.hf_files import HfReader
     from marsrl.trainer.learner.megatron.mapping import adapter_units
 
-    folder = Path(start)
+    adapter = policy.adapter
+    if adapter is None:
+        return
+    if (reason := why_not_adapter(adapter, shape, policy.layout)) is not None:
+        raise ConfigError(f"policies.{name}.{reason}")
+    if adapter.start is None:
+        return
+    folder = Path(adapter.start)
     if (reason := why_not_start(folder, adapter)) is not None:
         raise ConfigError(f"policies.{name}.{reason}")
     with HfReader(folder, [folder / TENSORS], PEFT_PREFIX) as reader:

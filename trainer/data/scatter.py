@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.state import decode, encode
-from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack, plan_micro_batches
+from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack, padding, plan_micro_batches
 from marsrl.trainer.runs.collective import (
     Routes,
     broadcast_bytes,
@@ -134,11 +134,23 @@ def micro_batches(sequences: Sequence[TrainSequence], shard: BatchShard) -> list
 
 
 def _plan(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[list[list[TrainSequence]]]:
-    """Sequences of each data rank's micro-batches."""
-    adapters = [shard.adapters[s.agent] for s in sequences] if shard.adapters else [0] * len(sequences)
-    kinds = [
-        (shard.objectives[s.agent] if shard.objectives else None, adapter if shard.is_apart else 0)
-        for s, adapter in zip(sequences, adapters, strict=True)
-    ]
+    """Sequences of each data rank's micro-batches.
+
+    is_apart: the adapter of a place among the micro-batches is the same on all ranks, for experts have rows of many ranks.
+    """
+    if shard.is_apart:
+        alone = replace(shard, is_apart=False)
+        share: list[list[list[TrainSequence]]] = [[] for _ in range(shard.data_size)]
+        for adapter in sorted({shard.adapters[s.agent] for s in sequences}):
+            own = [s for s in sequences if shard.adapters[s.agent] == adapter]
+            for mine, part in zip(share, _plan(own, alone), strict=True):
+                mine += [members or [padding(own[0].agent)] for members in part]
+        return share if sequences else _plan(sequences, alone)
+    kinds = [shard.objectives[s.agent] for s in sequences] if shard.objectives else None
     plan = plan_micro_batches([s.num_tokens for s in sequences], shard.data_size, shard.max_tokens, kinds)
-    return [[[sequences[i] for i in sorted(members, key=adapters.__getitem__)] for members in share] for share in plan]
+    if not shard.adapters:
+        return [[[sequences[i] for i in members] for members in share] for share in plan]
+    by_adapter = [shard.adapters[s.agent] for s in sequences]
+    return [
+        [[sequences[i] for i in sorted(members, key=by_adapter.__getitem__)] for members in share] for share in plan
+    ]
