@@ -78,7 +78,7 @@ def test_spans_of_many_threads_are_kept_in_named_lanes(tmp_path: Path) -> None:
 class Quick:
     """An engine that scores nothing."""
 
-    def score(self, sequences: list[Any]) -> list[Any]:
+    def score(self, sequences: list[Any], adapter: str) -> list[Any]:
         return sequences
 
 
