@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property
 
 import torch
 
@@ -59,7 +60,6 @@ class Run:
         self.directory = directory
         self.console = console
         self.learners = learners
-        self.groups = groups(learners, [agent.policy for agent in config.agents.values()])  # that train together
         self.syncs = syncs  # from each learner to its policy's engines
         self.driver = driver
         self.started = started  # of the policies that had no model
@@ -90,6 +90,11 @@ class Run:
             keep_every=config.run.keep_every,
             is_async=config.run.async_checkpoint,
         )
+
+    @cached_property
+    def groups(self) -> list[Together]:
+        """The policies that are trained, those that train together in one group."""
+        return groups(self.learners, [agent.policy for agent in self.agents.values()])
 
     @property
     def _rank_0(self) -> Driver:
