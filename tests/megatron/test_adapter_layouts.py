@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import adapters_worker
+import adapter_layouts_worker
 import pytest
 import torch
-from adapters_worker import resume, run
+from adapter_layouts_worker import resume, run
 from megatron_models import largest_difference, save_model
 from rank_pair import RankPair
 
@@ -41,7 +41,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> di
     folder = tmp_path_factory.mktemp("adapters")
     models = {kind: str(save_model(kind, folder / "models" / kind)) for kind in LAYOUTS}
     arguments = {"out": str(folder / "two.pt"), "models": models, "layouts": LAYOUTS}
-    two_ranks.run(Path(adapters_worker.__file__), arguments)
+    two_ranks.run(Path(adapter_layouts_worker.__file__), arguments)
     found: dict[str, Any] = torch.load(folder / "two.pt", weights_only=True)  # written a moment ago
     found["folder"] = folder
     for kind, own in LAYOUTS.items():

@@ -227,7 +227,7 @@ def _check_reference(config: RunConfig) -> None:
     loss = config.loss
     if loss.kl == "none" and loss.kl_coef:
         raise ValueError(f"loss.kl_coef is {loss.kl_coef:g} but loss.kl is none: set loss.kl to k1, k2 or k3")
-    for name, policy in config.policies.items():
+    for name, policy in config.trained_policies.items():
         if loss.kl != "none" and policy.reference == "none":
             raise ValueError(
                 f"loss.kl={loss.kl} needs a reference, and policies.{name}.reference is none: set it to start or to "
