@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adapters_worker import ADAPTERS, engine_of
 from scripted_pool import engines_are, opened, rows_of, samples_of, sevens, train_here
+from two_adapters_worker import ADAPTERS, engine_of
 
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.runs.directory import RunDirectory
 
-WORKER = Path(__file__).parent / "adapters_worker.py"
+WORKER = Path(__file__).parent / "two_adapters_worker.py"
 
 
 @dataclass(frozen=True)

@@ -80,3 +80,10 @@ def test_a_base_of_a_base_is_refused() -> None:
                 },
             }
         )
+
+
+def test_a_judge_does_not_decode_in_the_engines_of_adapters() -> None:
+    team = {name: {"policy": "checker"} for name in TEAM["agents"]}
+    settings = {"agents": team, "judge": {"policy": "main"}}
+    with pytest.raises(ValueError, match="judge.policy is 'main', whose engines answer for agents.solver too"):
+        config({"base": "main", "adapter": {}}, {**MAIN, "frozen": True}, **settings)

@@ -167,7 +167,7 @@ def _check_judge(config: RunConfig, judge: JudgeConfig) -> None:
         )
     if policy.openai is not None:
         return
-    agents = [name for name, agent in config.agents.items() if agent.policy == judge.policy]
+    agents = [name for name, agent in config.agents.items() if agent.policy in config.policies_in(judge.policy)]
     if agents:
         raise ValueError(
             f"{key}, whose engines answer for agents.{agents[0]} too: the judge has engines of its own, which judge while "

@@ -1,4 +1,4 @@
-"""Two adapters on one base, played by a script: `python adapters_worker.py FOLDER MODEL WORDS...` trains until the second of
+"""Two adapters on one base, played by a script: `python two_adapters_worker.py FOLDER MODEL WORDS...` trains until the second of
 them is to be published in step 2, and ends there as by kill -9."""
 
 from __future__ import annotations
