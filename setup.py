@@ -57,7 +57,7 @@ EXTRAS = {
     "data": ["datasets"],
     "curate": ["rensa>=0.5"],  # marsrl curate: near-duplicates; its index of 0.4 is another
     "wandb": ["wandb"],
-    "dev": ["pytest", "pytest-xdist", "hypothesis", "playwright", "ruff", "mypy", "mkdocs"],
+    "dev": ["pytest", "pytest-xdist", "hypothesis", "peft", "playwright", "ruff", "mypy", "mkdocs"],
 }
 
 

@@ -1,4 +1,5 @@
-"""Every parallel layout against one rank, and one rank of each family against transformers: losses, gradients, trained weights.
+"""Every parallel layout against one rank, and one rank of each family against transformers: losses, gradients, trained weights;
+adapters in every layout against PEFT.
 
     python benchmarks/parity.py [--only tp2 cp2 ...] [--json FILE]
 
@@ -11,8 +12,18 @@ uneven length, clipping against rollout log-probs, DMMPT, the fused head. A line
     sgd        largest |difference| of a weight after two SGD steps                                at most 1e-6
     adam       the same after two AdamW steps; reported: where a gradient is rounding, AdamW steps by its sign
 
-The gradient is computed from the weights after one SGD step with a large power of two as learning rate, so that it includes
-reduction, scatter, update and gather. Ends with the number of lines that FAIL; the exit code is 1 if there is one.
+The gradient is read off the weights after one SGD step of a large power of two, so that reduction, scatter, update and
+gather all lie between.
+
+Adapters of attention and experts where the layout has expert parallelism, else of a Qwen3's attention and MLP, are compared with
+PEFT on transformers in float64:
+
+    loss       |difference| of one step                                                            at most 2e-6
+    gradient   of A and B: largest |difference| over the tensor's largest entry, the worst tensor   at most 5e-6
+    logprobs   largest |difference|, nats                                                          at most 2e-5
+    norm       |difference| of the gradient's norm over it                                         at most 1e-5
+
+ Ends with the number of lines that FAIL; the exit code is 1 where there is one.
 """
 
 from __future__ import annotations
@@ -29,12 +40,14 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import parity_adapters
 import torch
 from random_models import write_model
 
@@ -131,24 +144,20 @@ def samples() -> list[Any]:
 MPT_ENTROPY, MPT_PROBABILITY = 5.702, 0.004
 
 
-def reference(model_dir: Path, sequences: list[Any]) -> tuple[list[Any], float, dict[str, torch.Tensor], int]:
-    """transformers, a sequence at a time: (samples with rollout log-probs near these, loss, gradients, masked tokens)."""
-    import transformers
-    from safetensors.torch import load_file
-
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+def loss_of(
+    model: Any, sequences: list[Any], dtype: torch.dtype
+) -> tuple[list[Any], torch.Tensor, int, dict[str, torch.Tensor]]:
+    """transformers' model, a sequence at a time: (samples with rollout log-probs near these, loss, masked tokens, log-probs)."""
     num_trained = sum(s.num_sampled for s in sequences)
-    total, masked, out = torch.zeros(()), 0, []
+    total, masked, out, logprobs = torch.zeros((), dtype=dtype), 0, [], {}
     for s in sequences:
         ids = torch.tensor([*s.prompt_ids.tolist(), *s.token_ids.tolist()])
-        logits = model(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1].float()
-        logp = logits.log_softmax(-1)
+        logp = model(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1].to(dtype).log_softmax(-1)
         chosen = logp.gather(1, torch.from_numpy(s.token_ids).long()[:, None])[:, 0]
-        rollout = chosen.detach() + torch.from_numpy(s.rollout_logprobs)
+        rollout = (chosen.detach() + torch.from_numpy(s.rollout_logprobs)).float()
         out.append(dataclasses.replace(s, rollout_logprobs=rollout.numpy()))
         trained = torch.from_numpy(s.is_sampled)
-        keep = trained.clone()
+        keep, logprobs[s.uid] = trained.clone(), chosen.detach()[trained]
         entropy = -(logp.exp() * logp).sum(-1)[trained].mean()
         if s.is_positive and float(entropy.detach()) < MPT_ENTROPY:
             keep &= chosen.detach().exp() < MPT_PROBABILITY
@@ -156,7 +165,17 @@ def reference(model_dir: Path, sequences: list[Any]) -> tuple[list[Any], float, 
         ratio = (chosen - rollout).exp()
         surrogate = torch.minimum(ratio * s.advantage, ratio.clamp(0.8, 1.2) * s.advantage)
         total = total - (surrogate * keep).sum()
-    loss = total / num_trained
+    return out, total / num_trained, masked, logprobs
+
+
+def reference(model_dir: Path, sequences: list[Any]) -> tuple[list[Any], float, dict[str, torch.Tensor], int]:
+    """transformers: (samples with rollout log-probs near these, loss, gradients, masked tokens)."""
+    import transformers
+    from safetensors.torch import load_file
+
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    out, loss, masked, _ = loss_of(model, sequences, torch.float32)
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():  # transformers stacks the experts; what it saves has a tensor for each
@@ -211,6 +230,49 @@ def train(model_dir: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
     return found
 
 
+def train_adapter(model_dir: Path, adapter: Path, kind: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
+    """On the ranks of this world: loss, log-probs, gradients of A and B and their norm, by one step (rank 0's)."""
+    import torch.distributed as dist
+
+    from marsrl.kernels import PolicyObjective
+    from marsrl.trainer.config import MptConfig, PolicyConfig
+    from marsrl.trainer.data.scatter import Update, micro_batches
+    from marsrl.trainer.learner.learner import Learner
+    from marsrl.trainer.learner.megatron import parallel
+
+    settings = {
+        "dtype": "float32",
+        "layout": case.layout,
+        "optimizer": {"grad_clip": 1e9, **case.optimizer},
+        **case.policy,
+    }
+    policy = PolicyConfig.model_validate(
+        {**settings, "adapter": {**parity_adapters.ADAPTERS[kind], "start": str(adapter)}}
+    )
+    mpt = MptConfig(scope="sample", entropy=MPT_ENTROPY, probability=MPT_PROBABILITY)
+    common: dict[str, Any] = {"objectives": [PolicyObjective()] * 2, "mpt": mpt, "total_steps": 8, "seed": 0}
+    try:
+        learner = Learner(policy, model_dir, **common, old_policy="sais")
+    except ValueError as refusal:
+        return {"refused": str(refusal)}
+    with_sgd(learner)
+    before = dict(learner.held_adapter().export())
+    num_tokens = float(sum(s.num_sampled for s in sequences))
+    updates = [Update(tuple(micro_batches(sequences, learner.shard(160))), num_tokens)]
+    stats = learner.train_step(updates, lr=PROBE_LR, keep=[s.uid for s in sequences])
+    after = dict(learner.held_adapter().export())
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, {each.uid: torch.from_numpy(each.logprobs) for each in stats.tokens})
+    parallel.stop(keep_world=True)
+    return {
+        "loss": stats.loss,
+        "norm": stats.grad_norm,
+        "masked": sum(stats.agent_sums["masked_tokens"]),
+        "logprobs": {uid: values for part in told for uid, values in part.items()},
+        "gradient": {n: (before[n].double() - tensor.double()) / PROBE_LR for n, tensor in after.items()},
+    }
+
+
 def with_sgd(learner: Any) -> None:
     """Replace AdamW by plain SGD over the same shards (views of megatron's buffer, which a constructor rejects)."""
     for part in learner.optimizer.parts():
@@ -241,6 +303,26 @@ def against_transformers(title: str, model: Path) -> tuple[dict[str, Any], list[
     line = {"layout": title, "seconds": time.perf_counter() - begin, **off, "is_ok": is_ok}
     print(row(line), flush=True)
     return one, given, line
+
+
+def against_peft(folder: Path) -> list[dict[str, Any]]:
+    """One rank with an adapter of each family against PEFT: the lines, printed. What the ranks need lies beside `folder` then."""
+    titles = "".join(f"{title:>10s}" for title in parity_adapters.LIMITS)
+    print(
+        f"{'adapters':38s}{titles}\n{'at most':38s}"
+        + "".join(f"{limit:10.1e}" for limit in parity_adapters.LIMITS.values())
+    )
+    lines, expected = [], {}
+    for kind in parity_adapters.ADAPTERS:
+        begin = time.perf_counter()
+        model = write_model(kind, 2, folder / kind / "model", vocab_size=VOCABULARY, num_key_value_heads=2)
+        adapter = parity_adapters.random_adapter(model, kind, folder / kind / "adapter")
+        expected[kind] = parity_adapters.peft_reference(model, adapter, samples(), loss_of)
+        found = train_adapter(model, adapter, kind, Case("one rank"), expected[kind]["samples"])
+        lines.append(parity_adapters.line_of(f"adapters, {kind}, one rank", found, expected[kind]))
+        print(row({**lines[-1], "seconds": time.perf_counter() - begin}, parity_adapters.LIMITS), flush=True)
+    torch.save(expected, folder.parent / "adapters.pt")
+    return lines
 
 
 def import_learner() -> None:
@@ -288,6 +370,22 @@ def worker(rank: int, port: int, folder: Path, names: list[str], is_given: Event
             line["is_ok"] = within and same and case not in REFUSED
         print(row(line), flush=True)
         report.append(line)
+    adapters = torch.load(folder / "adapters.pt", weights_only=False)  # written by this very program
+    for case in CASES:
+        if names and case.name not in names:
+            continue
+        begin, kind = time.perf_counter(), "moe" if "expert" in case.layout else "dense"
+        model, expected = folder / "adapters" / kind, adapters[kind]
+        found = train_adapter(model / "model", model / "adapter", kind, case, expected["samples"])
+        if rank != 0:
+            continue
+        title = f"adapters, {kind}, {case.name}"
+        if "refused" in found:
+            line = {"layout": title, "is_ok": case.name in parity_adapters.REFUSED, "refused": found["refused"]}
+        else:
+            line = parity_adapters.line_of(title, found, expected)
+        print(row({**line, "seconds": time.perf_counter() - begin}, parity_adapters.LIMITS), flush=True)
+        report.append(line)
     if rank == 0:
         (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
     if dist.is_initialized():
@@ -308,12 +406,12 @@ def wait(ranks: list[Any]) -> list[int]:
     return [each.exitcode for each in ranks]
 
 
-def row(line: dict[str, Any]) -> str:
+def row(line: dict[str, Any], columns: Iterable[str] = (*LIMITS, "adam")) -> str:
     """One layout, ending in ok or FAIL."""
     verdict = "ok" if line["is_ok"] else "FAIL"
     if "refused" in line:
         return f"{line['layout']:38s}refused: {line['refused']}  {verdict}"
-    cells = "".join(f"{line[name]:10.1e}" if name in line else f"{'':10s}" for name in (*LIMITS, "adam"))
+    cells = "".join(f"{line[name]:10.1e}" if name in line else f"{'':10s}" for name in columns)
     return f"{line['layout']:38s}{cells}{line['seconds']:7.1f} s  {verdict}"
 
 
@@ -354,6 +452,7 @@ def main() -> int:
         for kind in ("dense", "llama", "mistral"):
             other = write_model(kind, 2, folder / kind / "model", vocab_size=VOCABULARY)
             lines.append(against_transformers(f"the same of a {kind} model", other)[2])
+        lines += against_peft(folder / "adapters")
         torch.save(one, folder / "one.pt")
         (folder / "samples").write_bytes(encode(MiniBatch(tuple(given), sum(s.num_sampled for s in given))))
         is_given.set()

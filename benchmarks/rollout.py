@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> None:
     """Child: one JSON list of [prompt ids, length] a line in, seconds of LLM.generate a line out."""
-    from marsrl.rollout.engines.vllm.engine import vllm_environment
+    from marsrl.rollout.engines.vllm.arguments import vllm_environment
 
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # vLLM prints to stdout
     os.dup2(2, 1)

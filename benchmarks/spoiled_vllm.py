@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from marsrl.rollout.config import VllmOptions
-from marsrl.rollout.engines.vllm.engine import VllmEngine, vllm_environment
+from marsrl.rollout.engines.vllm.arguments import vllm_environment
+from marsrl.rollout.engines.vllm.engine import VllmEngine
 
 
 class SpoiledVllm(VllmEngine):
@@ -81,9 +82,9 @@ class SpoiledVllm(VllmEngine):
         self._set(self, "_reset_prefix_cache", lambda: None)
         self._set(self, "_refuse_old_prefixes", self._keep_refusal)
 
-    def _keep_refusal(self, outputs: Sequence[Any]) -> None:
+    def _keep_refusal(self, outputs: Sequence[Any], adapter: str) -> None:
         try:
-            VllmEngine._refuse_old_prefixes(self, outputs)
+            VllmEngine._refuse_old_prefixes(self, outputs, adapter)
         except RuntimeError as refusal:
             self._refusals.append(str(refusal))
 

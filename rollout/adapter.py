@@ -11,16 +11,20 @@ Source: Hu et al., LoRA (arXiv 2106.09685), equation 3.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from marsrl.rollout.config import Settings
 from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.weights.layout import EngineShard, shard_layout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Target = Literal["attention", "mlp", "experts"]
 PEFT_PREFIX = "base_model.model."
@@ -47,7 +51,7 @@ class AdapterConfig(Settings):
     targets: tuple[Target, ...] = Field(
         ("attention", "mlp"),
         min_length=1,
-        description="matrices that get a pair: attention, mlp (of dense models), experts (of MoE models)",
+        description="matrices that get a pair: attention, mlp (MoE models have none), experts (of MoE models)",
     )
     start: str | None = Field(
         None, description="PEFT directory whose numbers training starts from; default: A random, B zero, as the base"
@@ -98,22 +102,45 @@ def tensor_shapes(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[
     return found
 
 
+def why_not_start(folder: Path, adapter: AdapterConfig) -> str | None:
+    """None where training can start from the numbers of this PEFT directory, else the reason; its tensors are not looked at."""
+    key = f"adapter.start is {folder}"
+    if not (folder / CONFIG).is_file() or not (folder / TENSORS).is_file():
+        return f"{key}, which has no {CONFIG} or no {TENSORS}; expected a PEFT directory"
+    told = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if told.get("peft_type") != "LORA" or any(told.get(name) for name in ("use_dora", "use_rslora", "modules_to_save")):
+        return f"{key}, which is no plain LoRA: DoRA, rsLoRA and whole modules (modules_to_save) are not trained"
+    ranks, alphas = told.get("rank_pattern") or {}, told.get("alpha_pattern") or {}
+    for pattern in (None, *{**ranks, **alphas}):
+        scale = alphas.get(pattern, told["lora_alpha"]) / ranks.get(pattern, told["r"])
+        if not math.isclose(scale, adapter.scale):
+            of = f"of {pattern} " if pattern else ""
+            return (
+                f"{key}, {of}made with alpha / rank = {scale:g}; here adapter.alpha / adapter.rank is {adapter.scale:g}"
+            )
+    return None
+
+
 def write_adapter(
     folder: Path, shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor], base: str
 ) -> None:
     """Write a PEFT directory, which PEFT and vLLM read; `folder` exists. base: path of the model that it adapts."""
+    from safetensors.torch import save_file  # here: configs are read without torch
+
     names = sorted({name.rsplit(".", 1)[-1] for name in adapted(shape, adapter)})
     in_experts = adapter.rank_in_experts(shape)
     has_experts = shape.num_experts > 0 and "experts" in adapter.targets
-    pattern = r".*\.experts\.\d+\.(gate|up|down)_proj"
+    ranks = {r".*\.experts\.\d+\.(gate|up|down)_proj": in_experts}
+    # as PEFT calls experts' matrices with transformers 5, which has gate and up as one; the first pattern that fits counts
+    ranks |= {r".*\.experts\.gate_up_proj": 2 * in_experts, r".*\.experts\.down_proj": in_experts}
     told = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "rank_pattern": {pattern: in_experts} if has_experts else {},
-        "alpha_pattern": {pattern: adapter.scale * in_experts} if has_experts else {},
+        "rank_pattern": ranks if has_experts else {},
+        "alpha_pattern": {name: adapter.scale * rank for name, rank in ranks.items()} if has_experts else {},
         "target_modules": names,
         "bias": "none",
         "inference_mode": True,
@@ -122,6 +149,44 @@ def write_adapter(
     (folder / CONFIG).write_text(json.dumps(told, indent=1), encoding="utf-8")
 
 
+def held_by_shard(
+    shape: ModelShape,
+    adapter: AdapterConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    shard: EngineShard,
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) as a shard of an engine holds them: its part of A and of B alpha / rank, each in dtype.
+
+    It cuts B's rows and A's columns as it cuts the adapted matrix. B is scaled in dtype, as vLLM does: with alpha / rank a power
+    of two no number is rounded.
+
+    Raises:
+        ValueError: the tensors are not those of this adapter of this model.
+    """
+    expected = tensor_shapes(shape, adapter)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if wrong := [name for name in {**expected, **found} if found.get(name) != expected.get(name)]:
+        name = wrong[0]
+        raise ValueError(
+            f"adapter: {len(wrong)} of {len(expected)} tensors are not those of this model and these settings, first {name}: "
+            f"found {found.get(name, 'none')}, expected {expected.get(name, 'none')}"
+        )
+    matrices = adapted(shape, adapter)
+    layout = shard_layout({f"{name}.weight": (out, into) for name, (out, into, _) in matrices.items()}, shard)
+    for name, (_, _, rank) in matrices.items():
+        box = layout.needs.get(f"{name}.weight")
+        if box is None:  # an expert of another shard
+            continue
+        a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
+        yield f"{name}.lora_A.weight", a[:, box.col : box.col_end].to(dtype)
+        # of experts as a reader of alpha_pattern computes it, which may be another number in the last place
+        scale = adapter.scale * rank / rank if ".experts." in name else adapter.scale
+        yield f"{name}.lora_B.weight", b[box.row : box.row_end].to(dtype) * scale
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a PEFT directory by name, without PEFT's prefix."""
+    from safetensors.torch import load_file
+
     return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(folder / TENSORS).items()}

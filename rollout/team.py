@@ -99,6 +99,7 @@ class Team:
     """Everything needed to get an agent's answers and to judge them.
 
     renderers and pools are by policy name, of the policies that agents have; an agent's policy is agents[name].policy.
+    adapters: {policy that is an adapter: policy in whose pool it decodes}; its own where it adapts that one's weights.
     records_experts: policies whose engines record, for training, which experts each token went through.
     max_turns: calls of agents, and of tools, in one episode. tools: that the orchestration may call.
     teachers: engines of the policies that score agents' samples (agents.<name>.teacher), by policy.
@@ -118,6 +119,11 @@ class Team:
     tools: ToolPool | Gateway | None = None
     max_kept: Mapping[str, int] = field(default_factory=dict)
     teachers: Mapping[str, EnginePool] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
+
+    def pool_of(self, policy: str) -> EnginePool:
+        """The engines that decode with a policy."""
+        return self.pools[self.adapters.get(policy, policy)]
 
     @property
     def gateway(self) -> Gateway | None:
@@ -380,9 +386,10 @@ class Team:
         """Free all engines' memory for the trainer if they share its GPUs; otherwise do nothing.
 
         renewed: policies whose engines get new weights before their next request, so that they need not keep the old ones.
+            Adapters come without the weights that they adapt.
         """
         for policy, pool in self.pools.items():
-            pool.sleep(keeps_weights=policy not in renewed)
+            pool.sleep(keeps_weights=policy not in renewed or policy in self.adapters.values())
         for pool in self.teachers.values():
             pool.sleep(keeps_weights=True)
         if self.judge.model is not None:

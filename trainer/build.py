@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.engines.refusals import RankHost, TrainerHost
 from marsrl.rollout.gateway.agents import agents_of
 from marsrl.rollout.gateway.gateway import Gateway
@@ -54,8 +55,12 @@ from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import heartbeat
 from marsrl.trainer.runs.stop import handlers_restored
 from marsrl.trainer.schools.warm_start import WarmStart, warm_starts
+from marsrl.trainer.weights.adapter_sync import AdapterSync
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import DirectSync, FileSync, WeightSync
+
+if TYPE_CHECKING:  # it imports megatron
+    from marsrl.trainer.learner.megatron.adapter import FrozenBase
 
 _CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -91,12 +96,18 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             started = warm_starts(as_it_began(directory, config), console)
         models = {name: policy.model or str(started[name].model_dir) for name, policy in config.policies.items()}
         trained = config.trained_policies
-        references = {name: _reference(config.policies[name].reference, models[name]) for name in trained}
-        learners = {name: _learner(config, name, models[name], references[name]) for name in trained}
+        learners: dict[str, Learner] = {}
+        for name, policy in trained.items():
+            shared = (
+                learner.base
+                for other, learner in learners.items()
+                if (trained[other].base or other) == (policy.base or name)
+            )
+            learners[name] = _learner(config, name, models[name], next(shared, None))
         team = stack.enter_context(open_team(checked, models)) if rank() == 0 else None
         syncs: dict[str, WeightSync] = {}
         for name in trained:
-            syncs[name] = _sync(config, name, models[name], team.pools[name] if team is not None else None)
+            syncs[name] = _sync(config, name, models[name], team.pool_of(name) if team is not None else None)
             stack.callback(syncs[name].close)
         driver = stack.enter_context(_driver(checked, directory, console, team)) if team is not None else None
         if driver is not None and config.run.prometheus_port:
@@ -123,11 +134,16 @@ def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:
 def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | None) -> WeightSync:
     """This rank's part of the weight sync from a policy's learner to its engines, which rank 0 drives."""
     shape, sync = read_shape(model_dir), config.sync
-    engines = CheckedEngines(pool, vocab_size=shape.vocab_size, settings=shape.settings()) if pool is not None else None
+    has_adapter, engines = config.policies[policy].adapter is not None, None
+    if pool is not None:
+        adapter, settings = policy if has_adapter else "", shape.settings()
+        engines = CheckedEngines(pool, vocab_size=shape.vocab_size, settings=settings, adapter=adapter)
     dtype: torch.dtype = getattr(torch, config.engine_dtype(policy))
     is_vllm = config.rollout.engine == "vllm"
     cache_dtype = _CACHE_DTYPES.get(config.rollout_of(policy).vllm.kv_cache_dtype) if is_vllm else None
     common: dict[str, Any] = {"verify_every": sync.verify_every, "cache_dtype": cache_dtype}
+    if has_adapter:
+        return AdapterSync(engines, dtype, base=model_dir, directory=sync.directory, **common)
     if sync.backend == "shm":
         return FileSync(engines, dtype, directory=sync.directory, **common)
     assert sync.backend != "auto", "resolved by preflight"
@@ -137,18 +153,15 @@ def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | Non
     )
 
 
-def _reference(reference: str, model_dir: str) -> str | None:
-    """policies.<name>.reference as a directory."""
-    return {"none": None, "start": model_dir}.get(reference, reference)
-
-
-def _learner(config: RunConfig, name: str, model_dir: str, reference_dir: str | None) -> Learner:
-    loss = config.loss
+def _learner(config: RunConfig, name: str, model_dir: str, base: FrozenBase | None) -> Learner:
+    loss, policy = config.loss, config.policies[name]
+    start = model_dir if policy.adapter is None else None  # an adapter's is in memory
+    reference_dir = {"none": None, "start": start}.get(policy.reference, policy.reference)
     own = {each.name for each in dataclasses.fields(PolicyObjective)}
     common = loss.model_dump(include=own) | {"correction_high": loss.upper_bound}
     clips = [each.model_dump(include={"clip_low", "clip_high"}, exclude_none=True) for each in config.agents.values()]
     return Learner(
-        config.policies[name],
+        policy,
         model_dir,
         objectives=[PolicyObjective(**common | clip) for clip in clips],
         mpt=config.mpt,
@@ -157,6 +170,7 @@ def _learner(config: RunConfig, name: str, model_dir: str, reference_dir: str | 
         old_policy=loss.old_policy,
         router_replay=config.trainer.router_replay,
         reference_dir=reference_dir,
+        base=base,
     )
 
 
@@ -206,10 +220,12 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         of_agents = {agent.policy for agent in config.agents.values()}
         pools: dict[str, EnginePool] = {}
         teachers = {name: opened(name, None) for name in config.policies if name in config.teachers}
-        for name in config.policies:
+        adapters = config.pools_of_adapters
+        for name, policy in config.policies.items():
             if name in teachers:
                 continue
-            if config.judge is None or name != config.judge.policy or name in of_agents:
+            decodes = name in of_agents or name in adapters.values()
+            if policy.base is None and (config.judge is None or name != config.judge.policy or decodes):
                 pools[name] = opened(name, config.rollout.deadline_s)
         orchestration = build_orchestration(
             config.orchestration,
@@ -252,6 +268,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             tools,
             config.max_kept,
             teachers,
+            adapters,
         )
 
 
@@ -268,16 +285,17 @@ def _gateway(config: RunConfig, renderers: dict[str, ChatRenderer]) -> AbstractC
 def open_pool(
     config: RunConfig, name: str, model: str, *, max_model_len: int, host: TrainerHost, deadline_s: float | None
 ) -> EnginePool:
-    """The engines of one policy, or the client of its server.
+    """The engines of one policy and of those that are built on it, or its end of a server.
 
     Args:
         model: its directory.
         max_model_len: prompt and completion together, tokens.
         deadline_s: of a server's answer; None: callers do not wait.
     """
-    policy = config.policies[name]
+    policy, served = config.policies[name], config.policies_in(name)
     if policy.openai is not None:
         return make_openai_pool(name, model, policy.openai, deadline_s=deadline_s, max_model_len=max_model_len)
+    records = [config.records_of(each) for each in served]
     return make_pool(
         name,
         model,
@@ -289,5 +307,6 @@ def open_pool(
         host=host,
         silence_s=config.run.silence_s,
         own_host=config.sync.host,
-        records=config.records_of(name),
+        records=Records(any(each.kept_tokens for each in records), any(each.experts for each in records)),
+        adapters={each: adapter for each in served if (adapter := config.policies[each].adapter) is not None},
     )

@@ -106,9 +106,7 @@ class Driver:
             started: warm starts of the policies that had no model.
             seconds: by part of the run.
         """
-        info = self.team.pools[next(iter(config.trained_policies))].infos()[
-            0
-        ]  # nothing is reported for frozen policies
+        info = self.team.pool_of(next(iter(config.trained_policies))).infos()[0]  # of frozen policies nothing is said
         return Summary(
             name=self.directory.path.name,
             task=config.task,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import mini_batches
-from marsrl.trainer.data.scatter import scatter
+from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
 from marsrl.trainer.run import Run
 
 
@@ -35,21 +35,25 @@ def train(run: Run) -> None:
                 )
                 run.note_credit(credited)
         kept = run.choose_kept(credited)  # samples whose tokens are logged; none in most steps
-        for policy, learner in run.learners.items():
+        for group in run.groups:  # a policy, or the adapters of one base
             with run.timed("pack"):
-                batches = None
+                batches: dict[str, tuple[MiniBatch, ...]] | None = None
                 if credited is not None:
-                    mine = credited.of(run.agents_of(policy))
-                    batches = mini_batches(
-                        mine, config.trainer.updates_per_step, run.average, seed=config.run.seed, step=step
-                    )
-                updates = scatter(batches, learner.shard(config.trainer.max_tokens_per_micro_batch))
-            with run.engines_asleep(policy), run.timed("step"):
-                stats = learner.train_step(updates, by_agent=run.measures_agents, keep=kept)
-                run.note_step(policy, stats, batches)
-            if stats.is_updated or run.engines_drop_weights:
-                with run.timed("publish"):
-                    run.publish(policy, is_new=stats.is_updated)  # version + 1, engines hold it and have proven it
+                    num, seed = config.trainer.updates_per_step, config.run.seed
+                    batches = {
+                        policy: mini_batches(credited.of(run.agents_of(policy)), num, run.average, seed=seed, step=step)
+                        for policy in group.learners
+                    }
+                together = joined(list(batches.values())) if batches is not None else None
+                updates = scatter(together, group.shard(config.trainer.max_tokens_per_micro_batch))
+            with run.engines_asleep(group), run.timed("step"):
+                stats = group.train_step(updates, by_agent=run.measures_agents, keep=kept)
+                for policy in group.learners:
+                    run.note_step(policy, stats[policy], batches[policy] if batches is not None else None)
+            for policy in group.learners:
+                if stats[policy].is_updated or run.engines_drop_weights:
+                    with run.timed("publish"):  # version + 1, engines hold it and have proven it
+                        run.publish(policy, is_new=stats[policy].is_updated)
         run.evaluate_if_due(step)
         run.record(step, batch)
         run.stop_if_diverged()

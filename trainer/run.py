@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property
 
 import torch
 
@@ -24,6 +25,7 @@ from marsrl.trainer.driver import Driver
 from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
+from marsrl.trainer.learner.together import Together, groups
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.step_metrics import step_metrics
@@ -66,7 +68,8 @@ class Run:
         self.started = started  # of the policies that had no model
         self.agents = config.agents
         self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
-        self.standby = Standby(syncs, learners, self.versions, driver.team.pools if driver is not None else None)
+        pools = None if driver is None else {policy: driver.team.pool_of(policy) for policy in learners}
+        self.standby = Standby(syncs, learners, self.versions, pools)
         self.step = 0
         self.consumed_version = 0  # of the policy that trains on this step's batch: staleness is relative to it
         self.trace = TraceLog(directory.trace if driver is not None else None)
@@ -90,6 +93,11 @@ class Run:
             keep_every=config.run.keep_every,
             is_async=config.run.async_checkpoint,
         )
+
+    @cached_property
+    def groups(self) -> list[Together]:
+        """The policies that are trained, those that train together in one group."""
+        return groups(self.learners, [agent.policy for agent in self.agents.values()])
 
     @property
     def _rank_0(self) -> Driver:
@@ -239,19 +247,19 @@ class Run:
         return self.config.rollout.placement == "colocated"
 
     @contextmanager
-    def engines_asleep(self, policy: str) -> Iterator[None]:
-        """With rollout.placement=colocated, the trainer has the engines' GPU memory in the body. Collective then.
+    def engines_asleep(self, group: Together) -> Iterator[None]:
+        """With rollout.placement=colocated, give the GPUs' memory to the trainer in the body. Collective then.
 
-        The next use wakes the engines. For this policy, and those that train later in this step, that is the publish, so they
-        drop their weights; for others it is the next stage.
+        Whoever asks something of the engines next wakes them: of this group's policies, and of those whose turn to train is still
+        to come in this step, the publish, so that they drop their weights; of others the next stage.
         """
         if not self.engines_drop_weights:
             yield
             return
         if self.driver is not None:
-            policies = list(self.learners)
+            renewed = [policy for each in self.groups[self.groups.index(group) :] for policy in each.learners]
             with self.timed("sleep"):
-                self.driver.team.sleep(renewed=policies[policies.index(policy) :])
+                self.driver.team.sleep(renewed=renewed)
         barrier()
         yield
         if torch.cuda.is_available():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import LocalOptions, VllmOptions
 from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Engine, Records
 
@@ -24,11 +26,12 @@ class EngineSpec:
     local: LocalOptions
     sleeps: bool = False  # shares its GPU with the trainer
     records: Records = NOTHING_RECORDED
+    adapters: Mapping[str, AdapterConfig] = field(default_factory=dict)  # that it serves, by name
 
     def environment(self) -> dict[str, str]:
         """Environment variables that the serving process needs from its start."""
         if self.kind == "vllm":
-            from marsrl.rollout.engines.vllm.engine import vllm_environment
+            from marsrl.rollout.engines.vllm.arguments import vllm_environment
 
             return vllm_environment(self.threads, self.device, self.vllm.sampler_on(self.device))
         return {"OMP_NUM_THREADS": str(self.threads)}
@@ -53,6 +56,7 @@ def build_engine(spec: EngineSpec) -> Engine:
             threads=spec.threads,
             sleeps=spec.sleeps,
             records=spec.records,
+            adapters=spec.adapters,
         )
     from marsrl.rollout.engines.local.engine import LocalEngine
 
@@ -63,4 +67,5 @@ def build_engine(spec: EngineSpec) -> Engine:
         device=spec.device,
         max_num_seqs=spec.local.max_num_seqs,
         threads=spec.threads,
+        adapters=spec.adapters,
     )

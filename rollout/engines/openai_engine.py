@@ -24,6 +24,7 @@ import numpy as np
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import OpenAIOptions
 from marsrl.rollout.engines.protocol import (
+    AdapterUpdate,
     DecodeRequest,
     DecodeResult,
     EngineInfo,
@@ -113,11 +114,14 @@ class OpenAIEngine:
             line, self._line = self._line, self._connect()
         line.cut()  # nobody asks for the results any more
 
-    def score(self, sequences: Sequence[IntArray], is_probe: bool = True) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         raise RuntimeError("OpenAIEngine: a server's log-probs are not scored; its policy is frozen and needs no probe")
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         raise RuntimeError("OpenAIEngine: a server takes no weights; its policy is frozen")
+
+    def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
+        raise RuntimeError("OpenAIEngine: a server takes no adapters; a policy with one needs engines here")
 
     def forget_prefixes(self) -> None:
         """A server's cache is its own."""

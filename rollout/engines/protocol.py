@@ -1,21 +1,25 @@
 """The interface of an engine, and the types that cross it.
 
-An engine holds one policy's weights at one version. It decodes, scores given tokens, and takes new weights:
+An engine holds one policy's weights at one version, and low-rank adapters of them, each of a policy of its own at a version of
+its own. It decodes, scores given tokens, and takes new weights:
 
     engine.submit([DecodeRequest, ...], version=3)                             also while it decodes others
     engine.collect(timeout_s=0.2)                      -> [DecodeResult, ...]  what has ended, in any order
     engine.abort()                                                             the rest comes back as far as it got
     engine.update_weights(WeightUpdate(path, version)) -> WeightReceipt        a checksum for every tensor it holds
+    engine.update_adapter(AdapterUpdate(name, path, version)) -> WeightReceipt also while it decodes for others
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import numpy as np
 
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -59,6 +63,7 @@ class DecodeRequest:
     affinity: requests with the same key share a prefix and are best served by one engine.
     expected_new_tokens: a guess, by which a pool sends the longest first; None: max_new_tokens.
     experts_from: record the experts of the tokens fed to the model from this place on (router replay); None: of none.
+    adapter: name of the one to decode with, at adapter_version; empty: the engine's weights as they are.
     """
 
     uid: str
@@ -69,6 +74,8 @@ class DecodeRequest:
     affinity: str
     expected_new_tokens: float | None = None
     experts_from: int | None = None
+    adapter: str = ""
+    adapter_version: int = 0
 
 
 def why_not_decodable(request: DecodeRequest, max_model_len: int | None, vocab_size: int | None) -> str:
@@ -127,6 +134,7 @@ class Records:
 
 
 NOTHING_RECORDED = Records()
+NO_ADAPTERS: Mapping[str, AdapterConfig] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +143,7 @@ class EngineInfo:
 
     settings: {one of ModelShape.settings(): the different values that its layers compute with}; what it cannot tell is not
     among them. sampler: who draws its tokens.
-    shards: what each of its workers holds of the model.
+    shards: what each of its workers holds of the model. adapters: names of those that it serves.
     """
 
     kind: str
@@ -147,6 +155,7 @@ class EngineInfo:
     settings: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     sampler: str = ""
     shards: tuple[EngineShard, ...] = (EngineShard(),)
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +173,23 @@ class WeightUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterUpdate:
+    """New numbers of one adapter: its PEFT directory (rollout/adapter.py), in a place every engine of this host can read.
+
+    AdapterUpdate("verifier", "/dev/shm/marsrl/verifier/version_5", version=5)
+
+    path: another one for each version; it stays until every engine holds a later one.
+    """
+
+    name: str
+    path: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class WeightReceipt:
-    """The weights of an engine after an update. checksums: of each shard {tensor name in its own fused layout: checksum}.
+    """The weights of an engine after an update. checksums: of each shard {tensor name in its own fused layout: checksum}; of an
+    adapter, {tensor of it: checksum} as rollout.adapter.held_by_shard has them.
 
         WeightReceipt(version=5, checksums=[{"model.norm.weight": 0x5EED, ...}], seconds=0.8)
 
@@ -195,18 +219,38 @@ class WrongVersion(RuntimeError):
     """A request was tagged with a policy version that the engine does not hold."""
 
 
+def check_versions(engine: str, held: Mapping[str, int], requests: Sequence[DecodeRequest], version: int) -> None:
+    """Raise WrongVersion unless an engine holds what requests are tagged with.
+
+    Args:
+        engine: its name, for messages. held: version by adapter; "": of the weights themselves.
+        version: policy version that all are tagged with, beside their adapters.
+    """
+    if held[""] != version:
+        raise WrongVersion(f"{engine}: asked for policy version {version}, but version {held['']} is loaded")
+    for request in requests:
+        name, asked = request.adapter, request.adapter_version
+        if name and name not in held:
+            raise WrongVersion(
+                f"{engine}: asked for adapter {name}; it serves {', '.join(filter(None, held)) or 'none'}"
+            )
+        if name and held[name] != asked:
+            raise WrongVersion(f"{engine}: asked for version {asked} of adapter {name}, but {held[name]} is loaded")
+
+
 class EngineLost(RuntimeError):
     """Raised by an engine that cannot go on: its pool makes another."""
 
 
 class Engine(Protocol):
-    """One replica of one policy. One thread makes it and calls it; `submit`, `abort` and `num_decoded`, which touch no device,
-    may be called by another meanwhile."""
+    """One replica of one policy and its adapters. One thread makes it and calls it; `submit`, `abort` and `num_decoded`, which
+    touch no device, may be called by another meanwhile."""
 
     def info(self) -> EngineInfo: ...
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        """Take more requests, without waiting; raises WrongVersion unless the engine holds `version`."""
+        """Take more requests, without waiting; raises WrongVersion unless the engine holds `version`, and of each request's
+        adapter the version that it is tagged with."""
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         """Decode until some requests have ended (these are returned) or timeout_s has passed; at least one step.
@@ -220,14 +264,24 @@ class Engine(Protocol):
     def num_decoded(self) -> int:
         """Tokens decoded since the engine started (for progress bars)."""
 
-    def score(self, sequences: Sequence[IntArray], is_probe: bool = True) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats, at temperature 1, over the whole vocabulary.
 
         is_probe: it checks a weight sync, and the caches with it; else a teacher scores samples.
         """
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Load, drop every cached prefix, and report checksums of what is now held, or why the weights did not arrive."""
+        """Load, drop every cached prefix, and report checksums of what is now held, or why the weights did not arrive.
+
+        Adapters stay as they are.
+        """
+
+    def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
+        """Load an adapter in place of its version before, and report checksums of what is now held. Nothing of this adapter is
+        under way; others may decode.
+
+        Before the first update an adapter is at version 0: its policy's `adapter.start`, or without one the bare weights.
+        """
 
     def forget_prefixes(self) -> None:
         """Drop every cached prefix. Nothing is under way."""

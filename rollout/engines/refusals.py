@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import RolloutConfig, VllmOptions, is_started_here
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.layout import VOCAB_MULTIPLE
+
+_ALL2ALL = "allgather_reducescatter"  # vLLM's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +211,40 @@ def vllm_refusals(
     return tuple(found)
 
 
+def adapter_refusals(
+    rollout: RolloutConfig, device: str, dtype: str, shape: ModelShape, adapters: Mapping[str, AdapterConfig]
+) -> tuple[str, ...]:
+    """Sentences about adapters that engines of one pool cannot serve on "cpu" or "cuda". rollout: as the pool has it."""
+    of_experts = [name for name, each in adapters.items() if "experts" in each.targets and shape.num_experts]
+    found, vllm = [], rollout.vllm
+    if rollout.engine != "vllm" or not adapters:
+        return ()
+    if device == "cuda" and dtype == "float32":
+        found.append(
+            f"vLLM's kernels for adapters ({', '.join(adapters)}) refuse float32 on GPUs: set rollout.vllm.dtype or the policy's "
+            "dtype to bfloat16, or rollout.engine=local"
+        )
+    if of_experts and device == "cuda":
+        backend = vllm.extra.get("all2all_backend", _ALL2ALL)
+        if vllm.expert_parallel and backend != _ALL2ALL:
+            found.append(
+                f"rollout.vllm.extra.all2all_backend is {backend}, and vLLM serves adapters of spread experts with {_ALL2ALL} "
+                f"alone: set that, or rollout.vllm.expert_parallel=false"
+            )
+    if device == "cpu" and shape.num_experts:
+        if of_experts:
+            found.append(
+                f"policies.{of_experts[0]}.adapter.targets has experts, whose adapters vLLM 0.32 computes on GPUs alone: set "
+                "rollout.engine=local, or leave experts out (attention works)"
+            )
+        elif vllm.tensor_parallel > 1:
+            found.append(
+                f"rollout.vllm.tensor_parallel is {vllm.tensor_parallel}, and beside adapters vLLM's experts on a CPU compute in "
+                "one process: set rollout.vllm.tensor_parallel=1, or rollout.engine=local"
+            )
+    return tuple(found)
+
+
 def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str | None:
     """Engines of a Ray that is started here do not get GPUs that trainer ranks hold."""
     rollout, num_policies = rollouts[0], len(rollouts)
@@ -261,7 +298,8 @@ def _files_out_of_reach(rollouts: Sequence[RolloutConfig], host: TrainerHost, we
     if not Path(weight_files).resolve().is_relative_to("/dev/shm"):
         return None
     return (
-        f"sync.backend=shm writes weights to {weight_files} of trainer rank 0's host, which engines on the other hosts of "
-        f"rollout.ray_address={rollout.ray_address} do not see: set sync.directory to a folder that all hosts share, or send "
-        "them over the network (sync.backend=auto on GPUs; on CPUs rollout.engine=local with sync.cpu_twin=true)"
+        f"sync.backend=shm, as an adapter in any case, writes weights to {weight_files} of trainer rank 0's host, which engines "
+        f"on the other hosts of rollout.ray_address={rollout.ray_address} do not see: set sync.directory to a folder that all "
+        "hosts share, or send weights over the network (sync.backend=auto on GPUs; on CPUs rollout.engine=local with "
+        "sync.cpu_twin=true)"
     )

@@ -11,13 +11,14 @@ import numpy as np
 
 from marsrl.rollout.engines.protocol import (
     TORN,
+    AdapterUpdate,
     DecodeRequest,
     DecodeResult,
     EngineInfo,
     MemoryPart,
     WeightReceipt,
     WeightUpdate,
-    WrongVersion,
+    check_versions,
 )
 from marsrl.rollout.engines.stops import StopTexts
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -46,6 +47,7 @@ class ScriptedEngine:
 
     decode: finds texts of Sampling.stop; without it they are not looked for.
     tokens_per_step: of every request under way, at one `collect`; None: all that is left.
+    adapters: names that requests may ask for; the same script answers.
     """
 
     def __init__(
@@ -58,27 +60,27 @@ class ScriptedEngine:
         score: Callable[[IntArray], FloatArray] | None = None,
         version: int = 0,
         tokens_per_step: int | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         self._tokens_per_step = tokens_per_step
         self._under_way: deque[_UnderWay] = deque()  # submit may come from another thread
         self._is_aborting = False
-        self._script, self._encode, self._fail, self._score, self._version = script, encode, fail, score, version
+        self._script, self._encode, self._fail, self._score = script, encode, fail, score
         self._stops = StopTexts(decode) if decode is not None else None
         self._answers: dict[str, tuple[int, list[int]]] = {}  # uid: (length of the prompt, whole completion)
         self._num_decoded = 0
+        self._versions = {"": version, **dict.fromkeys(adapters, 0)}  # by adapter
         self._asleep: set[MemoryPart] = set()  # it has no memory; whoever calls it should not know
 
     def info(self) -> EngineInfo:
-        return EngineInfo("scripted", f"{__name__}.ScriptedEngine", "marsrl", "0", "cpu", "float32")
+        name, adapters = f"{__name__}.ScriptedEngine", tuple(filter(None, self._versions))
+        return EngineInfo("scripted", name, "marsrl", "0", "cpu", "float32", adapters=adapters)
 
     def num_decoded(self) -> int:
         return self._num_decoded
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        if version != self._version:
-            raise WrongVersion(
-                f"ScriptedEngine: asked for policy version {version}, but version {self._version} is loaded"
-            )
+        check_versions("ScriptedEngine", self._versions, requests, version)
         self._need("weights", "kv_cache")
         self._under_way.extend(_UnderWay(request) for request in requests)
 
@@ -108,8 +110,9 @@ class ScriptedEngine:
 
     def _answer(self, request: DecodeRequest) -> DecodeResult:
         """All that the script says to a request."""
+        version = self._versions[request.adapter]
         if reason := self._fail(request):
-            return DecodeResult.without_tokens(request.uid, Finish.ERROR, self._version, reason)
+            return DecodeResult.without_tokens(request.uid, Finish.ERROR, version, reason)
         prompt_length, whole = self._answers.get(request.uid, (len(request.token_ids), []))
         done = len(request.token_ids) - prompt_length
         if not whole or done < 0 or request.token_ids[prompt_length:].tolist() != whole[:done]:
@@ -119,7 +122,7 @@ class ScriptedEngine:
         is_whole = done + len(ids) == len(whole) and len(ids) > 0 and self._ends(whole, request)
         logprobs = scripted_logprobs(ids, len(request.token_ids))
         finish = Finish.STOP if is_whole else Finish.LENGTH
-        return DecodeResult(request.uid, ids, logprobs, finish, self._version, num_cached_tokens=max(done - 1, 0))
+        return DecodeResult(request.uid, ids, logprobs, finish, version, num_cached_tokens=max(done - 1, 0))
 
     def _whole(self, request: DecodeRequest) -> list[int]:
         answer = self._script(request)
@@ -141,9 +144,9 @@ class ScriptedEngine:
             self._stops is not None and self._stops.is_ended(none, drawn, sampling.stop)
         )
 
-    def score(self, sequences: Sequence[IntArray], is_probe: bool = True) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         self._need("weights", "kv_cache")
-        if self._version == TORN:
+        if self._versions[""] == TORN:
             raise RuntimeError("ScriptedEngine.score: the weights were dropped, and no others have come")
         return [self._score(s) if self._score else scripted_logprobs(s[1:], 1) for s in sequences]
 
@@ -156,8 +159,14 @@ class ScriptedEngine:
         self._need("weights")
         start = time.perf_counter()
         checksums = fused_checksums(WeightFiles(update.path), torch.float32)
-        self._version = update.version
+        self._versions[""] = update.version
         return WeightReceipt(update.version, (checksums,), time.perf_counter() - start)
+
+    def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
+        """Note the version: there is no model to adapt."""
+        self._need("weights")
+        self._versions[update.name] = update.version
+        return WeightReceipt(update.version, ({},), 0.0)
 
     def forget_prefixes(self) -> None:
         """Nothing is cached."""
@@ -167,7 +176,7 @@ class ScriptedEngine:
             raise RuntimeError(f"ScriptedEngine.sleep: {len(self._under_way)} requests are under way; abort them first")
         self._asleep = {"weights", "kv_cache"}
         if not keeps_weights:
-            self._version = TORN
+            self._versions[""] = TORN
 
     def wake(self, part: MemoryPart) -> None:
         self._asleep.discard(part)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -197,12 +198,19 @@ class Player:
         for each in sorted(self._due, key=_place) if self._in_step else self._due:
             by_policy.setdefault(self._policy(each.agent), []).append(each)
         self._due = {}
+        by_pool: dict[str, list[DecodeRequest]] = {}
         for policy, completions in by_policy.items():
             requests = [self._game.request(each) for each in completions]
+            if policy in self.team.adapters:
+                version = self.versions[policy]
+                requests = [replace(each, adapter=policy, adapter_version=version) for each in requests]
             for each, request in zip(completions, requests, strict=True):
                 each.state = State.DECODING
                 self._decoding[request.uid] = each, request
-            self.team.pools[policy].submit(requests, version=self.versions[policy], at_once=not self._is_urgent)
+            by_pool.setdefault(self.team.adapters.get(policy, policy), []).extend(requests)
+        for name, requests in by_pool.items():
+            version = 0 if name in self.team.adapters else self.versions[name]  # weights below adapters stay
+            self.team.pools[name].submit(requests, version=version, at_once=not self._is_urgent)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         """Results that the engines have; without any it waits for them, timeout_s at most, or for judges and tools. Nothing of

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import SILENCE_S, OpenAIOptions, RolloutConfig, is_started_here
 from marsrl.rollout.engines.build import EngineSpec, build_engine
-from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Records
+from marsrl.rollout.engines.protocol import NO_ADAPTERS, NOTHING_RECORDED, Records
 from marsrl.rollout.engines.refusals import TrainerHost, this_host
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_token import show_token
@@ -32,6 +33,7 @@ def make_pool(
     silence_s: float = SILENCE_S,
     own_host: str | None = None,
     records: Records = NOTHING_RECORDED,
+    adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
 ) -> EnginePool:
     """Engines of one policy as the config wants them.
 
@@ -44,6 +46,7 @@ def make_pool(
         silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
         own_host: this process's address as the hosts of engines reach it (sync.host); None: found out.
         records: what will be asked about tokens beside log-probs.
+        adapters: of other policies, by their names, and of this one: they decode in these engines too.
 
     Raises:
         RuntimeError: vllm or ray is asked for and not installed, or the Ray cluster is not reachable.
@@ -52,7 +55,9 @@ def make_pool(
         _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
     if config.placement != "local":
         _require("ray", f"rollout.placement={config.placement}", "install ray, or set rollout.placement=local")
-    specs = _specs(model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, records=records)
+    specs = _specs(
+        model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, records=records, adapters=adapters
+    )
     if config.placement == "local":
         os.environ.update(specs[0].environment())
         engines = LocalReplicas([build_engine(spec) for spec in specs])
@@ -109,6 +114,7 @@ def _specs(
     max_model_len: int,
     seed: int,
     records: Records,
+    adapters: Mapping[str, AdapterConfig],
 ) -> list[EngineSpec]:
     """One for each engine of a policy: they differ in their seeds."""
     import torch
@@ -127,6 +133,7 @@ def _specs(
             local=config.local,
             sleeps=config.placement == "colocated",
             records=records,
+            adapters=dict(adapters),
         )
         for replica in range(config.engines)
     ]

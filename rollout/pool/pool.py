@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from marsrl.rollout.engines.protocol import (
+    AdapterUpdate,
     DecodeRequest,
     DecodeResult,
     EngineInfo,
@@ -52,7 +53,8 @@ class _Sent:
 
 
 class EnginePool(AbstractContextManager["EnginePool"]):
-    """n replicas of one policy. Every method is called by one thread at a time; close() may be called twice.
+    """n replicas of one policy, which may serve adapters of it too. Every method is called by one thread at a time; close() may
+    be called twice.
 
         pool.submit(requests, version=3)          # at any time; dispatch.py says which replica gets what, and when
         results = pool.collect(timeout_s=0.2)     # what has ended meanwhile
@@ -297,11 +299,11 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         faults, self._faults = self._faults, Faults()
         return faults
 
-    def score(self, sequences: Sequence[IntArray]) -> list[list[FloatArray]]:
+    def score(self, sequences: Sequence[IntArray], adapter: str = "") -> list[list[FloatArray]]:
         """Log-probs of the same sequences from each replica: scores[i][sequence] of the i-th of engines, [N-1], nats."""
         self._wake()
         self.give_weights()
-        return self._call("score", (list(sequences),))
+        return self._call("score", (list(sequences), adapter))
 
     def score_shared(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """Log-probs [N-1] of each sequence, nats, which the replicas share out. Nothing decodes meanwhile."""
@@ -311,7 +313,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         while left := [i for i in range(len(sequences)) if i not in scores]:
             shares = self._shares([len(sequences[i]) for i in left])
             asked = {replica: [left[place] for place in places] for replica, places in shares.items()}
-            arguments = {replica: ([sequences[i] for i in own], False) for replica, own in asked.items()}
+            arguments = {replica: ([sequences[i] for i in own], "", False) for replica, own in asked.items()}
             for replica, answer in self._replicas.call("score", arguments).items():
                 if isinstance(answer, Lost):
                     self._restart(replica, answer.reason)  # and what it had is shared out again
@@ -340,6 +342,17 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         receipts = self._call("update_weights", (update,))
         self._recovery.note_weights(update, receipts[0].checksums)
         self._wake("kv_cache")  # the probe needs it
+        return receipts
+
+    def update_adapter(self, update: AdapterUpdate) -> list[WeightReceipt]:
+        """Have every replica read new numbers of an adapter; what those that serve then report, in their order.
+
+        Prefixes that were cached with other adapters, or with none, stay.
+        """
+        self._wake("weights")
+        receipts = self._call("update_adapter", (update,))
+        self._recovery.note_adapter(update, receipts[0].checksums)
+        self._wake("kv_cache")
         return receipts
 
     def forget_prefixes(self) -> None:

@@ -5,6 +5,7 @@ a policy that has no other waits rollout.join_s for a place.
 
 The weights come from the file of the last update, or, where the trainer's ranks sent them (sync.backend=nccl, ipc), from
 the ranks again (`feed`). Those may be in the middle of a step: then the new engine gets nothing to do until they are not.
+Adapters come from their files, after the weights.
 
 An engine is lost when its process has died, when it has not answered within rollout.deadline_s, when its decoding raised
 something that is no refusal, or when weights from the trainer's ranks did not get to it whole.
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from marsrl.rollout.engines.protocol import WeightUpdate
+from marsrl.rollout.engines.protocol import AdapterUpdate, WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.replicas import Lost, Replicas, Timed, call_one
 
 _log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Recovery:
         self._replicas, self._name, self._most, self._tell = replicas, name, most, tell
         self._update: WeightUpdate | None = None  # of now; None before the first
         self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard of an engine; all engines hold the same
+        self._adapters: dict[str, tuple[AdapterUpdate, Sequence[Mapping[str, int]]]] = {}  # the same, by name
         self.num_restarts = 0
         self.feed: Callable[[int], Timed | Lost | None] | None = None
         self.needs_weights = set[int]()  # replicas that hold the weights of their start, and are to get those of now
@@ -53,6 +55,10 @@ class Recovery:
         """From now on a new engine gets these weights, of which each shard must report these checksums."""
         self._update, self._checksums = update, checksums
         self.needs_weights.clear()
+
+    def note_adapter(self, update: AdapterUpdate, checksums: Sequence[Mapping[str, int]]) -> None:
+        """From now on a new engine gets these numbers too."""
+        self._adapters[update.name] = update, checksums
 
     def restart(self, replica: int, reason: str, *, has_others: bool) -> bool:
         """Replace a lost engine, with the weights of now; False where it has no place, and others serve (has_others).
@@ -85,43 +91,53 @@ class Recovery:
         self._tell(replica, "restart", start, end)
         is_new = self._update is None or replica in self.needs_weights
         held = "those of its start" if is_new else f"version {self._update.version}"  # type: ignore[union-attr]
+        held += "".join(f", adapter {name}: version {each.version}" for name, (each, _) in self._adapters.items())
         _log.warning("policy %s: engine %d is back after %.1f s, weights: %s", self._name, replica, end - start, held)
         return True
 
     def make(self, replica: int) -> Lost | None:
         """A new engine of this number, with the weights of now; Lost: it does not survive that."""
         lost = self._replicas.restart(replica)
-        if lost is None and self._update is not None:
+        if lost is None and (self._update is not None or self._adapters):
             self.needs_weights.add(replica)
             lost = self.load(replica)
         return lost
 
     def load(self, replica: int) -> Lost | None:
-        """The weights of now into a new engine, or nothing where the trainer's ranks cannot send them now.
+        """The weights and adapters of now into a new engine, or nothing where the trainer's ranks cannot send them now.
 
         Lost: it does not survive that.
         """
-        update = self._update
-        assert update is not None, "an engine that got no weights yet has those of its start"
-        answer: Timed | Lost | None
-        if update.path:
-            answer = call_one(self._replicas, replica, "update_weights", (update,))
-        elif self.feed is None:
-            raise RuntimeError(
-                f"engines of policy {self._name}: engine {replica} is lost, no file has the weights of version "
-                f"{update.version} that a new one could load, and no trainer is here to send them"
-            )
-        elif (answer := self.feed(replica)) is None:
-            return None
-        if isinstance(answer, Lost):
-            return answer
-        shards = list(zip(self._checksums, answer.value.checksums, strict=True))
-        wrong = [name for right, held in shards for name in {**right, **held} if held.get(name) != right.get(name)]
-        if wrong or answer.value.version != update.version:
-            raise RuntimeError(
-                f"engines of policy {self._name}: engine {replica} was restarted with the weights of version "
-                f"{update.version}, reports version {answer.value.version} and does not hold what the others hold: "
-                f"{len(wrong)} of {sum(map(len, self._checksums))} tensors differ, first {', '.join(wrong[:3])}"
-            )
+        if (update := self._update) is not None:
+            answer: Timed | Lost | None
+            if update.path:
+                answer = call_one(self._replicas, replica, "update_weights", (update,))
+            elif self.feed is None:
+                raise RuntimeError(
+                    f"engines of policy {self._name}: engine {replica} is lost, no file has the weights of version "
+                    f"{update.version} that a new one could load, and no trainer is here to send them"
+                )
+            elif (answer := self.feed(replica)) is None:
+                return None
+            if isinstance(answer, Lost):
+                return answer
+            self._check(replica, answer.value, "weights", update.version, self._checksums)
+        for name, (adapter, checksums) in self._adapters.items():
+            answer = call_one(self._replicas, replica, "update_adapter", (adapter,))
+            if isinstance(answer, Lost):
+                return answer
+            self._check(replica, answer.value, f"adapter {name}", adapter.version, checksums)
         self.needs_weights.discard(replica)
         return None
+
+    def _check(
+        self, replica: int, receipt: WeightReceipt, of: str, version: int, checksums: Sequence[Mapping[str, int]]
+    ) -> None:
+        shards = list(zip(checksums, receipt.checksums, strict=True))
+        wrong = [name for right, held in shards for name in {**right, **held} if held.get(name) != right.get(name)]
+        if wrong or receipt.version != version:
+            raise RuntimeError(
+                f"engines of policy {self._name}: engine {replica} was restarted with the {of} of version {version}, reports "
+                f"version {receipt.version} and does not hold what the others hold: {len(wrong)} of "
+                f"{sum(map(len, checksums))} tensors differ, first {', '.join(wrong[:3])}"
+            )

@@ -89,12 +89,7 @@ class FileSender:
             check_room(self._folder.path, num_elements * self._dtype.itemsize)
             num_bytes = write_shards(folder, checked(), self._shard_bytes)
         except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise RuntimeError(
-                f"weight sync: version {version} could not be written to {folder}: {reason}; make room "
-                "there (the version before stays until this one is proven, so it takes the model twice): a larger shared "
-                "memory (docker run --shm-size), or another folder (sync.directory)"
-            ) from error
+            raise not_written(version, folder, error) from error
         seconds_of["write"] = time.perf_counter() - start - sum(seconds_of.values())
         return WrittenWeights(folder, [sums_of[shard].checksums() for shard in shards], num_bytes, seconds_of)
 
@@ -107,6 +102,16 @@ class FileSender:
 
     def close(self) -> None:
         self._folder.close()
+
+
+def not_written(version: int, folder: Path, error: OSError | SafetensorError) -> RuntimeError:
+    """What to do about a version that could not be written."""
+    reason = getattr(error, "strerror", None) or error
+    return RuntimeError(
+        f"weight sync: version {version} could not be written to {folder}: {reason}; make room there (the version before stays "
+        "until this one is proven, so it takes the model twice): a larger shared memory (docker run --shm-size), or another "
+        "folder (sync.directory)"
+    )
 
 
 class PrivateFolder:

@@ -158,7 +158,8 @@ _OTHER_OPTIONS: dict[str, dict[str, Any]] = {
 def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
     """vllm_engine("qwen3") -> real vLLM on that checkpoint, one at a time; "qwen3+...": with _OTHER_OPTIONS."""
     pytest.importorskip("vllm")
-    from marsrl.rollout.engines.vllm.engine import VllmEngine, vllm_environment
+    from marsrl.rollout.engines.vllm.arguments import vllm_environment
+    from marsrl.rollout.engines.vllm.engine import VllmEngine
 
     os.environ.update(vllm_environment(threads=1))
     with imports_for_good():

@@ -75,7 +75,7 @@ def test_a_teacher_scores_samples_of_several_lengths_and_equal_ones(kind, vllm_e
     engine.update_weights(WeightUpdate(str(directory), 0))
     samples = [prompt(97, seed=5), prompt(30, seed=6), prompt(97, seed=5), prompt(2, seed=7)]
     for _ in range(2):  # also where their prefixes are cached
-        for found, right in zip(engine.score(samples, False), judge(directory, None, samples), strict=True):
+        for found, right in zip(engine.score(samples, is_probe=False), judge(directory, None, samples), strict=True):
             np.testing.assert_allclose(found, right, atol=1e-4, rtol=0)
 
 

@@ -20,7 +20,8 @@ from engine_cases import decoded, prompt, request
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.protocol import Records, WeightUpdate
 from marsrl.rollout.engines.vllm import engine
-from marsrl.rollout.engines.vllm.engine import VllmEngine, vllm_environment
+from marsrl.rollout.engines.vllm.arguments import vllm_environment
+from marsrl.rollout.engines.vllm.engine import VllmEngine
 from marsrl.rollout.imports import imports_for_good
 
 CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 30, "records_kept": True}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import Engine, WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.protocol import NO_ADAPTERS, AdapterUpdate, Engine, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -46,16 +47,22 @@ def engines_are(engine: Callable[[], Engine]) -> Iterator[None]:
 class ScriptedWithWeights(ScriptedEngine):
     """Says what the script says, and scores a weight sync's probe with the weights that it was sent."""
 
-    def __init__(self, model: Path, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._local = LocalEngine(model, dtype="float32", max_model_len=256)
+    def __init__(
+        self, model: Path, *args: Any, adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS, **options: Any
+    ) -> None:
+        super().__init__(*args, adapters=list(adapters), **options)
+        self._local = LocalEngine(model, dtype="float32", max_model_len=256, adapters=adapters)
 
-    def score(self, sequences: Sequence[IntArray], is_probe: bool = True) -> list[FloatArray]:
-        return self._local.score(sequences)
+    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
+        return self._local.score(sequences, adapter)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         super().update_weights(update)
         return self._local.update_weights(update)
+
+    def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
+        super().update_adapter(update)
+        return self._local.update_adapter(update)
 
 
 def sevens(folder: Path, number: int = 40) -> Path:

@@ -56,10 +56,10 @@ class Recorded(ScriptedWithWeights):
         CALLS.append("submit")
         super().submit(requests, version=version)
 
-    def score(self, sequences: Sequence[IntArray], is_probe: bool = True) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         self._need("weights", "kv_cache")
         CALLS.append("score")
-        return super().score(sequences, is_probe)
+        return super().score(sequences, adapter, is_probe)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         CALLS.append("update_weights")

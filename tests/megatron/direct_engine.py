@@ -35,7 +35,7 @@ class Halves:
     def info(self) -> EngineInfo:
         return self._info
 
-    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    def score(self, sequences: list[np.ndarray], adapter: str = "") -> list[np.ndarray]:
         return [np.zeros(len(sequence) - 1, np.float32) for sequence in sequences]
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:

@@ -11,8 +11,8 @@ import transformers
 from megatron_models import learner, save_model, weights
 from safetensors.torch import load_file, save_file
 
+from marsrl.rollout.engines.local.rope import rotary_frequencies
 from marsrl.rollout.model_shape import read_shape
-from marsrl.rollout.rope import rotary_frequencies
 
 
 def edited(folder: Path, **changes: object) -> Path:

@@ -95,12 +95,17 @@ def checked(preset: Path, folder: Path, words: list[str]) -> Any:
     return preflight(read_config(preset, settings)[0], world)
 
 
-def engine_config(config: Any, folder: Path) -> dict[str, Any]:
-    """vLLM's configuration of an engine, made with the words and the environment of our VllmEngine."""
+def engine_config(config: Any, folder: Path, adapters: int = 0) -> dict[str, Any]:
+    """vLLM's configuration of an engine, made with the words and the environment of our VllmEngine.
+
+    adapters: how many it serves, of all matrices that can have some.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 
+    from marsrl.rollout.adapter import AdapterConfig
     from marsrl.rollout.engines.vllm.arguments import engine_arguments
+    from marsrl.rollout.model_shape import read_shape
     from marsrl.rollout.pool.build import _specs
     from marsrl.trainer.plan.batch_plan import longest_sequence
 
@@ -109,6 +114,8 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
     policy = config.policies["main"]
     model = policy.model or str(save_model("warm start", folder))
     longest = longest_sequence(config, "main")
+    mlp = "experts" if read_shape(model).num_experts else "mlp"
+    adapter = AdapterConfig.model_validate({"rank": 24, "targets": ["attention", mlp]})
     specs = _specs(
         model,
         config.rollout_of("main"),
@@ -116,6 +123,7 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
         max_model_len=longest,
         seed=0,
         records=config.records_of("main"),
+        adapters={f"adapter {number}": adapter for number in range(adapters)},
     )
     assert len(specs) == config.rollout.engines and specs[0].device == "cuda"
     os.environ.update(specs[0].environment())
@@ -128,8 +136,10 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
         sleeps=specs[0].sleeps,
         device=specs[0].device,
         records=specs[0].records,
+        adapters=specs[0].adapters,
     )
     made = EngineArgs(**words).create_engine_config()
+    lora = made.lora_config
     return {
         "runner": "V2" if made.use_v2_model_runner else "V1",
         "compile": made.compilation_config.mode.name,
@@ -144,6 +154,8 @@ def engine_config(config: Any, folder: Path) -> dict[str, Any]:
         "attention": _attention(made),
         "kv_cache": made.cache_config.cache_dtype,
         "batched": made.scheduler_config.max_num_batched_tokens,
+        "adapters": lora
+        and [lora.max_loras, lora.max_lora_rank, lora.target_modules, str(lora.lora_dtype), lora.fully_sharded_loras],
         "dynamo_off": os.environ.get("TORCHDYNAMO_DISABLE"),
     }
 
@@ -195,6 +207,7 @@ def main(folder: Path) -> None:
         check = checked(preset, folder, train_command(preset))
         told[preset.stem] = {
             "engine": engine_config(check.config, folder) if check.config.rollout.engine == "vllm" else None,
+            "adapted": engine_config(check.config, folder, 5) if check.config.rollout.engine == "vllm" else None,
             "prompts": {name: agent.max_input_tokens for name, agent in check.config.agents.items()},
             "variants": variants(check.config, folder) if preset.stem == "qwen3_30b_a3b_8xh100" else None,
         }

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.engines.refusals import (
     TrainerHost,
+    adapter_refusals,
     is_this_host,
     num_engine_gpus,
     refusals,
@@ -25,7 +27,7 @@ from marsrl.rollout.engines.refusals import (
 )
 from marsrl.rollout.engines.vllm.arguments import checked_extra
 from marsrl.trainer.config.read import CONFIGS, read_config
-from marsrl.trainer.plan.models import KNOWN
+from marsrl.trainer.plan.models import KNOWN, find_shape
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system"}  # our own engine decodes
@@ -71,6 +73,16 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
     assert found["R3"] == plain | {"experts": True}
     assert found["fp8"] == plain | {"kv_cache": "fp8"}
     assert found["extra"] == plain | {"batched": 12345} != plain
+
+
+@pytest.mark.parametrize("preset", sorted(set(PRESETS) - WITHOUT_VLLM))
+def test_vllm_accepts_adapters_and_changes_nothing_else(preset: str, told: dict[str, Any]) -> None:
+    """Slots for the matrices that are adapted alone, of the next rank that it has kernels for."""
+    plain, found = told[preset]["engine"], told[preset]["adapted"]
+    is_moe = preset in {*ON_SEVERAL_GPUS, "cpu_default"}
+    of_mlp = ["experts"] if is_moe else ["gate_up_proj", "down_proj"]
+    assert found == plain | {"adapters": [5, 32, ["qkv_proj", "o_proj", *of_mlp], plain["dtype"], False]}
+    assert plain["adapters"] is None
 
 
 def test_agents_that_a_preset_names_get_prompts_as_long_as_it_says(told: dict[str, Any]) -> None:
@@ -219,3 +231,34 @@ def test_other_arguments_of_vllm_are_checked_against_its_own() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             checked_extra(extra)
+
+
+DENSE, MOE = (find_shape(name) for name in ("Qwen3-0.6B", "Qwen3-30B-A3B"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "dtype", "shape", "targets", "says"),
+    [
+        ({}, "cuda", "bfloat16", MOE, ("attention", "experts"), None),
+        ({}, "cpu", "float32", DENSE, ("attention", "mlp"), None),
+        ({}, "cpu", "float32", MOE, ("attention",), None),
+        ({"engine": "local"}, "cpu", "float32", MOE, ("attention", "experts"), None),
+        ({}, "cpu", "float32", MOE, ("attention", "experts"), "policies.verifier.adapter.targets .* rollout.engine=local"),
+        (WIDE, "cpu", "float32", MOE, ("attention",), "set rollout.vllm.tensor_parallel=1, or rollout.engine=local"),
+        ({}, "cuda", "float32", DENSE, ("attention",), r"adapters \(verifier\) refuse float32 on GPUs: .* bfloat16"),
+        (
+            {"vllm": {"tensor_parallel": 2, "expert_parallel": True, "extra": {"all2all_backend": "deepep_low_latency"}}},
+            "cuda", "bfloat16", MOE, ("experts",), "all2all_backend is deepep_low_latency.* allgather_reducescatter",
+        ),
+    ],
+)  # fmt: skip
+def test_adapters_that_an_engine_cannot_serve_are_refused_with_what_would_work(
+    settings: Any, device: str, dtype: str, shape: Any, targets: Any, says: str | None
+) -> None:
+    rollout = RolloutConfig.model_validate({"engine": "vllm", **settings})
+    found = adapter_refusals(rollout, device, dtype, shape, {"verifier": AdapterConfig(targets=targets)})
+    if says is None:
+        assert found == ()
+    else:
+        (sentence,) = found
+        assert re.search(says, sentence)

@@ -48,7 +48,7 @@ def test_hostile_text_comes_back_but_for_lone_surrogates_and_a_damaged_file_is_n
 class Quick:
     """An engine that scores nothing."""
 
-    def score(self, sequences: list[Any]) -> list[Any]:
+    def score(self, sequences: list[Any], adapter: str) -> list[Any]:
         return sequences
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig
-from marsrl.rollout.engines.protocol import DecodeRequest, WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, WeightReceipt, WeightUpdate
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.orchestrations.registry import agent_names, build_orchestration
 from marsrl.rollout.player.completion import Completion, State
@@ -47,7 +47,11 @@ class WeighedEngine(ScriptedEngine):
     """Its weights are the name of the file that it was sent; their checksum is a sum over the name."""
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        self._version = update.version
+        self._versions[""] = update.version
+        return WeightReceipt(update.version, ({"name": sum(update.path.encode())},), 0.0)
+
+    def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
+        super().update_adapter(update)
         return WeightReceipt(update.version, ({"name": sum(update.path.encode())},), 0.0)
 
 
@@ -191,3 +195,15 @@ def sampled(uid: str, reward: float, *, agent: str = "solver", tokens: int = 3, 
 def group_of(name: str, rewards: Sequence[float], agent: str = "solver", **changes: Any) -> Group:
     samples = (sampled(f"{name}:{i}", reward, agent=agent, **changes) for i, reward in enumerate(rewards))
     return Group(name, name.split("/")[0], agent, tuple(samples))
+
+
+def with_two_policies(team: Team, engine: ScriptedEngine) -> Team:
+    """The same team, but that a policy "other", on this engine, answers as the Verifiers."""
+    agents = {
+        name: each.model_copy(update={"policy": "other"}) if name.startswith("verifier") else each
+        for name, each in team.agents.items()
+    }
+    renderers = {**team.renderers, "other": team.renderers["main"]}
+    return replace(
+        team, agents=agents, renderers=renderers, pools={**team.pools, "other": EnginePool(LocalReplicas([engine]))}
+    )

@@ -40,9 +40,10 @@ class MortalReplicas(LocalReplicas):
         deadly: Callable[[DecodeRequest], bool] = lambda request: False,
         script: Callable[[DecodeRequest], list[int]] = script,
         tokens_per_step: int | None = 9,
+        adapters: Sequence[str] = (),
     ) -> None:
         self.places: Places | None = None
-        self._make = lambda: WeighedEngine(script, tokens_per_step=tokens_per_step)
+        self._make = lambda: WeighedEngine(script, tokens_per_step=tokens_per_step, adapters=adapters)
         super().__init__([self._make() for _ in range(count)])
         self.deadly = deadly
         self.dead: set[int] = set()

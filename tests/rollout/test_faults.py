@@ -21,7 +21,7 @@ from letters import (
 from mortal import MortalReplicas, asks, is_whole
 
 from marsrl.rollout.config import AgentConfig, RolloutConfig
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, WeightUpdate
+from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, DecodeResult, WeightUpdate
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.stages import Stages
 from marsrl.rollout.pool.pool import EnginePool
@@ -113,6 +113,63 @@ def test_other_weights_in_a_restarted_engine_end_the_run() -> None:
     replicas.dead.add(1)
     with pytest.raises(RuntimeError, match=r"engine 1 was restarted .* version 1.*1 of 1 tensors differ, first name"):
         served(pool, asks(4), "slots", version=1)
+
+
+def of_adapters(requests: list[DecodeRequest], versions: dict[str, int]) -> list[DecodeRequest]:
+    """The requests dealt out to these adapters, at these versions, and to none."""
+    names = ["", *versions]
+    tags = [names[i % len(names)] for i in range(len(requests))]
+    return [
+        replace(each, adapter=name, adapter_version=versions.get(name, 0))
+        for each, name in zip(requests, tags, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("weights", [None, 3])
+@pytest.mark.parametrize("fault", ["dead", "doomed"])
+def test_an_engine_in_a_lost_one_s_place_has_all_adapters(fault: str, weights: int | None) -> None:
+    replicas = MortalReplicas(2, adapters=["a", "b", "c"])
+    pool = replicas.pool(slots=4)
+    if weights is not None:
+        pool.update_weights(WeightUpdate("version_3", weights))
+    for version in (1, 2):
+        pool.update_adapter(AdapterUpdate("a", f"a/{version}", version))
+    pool.update_adapter(AdapterUpdate("b", "b/7", 7))
+    versions = {"a": 2, "b": 7, "c": 0}
+    getattr(replicas, fault).add(1)
+    results = served(pool, of_adapters(asks(16), versions), "slots", version=weights or 0)
+    assert all(map(is_whole, results)) and replicas.restarts == [1]
+    assert [result.version for result in results[:4]] == [weights or 0, 2, 7, 0]
+
+
+def test_an_engine_that_is_lost_as_an_adapter_comes_gets_it_too() -> None:
+    replicas = MortalReplicas(2, adapters=["a"])
+    pool = replicas.pool()
+    pool.update_adapter(AdapterUpdate("a", "a/1", 1))
+    replicas.dead.add(0)
+    assert [receipt.version for receipt in pool.update_adapter(AdapterUpdate("a", "a/2", 2))] == [2, 2]
+    replicas.dead.add(1)
+    results = served(pool, of_adapters(asks(8), {"a": 2}), "slots")
+    assert all(map(is_whole, results)) and replicas.restarts == [0, 1]
+
+
+def test_another_adapter_in_a_restarted_engine_ends_the_run() -> None:
+    replicas = MistakenInAdapters(2, adapters=["a"])
+    pool = replicas.pool()
+    pool.update_adapter(AdapterUpdate("a", "a/1", 1))
+    replicas.dead.add(1)
+    with pytest.raises(RuntimeError, match=r"restarted with the adapter a of version 1.*1 of 1 tensors differ"):
+        served(pool, asks(4), "slots")
+
+
+class MistakenInAdapters(MortalReplicas):
+    """A restarted engine finds another adapter in the file than was sent."""
+
+    def restart(self, replica: int) -> Lost | None:
+        lost, engine = super().restart(replica), self.engines[replica]
+        loads = engine.update_adapter
+        engine.update_adapter = lambda update: loads(replace(update, path="other"))  # type: ignore[method-assign]
+        return lost
 
 
 @pytest.mark.parametrize(("is_beyond_repair", "reason"), [(False, "its process has died"), (True, "no such node")])

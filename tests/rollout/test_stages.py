@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from letters import (
     letter_team,
     set_version,
     submissions,
+    with_two_policies,
 )
 
-from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.player.stages import RolloutState, StepBatch
@@ -68,6 +70,26 @@ def test_samples_are_judged_while_others_decode() -> None:
     team, (engine,) = letter_team(config, judge=noting, tokens_per_step=3)
     Rollout(config, team, letter_problems(9), seed=0).next_batch({"main": 0})
     assert len(judged_at) >= 2 and judged_at[0] < engine.num_decoded()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_adapters_decode_in_the_engines_of_their_base_each_under_its_own_version(own: bool) -> None:
+    """One submission for all of them. own: the base's agents have an adapter of it, too."""
+    config = letter_config(overlap=0, pipeline="trajectory", prompts_per_step=4)
+    team, (engine,) = letter_team(config)
+    agents = with_two_policies(team, engine).agents
+    team = replace(team, agents=agents, renderers={**team.renderers, "other": team.renderers["main"]})
+    team = replace(team, adapters={"other": "main", **({"main": "main"} if own else {})})
+    assert team.pool_of("other") is team.pools["main"]
+    engine.update_adapter(AdapterUpdate("other", "other/5", 5))
+    if own:
+        engine.update_adapter(AdapterUpdate("main", "main/3", 3))
+    asked = submissions(team.pools["main"])
+    rollout = Rollout(config, team, letter_problems(9), seed=0)
+    batch = rollout.next_batch({"main": 3 * own, "other": 5})
+    versions = {(s.agent[0], segment.version) for g in batch.groups for s in g.samples for segment in s.segments}
+    assert versions == {("s", 3 * own), ("v", 5), ("c", 3 * own)}
+    assert all(at_once for _, at_once in asked)
 
 
 @pytest.mark.parametrize("segments", [1, 4])

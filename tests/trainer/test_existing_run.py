@@ -45,6 +45,7 @@ def test_where_a_run_without_its_latest_checkpoint_goes_on_is_told(tmp_path: Pat
 
 
 OTHER = "policies.other={model: /models/other, frozen: true}"
+ADAPTER = ["policies.main.adapter={}"]
 TWO = [OTHER, "credit.train_agents=[solver]"]
 
 
@@ -61,6 +62,8 @@ TWO = [OTHER, "credit.train_agents=[solver]"]
         ([], [OTHER], "policies (it has main, given is main, other)"),
         ([], ["task=math", "policies.main.model=/models/a"], "task (it has arithmetic, given is math); "),
         (TWO, [*TWO, "agents.verifier1.policy=other"], "agents.verifier1.policy (it has main, given is other)"),
+        ([], ["policies.main.adapter={}"], "policies.main.adapter (it has None, given is rank=32"),
+        (ADAPTER, ["policies.main.adapter={rank: 8}"], "policies.main.adapter (it has rank=32"),
         (TWO, [*TWO, "policies.other.frozen=false"], "policies.other.frozen (it has True, given is False)"),
     ],
 )

@@ -8,9 +8,11 @@ import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import yaml
 
+from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, why_not_start
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer, TemplateOption
 from marsrl.rollout.config import Settings
@@ -31,6 +33,7 @@ from marsrl.rollout.types import Ask, Problem, ToolFunction
 from marsrl.trainer.checks.device import why_not_device
 from marsrl.trainer.checks.problems import RunProblems, problems_of, sources
 from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.config.adapters import why_not_adapter
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
 from marsrl.trainer.plan.batch_plan import batch_plan, longest_sequence, shorten_prompts
@@ -175,15 +178,20 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
         return config, warnings
     if policy.model is not None:
         shape = read_shape(policy.model)
-        check_files(policy.model, shape, is_trained=trains and not policy.frozen)
+        check_files(
+            policy.model, shape, is_trained=trains and (name in config.trained_policies or name in config.bases)
+        )
         if found := why_not_cut(shape, config.rollout_of(name).vllm):
             raise ConfigError(f"policies.{name}.model: {found}")
-        if trains and not policy.frozen:
+        _check_adapter(name, policy, shape)
+        if trains and name in config.trained_policies:
             check_trainable(config, name, shape, world_size)
         config = shorten_prompts(config, name, shape.max_positions, trains=trains)
-        if trains and not policy.frozen and config.rollout.engine == "vllm":
+        is_planned = name in config.trained_policies and policy.adapter is None
+        if trains and is_planned and config.rollout.engine == "vllm":
             warnings += shortages_here(config, name, shape, world_size)
     elif taught := taught_shape(config, policy):
+        _check_adapter(name, policy, taught)
         config = shorten_prompts(config, name, taught.max_positions, trains=trains)
     else:
         raise ConfigError(
@@ -218,6 +226,25 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
             f"{shape.architecture} without experts; set it to none"
         )
     _check_reference(config, name, shape, world_size)
+
+
+def _check_adapter(name: str, policy: PolicyConfig, shape: ModelShape) -> None:
+    """The model has what the adapter is for; the PEFT directory that it starts from has its tensors, by their headers."""
+    from marsrl.trainer.learner.megatron.hf_files import HfReader
+    from marsrl.trainer.learner.megatron.mapping import adapter_units
+
+    adapter = policy.adapter
+    if adapter is None:
+        return
+    if (reason := why_not_adapter(adapter, shape, policy.layout)) is not None:
+        raise ConfigError(f"policies.{name}.{reason}")
+    if adapter.start is None:
+        return
+    folder = Path(adapter.start)
+    if (reason := why_not_start(folder, adapter)) is not None:
+        raise ConfigError(f"policies.{name}.{reason}")
+    with HfReader(folder, [folder / TENSORS], PEFT_PREFIX) as reader:
+        reader.check(shape, is_trained=True, of=adapter_units(shape, adapter, 1))
 
 
 def _check_something_trains(config: RunConfig) -> None:

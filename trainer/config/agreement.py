@@ -37,6 +37,7 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
     """
     for name, policy in config.policies.items():
         _check_policy(f"policies.{name}", policy)
+    _check_adapters(config)
     if not config.trained_policies and trains:
         raise ValueError(f"policies: every one is frozen ({', '.join(config.policies)}), and nothing is left to train")
     for name, agent in config.agents.items():
@@ -52,6 +53,31 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
     _check_gate(config)
     _check_credit(config)
     _check_reference(config)
+
+
+def _check_adapters(config: RunConfig) -> None:
+    """Refuse adapters that cannot be trained, whatever the model."""
+    for name, policy in config.policies.items():
+        if policy.adapter is None:
+            continue
+        key = f"policies.{name}"
+        if policy.frozen:
+            raise ValueError(
+                f"{key}.adapter is set, and {key}.frozen is true: an adapter is what is trained, leave one out"
+            )
+        if policy.router_aux_loss:
+            raise ValueError(
+                f"{key}.router_aux_loss is {policy.router_aux_loss:g}, and with {key}.adapter the router stays as it is: set 0"
+            )
+    for name, agent in config.agents.items():
+        if config.credit.trains(name) and agent.policy in config.bases and agent.policy not in config.trained_policies:
+            policy = config.policies[agent.policy]
+            if not policy.frozen:
+                built = next(other for other, each in config.policies.items() if each.base == agent.policy)
+                raise ValueError(
+                    f"agents.{name} is trained, and its policy {agent.policy} is the base of {built}, whose weights stay: set "
+                    f"policies.{agent.policy}.adapter, or leave {name} out of credit.train_agents"
+                )
 
 
 def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained: bool) -> None:
@@ -174,7 +200,7 @@ def _check_judge(config: RunConfig, judge: JudgeConfig) -> None:
         )
     if policy.openai is not None:
         return
-    agents = [name for name, agent in config.agents.items() if agent.policy == judge.policy]
+    agents = [name for name, agent in config.agents.items() if agent.policy in config.policies_in(judge.policy)]
     if agents:
         raise ValueError(
             f"{key}, whose engines answer for agents.{agents[0]} too: the judge has engines of its own, which judge while "
@@ -234,7 +260,7 @@ def _check_reference(config: RunConfig) -> None:
     loss = config.loss
     if loss.kl == "none" and loss.kl_coef:
         raise ValueError(f"loss.kl_coef is {loss.kl_coef:g} but loss.kl is none: set loss.kl to k1, k2 or k3")
-    for name, policy in config.policies.items():
+    for name, policy in config.trained_policies.items():
         if loss.kl != "none" and policy.reference == "none":
             raise ValueError(
                 f"loss.kl={loss.kl} needs a reference, and policies.{name}.reference is none: set it to start or to "

@@ -30,6 +30,8 @@ _PAGES = {
     "orchestration": "own_team",
     "orchestration_options": "own_team",
     "policies": "concepts",
+    "policies.<name>.adapter": "adapters",
+    "policies.<name>.base": "adapters",
     "policies.<name>.frozen": "frozen_policies",
     "policies.<name>.layout": "parallelism",
     "policies.<name>.model": "quickstart",

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import MOST_RANKS, OpenAIOptions, Settings, VllmOptions
 from marsrl.trainer.config.sections import Ranks, Share, ZeroOrMore
 
@@ -111,6 +112,12 @@ class PriceConfig(Settings):
 class PolicyConfig(Settings):
     model: str | None = Field(
         None, description="HF directory (Qwen2.5, Qwen3, Llama 3, Mistral); null: the warm-started one"
+    )
+    base: str | None = Field(
+        None, description="another policy, whose model it has, frozen; what is trained is `adapter` (docs/adapters.md)"
+    )
+    adapter: AdapterConfig | None = Field(
+        None, description="train a low-rank adapter (LoRA) of the model, whose own weights stay; null: all weights"
     )
     shape: Literal["tiny", "cpu_default"] | None = Field(
         None, description="size of the warm-started one, as `marsrl init` names it; default: cpu_default"

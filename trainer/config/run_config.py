@@ -12,6 +12,7 @@ from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
 from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tools.config import ToolsConfig
+from marsrl.trainer.config.adapters import on_bases
 from marsrl.trainer.config.agreement import check_agreement
 from marsrl.trainer.config.curate import CurateConfig
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
@@ -114,8 +115,8 @@ class RunConfig(Settings):
         return self.trains_whole or self.rollout.pipeline == "trajectory"
 
     def rollout_of(self, policy: str) -> RolloutConfig:
-        """`rollout` with the policy's own engines and vllm."""
-        own = self.policies[policy]
+        """`rollout` with the engines and vllm of the policy, or of its base, in whose engines it decodes."""
+        own = self.policies[self.policies[policy].base or policy]
         return self.rollout.model_copy(
             update={"engines": own.engines or self.rollout.engines, "vllm": own.vllm or self.rollout.vllm}
         )
@@ -139,12 +140,34 @@ class RunConfig(Settings):
     @property
     def served_rollouts(self) -> tuple[RolloutConfig, ...]:
         """The rollout settings of each policy that has engines of ours."""
-        return tuple(self.rollout_of(name) for name, policy in self.policies.items() if policy.openai is None)
+        own = [name for name, policy in self.policies.items() if policy.openai is None and policy.base is None]
+        return tuple(self.rollout_of(name) for name in own)
+
+    def policies_in(self, pool: str) -> tuple[str, ...]:
+        """Policies that the engines of one decode for: it and those that are built on it."""
+        return (pool, *(name for name, policy in self.policies.items() if policy.base == pool))
+
+    @property
+    def pools_of_adapters(self) -> dict[str, str]:
+        """{policy that is an adapter: policy in whose engines it decodes}."""
+        return {name: policy.base or name for name, policy in self.policies.items() if policy.adapter is not None}
 
     @property
     def trained_policies(self) -> dict[str, PolicyConfig]:
-        """Policies that are not frozen, at least one: every rank holds them, and their engines get new weights."""
-        return {name: policy for name, policy in self.policies.items() if not policy.frozen}
+        """Policies that are trained, at least one: every rank holds them, and their engines get new weights.
+
+        Not those that are frozen, nor the bases of others without an adapter of their own.
+        """
+        return {
+            name: policy
+            for name, policy in self.policies.items()
+            if not policy.frozen and (policy.adapter is not None or name not in self.bases)
+        }
+
+    @property
+    def bases(self) -> frozenset[str]:
+        """Policies on whose weights others train adapters."""
+        return frozenset(policy.base for policy in self.policies.values() if policy.base is not None)
 
     @property
     def parsers(self) -> dict[str, tuple[str | None, str | None]]:
@@ -173,6 +196,11 @@ class RunConfig(Settings):
             for name, policy in policies.items()
         }
         return {**given, "policies": whole}
+
+    @field_validator("policies")
+    @classmethod
+    def _have_their_base_s_model(cls, policies: dict[str, PolicyConfig]) -> dict[str, PolicyConfig]:
+        return on_bases(policies)
 
     @field_validator("agents")
     @classmethod

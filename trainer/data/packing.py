@@ -107,6 +107,12 @@ class PackedBatch:
         return of_sequences.repeat_interleave(self.cu_seqlens.diff().long(), output_size=self.num_tokens)
 
 
+def padding(agent: int = 0) -> TrainSequence:
+    """One masked token."""
+    empty = np.zeros(1, np.int32)
+    return TrainSequence("padding", empty, empty[:0], np.zeros(0, bool), np.zeros(0, np.float32), 0.0, agent, 1.0)
+
+
 def rows_of(
     mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor, num_rows: tuple[int | None, int | None] = (None, None)
 ) -> list[Tensor]:
@@ -179,11 +185,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     Raises:
         ValueError: a token is not among those that its sampler recorded as kept.
     """
-    if not sequences:
-        empty = np.zeros(1, np.int32)
-        sequences = [
-            TrainSequence("padding", empty, empty[:0], np.zeros(0, bool), np.zeros(0, np.float32), 0.0, 0, 1.0)
-        ]
+    sequences = sequences or [padding()]
     starts = np.cumsum([0, *(s.num_tokens for s in sequences)])
     total = int(-(-starts[-1] // align) * align)
     bounds = np.array([*starts[:-1], total], np.int32)

@@ -8,11 +8,12 @@ collective.SCATTER_BYTES. A micro-batch takes some 13 bytes a token, and layers 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.state import decode, encode
-from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack, plan_micro_batches
+from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack, padding, plan_micro_batches
 from marsrl.trainer.runs.collective import (
     Routes,
     broadcast_bytes,
@@ -49,6 +50,8 @@ class BatchShard:
     align: T of every micro-batch is a multiple of it.
     routes: the transport from rank 0; None if every rank holds the sequences, or there is one rank.
     objectives: of each agent, in order: a micro-batch has one. (): all agents have the same.
+    adapters: place of each agent's adapter, by which samples are laid together. (): there is one, or none. is_apart: a
+        micro-batch has one.
     """
 
     data_rank: int
@@ -57,6 +60,8 @@ class BatchShard:
     align: int
     routes: Routes | None = None
     objectives: tuple[PolicyObjective, ...] = ()
+    adapters: tuple[int, ...] = ()
+    is_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,17 @@ class _Outline:
 
     num_micro_batches: int
     normaliser: float
+
+
+def joined(of_policies: Sequence[tuple[MiniBatch, ...]]) -> tuple[MiniBatch, ...]:
+    """The updates of several policies that share micro-batches, each with its own denominator in its samples' weights."""
+    if len(of_policies) == 1:
+        return of_policies[0]
+    together = []
+    for parts in zip_longest(*of_policies, fillvalue=MiniBatch((), 0.0)):
+        weighed = (replace(s, weight=s.weight / part.normaliser) for part in parts for s in part.sequences)
+        together.append(MiniBatch(tuple(weighed), 1.0))
+    return tuple(together)
 
 
 def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> list[Update]:
@@ -118,7 +134,23 @@ def micro_batches(sequences: Sequence[TrainSequence], shard: BatchShard) -> list
 
 
 def _plan(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[list[list[TrainSequence]]]:
-    """Sequences of each data rank's micro-batches."""
+    """Sequences of each data rank's micro-batches.
+
+    is_apart: the adapter of a place among the micro-batches is the same on all ranks, for experts have rows of many ranks.
+    """
+    if shard.is_apart:
+        alone = replace(shard, is_apart=False)
+        share: list[list[list[TrainSequence]]] = [[] for _ in range(shard.data_size)]
+        for adapter in sorted({shard.adapters[s.agent] for s in sequences}):
+            own = [s for s in sequences if shard.adapters[s.agent] == adapter]
+            for mine, part in zip(share, _plan(own, alone), strict=True):
+                mine += [members or [padding(own[0].agent)] for members in part]
+        return share if sequences else _plan(sequences, alone)
     kinds = [shard.objectives[s.agent] for s in sequences] if shard.objectives else None
     plan = plan_micro_batches([s.num_tokens for s in sequences], shard.data_size, shard.max_tokens, kinds)
-    return [[[sequences[i] for i in members] for members in share] for share in plan]
+    if not shard.adapters:
+        return [[[sequences[i] for i in members] for members in share] for share in plan]
+    by_adapter = [shard.adapters[s.agent] for s in sequences]
+    return [
+        [[sequences[i] for i in sorted(members, key=by_adapter.__getitem__)] for members in share] for share in plan
+    ]

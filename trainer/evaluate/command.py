@@ -30,7 +30,11 @@ def settings_of_run(run: Path) -> tuple[str, list[str]]:
     if not config.is_file():
         raise ValueError(f"{run} is neither a setting (key.sub=value) nor a run directory: it has no config.yaml")
     models = exported(run)
-    return str(config), [f"policies.{name}.model={path.resolve()}" for name, path in models.items()]
+    words = [f"policies.{name}.model={path.resolve()}" for name, path in models.items()]
+    for name, policy in read_config(str(config), (), trains=False)[0].policies.items():
+        if policy.adapter is not None:  # it is in the exported model
+            words += [f"policies.{name}.base=null", f"policies.{name}.adapter=null"]
+    return str(config), words
 
 
 def evaluate_alone(

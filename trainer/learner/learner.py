@@ -9,9 +9,10 @@ A step of a policy, and where each part of it is:
     train_step      for each update: prepare, under the step's starting weights      megatron/passes.py
                         do the ranks bring micro-batches that fit; this rank's part  megatron/context.py
                         old and reference log-probs, experts to force                megatron/router_replay.py
-                    for each update:
+                    for each update:                                                 step.py
                         forward and backward of each micro-batch                     megatron/passes.py
                             the model, its head, gate and loss                       megatron/head.py
+                            what adapters add to its layers                          megatron/adapter.py
                         its statistics over all ranks                                step_stats.py
                         the weights change                                           megatron/optimizer.py
 
@@ -25,33 +26,52 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.adapter import AdapterConfig
+from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.config.adapters import why_not_adapter
 from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import BatchShard, Update
 from marsrl.trainer.learner.megatron import parallel
-from marsrl.trainer.learner.megatron.hf_files import copy_frame
-from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
+from marsrl.trainer.learner.megatron.hf_files import copy_frame, weights_sum
+from marsrl.trainer.learner.megatron.layout import Layout, check, resolve, why_not_context
 from marsrl.trainer.learner.other_roundings import other_roundings
-from marsrl.trainer.learner.step_stats import StepStats, empty_update, summed, update_stats
-from marsrl.trainer.machine import training_device
+from marsrl.trainer.learner.step import PolicyStep, take_step
+from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.runs.directory import write_json
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
+    from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase
     from marsrl.trainer.learner.megatron.checkpoint_store import PendingSave
     from marsrl.trainer.learner.megatron.convert import Converter
-    from marsrl.trainer.learner.megatron.passes import Work
+    from marsrl.trainer.learner.megatron.passes import Model
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAdapter:
+    """Exporter of an adapter: its model's shape, its settings, and the reader of its tensors."""
+
+    shape: ModelShape
+    adapter: AdapterConfig
+    weights: Converter
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole CPU tensor) on rank 0, by the names and in the order of tensor_shapes; nothing on the others.
+
+        Collective: every rank must exhaust it. In the policy's dtype, copies.
+        """
+        return self.weights.export()
 
 
 class Learner:
@@ -69,22 +89,29 @@ class Learner:
         old_policy: Literal["pois", "sais", "recompute"] = "pois",
         router_replay: Literal["none", "recompute", "rollout"] = "none",
         reference_dir: str | Path | None = None,
+        base: FrozenBase | None = None,
     ) -> None:
         """Build the model on this layout's process groups (made here where there are none) and read its weights.
 
+        With policy.adapter they stay, and an adapter of them is trained.
+
         objectives: of each agent of the run, in order; they differ in their clip ranges alone. mpt.probability replaces
             their mpt_probability; mpt.scope "off" turns the masking off.
-        reference_dir: weights of the objectives' KL reference, frozen; read and held only where there is such a term.
+        reference_dir: weights of the objectives' KL reference, frozen; read and held only where there is such a term. None
+            with an adapter: what training starts from, which is here already.
+        base: of another learner, to share with it: an adapter's model_dir in memory.
 
         Raises:
             ValueError: the directory or the layout cannot be used; nothing was started then.
         """
         objective = objectives[0]
-        if objective.kl != "none" and reference_dir is None:
+        if objective.kl != "none" and reference_dir is None and policy.adapter is None:
             raise ValueError(f"learner: objective.kl is {objective.kl} and reference_dir is None; name its weights")
         shape = read_shape(model_dir)
         layout = resolve(policy.layout)
         check(layout, shape, parallel.world_size())
+        if policy.adapter is not None and (reason := why_not_adapter(policy.adapter, shape, policy.layout)) is not None:
+            raise ValueError(reason)
         if router_replay != "none" and not shape.num_experts:
             raise ValueError(f"trainer.router_replay is {router_replay}, but {shape.architecture} has no experts")
         if (reason := why_not_context(layout, objective.ratio, objective.correction)) is not None:
@@ -94,27 +121,28 @@ class Learner:
         if policy.recompute == "full_offload" and not torch.cuda.is_available():
             raise ValueError(NO_INPUTS_TO_OFFLOAD_ON_CPU)
         parallel.start(layout, seed)
-        from marsrl.trainer.learner.megatron.convert import Converter
-        from marsrl.trainer.learner.megatron.model import build_model, frozen_model
-        from marsrl.trainer.learner.megatron.optimizer import Optimizer
-        from marsrl.trainer.learner.megatron.passes import Passes
+        from marsrl.trainer.learner.megatron.model import frozen_model
+        from marsrl.trainer.learner.megatron.passes import Model, Passes
 
         probability = None if mpt.scope == "off" else mpt.probability
         self._objectives = tuple(dataclasses.replace(each, mpt_probability=probability) for each in objectives)
         self._optimizer_config, self._total_steps, self._model_dir = policy.optimizer, total_steps, Path(model_dir)
+        self._shape, self.base = shape, base  # base: frozen, of an adapter
+        self.adapter: Adapter | None = None
         self.vocab_size = shape.vocab_size  # tokens that the model knows, padding left out
         self.align = layout.tensor  # a packed micro-batch's length is a multiple of it, tokens
-        self.model, ddp = build_model(shape, layout, policy)
-        self.optimizer = Optimizer(ddp, policy.optimizer)
-        self._converter = Converter(self.model, shape)
-        self.read_weights(model_dir)
-        reference = None
-        if objective.kl != "none":
-            assert reference_dir is not None
-            reference = frozen_model(reference_dir, layout, policy)
+        reference: Model | None = None
+        if policy.adapter is None:
+            trained = self._start_whole(policy, layout)
+        else:
+            trained, reference = self._start_adapter(policy, layout, seed)
+        if objective.kl == "none":
+            reference = None
+        elif reference_dir is not None:
+            reference = Model(frozen_model(reference_dir, layout, policy))
         self.passes = Passes(
             self.model,
-            ddp,
+            trained,
             reference,
             layout,
             policy,
@@ -124,6 +152,38 @@ class Learner:
             router_replay=router_replay,
         )
         self.num_steps = 0  # steps, skipped and empty ones included: what the schedule counts
+
+    def _start_whole(self, policy: PolicyConfig, layout: Layout) -> Model:
+        """All weights of the model, to be trained."""
+        from marsrl.trainer.learner.megatron.convert import Converter
+        from marsrl.trainer.learner.megatron.model import build_model
+        from marsrl.trainer.learner.megatron.optimizer import Optimizer
+        from marsrl.trainer.learner.megatron.passes import Model
+
+        self.model, ddp = build_model(self._shape, layout, policy)
+        self.optimizer = Optimizer(ddp, policy.optimizer)
+        self._converter = Converter(self.model, self._shape)
+        self.read_weights(self._model_dir)
+        return Model(ddp)
+
+    def _start_adapter(self, policy: PolicyConfig, layout: Layout, seed: int) -> tuple[Model, Model]:
+        """An adapter, to be trained; what it starts from."""
+        from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase, for_training
+        from marsrl.trainer.learner.megatron.optimizer import Optimizer
+        from marsrl.trainer.learner.megatron.passes import Model
+
+        assert policy.adapter is not None
+        # An adapter's gradients are few, and no module's forward asks for its weights.
+        optimizer = policy.optimizer.model_copy(update={"overlap_grad_reduce": False, "overlap_param_gather": False})
+        base = self.base = self.base or FrozenBase(self._model_dir, layout, policy)
+        self.model, self.adapter = base.model, Adapter(base, policy.adapter, seed)
+        ddp = for_training(self.adapter, optimizer)
+        self.optimizer = Optimizer(ddp, optimizer)
+        self._converter = self.adapter.converter
+        begin = Model(base.wrapped)
+        if policy.adapter.start is not None:
+            begin = Model(base.wrapped, (Adapter(base, policy.adapter, seed).requires_grad_(False),))
+        return Model(base.wrapped, (self.adapter,), (ddp,)), begin
 
     def shard(self, max_tokens: int) -> BatchShard:
         """This rank's share of a batch, in micro-batches of at most so many tokens."""
@@ -158,45 +218,17 @@ class Learner:
         Raises:
             ValueError: on all ranks together, when the micro-batches of any do not fit (number, alignment, scope).
         """
+        (stats,) = take_step([self.step_of(lr=lr)], self.passes, updates, by_agent=by_agent, keep=keep)
+        return stats
+
+    def step_of(self, *, lr: float | None = None, agents: frozenset[int] | None = None) -> PolicyStep:
+        """The policy's part in one step more, which is counted. lr, agents: as PolicyStep's; lr None: by the schedule."""
         from marsrl.trainer.learner.megatron.optimizer import lr_at
 
         if lr is None:
             lr = lr_at(self.num_steps, self._total_steps, self._optimizer_config)
-        works = [self.passes.prepare(update, is_first=i == 0) for i, update in enumerate(updates)]
         self.num_steps += 1
-        return summed([self._update(work, lr, by_agent, frozenset(keep)) for work in works])
-
-    def _update(self, work: Work, lr: float, by_agent: bool, keep: frozenset[str]) -> StepStats:
-        if not work.micro_batches:
-            return empty_update(work.num_agents, lr)
-        shares = self._agent_grad_norms(work) if by_agent else ()
-        self.optimizer.zero_grad()
-        results, replay = self.passes.forward_backward(work)
-        grad_norm = self.optimizer.grad_norm()
-        stats = update_stats(
-            work, results, grad_norm=grad_norm, lr=lr, replay=replay, agent_grad_norms=shares, keep=keep
-        )
-        if stats.is_updated:
-            self.optimizer.apply(grad_norm, lr)
-        return stats
-
-    def _agent_grad_norms(self, work: Work) -> tuple[float | None, ...]:
-        """Over all ranks, by a forward and backward pass each; None for an agent without a trained token.
-
-        The gradients left behind are the last agent's.
-        """
-        counts = torch.zeros(work.num_agents, dtype=torch.int64, device=training_device())
-        for each in work.micro_batches:
-            batch = each.cut.batch
-            counts += batch.of_tokens(batch.agent_of)[batch.trained_rows].bincount(minlength=work.num_agents)
-        dist.all_reduce(counts)
-        norms: list[float | None] = []
-        for agent, count in enumerate(counts.tolist()):
-            if count > 0:
-                self.optimizer.zero_grad()
-                self.passes.forward_backward(work, agent)
-            norms.append(self.optimizer.grad_norm() if count > 0 else None)
-        return tuple(norms)
+        return PolicyStep(self.optimizer, lr, agents)
 
     @torch.no_grad()
     def score(
@@ -215,13 +247,16 @@ class Learner:
         with nullcontext() if rounded_as is None else other_roundings(self.model, rounded_as, cache_dtype=cache_dtype):
             return self.passes.score(batches)
 
-    def read_weights(self, model_dir: str | Path) -> None:
-        """Take the weights of a Hugging Face directory; the optimizer's moments stay.
+    def read_weights(self, folder: str | Path) -> None:
+        """Take the weights of a Hugging Face directory, an adapter's of a PEFT directory; the optimizer's moments stay.
 
         Raises:
             ValueError: a tensor is missing or has another shape; with its name, file and both shapes.
         """
-        self._converter.load(model_dir)
+        if self.adapter is None:
+            self._converter.load(folder)
+        else:
+            self.adapter.read(folder)
         self.optimizer.reload_weights()
 
     def held(self) -> Converter:
@@ -229,37 +264,65 @@ class Learner:
         self.optimizer.gather_weights()
         return self._converter
 
+    @property
+    def has_experts(self) -> bool:
+        """The policy's adapter is of experts too."""
+        return self.adapter is not None and "experts" in self.adapter.settings.targets
+
+    def held_adapter(self) -> HeldAdapter:
+        """Exporter of the policy's adapter as it is now; nothing is copied."""
+        assert self.adapter is not None, "the policy has no adapter"
+        return HeldAdapter(self._shape, self.adapter.settings, self.held())
+
     def begin_save(self, folder: Path, *, copy: bool) -> PendingSave:
-        """Plan a save of model, optimizer and step into `folder`, a Megatron distributed checkpoint; nothing is written yet.
+        """Plan a save of weights (an adapter's alone), optimizer and step into `folder`, a Megatron distributed checkpoint.
+
+        Nothing is written yet.
 
         copy: the rest of it may run beside training.
         """
         from marsrl.trainer.learner.megatron.checkpoint_store import begin_save, policy_state
 
         self.optimizer.gather_weights()
-        num_steps = self.num_steps
+        about: dict[str, Any] = {"num_steps": self.num_steps}
+        if self.adapter is not None:
+            base = {"path": str(self._model_dir.resolve()), "sum": weights_sum(self._model_dir)}
+            about |= {"adapter": self.adapter.settings.model_dump(mode="json"), "base": base}
 
         def write_files(folder: Path) -> None:
             copy_frame(self._model_dir, folder / "hf")  # what `marsrl export` needs beside the weights
-            write_json(folder / "learner.json", {"num_steps": num_steps})
+            write_json(folder / "learner.json", about)
 
-        return begin_save(policy_state(self.model, self.optimizer, is_loading=False), folder, write_files, copy=copy)
+        return begin_save(
+            policy_state(self.adapter or self.model, self.optimizer, is_loading=False), folder, write_files, copy=copy
+        )
 
     def load(self, folder: str | Path) -> None:
         """Restore what was saved; under the same layout training goes on bit for bit.
 
         Raises:
-            ValueError: the directory is not a whole checkpoint; with the file that is missing.
+            ValueError: the directory is not a whole checkpoint, with the file that is missing; or an adapter's of another base.
         """
         from marsrl.trainer.learner.megatron.checkpoint_store import load, policy_state
 
         folder = Path(folder)
         if not (folder / "learner.json").is_file():
             raise ValueError(f"learner: {folder} is not a whole checkpoint: it has no learner.json")
-        state = load(policy_state(self.model, self.optimizer, is_loading=True), folder)
-        missing, unknown = self.model.load_state_dict(state["model"], strict=False)
+        about = json.loads((folder / "learner.json").read_text(encoding="utf-8"))
+        if (self.adapter is None) != ("adapter" not in about):
+            raise ValueError(
+                f"learner: {folder} holds {'an adapter' if 'adapter' in about else 'whole weights'}, not what is trained"
+            )
+        if self.adapter is not None and about["base"]["sum"] != weights_sum(self._model_dir):
+            raise ValueError(
+                f"learner: {folder} is an adapter of the weights that were in {about['base']['path']}, and those in "
+                f"{self._model_dir} are others"
+            )
+        trained = self.adapter or self.model
+        state = load(policy_state(trained, self.optimizer, is_loading=True), folder)
+        missing, unknown = trained.load_state_dict(state["model"], strict=False)
         missing = [name for name in missing if not name.endswith("_extra_state")]
         if missing or unknown:
             raise ValueError(f"learner: {folder} lacks {missing} and has {unknown} that the model does not know")
         self.optimizer.load_state_dict(state["optimizer"])
-        self.num_steps = int(json.loads((folder / "learner.json").read_text(encoding="utf-8"))["num_steps"])
+        self.num_steps = int(about["num_steps"])

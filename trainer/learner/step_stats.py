@@ -79,10 +79,12 @@ def update_stats(
     replay: ReplayCounts | None,
     agent_grad_norms: tuple[float | None, ...],
     keep: frozenset[str],
+    agents: frozenset[int] | None = None,
 ) -> StepStats:
     """The statistics of an update whose gradient is there. Collective: here the host waits for the device.
 
-    results: of this rank's micro-batches; empty before the last stage. keep: uids of samples whose tokens are wanted.
+    results: of this rank's micro-batches; empty before the last stage. keep: uids of samples whose tokens are wanted. agents: of
+    the one policy that is meant, where several share the micro-batches; the loss is that of its agents then.
     """
     from megatron.core import parallel_state
 
@@ -94,13 +96,18 @@ def update_stats(
     counts_samples = counts and parallel_state.get_context_parallel_rank() == 0
     pairs = list(zip(work.micro_batches, results, strict=bool(results)))
     for each, result in pairs if counts else ():
-        first, biggest = _mismatch(each.cut.batch, result, counts_samples=counts_samples)
+        first, biggest = _mismatch(each.cut.batch, result, counts_samples=counts_samples, agents=agents)
         of_agents = [result.policy.agent_sums[name].double() for name in METRICS]
         totals += torch.cat([first, *of_agents, *_nll(each.cut.batch, result.policy.logprobs, width)])
         largest = torch.maximum(largest, biggest)
     dist.all_reduce(totals)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     loss, gated, compared, difference, k3, *sums = totals.tolist()
+    if agents is not None:
+        sums = [value if i % width in agents else 0.0 for i, value in enumerate(sums)]
+        loss = math.fsum(sums[:width])
+        if not any(sums[_SUMS.index("tokens") * width : (_SUMS.index("tokens") + 1) * width]):
+            return empty_update(width, lr)
     raise_bad_values()  # the host has waited for them
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
     logprobs = tuple(each.cut.whole(result.policy.logprobs) for each, result in pairs)
@@ -109,6 +116,14 @@ def update_stats(
         if not keep.isdisjoint(each.cut.given.uids):
             found = _tokens(each.cut, result, whole, keep)
             tokens += found if counts_samples else []
+    if agents is not None:
+        own = {
+            u
+            for each in work.micro_batches
+            for u, agent in zip(each.cut.given.uids, each.cut.given.agents)
+            if agent in agents
+        }
+        tokens = [each for each in tokens if each.uid in own]
     return StepStats(
         loss=loss,
         grad_norm=grad_norm,
@@ -129,23 +144,30 @@ def update_stats(
     )
 
 
-def _mismatch(batch: PackedBatch, result: HeadResult, *, counts_samples: bool) -> tuple[Tensor, Tensor]:
-    """[loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|.
+def _mismatch(
+    batch: PackedBatch, result: HeadResult, *, counts_samples: bool, agents: frozenset[int] | None
+) -> tuple[Tensor, Tensor]:
+    """[loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|; all but the loss of these agents.
 
     counts_samples: False on all but one of the ranks that a sample is cut over.
     """
     zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
-    gated = result.gate.sum().double() if counts_samples and result.gate is not None else zero
+    rows, gate, mask = batch.trained_rows, result.gate, batch.mask
+    if agents is not None:
+        is_own = torch.tensor([agent in agents for agent in batch.agents], device=mask.device)
+        mask = mask & batch.of_tokens(is_own)
+        rows, gate = mask.nonzero()[:, 0], gate & is_own if gate is not None else None
+    gated = gate.sum().double() if counts_samples and gate is not None else zero
     loss = result.policy.loss.detach().double()
     if batch.rollout_logprobs is None:
         return torch.stack([loss, gated, zero, zero, zero]), zero
-    trainer = result.policy.logprobs[batch.trained_rows].double()
-    rollout = batch.rollout_logprobs[batch.trained_rows].double()
+    trainer = result.policy.logprobs[rows].double()
+    rollout = batch.rollout_logprobs[rows].double()
     difference = (trainer.exp() - rollout.exp()).abs()
     log_ratio = trainer - rollout
     k3 = (log_ratio.exp() - 1 - log_ratio).sum()
     biggest = difference.max() if difference.numel() else zero
-    return torch.stack([loss, gated, batch.mask.sum().double(), difference.sum(), k3]), biggest
+    return torch.stack([loss, gated, mask.sum().double(), difference.sum(), k3]), biggest
 
 
 def _nll(batch: PackedBatch, logprobs: Tensor, num_agents: int) -> list[Tensor]:

@@ -1,10 +1,14 @@
-"""`marsrl export`: a training checkpoint of any layout -> a Hugging Face directory, in one process, layer by layer."""
+"""`marsrl export`: a training checkpoint of any layout -> a Hugging Face directory, in one process, layer by layer.
+
+Of an adapter's checkpoint: a PEFT directory, or with `merge` the whole model, W + s B A of each adapted matrix W.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +18,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from marsrl.rollout.adapter import AdapterConfig, write_adapter
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.learner.megatron.checkpoint_index import IndexReader
-from marsrl.trainer.learner.megatron.hf_files import write_hf
-from marsrl.trainer.learner.megatron.mapping import Unit, part_shape, split, units
+from marsrl.trainer.learner.megatron.hf_files import HfReader, made_whole, weights_sum, write_hf
+from marsrl.trainer.learner.megatron.mapping import Unit, adapter_units, part_shape, split, units
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.manifest import NAME as MANIFEST
 from marsrl.trainer.runs.manifest import damage
@@ -34,12 +39,13 @@ class Exported:
     num_bytes: int
 
 
-def export(source: str | Path, out: str | Path, policy: str | None = None) -> Exported:
-    """Write the weights of a checkpoint as a Hugging Face directory `out`, with config and tokenizer.
+def export(source: str | Path, out: str | Path, policy: str | None = None, *, merge: bool = False) -> Exported:
+    """Write the weights of a checkpoint as a Hugging Face directory `out`, with config and tokenizer; an adapter as PEFT's.
 
     Args:
         source: a run directory (its latest checkpoint), a checkpoint (checkpoints/step_N) or one policy's part of it.
         policy: which of several policies.
+        merge: an adapter with its base, as a whole model.
 
     Raises:
         ValueError: nothing to export, several policies without a choice, or `out` exists.
@@ -52,7 +58,35 @@ def export(source: str | Path, out: str | Path, policy: str | None = None) -> Ex
     if not frame.is_dir():
         raise ValueError(f"{folder} has no hf/ folder with config.json and tokenizer; expected what a Learner saves")
     shape = read_shape(frame, needs_weights=False)
-    return Exported(folder, out, write_hf(out, hf_tensors(folder, shape), frame))
+    about = json.loads((folder / "learner.json").read_text(encoding="utf-8"))
+    if "adapter" not in about:
+        return Exported(folder, out, write_hf(out, hf_tensors(folder, shape), frame))
+    adapter = AdapterConfig.model_validate(about["adapter"])
+    base = Path(about["base"]["path"])
+    tensors = dict(_tensors(folder, shape, adapter_units(shape, adapter, 1)))
+    if merge:
+        if weights_sum(base) != about["base"]["sum"]:
+            raise ValueError(
+                f"{folder} is an adapter of the weights that were in {base}, and those there now are others"
+            )
+        return Exported(folder, out, write_hf(out, _merged(base, shape, adapter, tensors), frame))
+    with made_whole(out) as part:
+        write_adapter(part, shape, adapter, tensors, str(base))
+    return Exported(folder, out, sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def _merged(
+    base: Path, shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of the base with the adapter in it, in the adapter's dtype; added in float32."""
+    with HfReader(base) as reader:
+        for unit in units(shape, 1):
+            for name, weight in zip(unit.hf, split(shape, unit, reader.shard(shape, unit)), strict=True):
+                matrix, whole = name.removesuffix(".weight"), weight.float()
+                if f"{matrix}.lora_A.weight" in tensors:
+                    a, b = (tensors[f"{matrix}.lora_{letter}.weight"].float() for letter in "AB")
+                    whole = whole + adapter.scale * b @ a
+                yield name, whole.to(next(iter(tensors.values())).dtype).contiguous()
 
 
 def exported(run: Path) -> dict[str, Path]:
@@ -75,14 +109,19 @@ def exported(run: Path) -> dict[str, Path]:
     policies = sorted(path.parent.name for path in latest.path.glob("policies/*/learner.json"))
     for policy in policies:
         if not (kept / policy).exists():
-            export(latest.path, kept / policy, policy)
+            export(latest.path, kept / policy, policy, merge=True)
     return {policy: kept / policy for policy in policies}
 
 
 def hf_tensors(folder: Path, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) in the checkpoint's dtype and the mapping's order; holds at most one layer's experts."""
+    """(Hugging Face name, tensor) in the checkpoint's dtype and the order of the mapping; one layer's experts at most
+    are held."""
+    return _tensors(folder, shape, units(shape, 1))
+
+
+def _tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
     stored = _Stored(folder)
-    for unit in units(shape, 1):
+    for unit in wanted:
         whole = stored.whole(shape, unit)
         yield from zip(unit.hf, (part.contiguous() for part in split(shape, unit, whole)), strict=True)
 

@@ -59,8 +59,8 @@ def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
 
 
 def longest_sequence(config: RunConfig, policy: str) -> int:
-    """Tokens of the longest prompt and completion that an agent of the policy, or the judge by it, can reach; a teacher's, of
-    what it scores.
+    """Tokens of the longest prompt and completion that an agent of the policy, or of one built on it, or the judge by it, can
+    reach; a teacher's, of what it scores.
 
     Raises:
         ValueError: no agent or judge has the policy.
@@ -68,7 +68,7 @@ def longest_sequence(config: RunConfig, policy: str) -> int:
     longest = [
         agent.max_input_tokens + (agent.max_response_tokens or config.rollout.max_response_tokens)
         for agent in config.agents.values()
-        if agent.policy == policy
+        if agent.policy in config.policies_in(policy)
     ]
     for agent in config.agents.values():
         if agent.teacher is not None and agent.teacher.policy == policy:

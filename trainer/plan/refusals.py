@@ -6,12 +6,14 @@ import importlib.util
 import os
 
 from marsrl.rollout.config import VllmOptions
-from marsrl.rollout.engines.refusals import TrainerHost, refusals, vllm_refusals
+from marsrl.rollout.engines.refusals import TrainerHost, adapter_refusals, refusals, vllm_refusals
 from marsrl.rollout.engines.vllm.arguments import checked_extra
 from marsrl.rollout.engines.vllm.engine import NO_SLEEP_ON_CPU
+from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
 from marsrl.trainer.config.read import ConfigError
+from marsrl.trainer.plan.models import taught_shape
 
 
 def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
@@ -79,12 +81,19 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
 
 
 def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
-    """Reasons why engines or trainer on that host refuse these settings."""
-    files = (config.sync.directory or "/dev/shm") if config.sync.backend == "shm" else None
+    """Refusals of these settings by engines and trainer on that host."""
+    by_files = config.sync.backend == "shm" or bool(config.pools_of_adapters)
+    files = (config.sync.directory or "/dev/shm") if by_files else None
     found = list(refusals(config.served_rollouts, host, weight_files=files))
     for name, vllm in vllm_of(config).items():
         is_trained = name in config.trained_policies and host.num_ranks > 0
         found += vllm_refusals(vllm, engines_device(host), config.records_of(name), takes_weights=is_trained)
+    for pool in dict.fromkeys(config.pools_of_adapters.values()):
+        policy, rollout, dtype = config.policies[pool], config.rollout_of(pool), config.engine_dtype(pool)
+        adapters = {name: adapter for name in config.policies_in(pool) if (adapter := config.policies[name].adapter)}
+        shape = taught_shape(config, policy) if policy.model is None else read_shape(policy.model)
+        if shape is not None:
+            found += adapter_refusals(rollout, engines_device(host), dtype, shape, adapters)
     return tuple(dict.fromkeys(found))
 
 

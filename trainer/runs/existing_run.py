@@ -109,6 +109,11 @@ def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
         elif not policy.frozen:
             if before.dtype != policy.dtype:
                 yield _both(f"policies.{name}.dtype", before.dtype, policy.dtype)
+            if before.base != policy.base:
+                yield _both(f"policies.{name}.base", before.base, policy.base)
+            adapters = [each.adapter and each.adapter.model_copy(update={"start": None}) for each in (before, policy)]
+            if adapters[0] != adapters[1]:
+                yield _both(f"policies.{name}.adapter", *adapters)
             if found := _other_shape(before, policy):
                 yield f"policies.{name}.model ({found})"
     for name, agent in now.agents.items():

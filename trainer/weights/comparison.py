@@ -229,10 +229,18 @@ def _finite(logprobs: Sequence[FloatArray], whose: str) -> FloatArray:
 class CheckedEngines:
     """A pool whose engines must prove what they hold and what they compute with it.
 
+    adapter: the one that is proven; empty: the weights themselves.
     shards_of_each: what each worker of an engine holds of the model: the same of all engines.
     """
 
-    def __init__(self, pool: EnginePool, *, vocab_size: int, settings: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        *,
+        vocab_size: int,
+        settings: Mapping[str, float] | None = None,
+        adapter: str = "",
+    ) -> None:
         """settings: ModelShape.settings() of the trainer's model, compared with what the engines compute with, as far as they
         tell; None: not.
 
@@ -251,10 +259,10 @@ class CheckedEngines:
                         f"weight sync: engine {engine} ({info.engine_class}) computes with {name} {wrong[0]:g}, the trainer with "
                         f"{ours:g}: the two read config.json differently, or an option of the engine overrides it"
                     )
-        self.pool, self.shards_of_each = pool, infos[0].shards
+        self.pool, self.adapter, self.shards_of_each = pool, adapter, infos[0].shards
         self._comparison = EngineComparison()
         self._sequences = comparison_sequences(vocab_size)
-        pool.score(self._sequences)
+        pool.score(self._sequences, adapter)
 
     def check(self, expected: Sequence[Mapping[str, int]], receipts: Mapping[int, WeightReceipt], version: int) -> None:
         """Raise RuntimeError where an engine holds other numbers than were sent; with the tensors' names.
@@ -277,9 +285,13 @@ class CheckedEngines:
                     f"{sum(map(len, expected))} tensors differ, first {'; '.join(wrong[:3])}"
                 )
 
-    def compare(self, scores: TrainerScores, version: int) -> ComparisonReport:
-        """Compare the engines' log-probs with the trainer's; RuntimeError where they differ by more than rounding."""
-        return self._comparison.compare(scores, self.pool.score(self._sequences), version)
+    def compare(self, scores: TrainerScores, version: int, *, bare: bool = False) -> ComparisonReport:
+        """Compare the engines' log-probs with the trainer's; RuntimeError where they differ by more than rounding.
+
+        bare: those without the adapter.
+        """
+        of_engines = self.pool.score(self._sequences, "" if bare else self.adapter)
+        return self._comparison.compare(scores, of_engines, version)
 
 
 def _difference(sent: int | None, held: int | None) -> str:

@@ -11,6 +11,8 @@ The path of one tensor, in rollout/weights but for both ends:
 
     sync.backend=shm    Converter.export, whole on rank 0 -> FileSender: its checksum, a file -> EnginePool.update_weights
                         -> the engine: WeightFiles -> its place in a fused tensor -> checksum                  (files.py)
+    adapters, always    Learner.held_adapter, whole on rank 0 -> a PEFT directory -> EnginePool.update_adapter
+                        -> the engine: its part of A and of B alpha / rank -> checksum                  (adapter_sync.py)
     nccl, ipc           Converter.matrix, a part on each rank -> DirectSender: its part of a checksum, a bucket
                         -> GroupConnection or SharedBuffer                                               (connections.py)
                         -> the engine: WeightReceiver -> its place in a fused tensor -> checksum              (direct.py)
@@ -43,7 +45,7 @@ from marsrl.rollout.weights.files import SHARD_BYTES, FileSender, WrittenWeights
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank, world_size
 from marsrl.trainer.runs.stop import Stopped
-from marsrl.trainer.weights.comparison import CheckedEngines, ComparisonReport, trainer_scores
+from marsrl.trainer.weights.comparison import CheckedEngines, ComparisonReport, TrainerScores, trainer_scores
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -87,7 +89,7 @@ class SyncReport:
         return found
 
 
-_Delivered = tuple[Sequence[Mapping[str, int]], Mapping[int, WeightReceipt], int]
+Delivered = tuple[Sequence[Mapping[str, int]], Mapping[int, WeightReceipt], int]
 """({fused tensor: checksum} of each shard of an engine, the receipt of each engine by its number, bytes of the model)."""
 
 
@@ -138,7 +140,7 @@ class WeightSync(ABC):
         self._prepare(learner, version, seconds_of)
         with engines_at_rest:
             barrier()  # they are, which may have taken rank 0 a while
-            with _timed(seconds_of, "load"):
+            with timed_part(seconds_of, "load"):
                 delivered = self._deliver(learner, version)
 
             def proven() -> SyncReport:
@@ -151,8 +153,8 @@ class WeightSync(ABC):
                 self._engines.check(expected, receipts, version)
                 found: ComparisonReport | None = None
                 if scores is not None:
-                    with _timed(seconds_of, "probe"):
-                        found = self._engines.compare(scores, version)
+                    with timed_part(seconds_of, "probe"):
+                        found = self._compare(self._engines, scores, version)
                 seconds = time.perf_counter() - start
                 return SyncReport(version, seconds, num_bytes, len(expected[0]), found, seconds_of, self.is_direct)
 
@@ -174,8 +176,12 @@ class WeightSync(ABC):
         """Every rank, while the engines still decode."""
 
     @abstractmethod
-    def _deliver(self, learner: Learner, version: int) -> _Delivered | None:
+    def _deliver(self, learner: Learner, version: int) -> Delivered | None:
         """Every rank, while the engines are at rest; what they hold then, on rank 0."""
+
+    def _compare(self, engines: CheckedEngines, scores: TrainerScores, version: int) -> ComparisonReport:
+        """Rank 0: the probe, where one is due."""
+        return engines.compare(scores, version)
 
     def _settle(self) -> None:  # noqa: B027
         """Every rank, once the version is proven."""
@@ -206,7 +212,7 @@ class FileSync(WeightSync):
 
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
         """Rank 0 writes the tensors, which all ranks gather."""
-        with _timed(seconds_of, "export"):
+        with timed_part(seconds_of, "export"):
             held = learner.held()
         if self._sender is None or self._engines is None:
             for _ in held.export():
@@ -216,7 +222,7 @@ class FileSync(WeightSync):
         for part, seconds in self._written.seconds_of.items():
             seconds_of[part] = seconds_of.get(part, 0.0) + seconds
 
-    def _deliver(self, learner: Learner, version: int) -> _Delivered | None:
+    def _deliver(self, learner: Learner, version: int) -> Delivered | None:
         if self._engines is None or self._written is None:
             return None
         receipts = self._engines.pool.update_weights(WeightUpdate(str(self._written.folder), version))
@@ -261,7 +267,7 @@ class DirectSync(WeightSync):
         )
         self._generation: int | None = None  # of the engines that the sender has agreed with; rank 0's
 
-    def _deliver(self, learner: Learner, version: int) -> _Delivered | None:
+    def _deliver(self, learner: Learner, version: int) -> Delivered | None:
         """The engines receive while the ranks send: to all again, over new connections, where one was lost on the way.
 
         Raises:
@@ -357,7 +363,8 @@ class Standby:
         rank 0         work ... engine 3 is lost, a new one is made -> "main" -> send its part ... work -> ""
         other ranks    wait .............................................. "main" -> send their part ... wait ... "" -> go on
 
-    Every rank has one, for all trained policies. pools: rank 0's; None elsewhere. versions: those of now, whenever looked at.
+    Every rank has one, for all trained policies. pools: of each, rank 0's; None elsewhere. versions: those of now, whenever
+    looked at.
     """
 
     _STOPPED = "\0"  # in a policy's place
@@ -370,7 +377,7 @@ class Standby:
         pools: Mapping[str, EnginePool] | None,
     ) -> None:
         self._syncs, self._learners, self._versions = syncs, learners, versions
-        self._pools = None if pools is None else {policy: pools[policy] for policy in learners}
+        self._pools = pools
         self._thread: int | None = None  # rank 0's, while the others stand by
         for policy, pool in (self._pools or {}).items():
             pool.set_feed(functools.partial(self._feed, policy))
@@ -415,7 +422,8 @@ class Standby:
 
 
 @contextmanager
-def _timed(seconds_of: dict[str, float], part: str) -> Iterator[None]:
+def timed_part(seconds_of: dict[str, float], part: str) -> Iterator[None]:
+    """Note how long the body took."""
     start = time.perf_counter()
     yield
     seconds_of[part] = time.perf_counter() - start

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,17 +24,20 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import attention_decode, attention_varlen
+from marsrl.rollout.adapter import AdapterConfig, held_by_shard, read_tensors
 from marsrl.rollout.engines.local.batch import Cache, DecodeBatch, Row
-from marsrl.rollout.engines.local.model import LocalModel
+from marsrl.rollout.engines.local.model import Adapted, LocalModel
 from marsrl.rollout.engines.protocol import (
+    NO_ADAPTERS,
     TORN,
+    AdapterUpdate,
     DecodeRequest,
     DecodeResult,
     EngineInfo,
     MemoryPart,
     WeightReceipt,
     WeightUpdate,
-    WrongVersion,
+    check_versions,
     why_not_decodable,
 )
 from marsrl.rollout.engines.sampler import draw_from, truncated
@@ -48,6 +51,7 @@ from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import TransferBroken
 from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
 from marsrl.rollout.weights.files import WeightFiles
+from marsrl.rollout.weights.layout import EngineShard
 
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
 
@@ -64,6 +68,7 @@ class LocalEngine:
         device: str = "cpu",
         max_num_seqs: int = 512,
         threads: int | None = None,
+        adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
     ) -> None:
         if threads is not None and device == "cpu":
             torch.set_num_threads(threads)
@@ -74,7 +79,12 @@ class LocalEngine:
         self._stops = StopTexts.of_model(model_dir)
         self._receiver = WeightReceiver(self._device)
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
-        self._version = 0
+        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": of the weights
+        self._configs = adapters
+        self._adapters: dict[str, dict[str, Tensor]] = {}  # Pairs; those that are bare weights are not among them
+        for name, adapter in adapters.items():
+            if adapter.start is not None:
+                self._load_adapter(name, adapter.start)
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
         self._batch: DecodeBatch | None = None
         self._is_aborting = False
@@ -85,17 +95,21 @@ class LocalEngine:
         name = str(self._dtype).removeprefix("torch.")
         settings = {key: (value,) for key, value in self._model.shape.settings().items()}
         return EngineInfo(
-            "local", f"{__name__}.LocalEngine", "torch", torch.__version__, str(self._device), name, settings
+            "local",
+            f"{__name__}.LocalEngine",
+            "torch",
+            torch.__version__,
+            str(self._device),
+            name,
+            settings,
+            adapters=tuple(self._configs),
         )
 
     def num_decoded(self) -> int:
         return self._num_decoded
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        if version != self._version:
-            raise WrongVersion(
-                f"LocalEngine: asked for policy version {version}, but version {self._version} is loaded"
-            )
+        check_versions("LocalEngine", self._versions, requests, version)
         self._inbox.extend(requests)
 
     @torch.inference_mode()
@@ -116,10 +130,10 @@ class LocalEngine:
         self._is_aborting = True
 
     @torch.inference_mode()
-    def score(self, sequences: Sequence[IntArray], is_probe: bool = True) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         scores = []
         for sequence in sequences:
-            hidden = self._prefill([sequence], None)
+            hidden = self._prefill([sequence], [adapter], None)
             ids = torch.from_numpy(sequence.astype(np.int64)).to(self._device)
             logprobs = self._model.logits(hidden[:-1]).log_softmax(-1)
             scores.append(logprobs.gather(-1, ids[1:, None])[:, 0].cpu().numpy())
@@ -130,18 +144,38 @@ class LocalEngine:
             raise RuntimeError("LocalEngine.update_weights: requests are being decoded; abort and collect them first")
         start = time.perf_counter()
         if update.receive_plans:
-            self._version = TORN  # of weights that arrived in part nothing is decoded
+            self._versions[""] = TORN  # of weights that arrived in part nothing is decoded
             try:
                 self._receiver.receive(decode(ReceivePlan, update.receive_plans[0]), self._model.weights.get)
             except TransferBroken as error:
                 return WeightReceipt(TORN, (), time.perf_counter() - start, broken=str(error))
         else:
             self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
-        self._version = update.version  # caches live as long as their requests: there is no prefix to drop
+        self._versions[""] = update.version  # caches live as long as their requests: there is no prefix to drop
         loaded = time.perf_counter()
         checksums = {name: checksum(tensor) for name, tensor in self._model.weights.items()}
         end = time.perf_counter()
         return WeightReceipt(update.version, (checksums,), end - start, end - loaded)
+
+    def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
+        rows = self._batch.rows if self._batch is not None else []
+        if any(each.adapter == update.name for each in (*self._inbox, *(row.request for row in rows))):
+            raise RuntimeError(
+                f"LocalEngine.update_adapter: requests of {update.name} are being decoded; abort them first"
+            )
+        start = time.perf_counter()
+        held = self._load_adapter(update.name, update.path)
+        self._versions[update.name] = update.version
+        loaded = time.perf_counter()
+        checksums = {name: checksum(tensor) for name, tensor in held.items()}
+        end = time.perf_counter()
+        return WeightReceipt(update.version, (checksums,), end - start, end - loaded)
+
+    def _load_adapter(self, name: str, path: str) -> dict[str, Tensor]:
+        tensors = read_tensors(Path(path))
+        held = held_by_shard(self._shape, self._configs[name], tensors, self._dtype, EngineShard())
+        self._adapters[name] = {each: tensor.to(self._device) for each, tensor in held}
+        return self._adapters[name]
 
     def forget_prefixes(self) -> None:
         """Caches live as long as their requests."""
@@ -167,6 +201,8 @@ class LocalEngine:
         return [replace(result, seconds=self._shares.end(result.uid)) for result in results]
 
     def _move_weights(self, device: torch.device) -> None:
+        for pairs in self._adapters.values():
+            pairs.update({name: tensor.to(device) for name, tensor in pairs.items()})
         weights = self._model.weights
         moved = {id(tensor): tensor.to(device) for tensor in weights.values()}  # tied ones stay one
         weights.update({name: moved[id(tensor)] for name, tensor in weights.items()})
@@ -187,7 +223,7 @@ class LocalEngine:
         while self._inbox and len(joining) < room:
             request = self._inbox.popleft()
             if reason := self._refusal(request):
-                refused.append(Row(request, 0, finish=Finish.ERROR).result(self._version, reason))
+                refused.append(self._result(Row(request, 0, finish=Finish.ERROR), reason))
             else:
                 joining.append(request)
                 self._shares.add(request.uid)
@@ -202,13 +238,13 @@ class LocalEngine:
 
     def _prefilled(self, requests: Sequence[DecodeRequest]) -> DecodeBatch:
         """The requests ready for their first draw."""
-        keys = [request.token_ids.tobytes() for request in requests]
+        keys = [(request.adapter, request.token_ids.tobytes()) for request in requests]
         first = {key: i for i, key in reversed(list(enumerate(keys)))}  # request with these tokens
         number = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # among the distinct prompts
         prompts = [requests[first[key]].token_ids for key in number]
         cache = Cache(self._model, len(prompts), max(len(p) for p in prompts))
         records = any(request.experts_from is not None for request in requests)
-        last, experts = self._prefill_last(prompts, cache, records=records)
+        last, experts = self._prefill_last(prompts, [adapter for adapter, _ in number], cache, records=records)
         rows = torch.tensor([number[key] for key in keys], device=self._device)
         cache.select(rows)
         return DecodeBatch(
@@ -246,7 +282,7 @@ class LocalEngine:
             elif len(row.tokens) >= min(row.request.max_new_tokens, self._max_model_len - len(row.request.token_ids)):
                 row.finish = Finish.LENGTH
             if row.finish is not None:
-                ended.append(row.result(self._version))
+                ended.append(self._result(row))
         batch.drawn = drawn
         if batch.num_going == 0:
             self._batch = None
@@ -255,7 +291,7 @@ class LocalEngine:
             batch.keep_going()
         records = any(row.record is not None for row in batch.rows)
         batch.experts = self._room_for_experts(len(batch.rows)) if records else None
-        batch.hidden = self._forward(batch.drawn, batch.lengths, batch.cache, batch.experts)
+        batch.hidden = self._forward(batch)
         batch.lengths = batch.lengths + 1
         return ended
 
@@ -266,10 +302,13 @@ class LocalEngine:
         self._batch = None
         while self._inbox:
             rows.append(Row(self._inbox.popleft(), 0))
-        return [row.result(self._version) for row in rows]
+        return [self._result(row) for row in rows]
+
+    def _result(self, row: Row, error: str = "") -> DecodeResult:
+        return row.result(self._versions[row.request.adapter], error)
 
     def _prefill_last(
-        self, prompts: Sequence[IntArray], cache: Cache, *, records: bool
+        self, prompts: Sequence[IntArray], adapters: Sequence[str], cache: Cache, *, records: bool
     ) -> tuple[Tensor, list[ExpertArray]]:
         """Hidden state [P, H] of the last token of each prompt, and the experts [tokens, layers, K] of each (no arrays
         where they are not recorded); the cache is filled, in forwards of bounded size."""
@@ -282,7 +321,7 @@ class LocalEngine:
                 total += len(prompts[stop])
                 stop += 1
             experts = self._room_for_experts(total) if records else None
-            hidden = self._prefill(prompts[start:stop], cache, first_row=start, experts=experts)
+            hidden = self._prefill(prompts[start:stop], adapters[start:stop], cache, first_row=start, experts=experts)
             ends = np.cumsum([len(p) for p in prompts[start:stop]])
             states.append(hidden[torch.from_numpy(ends - 1).to(self._device)])
             if experts is not None:
@@ -300,11 +339,12 @@ class LocalEngine:
     def _prefill(
         self,
         prompts: Sequence[IntArray],
+        adapters: Sequence[str],
         cache: Cache | None,
         first_row: int = 0,
         experts: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [T, H] of prompts laid end to end."""
+        """Hidden states [T, H] of prompts laid end to end, each with its adapter."""
         lengths = [len(p) for p in prompts]
         ids = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(self._device)
         positions = torch.cat([torch.arange(n, device=self._device) for n in lengths])
@@ -318,10 +358,11 @@ class LocalEngine:
                     cache.values[layer][first_row + row, :, : b - a] = v[a:b].transpose(0, 1)
             return attention_varlen(q, k, v, cu_seqlens, max_seqlen=max(lengths))
 
-        return self._model.forward(ids, positions, attend, experts)
+        return self._model.forward(ids, positions, attend, experts, self._adapted(adapters, lengths))
 
-    def _forward(self, tokens: Tensor, lengths: Tensor, cache: Cache, experts: Tensor | None) -> Tensor:
-        """Hidden states [B, H] of the tokens [B] just drawn, each at position lengths [B]."""
+    def _forward(self, batch: DecodeBatch) -> Tensor:
+        """Hidden states [B, H] of the tokens just drawn, each at the position of its row's length."""
+        tokens, lengths, cache = batch.drawn, batch.lengths, batch.cache
         longest = int(lengths.max()) + 1
         cache.grow(longest)
         row = torch.arange(len(tokens), device=self._device)
@@ -334,4 +375,15 @@ class LocalEngine:
             known_keys, known_values = (each[:, :, :longest].transpose(1, 2) for each in (keys, values))
             return attention_decode(q, known_keys, known_values, num_known)
 
-        return self._model.forward(tokens, lengths, attend, experts)
+        adapted = self._adapted([row.request.adapter for row in batch.rows], 1)
+        return self._model.forward(tokens, lengths, attend, batch.experts, adapted)
+
+    def _adapted(self, names: Sequence[str], num_tokens: int | Sequence[int]) -> Adapted:
+        """The adapters of a forward pass over so many tokens with each."""
+        if not self._adapters:
+            return ()
+        of_tokens = np.repeat(names, num_tokens)
+        rows = {name: np.flatnonzero(of_tokens == name) for name in self._adapters}
+        return [
+            (self._adapters[name], torch.from_numpy(own).to(self._device)) for name, own in rows.items() if len(own)
+        ]

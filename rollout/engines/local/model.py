@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from marsrl.rollout.engines.local.rope import rotary_frequencies
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.rope import rotary_frequencies
 from marsrl.rollout.weights.layout import EMBEDDING, HEAD, fuse
+
+Pairs = Mapping[str, Tensor]
+"""An adapter's tensors as rollout.adapter.held_by_shard has them, by name: B is scaled already."""
+
+Adapted = Sequence[tuple[Pairs, Tensor]]
+"""Adapters of a forward pass, each with the rows [n] int64 of its tokens; the others go through the weights alone."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, D], k [T, kv heads, D], v [T, kv heads, D]) -> [T, heads, D]"""
@@ -32,7 +38,14 @@ class LocalModel:
         _check(shape, self.weights)
         self._frequencies = rotary_frequencies(shape, device)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, experts: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        experts: Tensor | None = None,
+        adapted: Adapted = (),
+    ) -> Tensor:
         """Final hidden states [T, H] of token_ids [T] int64 at positions [T].
 
         experts: [T, layers, top_k] of an integer type, filled with those that each token went through; None: not wanted.
@@ -47,15 +60,17 @@ class LocalModel:
             at = f"model.layers.{layer}"
             y = self._norm(x, f"{at}.input_layernorm.weight")
             qkv = self._linear(y, f"{at}.self_attn.qkv_proj")
+            _add_pairs(qkv, y, [f"{at}.self_attn.{part}_proj" for part in "qkv"], adapted)
             q, k, v = qkv.view(len(x), -1, shape.head_size).split([q_rows, kv_rows, kv_rows], dim=1)
             if shape.has_qk_norm:
                 q = self._norm(q, f"{at}.self_attn.q_norm.weight")
                 k = self._norm(k, f"{at}.self_attn.k_norm.weight")
             q, k = q * cos + _rotate(q) * sin, k * cos + _rotate(k) * sin
-            x = x + self._linear(attend(layer, q, k, v).reshape(len(x), -1), f"{at}.self_attn.o_proj")
+            y = attend(layer, q, k, v).reshape(len(x), -1)
+            x = x + _add_pairs(self._linear(y, f"{at}.self_attn.o_proj"), y, [f"{at}.self_attn.o_proj"], adapted)
             y = self._norm(x, f"{at}.post_attention_layernorm.weight")
             record = None if experts is None else experts[:, layer]
-            x = x + (self._experts(y, at, record) if shape.num_experts else self._mlp(y, at))
+            x = x + (self._experts(y, at, record, adapted) if shape.num_experts else self._mlp(y, at, adapted))
         return self._norm(x, "model.norm.weight")
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -69,11 +84,13 @@ class LocalModel:
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
-    def _mlp(self, x: Tensor, at: str) -> Tensor:
-        gate, up = self._linear(x, f"{at}.mlp.gate_up_proj").chunk(2, -1)
-        return self._linear(F.silu(gate) * up, f"{at}.mlp.down_proj")
+    def _mlp(self, x: Tensor, at: str, adapted: Adapted) -> Tensor:
+        y = self._linear(x, f"{at}.mlp.gate_up_proj")
+        gate, up = _add_pairs(y, x, [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], adapted).chunk(2, -1)
+        y = F.silu(gate) * up
+        return _add_pairs(self._linear(y, f"{at}.mlp.down_proj"), y, [f"{at}.mlp.down_proj"], adapted)
 
-    def _experts(self, x: Tensor, at: str, record: Tensor | None) -> Tensor:
+    def _experts(self, x: Tensor, at: str, record: Tensor | None, adapted: Adapted) -> Tensor:
         """Every token through its top experts: tokens sorted by expert, one GEMM an expert, added back in place."""
         w13, w2 = self.weights[f"{at}.mlp.experts.w13_weight"], self.weights[f"{at}.mlp.experts.w2_weight"]
         router = F.linear(x, self.weights[f"{at}.mlp.gate.weight"]).float().softmax(-1)
@@ -84,16 +101,40 @@ class LocalModel:
             weight = weight / weight.sum(-1, keepdim=True)
         order = expert.flatten().argsort(stable=True)  # slots t*K + k, expert by expert
         counts = torch.bincount(expert.flatten(), minlength=len(w13)).tolist()
-        rows = x[order // expert.shape[1]].split(counts)
-        done = [_swiglu(r, w13[e], w2[e]) for e, r in enumerate(rows) if len(r)]
+        tokens = (order // expert.shape[1]).split(counts)
+        done = [
+            self._expert(x[rows], f"{at}.mlp.experts.{e}", w13[e], w2[e], _among(rows, adapted))
+            for e, rows in enumerate(tokens)
+            if len(rows)
+        ]
         slots = torch.empty_like(x.repeat_interleave(expert.shape[1], 0))
         slots[order] = torch.cat(done)
         return (slots.view(len(x), -1, x.shape[1]) * weight[..., None].to(x.dtype)).sum(1)
 
+    @staticmethod
+    def _expert(x: Tensor, at: str, w13: Tensor, w2: Tensor, adapted: Adapted) -> Tensor:
+        gate, up = _add_pairs(F.linear(x, w13), x, [f"{at}.gate_proj", f"{at}.up_proj"], adapted).chunk(2, -1)
+        y = F.silu(gate) * up
+        return _add_pairs(F.linear(y, w2), y, [f"{at}.down_proj"], adapted)
 
-def _swiglu(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    gate, up = F.linear(x, w13).chunk(2, -1)
-    return F.linear(F.silu(gate) * up, w2)
+
+def _add_pairs(out: Tensor, x: Tensor, names: Sequence[str], adapted: Adapted) -> Tensor:
+    """out [T, ..], in place, with what adapters add to the matrices `names`, whose outputs lie side by side in it."""
+    for pairs, rows in adapted:
+        column, of_rows = 0, x[rows]
+        for name in names:
+            if (b := pairs.get(f"{name}.lora_B.weight")) is None:
+                break  # all of them or none
+            delta = F.linear(F.linear(of_rows, pairs[f"{name}.lora_A.weight"]), b)
+            out[rows, column : column + len(b)] += delta
+            column += len(b)
+    return out
+
+
+def _among(tokens: Tensor, adapted: Adapted) -> Adapted:
+    """The same for these tokens alone, [n] int64: places of each adapter's among them."""
+    found = [(pairs, torch.isin(tokens, rows).nonzero()[:, 0]) for pairs, rows in adapted]
+    return [(pairs, places) for pairs, places in found if len(places)]
 
 
 def _rotate(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Arguments of vLLM: those that marsrl sets, the user's own (rollout.vllm.extra), and who draws tokens.
+"""The environment and arguments of vLLM: those that marsrl sets, the user's own (rollout.vllm.extra), and who draws tokens.
 
 vLLM is imported only where the user's own arguments are checked.
 """
@@ -14,8 +14,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import Sampler, VllmOptions, problems_of
-from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Records
+from marsrl.rollout.engines.protocol import NO_ADAPTERS, NOTHING_RECORDED, Records
+from marsrl.rollout.engines.vllm.adapters import lora_arguments
 
 _BLOCK_CPU = 32  # tokens of a KV block; the CPU kernels want a multiple of 32, larger ones would miss short prefixes
 _KV_CACHE_CPU_MIB = 256
@@ -41,6 +43,15 @@ OWN_ARGUMENTS = {
     "async_scheduling": "rollout.vllm.sampler",
     "return_sampling_mask": "loss.truncation",
     "enable_return_routed_experts": "trainer.router_replay",
+    "enable_lora": "policies.<name>.adapter",
+    "max_loras": "policies.<name>.adapter",
+    "max_lora_rank": "policies.<name>.adapter.rank",
+    "lora_target_modules": "policies.<name>.adapter.targets",
+    "max_cpu_loras": None,
+    "lora_dtype": None,
+    "fully_sharded_loras": None,
+    "enable_moe_shared_loras": None,
+    "enable_mixed_moe_lora_format": None,
     "config_format": None,
     "skip_tokenizer_init": None,
     "generation_config": None,
@@ -53,6 +64,27 @@ OWN_ARGUMENTS = {
 """{field of vLLM's EngineArgs that marsrl sets: the key that decides; None: it has to be as it is}."""
 
 
+def vllm_environment(threads: int | None = None, device: str = "cpu", sampler: Sampler = "marsrl") -> dict[str, str]:
+    """Environment of a process that serves a VllmEngine on "cpu" or "cuda": core in the process, no network, no telemetry."""
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would have this process's locks and process groups
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines share the cores with the trainer
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled: eager is what runs there anyway
+    else:
+        # V2 refuses DrawTokens, a logits processor of V1; asked for by name, it is not silently replaced
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if sampler == "engine" else "0"
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return environment
+
+
 def engine_arguments(
     model_dir: str | Path,
     options: VllmOptions,
@@ -63,6 +95,7 @@ def engine_arguments(
     sleeps: bool,
     device: str,
     records: Records = NOTHING_RECORDED,
+    adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
 ) -> dict[str, Any]:
     """Arguments of vLLM's LLM (and its EngineArgs) on "cpu" or "cuda"; see VllmEngine for the words.
 
@@ -91,6 +124,7 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "worker_extension_cls": "marsrl.rollout.engines.vllm.worker.WorkerExtension",
         **_sampler_arguments(options.sampler_on(device), device, records),
+        **lora_arguments(model_dir, adapters),
         **(_cpu_arguments(options) if device == "cpu" else _gpu_arguments(options)),
         **checked_extra(options.extra),
     }

@@ -12,45 +12,42 @@ never with this file.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from marsrl.rollout.config import Sampler, VllmOptions
+from marsrl.rollout.adapter import AdapterConfig
+from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.protocol import (
+    NO_ADAPTERS,
     NOTHING_RECORDED,
     TORN,
+    AdapterUpdate,
     DecodeRequest,
     DecodeResult,
     EngineInfo,
     EngineLost,
     MemoryPart,
     Records,
-    Sampling,
     WeightReceipt,
     WeightUpdate,
-    WrongVersion,
-    why_not_decodable,
+    check_versions,
 )
 from marsrl.rollout.engines.refusals import QUANTIZED, vllm_refusals
 from marsrl.rollout.engines.stops import StopTexts
 from marsrl.rollout.engines.time_shares import TimeShares
+from marsrl.rollout.engines.vllm.adapters import LoadedAdapters
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
-from marsrl.rollout.engines.vllm.own_sampler import (
-    asked_of_vllm,
-    experts_told,
-    kept_tokens_told,
-    logprobs_told,
-    why_not_drawn,
-)
+from marsrl.rollout.engines.vllm.own_sampler import experts_told, kept_tokens_told, logprobs_told
+from marsrl.rollout.engines.vllm.requests import RequestMaker
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -61,27 +58,6 @@ if TYPE_CHECKING:
 NO_SLEEP_ON_CPU = (
     "vLLM has no sleep mode on a CPU (no memory of a device to give back); set rollout.placement=disaggregated"
 )
-
-
-def vllm_environment(threads: int | None = None, device: str = "cpu", sampler: Sampler = "marsrl") -> dict[str, str]:
-    """Environment of a process that serves a VllmEngine on "cpu" or "cuda": core in the process, no network, no telemetry."""
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would have this process's locks and process groups
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if device == "cpu":
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines share the cores with the trainer
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled: eager is what runs there anyway
-    else:
-        # V2 refuses DrawTokens, a logits processor of V1; asked for by name, it is not silently replaced
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if sampler == "engine" else "0"
-    if threads is not None:
-        environment["OMP_NUM_THREADS"] = str(threads)
-    return environment
 
 
 @dataclass(slots=True)
@@ -120,6 +96,7 @@ class VllmEngine:
         threads: int | None = None,
         sleeps: bool = False,
         records: Records = NOTHING_RECORDED,
+        adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
     ) -> None:
         """Load vLLM with the weights of model_dir, which are version 0.
 
@@ -129,6 +106,7 @@ class VllmEngine:
             threads: CPU threads of torch in this process; None leaves them.
             sleeps: sleep() will be called: its memory is allocated so that it can be given back (CUDA only).
             records: what requests will ask for beside log-probs.
+            adapters: those that it will serve, by name.
 
         Raises:
             ValueError: it sleeps on a CPU, or options do not go together (vllm_refusals).
@@ -138,6 +116,7 @@ class VllmEngine:
         from vllm.platforms import current_platform
 
         from marsrl.rollout.engines.vllm.worker import wait_asleep
+        from marsrl.rollout.engines.vllm.worker_adapters import experts_without_adapters
 
         if sleeps and current_platform.is_cpu():
             raise ValueError(f"VllmEngine: {NO_SLEEP_ON_CPU}")
@@ -148,31 +127,32 @@ class VllmEngine:
             raise ValueError("; ".join(found))
         self._dtype: Any = options.dtype or dtype
         self._max_model_len = max_model_len
-        self._version = 0
+        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": of the weights
+        self._adapters = LoadedAdapters(adapters)
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
         self._stops = StopTexts.of_model(model_dir)
         self._under_way: dict[str, _Running] = {}  # by the key that vLLM knows it by
         self._watched: set[str] = set()  # of those, with texts of Sampling.stop
         self._keys = itertools.count()
-        self._alike: dict[Sampling, SamplingParams] = {}  # what vLLM checked once: each request gets a copy
         self._is_aborting = False
         self._num_decoded = 0  # tokens
-        self._has_new_weights = False  # and nothing was computed with them yet
+        self._untried = set[str]()  # of _versions: those that are new, and nothing was computed with yet
         self._device, self._options, self._records = device, options, records
         self._draws = options.sampler_on(device)
         has_groups = torch.distributed.is_initialized()
-        self._llm: Any = LLM(
-            **engine_arguments(
-                model_dir,
-                options,
-                dtype=self._dtype,
-                max_model_len=max_model_len,
-                seed=seed,
-                sleeps=sleeps,
-                device=device,
-                records=records,
-            )
+        arguments = engine_arguments(
+            model_dir,
+            options,
+            dtype=self._dtype,
+            max_model_len=max_model_len,
+            seed=seed,
+            sleeps=sleeps,
+            device=device,
+            records=records,
+            adapters=adapters,
         )
+        with experts_without_adapters() if adapters and device == "cpu" else nullcontext():
+            self._llm: Any = LLM(**arguments)
         _process.num_open += 1
         _process.made_groups |= not has_groups and torch.distributed.is_initialized()
         rendezvous = self._llm.collective_rpc("marsrl_started")[0]
@@ -184,7 +164,11 @@ class VllmEngine:
         self._core: Any = self._llm.llm_engine.engine_core
         self._shares = TimeShares(options.max_num_seqs)
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
+        self._maker = RequestMaker(self._draws, records, max_model_len=max_model_len, vocab_size=self._vocab_size)
         self._num_experts = int(self._llm.model_config.get_num_experts())
+        for name, adapter in adapters.items():
+            if adapter.start is not None:
+                self._adapters.load(self._llm.llm_engine, name, adapter.start)
         logging.getLogger("vllm").setLevel(logging.ERROR)
 
     def info(self) -> EngineInfo:
@@ -201,6 +185,7 @@ class VllmEngine:
             settings=_together(self._llm.collective_rpc("marsrl_settings")),
             shards=tuple(self._llm.collective_rpc("marsrl_shard")),
             sampler=who_draws(self._options, self._device),
+            adapters=tuple(filter(None, self._versions)),
         )
 
     def num_decoded(self) -> int:
@@ -208,9 +193,8 @@ class VllmEngine:
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         """Take more requests, also while another thread decodes; they enter vLLM before its next step."""
-        if version != self._version:
-            raise WrongVersion(f"VllmEngine: asked for policy version {version}, but version {self._version} is loaded")
-        self._has_new_weights = False
+        check_versions("VllmEngine", self._versions, requests, version)
+        self._untried.difference_update(request.adapter for request in requests)
         self._inbox.extend(requests)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
@@ -230,7 +214,7 @@ class VllmEngine:
     def abort(self) -> None:
         self._is_aborting = True
 
-    def score(self, sequences: Sequence[IntArray], is_probe: bool = True) -> list[FloatArray]:
+    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
 
         Of a probe, all but the last by a fresh prefill; the last one through the prefix cache, as a decoded token would be, so
@@ -245,14 +229,16 @@ class VllmEngine:
         if self._records.kept_tokens:  # vLLM wants draws then, and a top_k
             once |= {"temperature": 1, "top_k": self._vocab_size, "seed": 0}
         if not is_probe:
-            outputs = self._outputs([(each, SamplingParams(prompt_logprobs=0, **once)) for each in sequences])
+            asked = [(each, SamplingParams(prompt_logprobs=0, **once)) for each in sequences]
+            outputs = self._outputs(asked, adapter)
             return [_prompt_logprobs(each, output) for each, output in zip(sequences, outputs, strict=True)]
-        last = self._outputs([(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences])
+        asked = [(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences]
+        last = self._outputs(asked, adapter)
         none_has_anothers_prefix = len({tuple(s[:8]) for s in sequences}) == len(sequences)
-        if self._has_new_weights and none_has_anothers_prefix:
-            self._refuse_old_prefixes(last)
-        self._has_new_weights = False
-        first = self._outputs([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences])
+        if adapter in self._untried and none_has_anothers_prefix:
+            self._refuse_old_prefixes(last, adapter)
+        self._untried.discard(adapter)
+        first = self._outputs([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences], adapter)
         scores = []
         for sequence, prefill, step in zip(sequences, first, last, strict=True):
             known = step.outputs[0].logprobs[0][int(sequence[-1])].logprob
@@ -266,18 +252,32 @@ class VllmEngine:
         self._settle()
         start = time.perf_counter()
         if update.receive_plans:
-            self._version = TORN  # of weights that arrived in part nothing is decoded
+            self._versions[""] = TORN  # of weights that arrived in part nothing is decoded
             reasons = self._ask_workers("marsrl_receive", list(update.receive_plans))
             if broken := next(filter(None, reasons), ""):
                 return WeightReceipt(TORN, (), time.perf_counter() - start, broken=broken)
         else:
-            self._ask_workers("marsrl_load", update.path)
+            self._ask_workers("marsrl_load", update.path)  # drops adapters: the next request of each has it read again
         self._reset_prefix_cache()
         loaded = time.perf_counter()
         ask = ("marsrl_received_checksums",) if update.receive_plans else ("marsrl_checksums", update.path)
         checksums = self._ask_workers(*ask)
-        self._version = update.version
-        self._has_new_weights = True
+        self._versions[""] = update.version
+        self._untried.update(self._versions)
+        end = time.perf_counter()
+        return WeightReceipt(update.version, checksums, end - start, end - loaded)
+
+    def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
+        """Load it into its slot between two steps of the others; its cached prefixes are found no more, under a new path."""
+        under_way = (*self._inbox, *(running.request for running in self._under_way.values()))
+        if any(request.adapter == update.name for request in under_way):
+            raise RuntimeError(f"VllmEngine.update_adapter: requests of {update.name} are under way; abort them first")
+        start = time.perf_counter()
+        number = self._adapters.load(self._llm.llm_engine, update.name, update.path)
+        loaded = time.perf_counter()
+        checksums = self._ask_workers("marsrl_adapter_checksums", number, update.path)
+        self._versions[update.name] = update.version
+        self._untried.add(update.name)
         end = time.perf_counter()
         return WeightReceipt(update.version, checksums, end - start, end - loaded)
 
@@ -294,10 +294,10 @@ class VllmEngine:
         self._reset_prefix_cache()
 
     def sleep(self, keeps_weights: bool) -> None:
-        """vLLM's level 1, or its level 2, which drops the parameters; buffers come back with wake("weights") at both."""
+        """vLLM's level 1, or its level 2, which drops parameters and adapters; buffers come back with wake("weights") at both."""
         self._settle()
         if not keeps_weights:
-            self._version = TORN
+            self._versions[""] = TORN
         self._llm.sleep(level=1 if keeps_weights else 2)
 
     def wake(self, part: MemoryPart) -> None:
@@ -336,73 +336,25 @@ class VllmEngine:
                 "those of the old ones); requests are still running"
             )
 
-    def _refuse_old_prefixes(self, outputs: Sequence[Any]) -> None:
+    def _refuse_old_prefixes(self, outputs: Sequence[Any], adapter: str) -> None:
         cached = [output.num_cached_tokens or 0 for output in outputs]
         if any(cached):
             raise RuntimeError(
-                f"VllmEngine.score: right after the update to version {self._version}, vLLM took up to {max(cached)} tokens of a "
-                "sequence from its prefix cache, which are of older weights: it was not emptied"
+                f"VllmEngine.score: right after the update to version {self._versions[adapter]}, vLLM took up to {max(cached)} "
+                "tokens of a sequence from its prefix cache, which are of older weights: it was not emptied"
             )
-
-    def _refusal(self, request: DecodeRequest) -> DecodeResult | None:
-        """The result of a request that vLLM would raise on, or None."""
-        reason = why_not_decodable(request, self._max_model_len, self._vocab_size)
-        if not reason and self._draws == "engine":
-            reason = why_not_drawn(request, self._records)
-        return DecodeResult.without_tokens(request.uid, Finish.ERROR, self._version, reason) if reason else None
-
-    def _sampling_params(self, key: str, request: DecodeRequest) -> SamplingParams:
-        if self._draws == "engine":
-            params = self._new_params(request, **asked_of_vllm(request, self._vocab_size, self._records))
-        else:
-            from marsrl.rollout.engines.vllm.sampling import draw_arguments
-
-            if request.sampling not in self._alike:
-                self._alike[request.sampling] = self._new_params(request, temperature=0)
-            params = copy.copy(self._alike[request.sampling])
-            params.extra_args = draw_arguments(key, request)
-        params.max_tokens = min(request.max_new_tokens, self._max_model_len - len(request.token_ids))
-        return params
-
-    @staticmethod
-    def _new_params(request: DecodeRequest, **drawn: Any) -> SamplingParams:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            stop_token_ids=list(request.sampling.stop_token_ids),
-            ignore_eos=True,  # stop_token_ids alone decide
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # nobody else has it: vLLM need not copy it deeply
-            **drawn,
-        )
 
     def _admit(self) -> list[DecodeResult]:
         """Give vLLM what was submitted; the results of those that it would refuse."""
-        from vllm.v1.engine import EngineCoreRequest
-
         refused = []
         while self._inbox:
             request = self._inbox.popleft()
-            if refusal := self._refusal(request):
-                refused.append(refusal)
+            if reason := self._maker.why_not(request):
+                version = self._versions[request.adapter]
+                refused.append(DecodeResult.without_tokens(request.uid, Finish.ERROR, version, reason))
                 continue
             key = str(next(self._keys))
-            params = self._sampling_params(key, request)
-            # without LLMEngine.add_request, whose checks _refusal has made already
-            asked = EngineCoreRequest(
-                request_id=key,
-                prompt_token_ids=request.token_ids.tolist(),
-                sampling_params=params,
-                arrival_time=time.time(),
-                mm_features=None,
-                pooling_params=None,
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            )
-            self._core.add_request(asked)
+            self._core.add_request(self._maker.made(key, request, self._adapters.of(request.adapter)))
             self._under_way[key] = _Running(key, request)
             if request.sampling.stop:
                 self._watched.add(key)
@@ -444,7 +396,7 @@ class VllmEngine:
                 token_ids=np.asarray(each.token_ids, np.int32),
                 logprobs=logprobs,
                 finish=ended[each.key],
-                version=self._version,
+                version=self._versions[each.request.adapter],
                 num_cached_tokens=each.num_cached_tokens,
                 routed_experts=None
                 if each.request.experts_from is None
@@ -497,10 +449,11 @@ class VllmEngine:
         draws = dict(zip(lengths, taken, strict=True))
         return [draws.get(each.key, (np.zeros(0, np.float32), None)) for each in ended]
 
-    def _outputs(self, work: Sequence[tuple[IntArray, SamplingParams]]) -> list[Any]:
+    def _outputs(self, work: Sequence[tuple[IntArray, SamplingParams]], adapter: str) -> list[Any]:
         """Finished RequestOutputs in the order of work; nothing else is under way."""
         prompts = [{"prompt_token_ids": token_ids.tolist()} for token_ids, _ in work]
-        return list(self._llm.generate(prompts, [params for _, params in work], use_tqdm=False))
+        of, all_params = self._adapters.of(adapter), [params for _, params in work]
+        return list(self._llm.generate(prompts, all_params, use_tqdm=False, lora_request=of))
 
 
 def _prompt_logprobs(sequence: IntArray, output: Any) -> FloatArray:

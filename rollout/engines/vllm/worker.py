@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from marsrl.rollout.engines.vllm.worker_adapters import held_checksums, repair_mixed_batches
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.state import decode
 from marsrl.rollout.types import FloatArray
@@ -45,6 +46,8 @@ class WorkerExtension:
         if next(model.parameters()).device.type == "cpu":
             wait_asleep()
             _reduce_asleep()
+            if self.vllm_config.lora_config is not None:
+                repair_mixed_batches()
         method = self.distributed_init_method
         return method.removeprefix("file://") if method.startswith("file://") else ""
 
@@ -72,6 +75,10 @@ class WorkerExtension:
         with torch.no_grad():
             sent = fuse(WeightFiles(path), dtype, shard=self.marsrl_shard())
             return _with_the_rest(model, {name: _held_checksum(model, name, received) for name, received in sent})
+
+    def marsrl_adapter_checksums(self, number: int, path: str) -> dict[str, int]:
+        """{tensor: checksum of what is held} of the adapter that was loaded from this path."""
+        return held_checksums(self.model_runner.lora_manager._adapter_manager, number, path, self.marsrl_shard())
 
     def marsrl_receive(self, plans: list[bytes]) -> str:
         """Take the weights of this worker's encoded ReceivePlan straight into the parameters. Not run on a GPU.
@@ -167,16 +174,15 @@ def _with_the_rest(model: nn.Module, found: dict[str, int]) -> dict[str, int]:
 
 
 def _our_name(name: str) -> str:
-    """vLLM's parameter name in our layout: it keeps experts in a module of their own."""
-    return name.replace(".mlp.experts.routed_experts.", ".mlp.experts.")
+    """vLLM's parameter name in our layout: it keeps experts, and a layer that adapters change, in a module of their own."""
+    return name.replace(".base_layer.", ".").replace(".mlp.experts.routed_experts.", ".mlp.experts.")
 
 
 def _module_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, attribute = name.rsplit(".", 1)
-    if path.endswith(".mlp.experts"):
-        module = model.get_submodule(path)
-        return getattr(module, "routed_experts", module), attribute
-    return model.get_submodule(path), attribute
+    module = model.get_submodule(path)
+    module = getattr(module, "base_layer", module)
+    return getattr(module, "routed_experts", module) if path.endswith(".mlp.experts") else module, attribute
 
 
 def _held(model: nn.Module, name: str) -> Tensor:

@@ -50,11 +50,14 @@ def export(
     ],
     out: Annotated[str, Argument(help="directory to write; must not exist yet")],
     policy: Annotated[str | None, Option(help="which of several policies (default: the only one)")] = None,
+    merge: Annotated[
+        bool, Option("--merge/--adapter", help="of an adapter: a whole model, or a PEFT directory of the adapter alone")
+    ] = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face directory, which transformers and vLLM load."""
     from marsrl.trainer.models import export
 
-    done = export.export(source, out, policy)
+    done = export.export(source, out, policy, merge=merge)
     print(f"{done.folder}: {done.num_bytes:,} bytes of weights from {done.source}")
 
 

@@ -60,8 +60,9 @@ def _key(config: BestOfNConfig, team: Mapping[str, Any], problem: Problem) -> st
 def _played(
     evaluator: Evaluator, n: int, problems: Mapping[str, Problem], kept: Answers[list[float]]
 ) -> Mapping[str, list[float]]:
-    """Correctness of the answers by key; NaN if unknown. Saved if all are known."""
-    found = evaluator.correctness(problems, n, dict.fromkeys(evaluator.team.pools, 0)) if problems else {}
+    """By key: NaN where it is not known whether an answer is right. Kept where all are known."""
+    versions = dict.fromkeys([*evaluator.team.pools, *evaluator.team.adapters], 0)
+    found = evaluator.correctness(problems, n, versions) if problems else {}
     for key, correct in found.items():
         if not any(math.isnan(value) for value in correct):
             kept.add(key, {"correct": correct})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.layout import Box
 from marsrl.trainer.learner.megatron.hf_files import HfReader, write_hf
-from marsrl.trainer.learner.megatron.mapping import Unit, held_boxes, held_matrices, hf_shapes, part_shape, split, units
+from marsrl.trainer.learner.megatron.mapping import (
+    Unit,
+    adapter_units,
+    held_boxes,
+    held_matrices,
+    hf_shapes,
+    part_shape,
+    split,
+    units,
+)
 
 
 @dataclass(frozen=True)
@@ -33,11 +43,13 @@ class _Place:
 class Converter:
     """Reads and writes the Hugging Face form of one model's parameters. Made, and used, on all ranks together."""
 
-    def __init__(self, model: nn.Module, shape: ModelShape) -> None:
+    def __init__(self, model: nn.Module, shape: ModelShape, adapter: AdapterConfig | None = None) -> None:
+        """adapter: `model` holds the parameters of one (adapter.py), and no others."""
         self._shape = shape
         self._parameters = dict(model.named_parameters())
         self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
-        self._units = units(shape, self._num_stages)
+        num_stages = self._num_stages
+        self._units = units(shape, num_stages) if adapter is None else adapter_units(shape, adapter, num_stages)
         self._place = _Place(
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_rank(),
@@ -58,7 +70,6 @@ class Converter:
             known.add("output_layer.weight")  # the last stage's copy of the embedding
         assert known >= set(self._parameters), f"no rule converts {sorted(set(self._parameters) - known)}"
 
-    @torch.no_grad()
     def load(self, model_dir: str | Path) -> None:
         """Fill the parameters from a Hugging Face directory; a rank reads the bytes of its own shards, no others.
 
@@ -66,19 +77,23 @@ class Converter:
             ValueError: a tensor is missing or has another shape; with its name, file and both shapes.
         """
         with HfReader(model_dir) as reader:
-            for unit in self._units:
-                copies_embedding = (
-                    unit.name.startswith("embedding.")
-                    and self._place.stage > 0
-                    and "output_layer.weight" in self._parameters
-                    and self._shape.is_tied
-                )
-                if not self._owns(unit) and not copies_embedding:
-                    continue
-                group = self._group(unit)
-                target = self._parameters["output_layer.weight"] if copies_embedding else self._local(unit)
-                shard = reader.shard(self._shape, unit, group.rank(), group.size())
-                target.copy_(shard.reshape(target.shape))
+            self.fill(lambda unit, part, parts: reader.shard(self._shape, unit, part, parts))
+
+    @torch.no_grad()
+    def fill(self, shard_of: Callable[[Unit, int, int], Tensor]) -> None:
+        """Fill the parameters with shard_of(unit, part, parts), in the view that is cut, of each unit that this rank has."""
+        for unit in self._units:
+            copies_embedding = (
+                unit.name.startswith("embedding.")
+                and self._place.stage > 0
+                and "output_layer.weight" in self._parameters
+                and self._shape.is_tied
+            )
+            if not self._owns(unit) and not copies_embedding:
+                continue
+            group = self._group(unit)
+            target = self._parameters["output_layer.weight"] if copies_embedding else self._local(unit)
+            target.copy_(shard_of(unit, group.rank(), group.size()).reshape(target.shape))
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:

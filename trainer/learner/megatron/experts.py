@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class GroupedExperts(MegatronModule):
         options = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.gate_up = Parameter(torch.empty(num_local_experts, 2, width, config.hidden_size, **options))
         self.down = Parameter(torch.empty(num_local_experts, config.hidden_size, width, **options))
+        # A [E, r, in] and B [E, out, r], of this rank's experts, of the adapter that is at work (adapter.py), by its matrix
+        self.pair_of: Callable[[str], tuple[Tensor, Tensor] | None] = lambda name: None
         for weight, dimension in ((self.gate_up, 2), (self.down, 2)):
             set_tensor_model_parallel_attributes(weight, True, dimension, 1)  # else the norm counts one rank
             weight.allreduce = self.expert_group.size() == 1  # type: ignore[attr-defined]  # DDP's group
@@ -45,14 +48,23 @@ class GroupedExperts(MegatronModule):
         With selective recompute the activation's results are dropped and made again from `gate x` and `up x`: megatron's
         moe_act, which it offers to its own experts only.
         """
-        products = grouped_linear(rows, self.gate_up.flatten(1, 2), tokens_per_expert)
+        products = self._linear(rows, self.gate_up.flatten(1, 2), tokens_per_expert, "gate_proj", "up_proj")
         if not (self.recomputes_activation and torch.is_grad_enabled()):
-            return grouped_linear(swiglu(products, weights), self.down, tokens_per_expert), None
+            return self._linear(swiglu(products, weights), self.down, tokens_per_expert, "down_proj"), None
         activation = CheckpointWithoutOutput(fp8=None)  # its False means on
         inner = activation.checkpoint(swiglu, products, weights)
-        output = grouped_linear(inner, self.down, tokens_per_expert)
+        output = self._linear(inner, self.down, tokens_per_expert, "down_proj")
         activation.discard_output_and_register_recompute(output)
         return output, None
+
+    def _linear(self, rows: Tensor, weight: Tensor, tokens_per_expert: Tensor, *names: str) -> Tensor:
+        """rows times weight, and what an adapter adds to the matrices that it is made of."""
+        out = grouped_linear(rows, weight, tokens_per_expert)
+        pairs = [pair for pair in map(self.pair_of, names) if pair is not None]
+        if not pairs:
+            return out
+        deltas = [grouped_linear(grouped_linear(rows, a, tokens_per_expert), b, tokens_per_expert) for a, b in pairs]
+        return out + torch.cat(deltas, -1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

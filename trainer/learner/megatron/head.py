@@ -62,19 +62,28 @@ class PolicyModel(GPTModel):
     """GPTModel whose forward takes a PackedBatch.
 
     Returns, on the last pipeline stage: HeadResult where a loss is given (with the mpt that gates it), else log-probs [T]
-    float32; on other stages the hidden states [T / TP, 1, H].
+    float32; on other stages the hidden states [T / TP, 1, H]. active: adapters to add to its layers (adapter.py: ActiveAdapters).
     """
 
     def __init__(self, *args: Any, real_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.real_vocab_size = real_vocab_size
+        self.active: Any = None  # adapters that the layers add at present
         if self.post_process:
             self.output_layer.__class__ = FusedHead
 
-    def forward(self, batch: PackedBatch, loss: LossInputs | None = None, mpt: MptConfig | None = None) -> Any:
-        embedded = None
+    def forward(
+        self,
+        batch: PackedBatch,
+        loss: LossInputs | None = None,
+        mpt: MptConfig | None = None,
+        active: Any = None,
+    ) -> Any:
+        self.active, embedded = active, None
         if self.pre_process:
             embedded = self.embedding(input_ids=batch.token_ids[None], position_ids=batch.position_ids[None])
+            if active is not None and torch.is_grad_enabled():
+                embedded.requires_grad_()  # else what is made again in the backward has no gradient either
         # [T, 1, 1, D] angles: those of the longest sequence, gathered by position.
         angles = self.rotary_pos_emb(batch.max_seqlen, packed_seq=True)[batch.position_ids]
         hidden = self.decoder(
@@ -83,6 +92,10 @@ class PolicyModel(GPTModel):
             rotary_pos_emb=angles,
             packed_seq_params=Segments.of(batch.cu_seqlens, batch.num_tokens, batch.max_seqlen, self.pg_collection.cp),
         )
+        if active is not None and hidden.requires_grad:
+            hidden.register_hook(
+                lambda gradient: self._use(active)
+            )  # layers that are made again are this micro-batch's
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -93,6 +106,9 @@ class PolicyModel(GPTModel):
             return self._loss(batch, loss, mpt, rows, shard)
 
         return self.output_layer(hidden, weight=weight, compute=compute)
+
+    def _use(self, active: Any) -> None:
+        self.active = active
 
     def _logprobs(self, batch: PackedBatch, hidden: Tensor, weight: Tensor) -> Tensor:
         """[T] float32 nats; 0 where the mask is off, whose rows cost nothing."""
@@ -137,7 +153,7 @@ class PolicyModel(GPTModel):
             inputs,
             temperature=batch.temperature,
             # DDP's float32 gradient buffer of the head, which the kernel adds to
-            main_grad=weight.main_grad if torch.is_grad_enabled() else None,  # type: ignore[attr-defined]
+            main_grad=weight.main_grad if torch.is_grad_enabled() and weight.requires_grad else None,  # type: ignore[attr-defined]
             tp_group=self.pg_collection.tp,
             real_vocab_size=self.real_vocab_size,
             support=batch.support,

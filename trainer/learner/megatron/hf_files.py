@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +32,36 @@ class HfReader:
         shard = reader.shard(shape, unit, part=1, parts=4)
     """
 
-    def __init__(self, model_dir: str | Path) -> None:
-        self._folder = Path(model_dir)
+    def __init__(self, model_dir: str | Path, files: Sequence[Path] | None = None, prefix: str = "") -> None:
+        """files: default: the weights of a model; prefix: of the names in them, left out here."""
+        self._folder, self._prefix = Path(model_dir), prefix
+        self._files = files
         self._stack = ExitStack()
         self._where: dict[str, Any] = {}
 
     def __enter__(self) -> HfReader:
-        for path in weight_files(self._folder):
+        for path in weight_files(self._folder) if self._files is None else self._files:
             try:
                 file = self._stack.enter_context(safe_open(path, "pt"))
             except SafetensorError as error:
                 self._stack.close()
                 raise ValueError(f"model: {path} is no whole safetensors file ({error}); download it again") from error
-            self._where.update(dict.fromkeys(file.keys(), file))
+            names = file.keys()
+            self._where.update({name.removeprefix(self._prefix): (file, name) for name in names})
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def check(self, shape: ModelShape, *, is_trained: bool) -> None:
+    def check(self, shape: ModelShape, *, is_trained: bool, of: Sequence[Unit] | None = None) -> None:
         """Every tensor that config.json asks for is there, in its shape, and is_trained: not quantised. Reads headers alone.
+
+        of: units to look at; default: the model's.
 
         Raises:
             ValueError: a tensor is missing or is another; as `shard` does.
         """
-        for unit in units(shape, 1):
+        for unit in units(shape, 1) if of is None else of:
             self._check(shape, unit, is_trained)
 
     def shard(self, shape: ModelShape, unit: Unit, part: int = 0, parts: int = 1) -> Tensor:
@@ -75,25 +81,39 @@ class HfReader:
 
     def _check(self, shape: ModelShape, unit: Unit, is_trained: bool) -> None:
         missing = [name for name in unit.hf if name not in self._where]
+        kind, asks = ("model", "config.json") if unit.size is None else ("adapter", "this policy's adapter")
         if missing:
-            raise ValueError(f"model: {self._folder} has no tensor {', '.join(missing)}, which config.json asks for")
+            raise ValueError(f"{kind}: {self._folder} has no tensor {', '.join(missing)}, which {asks} asks for")
         for name, wanted in zip(unit.hf, hf_shapes(shape, unit), strict=True):
-            header = self._where[name].get_slice(name)
+            header = self._slice(name)
             found, dtype = tuple(header.get_shape()), header.get_dtype()
             if found != wanted:
-                raise ValueError(
-                    f"model: {self._folder}: {name} has shape {list(found)}, config.json gives {list(wanted)}"
-                )
+                raise ValueError(f"{kind}: {self._folder}: {name} has shape {list(found)}, {asks} gives {list(wanted)}")
             if is_trained and dtype not in _TRAINED:
                 raise ValueError(
-                    f"model: {self._folder}: {name} is {dtype}; quantised weights are not trained: give them as "
+                    f"{kind}: {self._folder}: {name} is {dtype}; quantised weights are not trained: give them as "
                     f"{' or '.join(_TRAINED)}"
                 )
 
     def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """The one place that reads from the files."""
-        tensor: Tensor = self._where[name].get_slice(name)[index]
+        tensor: Tensor = self._slice(name)[index]
         return tensor
+
+    def _slice(self, name: str) -> Any:
+        file, stored = self._where[name]
+        return file.get_slice(stored)
+
+
+def weights_sum(model_dir: str | Path) -> str:
+    """Digest of a model's weights: name, size and last MiB of each of their files."""
+    digest = hashlib.sha256()
+    for path in weight_files(Path(model_dir)):
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - (1 << 20)))
+            digest.update(f"{path.name} {size} ".encode() + file.read())
+    return digest.hexdigest()
 
 
 def copy_frame(source: Path, folder: Path) -> None:
@@ -116,18 +136,28 @@ def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, s
     Raises:
         ValueError: the directory exists.
     """
+    with made_whole(folder) as part:
+        return _write(part, tensors, frame, shard_bytes)
+
+
+@contextmanager
+def made_whole(folder: Path) -> Iterator[Path]:
+    """A directory to write in, which appears under the name `folder` when the body is through, or not at all.
+
+    Raises:
+        ValueError: the directory exists.
+    """
     if folder.exists():
         raise ValueError(f"export: {folder} exists; name a new directory")
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
     try:
-        total = _write(part, tensors, frame, shard_bytes)
+        yield part
         sync_tree(part)
         part.rename(folder)
         sync(folder.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return total
 
 
 def _write(part: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, shard_bytes: int) -> int:

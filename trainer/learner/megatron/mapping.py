@@ -11,6 +11,12 @@
 | embedding, output_layer           | embed_tokens, lm_head (padded with zeros)  | TP, dim 0            |
 | norms, router                     | the same                                   | not cut              |
 
+An adapter's parameters are named as PEFT names them, a pair A [r, in], B [out, r] beside each adapted matrix:
+
+| q, k, v, gate, up                 | .lora_A, .lora_B                           | B: TP, dim 0         |
+| o, down                           | .lora_A, .lora_B                           | A: TP, dim 1         |
+| experts.gate_proj, ... [e]        | experts.e.gate_proj.lora_A, ...            | EP by e              |
+
 The converter (convert.py), the export of a checkpoint (export.py) and the planner (plan/) all read this table. A shard of a
 Megatron parameter is one run of rows, or of columns, of each of its Hugging Face tensors: held_boxes says which, for a sync
 without files.
@@ -25,8 +31,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from marsrl.rollout.adapter import AdapterConfig, adapted
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.layout import Box
+
+ROW_PARALLEL = ("o_proj", "down_proj")  # cut along their inputs; the others along their outputs
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class Unit:
 
     name: the parameter with its layer counted over all stages. stage: pipeline stage, expert: None outside experts.
     kind: how the Hugging Face tensors form the whole Megatron tensor. cut: its dimension that is cut, None: none.
+    size: of an adapter's tensor; None: the model's shape says it.
     """
 
     name: str
@@ -43,6 +53,7 @@ class Unit:
     kind: Literal["plain", "vocab", "qkv", "pair"] = "plain"
     cut: int | None = None
     expert: int | None = None
+    size: tuple[int, int] | None = None
 
     @property
     def hf_cut(self) -> int | None:
@@ -99,6 +110,22 @@ def units(shape: ModelShape, num_stages: int) -> list[Unit]:
     return out
 
 
+def adapter_units(shape: ModelShape, adapter: AdapterConfig, num_stages: int) -> list[Unit]:
+    """Every unit of an adapter, in the order of tensor_shapes: the same list on all ranks."""
+    out = []
+    for matrix, (rows, columns, rank) in adapted(shape, adapter).items():
+        _, _, layer, rest = matrix.split(".", 3)
+        stage, expert = int(layer) // (shape.num_layers // num_stages), None
+        cut_a, cut_b = (1, None) if rest.endswith(ROW_PARALLEL) else (None, 0)
+        if ".experts." in rest:
+            expert, cut_a, cut_b = int(rest.split(".")[2]), None, None
+            rest = rest.replace(f".{expert}.", ".", 1)
+        for letter, size, cut in (("A", (rank, columns), cut_a), ("B", (rows, rank), cut_b)):
+            name = f"decoder.layers.{layer}.{rest}.lora_{letter}"
+            out.append(Unit(name, (f"{matrix}.lora_{letter}.weight",), stage, "plain", cut, expert, size))
+    return out
+
+
 def padded_rows(vocab_size: int, parts: int) -> int:
     """The vocabulary rounded up so that each of `parts` ranks holds equally many rows."""
     return -(-vocab_size // parts) * parts
@@ -107,6 +134,8 @@ def padded_rows(vocab_size: int, parts: int) -> int:
 def hf_shapes(shape: ModelShape, unit: Unit) -> list[tuple[int, ...]]:
     """The shapes of the unit's Hugging Face tensors."""
     s = shape
+    if unit.size is not None:
+        return [unit.size]
     rest = () if unit.name.endswith("bias") else (s.hidden_size,)
     if unit.kind == "vocab":
         return [(s.vocab_size, s.hidden_size)]

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
+from marsrl.rollout.engines.local.rope import rotary_frequencies
 from marsrl.rollout.model_shape import ModelShape, read_shape
-from marsrl.rollout.rope import rotary_frequencies
 from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.learner.megatron.convert import Converter
 from marsrl.trainer.learner.megatron.head import PolicyModel
@@ -165,16 +165,21 @@ def _forget_routing(layer: MoELayer, inputs: Any, output: Any) -> None:
     dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
 
 
+def prepare_recompute(model: PolicyModel, policy: PolicyConfig) -> None:
+    """Do of policy.recompute what its config does not."""
+    if policy.recompute == "full_offload":
+        model.decoder.__class__ = OffloadingBlock
+    if policy.recompute in ("full", "full_offload"):
+        for layer in model.decoder.layers:
+            if isinstance(layer.mlp, MoELayer):
+                layer.mlp.register_forward_hook(_forget_routing)
+
+
 def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tuple[PolicyModel, DistributedDataParallel]:
     """The bare model, and the same wrapped for training."""
     config = transformer_config(shape, layout, policy)
     model = bare_model(shape, layout, config)
-    if policy.recompute == "full_offload":
-        model.decoder.__class__ = OffloadingBlock
-    if config.recompute_granularity == "full":
-        for layer in model.decoder.layers:
-            if isinstance(layer.mlp, MoELayer):
-                layer.mlp.register_forward_hook(_forget_routing)
+    prepare_recompute(model, policy)
     wrapped = Float16Module(config, model) if config.bf16 else model
     ddp = DistributedDataParallel(
         config,

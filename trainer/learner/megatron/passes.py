@@ -6,6 +6,7 @@ results, replay = passes.forward_backward(work)     # in it
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from marsrl.kernels import LossInputs, PolicyObjective
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import Update
+from marsrl.trainer.learner.megatron.adapter import ActiveAdapters, Adapter, finalize
 from marsrl.trainer.learner.megatron.context import ContextCut, cut
 from marsrl.trainer.learner.megatron.head import HeadResult, PolicyModel
 from marsrl.trainer.learner.megatron.layout import Layout
@@ -60,14 +63,45 @@ class Work:
     num_agents: int
 
 
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What megatron's schedule runs: a module around a PolicyModel, and adapters to add to its layers.
+
+    trained: the adapters' gradients; (): the module's own are trained, or nothing is. adapter_of: place of each agent's adapter;
+        (): all have the first.
+    """
+
+    module: Any
+    adapters: tuple[Adapter, ...] = ()
+    trained: tuple[DistributedDataParallel, ...] = ()
+    adapter_of: tuple[int, ...] = ()
+
+    def active(self, batch: PackedBatch, tensor: int) -> ActiveAdapters | None:
+        """The adapters of this rank's part of a micro-batch, its samples laid together by adapter. tensor: ranks of a layer."""
+        if not self.adapters:
+            return None
+        places = [self.adapter_of[agent] for agent in batch.agents] if self.adapter_of else [0]
+        present = list(dict.fromkeys(places))
+        adapters = tuple(self.adapters[place] for place in present)
+        if len(present) == 1:
+            return ActiveAdapters(adapters)
+        assert places == sorted(places), "samples of an adapter do not lie together"
+        last = torch.tensor([len(places) - places[::-1].index(place) for place in present])
+        ends = batch.cu_seqlens[last.to(batch.cu_seqlens.device, non_blocking=True)].long()
+        share = batch.num_tokens // tensor
+        first = share * parallel_state.get_tensor_model_parallel_rank()
+        own = (ends - first).clamp(0, share)
+        return ActiveAdapters(adapters, *(each.diff(prepend=each.new_zeros(1)) for each in (ends, own)))
+
+
 class Passes:
     """Every method is collective over all ranks."""
 
     def __init__(
         self,
         model: PolicyModel,
-        ddp: Any,
-        reference: Any,
+        trained: Model,
+        reference: Model | None,
         layout: Layout,
         policy: PolicyConfig,
         *,
@@ -76,12 +110,32 @@ class Passes:
         old_policy: Literal["pois", "sais", "recompute"],
         router_replay: Literal["none", "recompute", "rollout"],
     ) -> None:
-        """model: the bare one; ddp: the same wrapped for training; reference: frozen, None without a KL term."""
-        self._model, self._ddp, self._reference, self._layout = model, ddp, reference, layout
+        """model: the bare one; trained: the same as it is trained; reference: frozen, None without a KL term."""
+        self._model, self._trained, self._reference, self._layout = model, trained, reference, layout
         self._objectives, self._mpt, self._aux_loss = objectives, mpt, policy.router_aux_loss
         self._old_policy, self._router_replay = old_policy, router_replay
         self._run_schedule = get_forward_backward_func()
         self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+
+    def can_join(self, other: Passes) -> bool:
+        """The policies' adapters are of one base, and their references are it, or adapters of it."""
+        if self._trained.module is not other._trained.module:
+            return False
+        references = [each._reference for each in (self, other)]
+        if None in references:
+            return references == [None, None]
+        return len({(each.module, len(each.adapters)) for each in references if each is not None}) == 1
+
+    def joined(self, others: Sequence[Passes], adapter_of: tuple[int, ...]) -> Passes:
+        """The passes of several policies in the same micro-batches: their adapters are of one base, and so are their references.
+
+        adapter_of: the place of each agent's policy among self, *others.
+        """
+        both = copy.copy(self)
+        both._trained = _joined([self._trained, *(other._trained for other in others)], adapter_of)
+        references = [each._reference for each in (self, *others) if each._reference is not None]
+        both._reference = _joined(references, adapter_of) if references else None
+        return both
 
     def score(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """[T] float32 CPU log-probs of each batch, nats, 0 outside its mask; experts are chosen by the router."""
@@ -130,8 +184,10 @@ class Passes:
 
         def forward_step(data: Iterator[tuple[PackedBatch, LossInputs]], model: Any) -> tuple[Any, Any]:
             batch, loss = next(data)
-            return model(batch, loss, self._mpt), _loss_of
+            return model(batch, loss, self._mpt, self._trained.active(batch, self._layout.tensor)), _loss_of
 
+        if self._trained.trained:
+            self._model.config.finalize_model_grads_func = lambda *chunks, **options: finalize(self._trained.trained)
         self._set_aux_scale(work.num_tokens, is_on=agent is None)
         losses = [each.loss if agent is None else _only_of(agent, each.loss) for each in work.micro_batches]
         data = [(each.cut.batch, loss) for each, loss in zip(work.micro_batches, losses, strict=True)]
@@ -240,13 +296,15 @@ class Passes:
     def _replay(self, experts: Sequence[Choices | None]) -> Any:
         return nullcontext() if self._router_replay == "none" else replay_experts(self._model, experts)
 
-    def _forward(self, batches: Sequence[PackedBatch], model: Any = None) -> list[Tensor]:
-        """The last stage's [T] log-probs on every stage, nats; model: another than the policy's."""
+    def _forward(self, batches: Sequence[PackedBatch], of: Model | None = None) -> list[Tensor]:
+        """The last stage's [T] log-probs on every stage, nats; of: another model than the policy's."""
+        whose = of or self._trained
 
         def forward_step(data: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
-            return model(next(data)), _as_it_is
+            batch = next(data)
+            return model(batch, active=whose.active(batch, self._layout.tensor)), _as_it_is
 
-        outputs = self._schedule(forward_step, batches, batches[0].num_tokens, model=model)
+        outputs = self._schedule(forward_step, batches, batches[0].num_tokens, module=whose.module)
         if self._layout.pipeline > 1:
             if not parallel_state.is_pipeline_last_stage():
                 outputs = [torch.empty(batch.num_tokens, device=training_device()) for batch in batches]
@@ -256,17 +314,22 @@ class Passes:
         return outputs
 
     def _schedule(
-        self, forward_step: Any, data: Sequence[Any], seq_length: int, *, has_backward: bool = False, model: Any = None
+        self, forward_step: Any, data: Sequence[Any], seq_length: int, *, has_backward: bool = False, module: Any = None
     ) -> list[Any]:
         return self._run_schedule(
             forward_step_func=forward_step,
             data_iterator=iter(data),
-            model=[self._ddp if model is None else model],
+            model=[self._trained.module if module is None else module],
             num_microbatches=len(data),
             seq_length=seq_length,
             micro_batch_size=1,
             forward_only=not has_backward,
         )
+
+
+def _joined(models: Sequence[Model], adapter_of: tuple[int, ...]) -> Model:
+    adapters = tuple(adapter for each in models for adapter in each.adapters)
+    return Model(models[0].module, adapters, tuple(ddp for each in models for ddp in each.trained), adapter_of)
 
 
 def _only_of(agent: int, loss: LossInputs) -> LossInputs:

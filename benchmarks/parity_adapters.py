@@ -1,0 +1,90 @@
+"""Adapters against PEFT on transformers in float64, for parity.py, whose head says what is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIMITS = {"loss": 2e-6, "gradient": 5e-6, "logprobs": 2e-5, "norm": 1e-5}
+ADAPTERS = {
+    "moe": {"rank": 8, "expert_rank": 4, "alpha": 16, "targets": ["attention", "experts"]},
+    "dense": {"rank": 8, "alpha": 16, "targets": ["attention", "mlp"]},
+}
+REFUSED = ("tp2 ep2 etp2 dp2",)
+
+
+def random_adapter(model_dir: Path, kind: str, folder: Path) -> Path:
+    """A PEFT directory of the model with random A and B."""
+    from marsrl.rollout.adapter import AdapterConfig, tensor_shapes, write_adapter
+    from marsrl.rollout.model_shape import read_shape
+
+    shape, settings = read_shape(model_dir), AdapterConfig.model_validate(ADAPTERS[kind])
+    generator = torch.Generator().manual_seed(1)
+    tensors = {n: 0.05 * torch.randn(size, generator=generator) for n, size in tensor_shapes(shape, settings).items()}
+    folder.mkdir(parents=True)
+    write_adapter(folder, shape, settings, tensors, str(model_dir))
+    return folder
+
+
+def peft_reference(model_dir: Path, adapter: Path, sequences: list[Any], loss_of: Callable[..., Any]) -> dict[str, Any]:
+    """PEFT on transformers in float64: samples, loss, gradients of A and B, their norm, log-probs by sample.
+
+    loss_of: parity.py's.
+    """
+    import transformers
+    from peft import PeftModel
+
+    from marsrl.rollout.adapter import PEFT_PREFIX
+
+    bare = transformers.AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, experts_implementation="eager"
+    )
+    model = PeftModel.from_pretrained(bare, adapter, is_trainable=True).double()
+    out, loss, masked, logprobs = loss_of(model, sequences, torch.float64)
+    loss.backward()
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            assert parameter.grad is not None
+            plain = name.removeprefix(PEFT_PREFIX).replace(".default", "")
+            gradients |= (
+                by_expert(plain, parameter.grad, bare.config) if ".experts." in name else {plain: parameter.grad}
+            )
+    norm = float(torch.cat([gradient.flatten() for gradient in gradients.values()]).norm())
+    found = {"samples": out, "loss": float(loss.detach()), "masked": masked, "logprobs": logprobs}
+    return {**found, "gradient": gradients, "norm": norm}
+
+
+def by_expert(name: str, gradient: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+    """Gradients of each expert's pairs from those of PEFT's, which has rows e r + i of A and columns i E + e of B.
+
+    There gate and up are one matrix of twice the rank, with a block of B for each.
+    """
+    prefix, letter, num = name.split(".experts.")[0] + ".experts", name[-len("A.weight")], config.num_experts
+    each = gradient.unflatten(0, (num, -1)) if letter == "A" else gradient.unflatten(1, (-1, num)).permute(2, 0, 1)
+    parts = {"down_proj": each}
+    if ".base_layer." in name:
+        first, second = each.chunk(2, 1)
+        if letter == "B":
+            first, second = first.chunk(2, 2)[0], second.chunk(2, 2)[1]
+        parts = {"gate_proj": first, "up_proj": second}
+    return {f"{prefix}.{e}.{part}.lora_{letter}.weight": of[e] for part, of in parts.items() for e in range(num)}
+
+
+def line_of(title: str, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """Differences from PEFT, see the head of this file."""
+    gradient, logprobs = expected["gradient"], expected["logprobs"]
+    assert found["gradient"].keys() == gradient.keys() and found["logprobs"].keys() == logprobs.keys(), (
+        "something is missing"
+    )
+    off = {
+        "loss": abs(found["loss"] - expected["loss"]),
+        "gradient": max(float((found["gradient"][n] - g).abs().max() / g.abs().max()) for n, g in gradient.items()),
+        "logprobs": max(float((found["logprobs"][uid] - values).abs().max()) for uid, values in logprobs.items()),
+        "norm": abs(found["norm"] - expected["norm"]) / expected["norm"],
+    }
+    is_ok = all(off[name] <= limit for name, limit in LIMITS.items()) and found["masked"] == expected["masked"]
+    return {"layout": title, **off, "is_ok": is_ok}

@@ -1,0 +1,111 @@
+"""Adapters in vLLM's workers: the numbers that its kernels really hold, and repairs of its CPU build, 0.32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from marsrl.rollout.adapter import read_tensors
+from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.weights.layout import EngineShard
+
+
+def held_checksums(manager: Any, number: int, path: str, shard: EngineShard) -> dict[str, int]:
+    """{tensor: checksum of what is held} of an adapter, in the names of rollout.adapter.held_by_shard.
+
+    Args:
+        manager: vLLM's LoRAModelManager of a worker. path: where it was loaded from; says the ranks.
+    """
+    ranks = {name: tensor.shape[0] for name, tensor in read_tensors(Path(path)).items() if ".lora_A." in name}
+    slot, found = manager.lora_index_to_id.index(number), dict[str, int]()
+    for module_name, module in manager.modules.items():
+        for matrix, a, b in _pairs(module_name, module, manager, slot, shard):
+            rank = ranks.get(f"{matrix}.lora_A.weight", 0)
+            if a[rank:].any() or b[:, rank:].any():
+                found[f"{matrix}.lora_B.weight beyond rank {rank}"] = checksum(b)
+            if rank:
+                found[f"{matrix}.lora_A.weight"] = checksum(a[:rank])
+                found[f"{matrix}.lora_B.weight"] = checksum(b[:, :rank])
+    return found
+
+
+def _pairs(name: str, module: Any, manager: Any, slot: int, shard: EngineShard) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(adapted matrix, A [r, in], B [out, r]) of a slot, r the slot's rank, for each matrix that is fused in a module."""
+    if not hasattr(module, "w13_lora_a_stacked"):
+        parts = manager.packed_modules.get(name, [name])
+        for part, a, b in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
+            yield part, a[slot, 0], b[slot, 0]
+        return
+    stacked = {
+        "gate": (module.w13_lora_a_stacked[0], module.w13_lora_b_stacked[0]),
+        "up": (module.w13_lora_a_stacked[1], module.w13_lora_b_stacked[1]),
+        "down": (module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0]),
+    }
+    for part, (a, b) in stacked.items():
+        for place, expert in enumerate(shard.experts(module.global_num_experts)):
+            yield f"{name}.{expert}.{part}_proj", a[slot, place], b[slot, place]
+
+
+def repair_mixed_batches() -> None:
+    """Have tokens without an adapter go through the bare weights, and each range of one adapter's through one GEMM.
+
+    vLLM 0.32 looks up A and B for every token by the number of its slot, which is -1 for none: the last slot's are added to
+    tokens without an adapter in a batch with others (lora/ops/torch_ops/lora_ops.py). Its kernels on GPUs skip them.
+    """
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    cpu: Any = punica_cpu
+    cpu.sgmv_shrink, cpu.sgmv_expand_slice = _shrink, _expand
+
+
+def _ranges(lengths: Tensor, slots: Tensor) -> Iterator[tuple[slice, int]]:
+    """(rows, slot) of each run of tokens that have an adapter."""
+    start = 0
+    for length, slot in zip(lengths.tolist(), slots.tolist(), strict=True):
+        if slot >= 0:
+            yield slice(start, start + length), slot
+        start += length
+
+
+def _shrink(x: Tensor, a: Tensor, out: Tensor, starts: Tensor, lengths: Tensor, slots: Tensor, *sizes: Any) -> None:
+    """out [T, r] = scale x A^T by the slot of each token; a [slots, 1, r, in]; 0 without one. sizes ends with the scale."""
+    out.zero_()
+    for rows, slot in _ranges(lengths, slots):
+        out[rows] = sizes[-1] * (x[rows].to(out.dtype) @ a[slot, 0].to(out.dtype).T)
+
+
+def _expand(x: Tensor, b: Tensor, out: Tensor, starts: Tensor, lengths: Tensor, slots: Tensor, *sizes: Any) -> None:
+    """out [T, ..] += x [T, r] B^T in some columns, by the slot of each token; b [slots, 1, columns, r].
+
+    sizes: batches, longest, tokens, first column, columns, whether to add.
+    """
+    *_, first, columns, adds = sizes
+    for rows, slot in _ranges(lengths, slots):
+        view, delta = out[rows, first : first + columns], x[rows].to(out.dtype) @ b[slot, 0].to(out.dtype).T
+        view.copy_(view + delta if adds else delta)
+
+
+@contextmanager
+def experts_without_adapters() -> Iterator[None]:
+    """In the body vLLM gives MoE layers its CPU kernel, though adapters are on, which experts then cannot have.
+
+    With adapters vLLM 0.32 takes Triton's kernel, for any platform (fused_moe/oracle/unquantized.py).
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+
+    method: Any = unquantized_fused_moe_method
+    select = method.select_unquantized_moe_backend
+
+    def without_adapters(moe_config: Any) -> Any:
+        moe_config.is_lora_enabled = False
+        return select(moe_config)
+
+    method.select_unquantized_moe_backend = without_adapters
+    try:
+        yield
+    finally:
+        method.select_unquantized_moe_backend = select

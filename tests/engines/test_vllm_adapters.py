@@ -1,0 +1,222 @@
+"""Adapters in the real vLLM on a CPU against PEFT on transformers: about 60 s, most of it two starts of vLLM."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from adapter_cases import (
+    CONFIG,
+    GivenAdapter,
+    GivenAdapterLearner,
+    assert_decoded_with,
+    peft_logprobs,
+    random_tensors,
+    written,
+)
+from engine_cases import decoded, pool_of, prompt, request
+
+from marsrl.rollout.adapter import held_by_shard, read_tensors
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, WeightUpdate, WrongVersion
+from marsrl.rollout.imports import imports_for_good
+from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.weights.layout import EngineShard
+from marsrl.trainer.weights.adapter_sync import AdapterSync
+from marsrl.trainer.weights.comparison import CheckedEngines, TrainerScores, comparison_sequences
+
+pytest.importorskip("vllm")
+pytest.importorskip("peft")
+OF_ATTENTION = CONFIG.model_copy(update={"targets": ("attention",)})
+
+
+class Served:
+    """An engine of vLLM with two adapters, each at a version of its own with random numbers."""
+
+    def __init__(self, model: Path, folder: Path, sampler: str) -> None:
+        from marsrl.rollout.engines.vllm.engine import VllmEngine
+
+        self.model, self.shape = model, read_shape(model)
+        self.config = OF_ATTENTION if self.shape.num_experts else CONFIG
+        self._folder, self._number = folder, 0
+        self.folders: dict[str, Path] = {}
+        self.versions: dict[str, int] = {}
+        options = VllmOptions.model_validate({"max_num_seqs": 16, "kv_cache_mib": 32, "sampler": sampler})
+        adapters = dict.fromkeys("ab", self.config)
+        self.engine = VllmEngine(model, options, dtype="float32", max_model_len=256, threads=1, adapters=adapters)
+        for name in "ab":
+            self.update(name)
+
+    def update(self, name: str) -> dict[str, int]:
+        """Checksums of what it holds then."""
+        self._number += 1
+        self.folders[name] = written(self._folder / f"{self._number}", self.model, self.config, self._number)
+        self.versions[name] = self._number
+        return self.load(name)
+
+    def load(self, name: str) -> dict[str, int]:
+        update = AdapterUpdate(name, str(self.folders[name]), self.versions[name])
+        return dict(self.engine.update_adapter(update).checksums[0])
+
+    def asks(self, *adapters: str, length: int = 70, **more: Any) -> list[DecodeRequest]:
+        """One request each, all of one prompt."""
+        asks = [request(f"0.{i}", prompt(length), 16, seed=i, **more) for i in range(len(adapters))]
+        return [
+            replace(ask, adapter=name, adapter_version=self.versions.get(name, 0))
+            for ask, name in zip(asks, adapters, strict=True)
+        ]
+
+    def assert_right(self, *adapters: str) -> None:
+        asks = self.asks(*adapters)
+        assert_decoded_with(self.model, self.folders, asks, decoded(self.engine, asks))
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3+engine", "qwen3_moe"])
+def served(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    from marsrl.rollout.engines.vllm.arguments import vllm_environment
+
+    os.environ.update(vllm_environment(threads=1))
+    with imports_for_good():
+        import vllm.entrypoints.llm  # noqa: F401
+    kind, _, sampler = request.param.partition("+")
+    found = Served(checkpoint(kind), tmp_path_factory.mktemp("adapters"), sampler or "marsrl")
+    yield found
+    found.engine.close()
+
+
+def test_two_adapters_and_bare_requests_in_one_batch_decode_as_peft_does(served: Served) -> None:
+    """On a CPU vLLM alone would add the adapter in its last slot to the bare ones."""
+    assert served.engine.info().adapters == ("a", "b")
+    for adapters in (("a", "b", ""), ("", "b", "b", ""), ("a", ""), ("",)):
+        served.assert_right(*adapters)
+    asks = served.asks("a", "b", "")
+    for ask, result in zip(asks, decoded(served.engine, asks), strict=True):
+        np.testing.assert_array_equal(decoded(served.engine, [ask])[0].token_ids, result.token_ids)
+    probe = [prompt(70, seed=3)]
+    for name in ("a", "b", ""):
+        (right,) = peft_logprobs(served.model, served.folders.get(name), probe)
+        np.testing.assert_allclose(served.engine.score(probe, name)[0], right, atol=1e-4, rtol=0)
+
+
+def test_a_new_version_finds_no_prefix_of_the_one_before_and_leaves_the_others_theirs(served: Served) -> None:
+    decoded(served.engine, served.asks("a", "b", ""))
+    served.update("a")
+    cached = [result.num_cached_tokens for result in decoded(served.engine, served.asks("a", "b", ""))]
+    assert cached[0] == 0 and min(cached[1:]) >= 64
+    served.assert_right("a", "b", "")
+
+
+def test_a_version_under_the_path_of_the_one_before_is_refused(served: Served) -> None:
+    """Its prefixes would be used on, and nothing else says so."""
+    probe = [prompt(70, seed=9)]
+    served.engine.score(probe, "a")
+    served.load("a")
+    with pytest.raises(RuntimeError, match="tokens of a sequence from its prefix cache, which are of older weights"):
+        served.engine.score(probe, "a")
+    served.update("a")
+
+
+def test_checksums_are_of_what_the_kernels_hold_and_b_is_scaled(served: Served) -> None:
+    held = served.update("b")
+    tensors = read_tensors(served.folders["b"])
+    right = held_by_shard(served.shape, served.config, tensors, torch.float32, EngineShard())
+    assert held == {name: checksum(tensor) for name, tensor in right}
+    assert all(held[name] != checksum(tensor) for name, tensor in tensors.items() if "lora_B" in name)
+    smaller = served.config.model_copy(update={"rank": 4, "alpha": served.config.scale * 4})
+    folder = written(served.folders["b"].parent / "smaller", served.model, smaller, 0)
+    receipt = served.engine.update_adapter(AdapterUpdate("b", str(folder), 99))
+    right = held_by_shard(served.shape, smaller, read_tensors(folder), torch.float32, EngineShard())
+    assert dict(receipt.checksums[0]) == {name: checksum(tensor) for name, tensor in right}  # the slot's rest is 0
+    served.update("b")
+
+
+def test_files_of_versions_before_are_not_needed(served: Served) -> None:
+    """Neither by requests that go on, nor by those of others, nor once the weights were loaded again, which drops adapters."""
+    before, others = served.folders["a"], served.asks("b", "", "b")
+    undisturbed = decoded(served.engine, others)
+    pool = pool_of(served.engine)
+    pool.submit(others, version=0, at_once=True)
+    assert not pool.collect(0.0)
+    served.update("a")  # the others decode on
+    shutil.rmtree(before)
+    found = {}
+    while pool.num_under_way:
+        found |= {result.uid: result for result in pool.collect(0.2)}
+    for result in undisturbed:
+        np.testing.assert_array_equal(found[result.uid].token_ids, result.token_ids)
+        np.testing.assert_allclose(found[result.uid].logprobs, result.logprobs, atol=1e-5)
+    served.engine.update_weights(WeightUpdate(str(served.model), 0))
+    served.assert_right("a", "b", "")
+
+
+def test_weights_that_are_loaded_again_keep_their_names_and_adapters(served: Served) -> None:
+    """vLLM drops all adapters, and reads each again from the path that a request names."""
+    receipt = served.engine.update_weights(WeightUpdate(str(served.model), 0))
+    assert not [name for name in receipt.checksums[0] if "base_layer" in name]
+    served.assert_right("a", "b", "")
+
+
+def test_an_adapter_is_not_replaced_under_its_own_requests(served: Served) -> None:
+    served.engine.submit(served.asks("a"), version=0)
+    with pytest.raises(RuntimeError, match="requests of a are under way"):
+        served.load("a")
+    served.engine.abort()
+    while not served.engine.collect(0.1):
+        pass
+    with pytest.raises(WrongVersion, match="version 0 of adapter b"):
+        served.engine.submit([replace(served.asks("b")[0], adapter_version=0)], version=0)
+
+
+def given(served: Served, tensors: dict[str, torch.Tensor], folder: Path) -> GivenAdapterLearner:
+    sequences = comparison_sequences(160)
+    scores = peft_logprobs(served.model, folder, sequences)
+    noise = np.random.default_rng(0)
+    rounded = [each + noise.normal(0, 1e-5, len(each)).astype(np.float32) for each in scores]
+    held = GivenAdapter(served.shape, served.config, tensors)
+    return GivenAdapterLearner(held, lambda: TrainerScores(scores, rounded))
+
+
+def test_a_publish_proves_checksums_and_log_probs_and_removes_the_version_before(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = CheckedEngines(pool_of(served.engine), vocab_size=160, adapter="a")
+    sync = AdapterSync(engines, torch.float32, base=str(served.model), directory=tmp_path)
+    for version in (201, 202):
+        tensors = random_tensors(served.shape, served.config, version)
+        served.folders["a"] = written(served.folders["b"].parent / f"{version}", served.model, served.config, version)
+        served.versions["a"] = version
+        report = sync.publish(given(served, tensors, served.folders["a"]), version)  # type: ignore[arg-type]
+        assert report is not None and report.num_tensors == len(tensors) and report.comparison is not None
+        assert [each.name.partition(".")[0] for each in next(tmp_path.iterdir()).iterdir()] == [f"version_{version}"]
+        served.assert_right("a", "b", "")
+    other = random_tensors(served.shape, served.config, 1)
+    with pytest.raises(RuntimeError, match="trainer and engine 0 disagree on the probe"):
+        sync.publish(given(served, other, served.folders["a"]), 203)  # type: ignore[arg-type]
+    llm = served.engine._llm.llm_engine
+    load = llm.add_lora
+
+    def spoiled(asked: Any) -> None:
+        load(asked)
+        manager = llm.model_executor.driver_worker.worker.model_runner.lora_manager._adapter_manager
+        manager.modules["model.layers.1.self_attn.o_proj"].lora_b_stacked[0][:] *= 2
+
+    monkeypatch.setattr(llm, "add_lora", spoiled)
+    with pytest.raises(
+        RuntimeError, match=r"1 of \d+ tensors differ, first model\.layers\.1\.self_attn\.o_proj\.lora_B"
+    ):
+        sync.publish(given(served, other, served.folders["a"]), 204)  # type: ignore[arg-type]
+    sync.close()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    served.update("a")
+    served.update("b")

@@ -1,0 +1,298 @@
+"""Low-rank adapters on one frozen copy of a model, which all policies of that base share on a rank.
+
+An adapted layer with weight W has, beside W x, the term s B (A x), s = alpha / rank; s is multiplied into B, as vLLM does.
+
+    layer                      A                  B                 summed over TP
+    q, k, v, gate, up          whole              cut as W          A
+    o, down                    cut as W           whole             B
+    experts                    by expert (EP)     by expert (EP)    none
+
+Under sequence parallelism the whole ones see their rank's tokens alone: `sequence_parallel` marks them for the sum.
+
+    base = FrozenBase(model_dir, layout, policy)             # once
+    adapter = Adapter(base, policy.adapter, seed)            # of each policy
+    base.wrapped(batch, loss, mpt, active=ActiveAdapters((adapter,)))
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from marsrl.kernels import grouped_linear
+from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, AdapterConfig, adapted, why_not_start
+from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer.config import OptimizerConfig, PolicyConfig
+from marsrl.trainer.learner.megatron.convert import Converter
+from marsrl.trainer.learner.megatron.hf_files import HfReader
+from marsrl.trainer.learner.megatron.layout import Layout
+from marsrl.trainer.learner.megatron.mapping import ROW_PARALLEL, Unit, hf_span
+from marsrl.trainer.learner.megatron.model import bare_model, prepare_recompute, transformer_config
+
+
+class FrozenBase:
+    """A model without gradients, and the layers' hooks by which adapters add to it. Made on all ranks together."""
+
+    def __init__(self, model_dir: str | Path, layout: Layout, policy: PolicyConfig) -> None:
+        self.shape, self.layout = read_shape(model_dir), layout
+        self.config = transformer_config(self.shape, layout, policy)
+        self.model = bare_model(self.shape, layout, self.config)
+        prepare_recompute(self.model, policy)
+        Converter(self.model, self.shape).load(model_dir)
+        self.wrapped: nn.Module = Float16Module(self.config, self.model) if self.config.bf16 else self.model
+        self.wrapped.requires_grad_(False)
+        for layer in self.model.decoder.layers:
+            prefix, attention, mlp = f"{layer.layer_number - 1}.", layer.self_attention, layer.mlp
+            qkv = tuple(f"{prefix}self_attn.{name}_proj" for name in "qkv")
+            groups = attention.num_query_groups_per_partition
+            self._adapt(attention.linear_qkv, partial(self._column, qkv, groups))
+            self._adapt(attention.linear_proj, partial(self._row, f"{prefix}self_attn.o_proj"))
+            if self.shape.num_experts:
+                mlp.experts.pair_of = partial(self._expert_pair, f"{prefix}mlp.experts.")
+            else:
+                gate_up = (f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj")
+                self._adapt(mlp.linear_fc1, partial(self._column, gate_up, None))
+                self._adapt(mlp.linear_fc2, partial(self._row, f"{prefix}mlp.down_proj"))
+
+    def _adapt(self, layer: nn.Module, delta: Any) -> None:
+        def add(layer: nn.Module, inputs: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+            found = delta(inputs[0].flatten(0, 1))
+            return output if found is None else (output[0] + found[:, None], output[1])
+
+        layer.register_forward_hook(add)
+
+    def _column(self, names: Sequence[str], groups: int | None, x: Tensor) -> Tensor | None:
+        """[T, out / TP] that adapters add to q, k, v (interleaved by KV group) or to gate, up; x [T / TP, in]."""
+        active = self.model.active
+        if active is None or not any(names[0] in adapter.pairs for adapter in active.adapters):
+            return None
+        pairs = [active.pairs(name) for name in names]
+        low = active.product(
+            x, [torch.cat(of_adapter) for of_adapter in zip(*(a for a, _ in pairs), strict=True)], is_own=True
+        )
+        if self.layout.tensor > 1:
+            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+        lows = low.chunk(len(names), -1)
+        parts = [active.product(part, b) for part, (_, b) in zip(lows, pairs, strict=True)]
+        if groups is not None:
+            parts = [part.unflatten(-1, (groups, -1)) for part in parts]
+        return torch.cat(parts, -1).flatten(1)
+
+    def _row(self, name: str, x: Tensor) -> Tensor | None:
+        """[T / TP, out] that adapters add to o or down; x [T, in / TP]."""
+        active = self.model.active
+        if active is None or not any(name in adapter.pairs for adapter in active.adapters):
+            return None
+        a, b = active.pairs(name)
+        low = active.product(x, a)  # a partial sum
+        if self.layout.tensor > 1:
+            low = reduce_scatter_to_sequence_parallel_region(low)
+        return active.product(low, b, is_own=True)
+
+    def _expert_pair(self, prefix: str, name: str) -> tuple[Tensor, Tensor] | None:
+        """A [E, r, in] and s B [E, out, r] of this rank's experts; a micro-batch has one adapter where there are such."""
+        active = self.model.active
+        if active is None or f"{prefix}{name}" not in active.adapters[0].pairs:
+            return None
+        assert len(active.adapters) == 1, "experts' rows do not come by adapter"
+        return active.adapters[0].pairs[f"{prefix}{name}"]()
+
+
+class Pair(nn.Module):
+    """A and B of one matrix, or of this rank's experts with a dimension of these before."""
+
+    def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
+        self.scale = scale
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """A and s B."""
+        return self.lora_A, self.scale * self.lora_B
+
+
+@dataclass(frozen=True)
+class ActiveAdapters:
+    """Adapters of a micro-batch, its tokens laid together by adapter in this order.
+
+    counts: [adapters] int64, tokens of each; None: there is one adapter. own: the same among the tokens that are this
+        tensor-parallel rank's.
+    """
+
+    adapters: tuple[Adapter, ...]
+    counts: Tensor | None = None
+    own: Tensor | None = None
+
+    def pairs(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
+        """([r, in], [out, r]) of each adapter, padded with zeros to the largest rank."""
+        found = [adapter.pairs[name]() if name in adapter.pairs else None for adapter in self.adapters]
+        largest = max((pair for pair in found if pair is not None), key=lambda pair: pair[0].shape[0])
+        rank, zeros = largest[0].shape[0], tuple(torch.zeros_like(each) for each in largest)
+        whole = [zeros if pair is None else pair for pair in found]
+        a = [pad(each, (0, 0, 0, rank - each.shape[0])) for each, _ in whole]
+        return a, [pad(each, (0, rank - each.shape[1])) for _, each in whole]
+
+    def product(self, x: Tensor, matrices: Sequence[Tensor], *, is_own: bool = False) -> Tensor:
+        """Each row of x by its adapter's matrix. is_own: x has this tensor-parallel rank's tokens alone."""
+        if len(matrices) == 1:
+            return linear(x, matrices[0])
+        counts = self.own if is_own else self.counts
+        assert counts is not None
+        return grouped_linear(x.contiguous(), torch.stack(list(matrices)), counts)
+
+
+class Adapter(MegatronModule):
+    """This rank's part of an adapter; collective where it is made.
+
+    Its parameters are named as mapping.adapter_units names them. pairs: of each adapted matrix, "layer.matrix", the layer
+    counted over all stages. converter: its reader and writer.
+    """
+
+    def __init__(self, base: FrozenBase, settings: AdapterConfig, seed: int) -> None:
+        """seed: of A, where settings.start is None.
+
+        Raises:
+            ValueError: settings.start cannot be used.
+        """
+        super().__init__(config=base.config)
+        self.settings, self._base = settings, base
+        self.decoder, self.pairs = nn.Module(), dict[str, Pair]()
+        self.decoder.layers = nn.ModuleList()
+        numbers = [layer.layer_number - 1 for layer in base.model.decoder.layers]
+        self._first_layer = numbers[0]
+        for number in numbers:
+            of_layer = nn.Module()
+            for name, (out, into, rank) in _of_a_layer(base, settings).items():
+                pair = self.pairs[f"{number}.{name}"] = self._pair(name, out, into, rank, settings.scale)
+                _put(of_layer, name, pair)
+            self.decoder.layers.append(of_layer)
+        self.converter = Converter(self, base.shape, settings)
+        if settings.start is None:
+            self.converter.fill(partial(_fresh, seed))
+        else:
+            self.read(settings.start)
+
+    def read(self, folder: str | Path) -> None:
+        """Take the numbers of a PEFT directory.
+
+        Raises:
+            ValueError: it is of another kind or size, or lacks a tensor.
+        """
+        if (reason := why_not_start(Path(folder), self.settings)) is not None:
+            raise ValueError(reason)
+        shape = self._base.shape
+        with HfReader(folder, [Path(folder) / TENSORS], PEFT_PREFIX) as reader:
+            self.converter.fill(lambda unit, part, parts: reader.shard(shape, unit, part, parts))
+
+    def _pair(self, name: str, out: int, into: int, rank: int, scale: float) -> Pair:
+        options = {"dtype": self.config.params_dtype, "device": torch.cuda.current_device()}
+        tensor = self._base.layout.tensor
+        if ".experts." in name:
+            group, num = parallel_state.get_expert_model_parallel_group(), self.config.num_moe_experts
+            local = num // group.size()
+            pair = Pair(torch.empty(local, rank, into, **options), torch.empty(local, out, rank, **options), scale)
+            for weight in pair.parameters():
+                set_tensor_model_parallel_attributes(weight, True, 0, 1)  # else the norm counts one TP rank's experts
+                weight.allreduce = group.size() == 1  # type: ignore[attr-defined]  # DDP's group
+            return pair
+        is_row = name.endswith(ROW_PARALLEL)
+        if is_row:
+            into //= tensor
+        else:
+            out //= tensor
+        pair = Pair(torch.empty(rank, into, **options), torch.empty(out, rank, **options), scale)
+        cut, whole = (pair.lora_A, pair.lora_B) if is_row else (pair.lora_B, pair.lora_A)
+        set_tensor_model_parallel_attributes(cut, True, 1 if is_row else 0, 1)
+        whole.sequence_parallel = tensor > 1  # type: ignore[attr-defined]  # read by finalize
+        return pair
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, ShardedTensor]:
+        """One tensor [layers, ...] for all layers, as megatron's blocks store theirs; experts [layers, experts, ...]."""
+        tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        state = {}
+        for name, weight in self.named_parameters():
+            layer, rest = name.removeprefix("decoder.layers.").split(".", 1)
+            cuts = [(0, self._first_layer + int(layer), self._base.shape.num_layers)]
+            replica = (0, tensor_rank, data_rank)
+            if ".experts." in rest:
+                group = parallel_state.get_expert_model_parallel_group()
+                cuts.append((1, group.rank(), group.size()))
+                replica = (0, 0, parallel_state.get_expert_data_parallel_rank())
+            elif getattr(weight, "tensor_model_parallel", False):
+                cuts.append((1 + weight.partition_dim, tensor_rank, self._base.layout.tensor))
+                replica = (0, 0, data_rank)
+            state[prefix + name] = ShardedTensor.from_rank_offsets(
+                f"{prefix}decoder.layers.{rest}", weight, *cuts, replica_id=replica, prepend_axis_num=1
+            )
+        return state
+
+
+def for_training(adapter: Adapter, optimizer: OptimizerConfig) -> DistributedDataParallel:
+    """The adapter with gradient buffers."""
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed)
+    return DistributedDataParallel(adapter.config, options, adapter)
+
+
+def finalize(trained: Sequence[DistributedDataParallel]) -> None:
+    """Sum the gradients of adapters over data-parallel ranks, and of whole matrices over tensor-parallel ones."""
+    for each in trained:
+        each.finish_grad_sync()
+    _allreduce_non_tensor_model_parallel_grads(list(trained), trained[0].config)
+
+
+def _of_a_layer(base: FrozenBase, settings: AdapterConfig) -> dict[str, tuple[int, int, int]]:
+    """{matrix: (out, in, rank)} of any layer, its experts' once."""
+    first = "model.layers.0."
+    sizes = {
+        name.removeprefix(first): size for name, size in adapted(base.shape, settings).items() if name.startswith(first)
+    }
+    return {re.sub(r"\.experts\.\d+\.", ".experts.", name): size for name, size in sizes.items()}
+
+
+def _put(parent: nn.Module, name: str, child: nn.Module) -> None:
+    """Set a module under a dotted name, with modules for the parts of the name."""
+    *parts, last = name.split(".")
+    for part in parts:
+        if not hasattr(parent, part):
+            parent.add_module(part, nn.Module())
+        parent = parent.get_submodule(part)
+    parent.add_module(last, child)
+
+
+def _fresh(seed: int, unit: Unit, part: int, parts: int) -> Tensor:
+    """Part of a new tensor, the same under every layout: A uniform within 1 / sqrt(in), Kaiming's with a = sqrt(5), as PEFT;
+    B zero."""
+    assert unit.size is not None
+    if unit.name.endswith("lora_B"):
+        whole = torch.zeros(unit.size)
+    else:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{unit.hf[0]}".encode()))
+        bound = 1.0 / math.sqrt(unit.size[1])
+        whole = torch.empty(unit.size).uniform_(-bound, bound, generator=generator)
+    if unit.cut is None:
+        return whole
+    start, stop = hf_span(unit, unit.size[unit.cut], part, parts)
+    return whole.narrow(unit.cut, start, stop - start)

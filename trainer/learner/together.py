@@ -1,0 +1,73 @@
+"""A step of one policy, or of several at once: adapters of one base, whose samples share micro-batches.
+
+    for group in groups(learners, agents):            # of a run: Together((solver, verifier), ...), Together((other,), ...)
+        updates = scatter(joined(...), group.shard(max_tokens))
+        stats = group.train_step(updates)              # {policy: StepStats}
+
+Each policy steps as it would alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from marsrl.trainer.data.scatter import BatchShard, Update
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.step import take_step
+from marsrl.trainer.learner.step_stats import StepStats
+
+if TYPE_CHECKING:  # it imports megatron
+    from marsrl.trainer.learner.megatron.passes import Passes
+
+
+@dataclass(frozen=True)
+class Together:
+    """Policies that train in the same micro-batches, by name.
+
+    agents: of each. adapters: place of each agent's policy; (): there is one policy.
+    """
+
+    learners: Mapping[str, Learner]
+    agents: tuple[frozenset[int] | None, ...]
+    passes: Passes
+    adapters: tuple[int, ...] = ()
+
+    def shard(self, max_tokens: int) -> BatchShard:
+        """This rank's share of their batch, as Learner.shard."""
+        first, *others = self.learners.values()
+        is_apart = bool(others) and any(each.has_experts for each in (first, *others))
+        return dataclasses.replace(first.shard(max_tokens), adapters=self.adapters, is_apart=is_apart)
+
+    def train_step(
+        self, updates: Sequence[Update], *, by_agent: bool = False, keep: Collection[str] = ()
+    ) -> dict[str, StepStats]:
+        """Learner.train_step of each policy. Collective."""
+        learners = self.learners.values()
+        steps = [each.step_of(agents=own) for each, own in zip(learners, self.agents, strict=True)]
+        stats = take_step(steps, self.passes, updates, by_agent=by_agent, keep=keep)
+        return dict(zip(self.learners, stats, strict=True))
+
+
+def groups(learners: Mapping[str, Learner], policy_of: Sequence[str]) -> list[Together]:
+    """The policies in groups that train together, in their order. policy_of: the policy of each agent of the run."""
+    found: list[dict[str, Learner]] = []
+    for name, learner in learners.items():
+        of = (group for group in found if next(iter(group.values())).passes.can_join(learner.passes))
+        group = next(of, None)
+        if group is None:
+            found.append({name: learner})
+        else:
+            group[name] = learner
+    return [_together(group, policy_of) for group in found]
+
+
+def _together(group: dict[str, Learner], policy_of: Sequence[str]) -> Together:
+    names, (first, *others) = list(group), group.values()
+    if not others:
+        return Together(group, (None,), first.passes)
+    agents = tuple(frozenset(i for i, policy in enumerate(policy_of) if policy == name) for name in names)
+    places = tuple(names.index(policy) if policy in names else 0 for policy in policy_of)
+    return Together(group, agents, first.passes.joined([each.passes for each in others], places), places)

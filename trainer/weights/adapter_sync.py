@@ -1,0 +1,94 @@
+"""From an adapter's learner to its engines: a PEFT directory a version, in a folder that the engines' hosts see.
+
+Adapters are small (53 MB for attention of Qwen3-30B-A3B at rank 32), so files carry them whatever carries weights. Each publish
+has a folder of its own: engines know cached prefixes by its path. The one before stays until the new one is proven.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from marsrl.rollout.adapter import held_by_shard, write_adapter
+from marsrl.rollout.engines.protocol import AdapterUpdate
+from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.weights.files import FileSender, PrivateFolder, check_room, not_written
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.weights.comparison import CheckedEngines, ComparisonReport, TrainerScores
+from marsrl.trainer.weights.sync import Delivered, WeightSync, timed_part
+
+
+class AdapterSync(WeightSync):
+    """Publishes one adapter: its policy's engines, which others share, keep their weights and the others' adapters."""
+
+    is_direct = False
+
+    def __init__(
+        self,
+        engines: CheckedEngines | None,
+        dtype: torch.dtype,
+        *,
+        base: str,
+        directory: str | Path | None = None,
+        **common: Any,
+    ) -> None:
+        """base: path of the model that is adapted. directory: of rank 0's PrivateFolder; common: of WeightSync."""
+        super().__init__(engines, dtype, **common)
+        self._base = base
+        self._files = PrivateFolder(directory) if engines is not None else None
+        self._numbers = itertools.count()
+        self._folder = Path()
+        self._expected: list[Mapping[str, int]] = []
+        self._num_bytes = 0
+        self._is_bare = False  # B is 0: the trainer's scores are those of the bare model, too
+
+    def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
+        """Rank 0 writes the tensors, which all ranks gather."""
+        with timed_part(seconds_of, "export"):
+            held = learner.held_adapter()
+            exported = {n: tensor.detach().to("cpu", self._dtype).contiguous() for n, tensor in held.export()}
+        if self._files is None or self._engines is None:
+            assert not exported, "only rank 0 exports"
+            return
+        with timed_part(seconds_of, "checksum"):
+            of_shards = [
+                held_by_shard(held.shape, held.adapter, exported, self._dtype, shard)
+                for shard in self._engines.shards_of_each
+            ]
+            self._expected = [{name: checksum(tensor) for name, tensor in each} for each in of_shards]
+        self._is_bare = not any(tensor.any() for name, tensor in exported.items() if ".lora_B." in name)
+        self._num_bytes = sum(tensor.nbytes for tensor in exported.values())
+        self._folder = self._files.path / f"version_{version}.{next(self._numbers)}"
+        with timed_part(seconds_of, "write"):
+            try:
+                check_room(self._files.path, self._num_bytes)
+                self._folder.mkdir()
+                write_adapter(self._folder, held.shape, held.adapter, exported, self._base)
+            except (OSError, SafetensorError) as error:
+                raise not_written(version, self._folder, error) from error
+
+    def _deliver(self, learner: Learner, version: int) -> Delivered | None:
+        if self._engines is None:
+            return None
+        pool, update = self._engines.pool, AdapterUpdate(self._engines.adapter, str(self._folder), version)
+        receipts = pool.update_adapter(update)
+        return self._expected, dict(zip(pool.engines, receipts, strict=True)), self._num_bytes
+
+    def _compare(self, engines: CheckedEngines, scores: TrainerScores, version: int) -> ComparisonReport:
+        if self._is_bare:
+            engines.compare(scores, version, bare=True)
+        return super()._compare(engines, scores, version)
+
+    def _settle(self) -> None:
+        """The version before stayed until this one was proven."""
+        if self._files is not None:
+            FileSender.forget_others(self._folder)
+
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.close()
