@@ -206,13 +206,15 @@ def _is_shipped(layer: Layer) -> bool:
 
 
 def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -> None:
-    """Take the policies out that no layer of the user names, a shipped preset being none, and no agent has."""
+    """Take the policies out that no layer of the user names, a shipped preset being none, and no agent has or
+    is built on."""
     policies, agents = merged.get("policies"), merged.get("agents")
     if not isinstance(policies, dict) or not isinstance(agents, dict):
         return
     team = _team(merged.get("orchestration", "verifier_corrector"))
     used = {str(agent.get("policy", "main")) for agent in agents.values() if isinstance(agent, dict)}
     used |= {"main"} if team is not None and not team <= set(agents) else set()  # an agent that is not given has it
+    used |= {str(base) for name in used if (base := (policies.get(name) or {}).get("base"))}
     own = [layer for layer in given if not _is_shipped(layer)]
     for name in list(policies):
         if name not in used and not any(f"policies.{name}" in layer.places for layer in own):
