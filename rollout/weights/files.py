@@ -105,7 +105,7 @@ class FileSender:
 
 
 def not_written(version: int, folder: Path, error: OSError | SafetensorError) -> RuntimeError:
-    """What to do about a version that could not be written."""
+    """The error for a version that could not be written, with the remedy."""
     reason = getattr(error, "strerror", None) or error
     return RuntimeError(
         f"weight sync: version {version} could not be written to {folder}: {reason}; make room there (the version before stays "

@@ -70,6 +70,10 @@ def test_beside_a_teacher_the_reward_counts(words: list[str], tmp_path: Path) ->
         (["agents.solver.policy=big"], "agents.solver is trained, but its policy big is frozen"),
         (["rollout.engine=vllm", "rollout.overlap=1"], "two vLLM engines in one process"),
         (["judge={policy: big}"], "whose engines answer for the judge too"),
+        (
+            ["policies.other={base: big, adapter: {rank: 2}}", "agents.solver.policy=other"],
+            "agents.solver.teacher.policy is 'big', whose engines answer for agents.solver too",
+        ),
     ],
 )
 def test_a_teacher_that_could_not_score_is_refused(words: list[str], more: list[str], message: str) -> None:

@@ -237,7 +237,7 @@ class _Training:
         )
 
     def _open_log(self, stack: ExitStack, begun: int) -> Callable[[int, Mapping[str, float]], None]:
-        """Where rank 0 writes a step's metrics, with the loss before the first one as step 0."""
+        """Rank 0's writer of a step's metrics; logs the loss before the first step as step 0."""
         first = self._held_out_losses() if begun == 0 else {}
         if rank() != 0:
             return lambda step, row: None

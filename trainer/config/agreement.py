@@ -122,20 +122,15 @@ def _check_teacher(config: RunConfig, name: str, teacher: TeacherConfig) -> None
         raise ValueError(
             f"agents.{name}.teacher is set, and {name} is not trained: name it in credit.train_agents, or leave the teacher out"
         )
-    askers = [f"agents.{other}" for other, agent in config.agents.items() if agent.policy == teacher.policy]
+    built = config.policies_in(teacher.policy)
+    askers = [f"agents.{other}" for other, agent in config.agents.items() if agent.policy in built]
     askers += ["the judge"] if config.judge is not None and config.judge.policy == teacher.policy else []
     if askers:
         raise ValueError(
             f"{key}, whose engines answer for {askers[0]} too: they score while others decode; give the teacher another policy "
             "of the same model"
         )
-    rollout = config.rollout
-    if rollout.placement == "local" and rollout.engine == "vllm" and rollout.overlap:
-        raise ValueError(
-            f"{key}, and with rollout.overlap={rollout.overlap} it scores while others decode, which two vLLM engines in one "
-            "process (rollout.placement=local) cannot: set rollout.placement=disaggregated, rollout.engine=local, or "
-            "rollout.overlap=0"
-        )
+    _check_engines_apart(config.rollout, key, "scores")
 
 
 def _check_truncation(config: RunConfig, name: str, agent: AgentConfig) -> None:
@@ -188,6 +183,16 @@ def _check_external(config: RunConfig) -> None:
         )
 
 
+def _check_engines_apart(rollout: RolloutConfig, key: str, does: str) -> None:
+    """Refuse vLLM engines of a policy that works while others decode in the same process. does: "judges" or "scores"."""
+    if rollout.placement == "local" and rollout.engine == "vllm" and rollout.overlap:
+        raise ValueError(
+            f"{key}, and with rollout.overlap={rollout.overlap} it {does} while others decode, which two vLLM engines in one "
+            "process (rollout.placement=local) cannot: set rollout.placement=disaggregated, rollout.engine=local, or "
+            "rollout.overlap=0"
+        )
+
+
 def _check_judge(config: RunConfig, judge: JudgeConfig) -> None:
     key = f"judge.policy is {judge.policy!r}"
     policy = config.policies.get(judge.policy)
@@ -207,13 +212,7 @@ def _check_judge(config: RunConfig, judge: JudgeConfig) -> None:
             f"others decode; give it another policy of the same model, or put policies.{judge.policy} behind a server "
             "(engine: openai), which both can ask"
         )
-    rollout = config.rollout
-    if rollout.placement == "local" and rollout.engine == "vllm" and rollout.overlap:
-        raise ValueError(
-            f"{key}, and with rollout.overlap={rollout.overlap} it judges while others decode, which two vLLM engines in one "
-            "process (rollout.placement=local) cannot: set rollout.placement=disaggregated, rollout.engine=local, or "
-            "rollout.overlap=0"
-        )
+    _check_engines_apart(config.rollout, key, "judges")
 
 
 def _check_colocated_engines(config: RunConfig) -> None:

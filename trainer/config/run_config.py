@@ -104,7 +104,7 @@ class RunConfig(Settings):
         return {agent.teacher.policy for agent in self.agents.values() if agent.teacher is not None}
 
     def without_teachers(self) -> RunConfig:
-        """Where nothing is trained nobody asks them."""
+        """The config without teachers, for commands that do not train."""
         agents = {name: agent.model_copy(update={"teacher": None}) for name, agent in self.agents.items()}
         left = {name: policy for name, policy in self.policies.items() if name not in self.teachers}
         return self.model_copy(update={"agents": agents, "policies": left})

@@ -69,8 +69,8 @@ def take_step(
 
 
 def _agent_grad_norms(policies: Sequence[PolicyStep], passes: Passes, work: Work) -> list[tuple[float | None, ...]]:
-    """Of each policy, over all ranks, by a forward and backward pass for each agent; None for one without a trained token, or of
-    another policy.
+    """Each policy's gradient norms by agent, over all ranks, by a forward and backward pass an agent; None for an agent without
+    a trained token, or of another policy.
 
     The gradients left behind are the last agent's.
     """

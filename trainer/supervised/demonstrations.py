@@ -41,7 +41,7 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Demonstrations:
-    """What a file holds. writers: agents in order, and "any" for lines without one; a sequence's agent is an index of them.
+    """The contents of a file. writers: agents in order, and "any" for lines without one; a sequence's agent is an index of them.
 
     notes: for people, about lines that were left out. sum: tells one file's contents from another's.
     """

@@ -56,7 +56,7 @@ class LoadedAdapters:
         self._loaded: dict[str, LoRARequest] = {}
 
     def of(self, name: str) -> LoRARequest | None:
-        """What a request for this adapter carries; None: for the bare weights, of which an adapter begins as."""
+        """vLLM's tag of requests for this adapter; None before its first load, when it is the bare weights."""
         return self._loaded.get(name)
 
     def load(self, engine: Any, name: str, path: str) -> int:

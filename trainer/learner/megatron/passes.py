@@ -65,7 +65,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What megatron's schedule runs: a module around a PolicyModel, and adapters to add to its layers.
+    """The model that megatron's schedule runs: a module around a PolicyModel, and adapters to add to its layers.
 
     trained: the adapters' gradients; (): the module's own are trained, or nothing is. adapter_of: place of each agent's adapter;
         (): all have the first.
