@@ -38,8 +38,8 @@ for hosts in ([RankHost(here, 8, 6)], [RankHost(here, 8, 7)], [RankHost(here, 8,
     tell(cluster.check_owners, hosts, is_shared=False)
 for hosts in ([RankHost(here, 8, 2)], [RankHost(here, 8, 4)], [RankHost(there, 8, 2)]):
     tell(cluster.check_owners, hosts, is_shared=True)
-for gpus, num in ((1, 2), (2, 1), (2, 2)):
-    tell(cluster.await_place, "the engines", {"GPU": gpus}, num, 1)
+for gpus, num, wait_s in ((1, 2, 120), (2, 1, 120), (2, 2, 1)):  # Ray gives back what a check has held in its own time
+    tell(cluster.await_place, "the engines", {"GPU": gpus}, num, wait_s)
 """
 START = """
 import os, ray
