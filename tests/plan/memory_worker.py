@@ -128,15 +128,17 @@ def compare(
     reference: Path | None = None,
     is_distributed: bool = True,
     router_replay: RouterReplay = "none",
+    adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """{static, peak: [measured, planned]; host: planned} of the rank that holds the most, in bytes. reference: of a KL term.
+    adapter: trained in place of the model.
 
     With router_replay every token of the sequences has a record, and none of these says which experts: routing is the same.
     """
     optimizer = {"distributed": is_distributed}
     on_cpu = "full" if recompute == "full_offload" else recompute  # which a CPU refuses
     config = PolicyConfig.model_validate(
-        {"dtype": dtype, "recompute": on_cpu, "layout": layout, "optimizer": optimizer}
+        {"dtype": dtype, "recompute": on_cpu, "layout": layout, "optimizer": optimizer, "adapter": adapter}
     )
     shape, resolved = read_shape(folder), resolve(LayoutConfig(**layout))
     on_gpu = torch.cuda.is_available()
@@ -174,6 +176,7 @@ def compare(
         distributes_optimizer=is_distributed,
         reference=read_shape(reference) if reference else None,
         router_replay=router_replay,
+        adapters=(config.adapter,) if config.adapter else (),
     )
     if rows:
         setup = replace(setup, expert_imbalance=max(rows) / setup.rows)

@@ -89,16 +89,18 @@ def checked(preset: Path, folder: Path, words: list[str]) -> Any:
         if any(word.startswith("tools.search.corpus=") for word in words):
             (folder / "corpus.jsonl").write_text('{"title": "Two", "text": "1 + 1 is 2."}', encoding="utf-8")
             settings.append(f"tools.search.corpus={folder}/corpus.jsonl")
+    if preset.stem == "cpu_adapters":
+        settings.append("rollout.vllm.dtype=bfloat16")  # which the refusal of float32 on GPUs says
     if read_config(preset, settings)[0].sync.directory is not None:
         settings.append(f"sync.directory={folder}")
     os.environ |= {"LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(world), "SERPAPI_API_KEY": "key"}  # MARS searches
     return preflight(read_config(preset, settings)[0], world)
 
 
-def engine_config(config: Any, folder: Path, adapters: int = 0) -> dict[str, Any]:
+def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, Any]:
     """vLLM's configuration of an engine, made with the words and the environment of our VllmEngine.
 
-    adapters: how many it serves, of all matrices that can have some.
+    adapters: those that it serves, by name; "five": so many, of all matrices that can have some; None: none.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import _LazyRegisteredModel
@@ -119,11 +121,11 @@ def engine_config(config: Any, folder: Path, adapters: int = 0) -> dict[str, Any
     specs = _specs(
         model,
         config.rollout_of("main"),
-        dtype=policy.dtype,
+        dtype=config.engine_dtype("main"),
         max_model_len=longest,
         seed=0,
         records=config.records_of("main"),
-        adapters={f"adapter {number}": adapter for number in range(adapters)},
+        adapters={f"adapter {number}": adapter for number in range(5)} if adapters == "five" else adapters or {},
     )
     assert len(specs) == config.rollout.engines and specs[0].device == "cuda"
     os.environ.update(specs[0].environment())
@@ -158,6 +160,12 @@ def engine_config(config: Any, folder: Path, adapters: int = 0) -> dict[str, Any
         and [lora.max_loras, lora.max_lora_rank, lora.target_modules, str(lora.lora_dtype), lora.fully_sharded_loras],
         "dynamo_off": os.environ.get("TORCHDYNAMO_DISABLE"),
     }
+
+
+def adapters_of(config: Any) -> dict[str, Any]:
+    """The adapters of a preset, which are all on one base."""
+    found = {name: config.policies[name].adapter for name in config.pools_of_adapters}
+    return {name: adapter for name, adapter in found.items() if adapter is not None}
 
 
 def _processors(made: Any) -> list[str]:
@@ -207,7 +215,8 @@ def main(folder: Path) -> None:
         check = checked(preset, folder, train_command(preset))
         told[preset.stem] = {
             "engine": engine_config(check.config, folder) if check.config.rollout.engine == "vllm" else None,
-            "adapted": engine_config(check.config, folder, 5) if check.config.rollout.engine == "vllm" else None,
+            "adapted": engine_config(check.config, folder, "five") if check.config.rollout.engine == "vllm" else None,
+            "own_adapters": engine_config(check.config, folder, own) if (own := adapters_of(check.config)) else None,
             "prompts": {name: agent.max_input_tokens for name, agent in check.config.agents.items()},
             "variants": variants(check.config, folder) if preset.stem == "qwen3_30b_a3b_8xh100" else None,
         }

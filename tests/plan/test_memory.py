@@ -68,6 +68,25 @@ def test_one_rank_holds_what_is_planned(
     holds(compare(model(kind, tmp_path / "m", **changes), {}, recompute, dtype), 0.03)
 
 
+@pytest.mark.parametrize(
+    ("kind", "recompute", "dtype", "adapter"),
+    [
+        ("qwen3", "none", "bfloat16", {"rank": 16}),
+        ("qwen3", "full", "float32", {"rank": 16, "targets": ["attention"]}),
+        ("qwen3_moe", "none", "bfloat16", {"rank": 16, "targets": ["attention"]}),
+        ("qwen3_moe", "full", "bfloat16", {"rank": 16, "expert_rank": 8, "targets": ["attention", "experts"]}),
+    ],
+)
+def test_an_adapter_is_held_as_planned(
+    kind: str, recompute: str, dtype: str, adapter: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = model(kind, tmp_path / "m", intermediate_size=512)
+    found = compare(folder, {}, recompute, dtype, adapter=adapter)
+    holds(found, 0.05)
+    without = compare(folder, {}, recompute, dtype)
+    assert found["static"][0] < 0.5 * without["static"][0]
+
+
 def test_a_reference_of_another_size_and_a_whole_optimizer_are_held_as_planned(tmp_path: Path) -> None:
     """The reference has its own sizes, so that a count of the policy's weights in their place would show."""
     policy, reference = model("qwen3_moe", tmp_path / "m"), model("qwen3", tmp_path / "r", intermediate_size=768)

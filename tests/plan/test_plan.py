@@ -16,8 +16,8 @@ from marsrl.trainer.config.read import CONFIGS, ConfigError, read_config
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.command import show
-from marsrl.trainer.plan.engines import EngineSetup, engine_memory, kv_bytes_per_token
-from marsrl.trainer.plan.memory import Training
+from marsrl.trainer.plan.engines import EngineSetup, engine_memory, kv_bytes_per_token, publish_bytes
+from marsrl.trainer.plan.memory import Training, head_bytes
 from marsrl.trainer.plan.models import KNOWN
 from marsrl.trainer.plan.plan import Plan, make_plan
 from marsrl.trainer.plan.ranking import step_seconds
@@ -38,6 +38,8 @@ PLANNED_ON = {
     "mars_qwen3_8b": 8,
     "single_gpu": 1,
     "cpu_default": 2,
+    "qwen3_30b_a3b_adapters_8gpu": 8,
+    "qwen3_8b_adapters_1gpu": 1,
     "cpu_solver_verifier": 2,
     "cpu_search_team": 2,
     "cpu_dual_system": 2,
@@ -62,7 +64,9 @@ def test_every_preset_fits_where_it_says(preset: str) -> None:
     plan = make_plan(config, PLANNED_ON[preset], "h100-80g")
     assert plan.fits, plan.notes
     assert plan.step_s is not None and plan.step_s > 0
-    assert [policy.name for policy in plan.policies] == list(config.policies)
+    assert [policy.name for policy in plan.policies] == [
+        name for name, each in config.policies.items() if each.base is None
+    ]
     policy = plan.policies[0]
     assert policy.configured is not None and policy.configured.why_not
     assert policy.longest_sequence <= config.trainer.max_tokens_per_micro_batch
@@ -73,7 +77,11 @@ def test_every_preset_fits_where_it_says(preset: str) -> None:
 
 
 def test_no_preset_is_left_out() -> None:
-    assert {p.stem for p in CONFIGS.glob("*.yaml")} == set(PLANNED_ON) | NEEDS_A_MODEL
+    assert {p.stem for p in CONFIGS.glob("*.yaml")} == {
+        *PLANNED_ON,
+        *NEEDS_A_MODEL,
+        "cpu_adapters",
+    }  # adapters in float32 are a CPU's
     for preset in NEEDS_A_MODEL:
         with pytest.raises(ValueError, match=r"policies.main.model is not set; give a directory, or the name"):
             planned(preset, 8)
@@ -250,3 +258,18 @@ def test_the_engines_of_two_policies_share_gpus_by_their_load() -> None:
     assert after <= round(alone)  # no worse than by hand
     one = planned("drmas_math", 8)
     assert not any("share" in note and "engines" in note for note in one.notes)
+
+
+def test_adapters_of_one_base_are_planned_together() -> None:
+    (full,) = planned("qwen3_30b_a3b_8xh100", 8).policies
+    (plan,) = planned("qwen3_30b_a3b_adapters_8gpu", 8).policies
+    assert plan.name == "main" and plan.work == full.work  # samples of all five agents
+    adapter = plan.engines.adapters[0]
+    numbers = 48 * 32 * (3 * 2048 + 4096 + 2 * 512 + 4096 + 2048)  # A and B of q, k, v and o of each layer
+    assert len(plan.engines.adapters) == 5 and publish_bytes(plan.engines, adapter) == 2 * numbers
+    assert plan.configured is not None
+    memory = plan.configured.memory
+    assert memory.gradients == 4 * 5 * numbers and memory.optimizer == 12 * 5 * numbers / 2  # cut over two ranks
+    assert plan.sync.backend == "shm"
+    of_head = replace(plan.job.training, adapters=())
+    assert head_bytes(of_head) - head_bytes(plan.job.training) == 4 * 2048 * 151936

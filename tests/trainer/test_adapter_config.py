@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.read import read_config
 
 MAIN = {"model": "/models/base", "dtype": "float32", "layout": {"tensor": 2}, "recompute": "full"}
 TEAM = {"orchestration": "solver_verifier", "agents": {"solver": {"policy": "main"}, "verifier": {"policy": "checker"}}}
@@ -87,3 +88,9 @@ def test_a_judge_does_not_decode_in_the_engines_of_adapters() -> None:
     settings = {"agents": team, "judge": {"policy": "main"}}
     with pytest.raises(ValueError, match="judge.policy is 'main', whose engines answer for agents.solver too"):
         config({"base": "main", "adapter": {}}, {**MAIN, "frozen": True}, **settings)
+
+
+def test_a_base_that_a_shipped_preset_alone_names_is_kept() -> None:
+    found, _ = read_config(None, ["preset=cpu_adapters"])
+    assert list(found.trained_policies) == ["solver", "verifier1", "corrector1", "verifier2", "corrector2"]
+    assert {found.policies[name].base for name in found.trained_policies} == {"main"}

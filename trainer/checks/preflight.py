@@ -187,7 +187,9 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
         if trains and name in config.trained_policies:
             check_trainable(config, name, shape, world_size)
         config = shorten_prompts(config, name, shape.max_positions, trains=trains)
-        is_planned = name in config.trained_policies and policy.adapter is None
+        is_planned = name in config.pools_of_adapters.values() or (
+            name in config.trained_policies and policy.adapter is None
+        )
         if trains and is_planned and config.rollout.engine == "vllm":
             warnings += shortages_here(config, name, shape, world_size)
     elif taught := taught_shape(config, policy):

@@ -206,7 +206,7 @@ def _is_shipped(layer: Layer) -> bool:
 
 
 def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -> None:
-    """Remove policies that no agent has and no layer of the user names; a shipped preset is not the user's."""
+    """Remove policies that no agent has or is built on and no layer of the user names; a shipped preset is not the user's."""
     policies, agents = merged.get("policies"), merged.get("agents")
     if not isinstance(policies, dict) or not isinstance(agents, dict):
         return
@@ -214,6 +214,7 @@ def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -
     used = {str(agent.get("policy", "main")) for agent in agents.values() if isinstance(agent, dict)}
     used |= {str(_section(agent, "teacher").get("policy")) for agent in agents.values()}
     used |= {"main"} if team is not None and not team <= set(agents) else set()  # an agent that is not given has it
+    used |= {str(base) for name in used if (base := (policies.get(name) or {}).get("base"))}
     own = [layer for layer in given if not _is_shipped(layer)]
     for name in list(policies):
         if name not in used and not any(f"policies.{name}" in layer.places for layer in own):

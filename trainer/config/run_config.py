@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.gateway.config import ExternalConfig
@@ -146,6 +147,11 @@ class RunConfig(Settings):
     def policies_in(self, pool: str) -> tuple[str, ...]:
         """Policies that the engines of one decode for: it and those that are built on it."""
         return (pool, *(name for name, policy in self.policies.items() if policy.base == pool))
+
+    def adapters_in(self, pool: str) -> tuple[AdapterConfig, ...]:
+        """The trained adapters that the engines of one decode with, its own and those of policies that are built on it."""
+        own = (self.trained_policies.get(name) for name in self.policies_in(pool))
+        return tuple(policy.adapter for policy in own if policy is not None and policy.adapter is not None)
 
     @property
     def pools_of_adapters(self) -> dict[str, str]:

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.engines import EngineSetup, SyncTime
+from marsrl.trainer.plan.engines import EngineSetup, SyncTime, publish_bytes, slot_bytes
 from marsrl.trainer.plan.plan import Plan, PolicyPlan
 from marsrl.trainer.plan.ranking import Option, best_of_each_layout
 
@@ -39,7 +40,7 @@ def as_json(plan: Plan) -> str:
         ]
         written["sync"] = dataclasses.asdict(policy.sync) | {"total": policy.sync.total}
         content["policies"].append(written)
-    return json.dumps(content, indent=1, allow_nan=False, default=dataclasses.asdict)
+    return json.dumps(content, indent=1, allow_nan=False, default=_as_plain)
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -60,12 +61,17 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_constants(plan))
 
 
+def _as_plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, AdapterConfig) else dataclasses.asdict(value)
+
+
 def _show_policy(plan: Plan, policy: PolicyPlan, console: Console) -> None:
     console.print(
         Text(
             f"\npolicy {policy.name}: {policy.model}, {policy.parameters:,} parameters, {policy.active_parameters:,} at work "
-            f"on a token\nat most {policy.work.sequences:,} samples a step, {policy.work.tokens / 1e6:.1f} M tokens; the longest "
-            f"sequence {policy.longest_sequence:,}, micro-batches of {policy.micro_batch_tokens:,}"
+            f"on a token{_adapters_words(policy)}\nat most {policy.work.sequences:,} samples a step, "
+            f"{policy.work.tokens / 1e6:.1f} M tokens; the longest sequence {policy.longest_sequence:,}, micro-batches of "
+            f"{policy.micro_batch_tokens:,}"
         )
     )
     console.print(_layouts(plan, policy))
@@ -75,6 +81,18 @@ def _show_policy(plan: Plan, policy: PolicyPlan, console: Console) -> None:
     console.print(_engines(policy))
     if policy.splits:
         console.print(_splits(policy))
+
+
+def _adapters_words(policy: PolicyPlan) -> str:
+    """A line about the adapters that are trained on it; empty where it is trained itself."""
+    setup = policy.engines
+    if not setup.adapters:
+        return ""
+    sizes = ", ".join(f"{publish_bytes(setup, each) / 1e6:,.1f}" for each in setup.adapters)
+    return (
+        f"\nfrozen, with {len(setup.adapters)} adapter(s); a publish of each is {sizes} MB, their slots take "
+        f"{_gib(slot_bytes(setup))} GiB of an engine GPU"
+    )
 
 
 def _layouts(plan: Plan, policy: PolicyPlan) -> Table:

@@ -6,11 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from marsrl.rollout.adapter import AdapterConfig
+from marsrl.rollout.engines.vllm.adapters import slot_rank
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import SyncBackend
+from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.memory import SIZE
-from marsrl.trainer.plan.parameters import active_elements, active_expert_elements, elements, num_tensors
+from marsrl.trainer.plan.parameters import (
+    active_elements,
+    active_expert_elements,
+    adapter_elements,
+    elements,
+    num_tensors,
+)
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,7 @@ class EngineSetup:
 
     kv_cache: fp8 stores keys and values in one byte a number; auto: in dtype. cache_bytes: size of the cache on each GPU,
     regardless of memory_share; None: what memory_share leaves. spreads_experts: each expert is whole on one of the engine's GPUs.
+    adapters: those that it serves, a slot each.
     """
 
     shape: ModelShape
@@ -31,6 +41,7 @@ class EngineSetup:
     kv_cache: Literal["auto", "fp8"] = "auto"
     cache_bytes: float | None = None
     spreads_experts: bool = False
+    adapters: tuple[AdapterConfig, ...] = ()
 
     @property
     def experts_of_gpu(self) -> int:
@@ -116,6 +127,7 @@ def engine_memory(setup: EngineSetup, gpu: hw.Gpu) -> EngineMemory:
     weights = _cut_bytes(setup, touched=1.0) + _whole_bytes(setup)
     embedding = elements(setup.shape).embedding * SIZE[setup.dtype] / setup.tensor_parallel
     weights += embedding if elements(setup.shape).head else 0.0  # looked up, not read
+    weights += slot_bytes(setup)
     workspace, cache = hw.ENGINE_WORKSPACE.value, setup.cache_bytes
     if cache is None:
         cache = gpu.memory_bytes * setup.memory_share - weights - workspace
@@ -157,6 +169,7 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
         num_bytes = 2 * concurrency * shape.hidden_size * SIZE[setup.dtype] * (tensor - 1) / tensor
         collectives = 2 * shape.num_layers * (hw.ALL_REDUCE_S.value + num_bytes / (gpu.nvlink * hw.LINK_SHARE.value))
     iteration = hw.ITERATION_S.value + max(by_memory, by_flops) + collectives
+    iteration *= hw.ADAPTED_DECODING.value if setup.adapters else 1.0
     rate = concurrency / iteration
     prefilled = demand.samples * hw.MEAN_PROMPT.value / demand.group_size
     if demand.segments > 1:
@@ -181,6 +194,30 @@ def _whole_bytes(setup: EngineSetup) -> float:
     """Bytes of weights that each of an engine's GPUs holds whole: norms and router."""
     counts = elements(setup.shape)
     return (setup.shape.num_layers * counts.layer_whole + counts.final_norm) * SIZE[setup.dtype]
+
+
+def slot_bytes(setup: EngineSetup) -> float:
+    """Bytes on one GPU of the slots of all adapters. Every one has the largest rank of all, of experts too, and all that any
+    adapter targets; what is cut is cut as in training."""
+    if not setup.adapters:
+        return 0.0
+    rank = slot_rank(setup.shape, setup.adapters)
+    targets = tuple(dict.fromkeys(target for each in setup.adapters for target in each.targets))
+    slot = AdapterConfig(rank=rank, expert_rank=rank, targets=targets)
+    spread = setup.tensor_parallel if setup.spreads_experts else 1
+    layout = Layout(setup.tensor_parallel, spread, 1, 1, 1)
+    of_gpu = adapter_elements(setup.shape, layout, (slot,))
+    expert: float = of_gpu.expert
+    if not setup.spreads_experts:  # of gate and up B is cut, of down A
+        s = setup.shape
+        whole, cut = 3 * s.hidden_size, 3 * s.ffn_size / setup.tensor_parallel
+        expert = s.num_layers * s.num_experts * rank * (whole + cut) if "experts" in targets else 0.0
+    return len(setup.adapters) * (of_gpu.dense + expert) * SIZE[setup.dtype]
+
+
+def publish_bytes(setup: EngineSetup, adapter: AdapterConfig) -> int:
+    """Bytes of an adapter's PEFT file."""
+    return adapter_elements(setup.shape, Layout(1, 1, 1, 1, 1), (adapter,)).total * SIZE[setup.dtype]
 
 
 @dataclass(frozen=True)
@@ -248,8 +285,13 @@ def sync_time(
                host: of a piece of a tensor, at least one a tensor and shard
         ipc    send (s + S)(n - 1)/n / link   copy (2 / memory + host N / S) (s + S)       checksum as nccl
                a rank passes on what its own engine GPU gets, and sends to the others' in the same thread
+
+    Adapters go as files, one after the other, and every GPU reads all of each; M and S are then the sum of theirs.
     """
-    model, shard = elements(setup.shape).total * SIZE[setup.dtype], memory.weights
+    model, shard = float(elements(setup.shape).total * SIZE[setup.dtype]), memory.weights
+    if setup.adapters:
+        backend, model = "shm", sum(float(publish_bytes(setup, each)) for each in setup.adapters)
+        shard = model
     link = (gpu.nvlink if num_gpus <= hw.GPUS_PER_NODE.value else gpu.network) * hw.LINK_SHARE.value
     pcie, bandwidth = gpu.pcie * hw.LINK_SHARE.value, gpu.bandwidth * hw.MEMORY_SHARE.value
     summed = hw.CHECKSUM_MOVES.value / bandwidth  # seconds a byte

@@ -82,6 +82,9 @@ BLOCKS = Constant("blocks of a deterministic attention backward", 132, "", "mult
 PINNED = Constant(
     "pinned memory over what is asked for, at most", 2.0, "", "PyTorch's host allocator takes the next power of 2"
 )
+ADAPTED_DECODING = Constant(
+    "an iteration of engines with adapters over one without", 1.36, "x", "TRL, pull request 7017: 1.33 to 1.39"
+)
 IMBALANCE = _assumed("busiest rank's experts over the mean", 1.3, "", ": router without a balancing loss")
 HEAD_ROWS = Constant(
     "rows of logits held at once",

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.routed_experts import expert_dtype
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.learner.megatron.mapping import padded_rows
 from marsrl.trainer.plan.hardware import BLOCKS, PINNED
-from marsrl.trainer.plan.parameters import RankElements, rank_elements
+from marsrl.trainer.plan.parameters import RankElements, adapter_elements, rank_elements
 
 Recompute = Literal["none", "selective", "full", "full_offload"]
 RouterReplay = Literal["none", "recompute", "rollout"]
@@ -30,6 +31,7 @@ class Training:
     expert_imbalance: rows of the busiest rank's experts over the mean.
     reference: the frozen model of a KL term, in the same layout and dtype; None: no such term.
     deterministic: attention keeps separate copies of the queries' gradient. router_replay: of a model with experts.
+    adapters: those trained on one frozen copy of the model; (): the model itself is trained.
     """
 
     shape: ModelShape
@@ -46,6 +48,13 @@ class Training:
     reference: ModelShape | None = None
     deterministic: bool = False
     router_replay: RouterReplay = "none"
+    adapters: tuple[AdapterConfig, ...] = ()
+
+    def trained(self, stage: int) -> RankElements:
+        """Numbers with a gradient and optimizer state on a rank of this pipeline stage."""
+        if self.adapters:
+            return adapter_elements(self.shape, self.layout, self.adapters)
+        return rank_elements(self.shape, self.layout, stage)
 
     @property
     def size(self) -> int:
@@ -115,8 +124,8 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
     forward of the update, keeps nothing for a backward, and so needs less beside its weights than the update does.
     """
     layout = setup.layout
-    counts = rank_elements(setup.shape, layout, stage)
-    optimizer = optimizer_bytes(setup, counts)
+    counts, trained = rank_elements(setup.shape, layout, stage), setup.trained(stage)
+    optimizer = optimizer_bytes(setup, trained)
     num_layers = setup.shape.num_layers // layout.pipeline
     in_flight = min(setup.num_micro_batches, layout.pipeline - stage)
     is_last = stage == layout.pipeline - 1
@@ -126,12 +135,13 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
     offloaded = in_flight * num_layers * layer_bytes(setup, "full") if setup.recompute == "full_offload" else 0
     replayed, recorded = (setup.num_micro_batches * each for each in replay_bytes(setup))
     layer = remade_bytes(setup) + max(layer_working_bytes(setup), attention_copies_bytes(setup))
+    layer += adapters_working_bytes(setup)
     working, moment = max((head, "head"), (layer, "layer"))
     return RankMemory(
         stage=stage,
-        weights=counts.total * setup.size,
+        weights=(counts.total + (trained.total if setup.adapters else 0)) * setup.size,
         reference=rank_elements(setup.reference, layout, stage).total * setup.size if setup.reference else 0,
-        gradients=counts.total * 4,
+        gradients=trained.total * 4,
         optimizer=0 if setup.offloads_optimizer else optimizer,
         activations=saved,
         head=head,
@@ -168,6 +178,9 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
                    + T/t 4 E [scores that replayed experts are taken from]
 
     selective: of the two norms the input, T/t H e each; no inputs, no dense MLP, of the experts' F gate and up.
+
+    Adapters keep A x besides, of the largest rank r: T e (3 + 1/t) r in attention, T e (2 + 1/t) r in a dense MLP, R e 3 r
+    in experts; and copies of A (of q, k, v joined) and B (scaled), e a number.
     """
     s, layout, e = setup.shape, setup.layout, setup.size
     t, tokens = layout.tensor, setup.tokens_of_rank
@@ -191,7 +204,36 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
         total += local * (20 * s.experts_per_token + (10 if setup.router_replay == "none" else 14) * s.num_experts)
     elif not is_selective:
         total += tokens * s.ffn_size / t * e * 3
-    return round(total)
+    return round(total + adapters_bytes(setup))
+
+
+def adapters_bytes(setup: Training) -> float:
+    """Bytes that adapters of a layer keep of a micro-batch, were all of it the samples of the largest one."""
+    s, t, tokens = setup.shape, setup.layout.tensor, setup.tokens_of_rank
+    total = 0.0
+    if ranks := [each.rank for each in setup.adapters if "attention" in each.targets]:
+        total += tokens * (3 + 1 / t) * max(ranks)
+    if not s.num_experts and (ranks := [each.rank for each in setup.adapters if "mlp" in each.targets]):
+        total += tokens * (2 + 1 / t) * max(ranks)
+    if s.num_experts and (ranks := [each.rank_in_experts(s) for each in setup.adapters if "experts" in each.targets]):
+        total += setup.rows * 3 * max(ranks)
+    of_one = (adapter_elements(s, setup.layout, (each,)).total for each in setup.adapters)
+    total += max(of_one, default=0) / (s.num_layers // setup.layout.pipeline)
+    return total * setup.size
+
+
+def adapters_working_bytes(setup: Training) -> int:
+    """Temporary bytes of what adapters add to a layer, before it is added; their number of copies is measured.
+
+    T e 1.5 (N + 2K) D / t of q, k, v; T e F/t of a dense MLP's gate and up; R e 4 F of the experts'.
+    """
+    s, tokens = setup.shape, setup.tokens_of_rank
+    targets = {target for each in setup.adapters for target in each.targets}
+    of_attention = 1.5 * tokens * s.head_size * (s.num_heads + 2 * s.num_kv_heads) / setup.layout.tensor
+    of_mlp = setup.rows * 4 * s.ffn_size if s.num_experts else tokens * s.ffn_size / setup.layout.tensor
+    wide = of_attention * ("attention" in targets)
+    wide += of_mlp * (("experts" if s.num_experts else "mlp") in targets)
+    return round(wide * setup.size)
 
 
 def remade_bytes(setup: Training) -> int:
@@ -242,14 +284,14 @@ def head_bytes(setup: Training) -> int:
 
     T/t (H e + 4) + T (H e [hidden] + H e [its gradient] + 40) + rows (4 V/t + 8 H) + 4 H V/t [dW]
 
-    The backward adds the gradient of its weight, dW, to megatron's buffer.
+    The backward adds the gradient of its weight, dW, to megatron's buffer; below adapters there is none.
     """
     s, tokens = setup.shape, setup.tokens_of_rank
     width = padded_rows(s.vocab_size, setup.layout.tensor) // setup.layout.tensor
     rows = min(tokens, setup.head_rows)
     total = tokens / setup.layout.tensor * (s.hidden_size * setup.size + 4)
     total += tokens * (2 * s.hidden_size * setup.size + 40)
-    return round(total + rows * (4 * width + 8 * s.hidden_size) + 4 * s.hidden_size * width)
+    return round(total + rows * (4 * width + 8 * s.hidden_size) + (0 if setup.adapters else 4 * s.hidden_size * width))
 
 
 def attention_copies_bytes(setup: Training) -> int:
@@ -286,7 +328,7 @@ def layer_working_bytes(setup: Training) -> int:
     wide = 0 if shards == 1 else 4 / shards + (4 if e == 2 else 0)
     forward = setup.rows * s.hidden_size * (e * (1 + moved) + wide)
     forward += setup.remakes_layers * local * s.hidden_size * e
-    weights = s.num_experts / layout.expert * 2 * s.hidden_size * width * e
+    weights = 0.0 if setup.adapters else s.num_experts / layout.expert * 2 * s.hidden_size * width * e
     of_product = setup.rows * (s.hidden_size + width) * e + weights / 2
     of_gate_and_up = setup.rows * 2 * width * e
     of_weights = setup.rows * ((1 if is_alone else 2) * s.hidden_size - width) * e + weights

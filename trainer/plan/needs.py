@@ -11,7 +11,7 @@ from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.learner.megatron.layout import Layout, nearest, resolve, why_not, why_not_context
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.batch_plan import longest_sequence, samples_of_a_step
-from marsrl.trainer.plan.engines import Demand, EngineMemory, EngineSetup, Load, engine_memory
+from marsrl.trainer.plan.engines import Demand, EngineMemory, EngineSetup, Load, engine_memory, publish_bytes
 from marsrl.trainer.plan.memory import SIZE, Training
 from marsrl.trainer.plan.models import find_shape
 from marsrl.trainer.plan.parameters import elements
@@ -70,7 +70,10 @@ class Needs:
 def needs_of(
     config: RunConfig, name: str, shape: ModelShape, trainers: int, gpu: hw.Gpu, mean_response: float | None = None
 ) -> Needs:
-    """Needs of a trained policy on so many trainer ranks; config: after shorten_prompts."""
+    """Needs of a trained policy on so many trainer ranks, or of a base with all adapters on it, which train together.
+
+    config: after shorten_prompts.
+    """
     policy, rollout = config.policies[name], config.rollout
     longest = longest_sequence(config, name)
     response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
@@ -78,7 +81,7 @@ def needs_of(
     setup = _engine_setup(config, name, shape, longest)
     memory = engine_memory(setup, gpu)
     kept = 0.0 if rollout.placement == "disaggregated" else memory.taken
-    job = _job(config, policy, shape, trainers, work, kept)
+    job = _job(config, name, shape, trainers, work, kept)
     layout = job.training.layout
     problem = why_not(layout, shape, trainers)
     if problem is not None:
@@ -87,6 +90,9 @@ def needs_of(
         problem = why_not_context(layout, config.loss.ratio, config.loss.correction)
     in_memory = config.sync.backend == "shm" and config.sync.directory is None
     replays = config.trainer.router_replay == "rollout" and shape.num_experts > 0
+    published = sum(publish_bytes(setup, each) for each in setup.adapters)
+    if not setup.adapters:
+        published = elements(shape).total * SIZE[policy.dtype]
     of_token = shape.num_layers * shape.experts_per_token * expert_dtype(shape.num_experts).itemsize if replays else 0
     overlaps = rollout.overlap > 0
     demand = Demand(work.sequences, response, rollout.group_size, rollout.segments, rollout.tokens_per_stage, overlaps)
@@ -99,7 +105,7 @@ def needs_of(
         configured=None if problem else option(job, layout, policy.recompute, gpu),
         why_not_configured=problem,
         load=Load(setup, memory, demand),
-        weight_files=2.0 * elements(shape).total * SIZE[policy.dtype] if in_memory else 0.0,
+        weight_files=2.0 * published if in_memory or setup.adapters else 0.0,
         routed_experts=work.tokens * of_token,
     )
 
@@ -153,7 +159,7 @@ def shortages_here(config: RunConfig, name: str, shape: ModelShape, trainers: in
 
 def _work(config: RunConfig, name: str, response: float) -> Work:
     """One step's training work of a policy, for completions of this mean length."""
-    of_policy = [each for each in config.agents if config.agents[each].policy == name]
+    of_policy = [each for each in config.agents if config.agents[each].policy in config.policies_in(name)]
     of_agent, _ = samples_of_a_step(config)
     samples = sum(of_agent[each] for each in of_policy)
     prompt = min(hw.MEAN_PROMPT.value, max(config.agents[each].max_input_tokens for each in of_policy))
@@ -174,17 +180,23 @@ def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int)
         "fp8" if vllm.kv_cache_dtype.startswith("fp8") else "auto",
         None if vllm.kv_cache_mib is None else vllm.kv_cache_mib * 2.0**20,
         vllm.expert_parallel,
+        config.adapters_in(name),
     )
 
 
-def _job(
-    config: RunConfig, policy: PolicyConfig, shape: ModelShape, trainers: int, work: Work, kept_bytes: float
-) -> Job:
+def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: Work, kept_bytes: float) -> Job:
     """The training job for ranking layouts. kept_bytes: memory of each GPU reserved by engines."""
-    loss, replay = config.loss, config.trainer.router_replay
-    reference = None
+    loss, replay, policy, adapters = (
+        config.loss,
+        config.trainer.router_replay,
+        config.policies[name],
+        config.adapters_in(name),
+    )
+    first = config.policies[next(each for each in config.policies_in(name) if each in config.trained_policies)]
+    reference, scored_reference = None, None
     if loss.kl != "none":
-        reference = shape if policy.reference == "start" else find_shape(policy.reference)
+        scored_reference = shape if first.reference == "start" else find_shape(first.reference)
+        reference = None if adapters and first.reference == "start" else scored_reference  # the base, adapters off
     # Old log-probs, or the experts to replay (R2): the policy runs forward once before its updates.
     is_scored = loss.old_policy == "recompute" or replay == "recompute"
     is_scored |= loss.old_policy == "pois" and config.trainer.updates_per_step > 1
@@ -197,17 +209,18 @@ def _job(
         tokens=config.trainer.max_tokens_per_micro_batch,
         num_micro_batches=1,
         head_rows=int(hw.HEAD_ROWS.value),
-        offloads_optimizer=policy.optimizer.offload,
-        distributes_optimizer=policy.optimizer.distributed,
+        offloads_optimizer=first.optimizer.offload,
+        distributes_optimizer=first.optimizer.distributed,
         reference=reference,
         deterministic=policy.deterministic,
         router_replay=replay,
+        adapters=adapters,
     )
     return Job(
         training,
         work,
         sweeps_entropy=config.mpt.scope != "off",
         shared_bytes=kept_bytes,
-        scored=(*((shape,) if is_scored else ()), *((reference,) if reference else ())),
+        scored=(*((shape,) if is_scored else ()), *((scored_reference,) if scored_reference else ())),
         cuts_sequences=why_not_context(_TWO_CONTEXTS, loss.ratio, loss.correction) is None,
     )

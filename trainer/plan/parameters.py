@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
+from marsrl.rollout.adapter import AdapterConfig, adapted
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, padded_rows, units
@@ -98,3 +99,21 @@ def rank_elements(shape: ModelShape, layout: Layout, stage: int) -> RankElements
     dense += (vocabulary if has_head else 0) + (e.final_norm if is_last else 0)
     expert = num_layers * e.layer_experts // (layout.expert * layout.expert_tensor)
     return RankElements(dense, expert)
+
+
+def adapter_elements(shape: ModelShape, layout: Layout, adapters: Sequence[AdapterConfig]) -> RankElements:
+    """Numbers of A and B of all these adapters on one rank of any pipeline stage.
+
+    q, k, v, gate, up: r in [whole] + out r / TP; o, down: r in / TP + out r [whole]; of an expert: r (in + out) / EP.
+    """
+    dense = expert = 0
+    for adapter in adapters:
+        for name, (out, into, rank) in adapted(replace(shape, num_layers=1), adapter).items():
+            if ".experts." in name:
+                expert += rank * (into + out)
+            elif name.endswith(("o_proj", "down_proj")):
+                dense += rank * (into // layout.tensor + out)
+            else:
+                dense += rank * (into + out // layout.tensor)
+    num_layers = shape.num_layers // layout.pipeline
+    return RankElements(num_layers * dense, num_layers * expert // layout.expert)

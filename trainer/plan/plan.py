@@ -126,7 +126,7 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     has_others = names_other_hosts(config.rollout.ray_address)
     host = TrainerHost(min(of_node, num_gpus), min(of_node, trainers), has_others)
     policies, notes = list[PolicyPlan](), _notes_on_engines(config, num_gpus) + _notes_on_staleness(config)
-    for name in config.trained_policies:
+    for name in _planned(config):
         policies.append(_policy(config, name, trainers, num_gpus, gpu, mean_response))
         notes += [*shortages(policies[-1]), *_notes_on_layouts(policies[-1])]
     loads = {each.name: each.load for each in policies}
@@ -153,6 +153,12 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     return Plan(gpu_name, num_gpus, trainers, engine_gpus, overlap, tuple(policies), refused, tuple(notes), constants)
 
 
+def _planned(config: RunConfig) -> list[str]:
+    """Policies that are planned each by itself; adapters are, all on one base together, under its name."""
+    pools = config.pools_of_adapters
+    return list(dict.fromkeys(pools.get(name, name) for name in config.trained_policies))
+
+
 def _refused_engines(config: RunConfig, loads: Mapping[str, Load]) -> list[str]:
     """Reasons against engines that no host can hold, or whose GPUs cannot split the model."""
     found = []
@@ -177,8 +183,11 @@ def _policy(
     config: RunConfig, name: str, trainers: int, num_gpus: int, gpu: hw.Gpu, mean_response: float | None
 ) -> PolicyPlan:
     shape, rollout, backend = _shape(config, name, config.policies[name]), config.rollout, config.sync.backend
-    needs = needs_of(shorten_prompts(config, name, shape.max_positions), name, shape, trainers, gpu, mean_response)
-    is_alone = rollout.placement == "disaggregated" and len(config.policies) == 1
+    shortened = config
+    for each in config.policies_in(name):
+        shortened = shorten_prompts(shortened, each, shape.max_positions)
+    needs = needs_of(shortened, name, shape, trainers, gpu, mean_response)
+    is_alone = rollout.placement == "disaggregated" and len(config.served_rollouts) == 1
     return PolicyPlan(
         **vars(needs),
         options=tuple(options(needs.job, gpu)),

@@ -9,11 +9,10 @@ from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.refusals import TrainerHost, adapter_refusals, refusals, vllm_refusals
 from marsrl.rollout.engines.vllm.arguments import checked_extra
 from marsrl.rollout.engines.vllm.engine import NO_SLEEP_ON_CPU
-from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
 from marsrl.trainer.config.read import ConfigError
-from marsrl.trainer.plan.models import taught_shape
+from marsrl.trainer.plan.models import find_shape, taught_shape
 
 
 def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
@@ -91,7 +90,7 @@ def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
     for pool in dict.fromkeys(config.pools_of_adapters.values()):
         policy, rollout, dtype = config.policies[pool], config.rollout_of(pool), config.engine_dtype(pool)
         adapters = {name: adapter for name in config.policies_in(pool) if (adapter := config.policies[name].adapter)}
-        shape = taught_shape(config, policy) if policy.model is None else read_shape(policy.model)
+        shape = taught_shape(config, policy) if policy.model is None else find_shape(policy.model)
         if shape is not None:
             found += adapter_refusals(rollout, engines_device(host), dtype, shape, adapters)
     return tuple(dict.fromkeys(found))

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from marsrl.rollout.model_shape import ModelShape
+from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.memory import Training, layer_bytes, optimizer_bytes
-from marsrl.trainer.plan.parameters import elements, rank_elements
+from marsrl.trainer.plan.parameters import RankElements, adapter_elements, elements
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,11 @@ def step_time(
 ) -> StepTime:
     """Seconds of one update of one policy. scored: the models with a forward pass before it.
 
-    linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute; experts the same
+    linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute; experts the same;
+                2 + r where P is frozen, and 3 + r for the largest adapter's own numbers
                 selective: r = 1 for a dense layer's MLP only
     attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal
-    head        V H (6 trained + 2 swept) / (...)
+    head        V H (6 trained + 2 swept) / (...)                frozen: 4 trained
     elementwise 3 x what layers keep / memory bandwidth          written, read, and once more on the way
     TP          5 or 10 (+ 2, 4) collectives a layer of T/CP H e (t-1)/t
     EP          4 (+ 2) exchanges a layer of R H e (EP-1)/EP
@@ -84,16 +86,21 @@ def step_time(
     dense = counts.layer_cut + counts.layer_whole
     mlp = 0 if shape.num_experts else 3 * shape.hidden_size * shape.ffn_size
     remade = dense * again + (mlp if setup.recompute == "selective" else 0)
-    linear = 2 * tokens * (3 * dense + remade) * shape.num_layers / ranks_of_replica / (flops * hw.GEMM_SHARE.value)
+    passes = 2 if setup.adapters else 3  # a frozen weight has no gradient
+    dense_work = (passes * dense + remade) * shape.num_layers + (3 + again) * _largest_adapter(setup).dense
+    linear = 2 * tokens * dense_work / ranks_of_replica / (flops * hw.GEMM_SHARE.value)
     experts = 0.0
     if shape.num_experts:
         active = counts.layer_experts * shape.experts_per_token / shape.num_experts * hw.IMBALANCE.value
-        experts = 2 * tokens * active * shape.num_layers * (3 + again) / ranks_of_replica
+        of_adapter = _largest_adapter(setup).expert * shape.experts_per_token / shape.num_experts
+        experts = 2 * tokens * (active * shape.num_layers * (passes + again) + of_adapter * (3 + again))
+        experts /= ranks_of_replica
         experts /= flops * hw.EXPERT_SHARE.value
     attended = 2 * tokens * shape.num_heads * shape.head_size * work.mean_length * shape.num_layers
     attention = attended * (3.5 + again) / ranks_of_replica / (flops * gpu.attention)
     swept = hw.POSITIVE_SHARE.value if sweeps_entropy else 0.0
     head = head_flops(work.trained * (1 + swept), work.trained, shape.hidden_size, shape.vocab_size) / replicas
+    head -= 2 * work.trained * shape.hidden_size * shape.vocab_size / replicas if setup.adapters else 0.0
     head /= layout.tensor * layout.context * flops * hw.HEAD_SHARE.value
 
     num_layers = shape.num_layers / layout.pipeline
@@ -142,6 +149,12 @@ def head_flops(trained_rows: float, active_rows: float, hidden: int, columns: in
     return (2 * trained_rows + 4 * active_rows) * hidden * columns
 
 
+def _largest_adapter(setup: Training) -> RankElements:
+    """Numbers of the adapter that costs a token the most, over all ranks."""
+    found = [adapter_elements(setup.shape, Layout(1, 1, 1, 1, 1), (each,)) for each in setup.adapters]
+    return max(found, key=lambda each: each.total, default=RankElements(0, 0))
+
+
 def scoring_time(setup: Training, work: Work, gpu: hw.Gpu) -> float:
     """A forward pass that gives the log-probs of the trained tokens: of a step without recomputation a third of the
     linear layers, experts, head and elementwise work, 1 of 3.5 of attention, 2 of 5 collectives, half of the exchanges."""
@@ -154,7 +167,7 @@ def scoring_time(setup: Training, work: Work, gpu: hw.Gpu) -> float:
 
 
 def _data_parallel(setup: Training, gpu: hw.Gpu) -> float:
-    layout, counts = setup.layout, rank_elements(setup.shape, setup.layout, 0)
+    layout, counts = setup.layout, setup.trained(0)
     seconds = 0.0
     for number, sharers, inside in (
         (counts.dense, layout.data(setup.world_size) * layout.context, layout.tensor),
@@ -167,7 +180,7 @@ def _data_parallel(setup: Training, gpu: hw.Gpu) -> float:
 
 def _optimizer(setup: Training, gpu: hw.Gpu) -> float:
     """Two moments and the float32 weights read and written, gradients read, bfloat16 weights written: 30 B a number."""
-    numbers = optimizer_bytes(setup, rank_elements(setup.shape, setup.layout, 0)) / (12 if setup.size == 2 else 8)
+    numbers = optimizer_bytes(setup, setup.trained(0)) / (12 if setup.size == 2 else 8)
     if setup.offloads_optimizer:
         return numbers * (6 / (gpu.pcie * hw.LINK_SHARE.value) + 30 / hw.HOST_ADAM.value)
     return numbers * 30 / (gpu.bandwidth * hw.MEMORY_SHARE.value)

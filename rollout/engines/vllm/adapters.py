@@ -9,12 +9,13 @@ vLLM is imported by the functions that need it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from marsrl.rollout.adapter import AdapterConfig, Target, adapted
-from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.model_shape import ModelShape, read_shape
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -37,15 +38,20 @@ def lora_arguments(model_dir: str | Path, adapters: Mapping[str, AdapterConfig])
     if not adapters:
         return {}
     shape = read_shape(model_dir)
-    largest = max(rank for each in adapters.values() for _, _, rank in adapted(shape, each).values())
     targets = {target for each in adapters.values() for target in each.targets}
     targets -= {"mlp"} if shape.num_experts else {"experts"}
     return {
         "enable_lora": True,
         "max_loras": len(adapters),
-        "max_lora_rank": next(rank for rank in RANKS if rank >= largest),
+        "max_lora_rank": slot_rank(shape, adapters.values()),
         "lora_target_modules": [module for target, own in _MODULES.items() if target in targets for module in own],
     }
+
+
+def slot_rank(shape: ModelShape, adapters: Iterable[AdapterConfig]) -> int:
+    """Rank of every slot of an engine that serves these adapters: the largest of theirs, rounded up to one of RANKS."""
+    largest = max(rank for each in adapters for _, _, rank in adapted(replace(shape, num_layers=1), each).values())
+    return next(rank for rank in RANKS if rank >= largest)
 
 
 class LoadedAdapters:
