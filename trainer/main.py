@@ -79,6 +79,7 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     from marsrl.trainer.runs.kept_prompts import keep_prompts, with_kept_prompts
     from marsrl.trainer.runs.lock import RunLock
 
+    launcher = os.getppid()
     try:
         config, origin = read_config(words.config, words.settings)
         directory, lines = None, list[str]()
@@ -131,10 +132,12 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
         with open_run(checked, directory) as opened:
             train(opened)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when another rank has ended: this one is ending
         if is_first:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when another rank has ended: this one is ending
             assert directory is not None
             say_last(f"marsrl: interrupted; {where_to_go_on(directory)}")
+        else:
+            _let_first_rank_end(launcher)
         return 130
     except Exception as error:
         traceback.print_exc()
@@ -149,6 +152,15 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     raise KeyboardInterrupt
+
+
+def _let_first_rank_end(launcher: int) -> None:
+    """Wait for torchrun, if it is alive, to end this rank. It ends all ranks once one has ended, and rank 0 has more to close:
+    while Ray shuts down there, SIGTERM kills it before it has printed its last line."""
+    signal.signal(signal.SIGTERM, _stop)
+    with contextlib.suppress(KeyboardInterrupt):
+        if os.getppid() == launcher:
+            time.sleep(RANK_0_PRINTS_S)
 
 
 def _end_with_launcher() -> None:

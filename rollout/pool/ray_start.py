@@ -1,4 +1,4 @@
-"""Starts a cluster of Ray on this host, of which this process is a driver; other hosts join it (ray_node.py)."""
+"""Starts a Ray cluster on this host with this process as driver; other hosts join it (ray_node.py)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from marsrl.rollout.pool.addresses import own_address, split_address
 from marsrl.rollout.pool.ray_faults import note_processes
 
 _LOG = logging.getLogger(__name__)
-_NO_HEAD_S = 3600  # for which Ray's processes look for a dead gcs_server: `check_ray` ends the run long before
-_SILENT_MS = 120_000  # until a connection is given up: Ray's own loses every engine behind a network cut of 20 s
+_NO_HEAD_S = 3600  # for Ray's processes to reconnect to gcs_server: `check_ray` ends the run long before
+_SILENT_MS = 120_000  # until a connection is given up: with Ray's default a network cut of 20 s loses every engine
 
 
 def listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
-    """(host, port) of a cluster that is started here; port 0: any."""
+    """(host, port) of a cluster started here; port 0: any."""
     if address is None:
         return "127.0.0.1", 0
     host, port = own_address(own_host), split_address(address, HEAD_PORT)[1]
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        # as Ray does: one that has just ended is no obstacle
+        # as Ray does: the port of a cluster that just ended is usable
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             free.bind((host, port))
@@ -43,26 +43,35 @@ def listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def own_sigterm() -> Iterator[None]:
-    """This process's answer to SIGTERM stays: ray.init puts its own in its place, a stack dump and an abort."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set one, and Ray knows that
-        return
+    """Keep SIGTERM this process's own business while it starts or joins Ray in the body.
+
+    ray.init installs a handler, a stack dump and an abort: ours is put back. SIGTERM is blocked meanwhile, as Ray itself blocks
+    SIGINT, and Ray's processes inherit that: torchrun and Slurm send SIGTERM to all of them, and without a raylet the step
+    that is under way could not end.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     ours = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, ours)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # no other may set a handler, and Ray knows that
+            signal.signal(signal.SIGTERM, ours)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:
-    """A cluster's first node, of which this process is a driver; `where`: its host and port (0: any)."""
+    """Start a cluster's first node with this process as driver; `where`: its host and port (0: any)."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 makes rollouts wait for whatever else the host does
-    os.environ.pop("RAY_ADDRESS", None)  # asked for a cluster of our own: do not join a stranger's
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # Ray's default, 15, makes rollouts wait for everything else on the host
+    os.environ.pop("RAY_ADDRESS", None)  # a cluster of our own: do not join a stranger's
     for is_last in (False, False, True):
         before = set(psutil.Process().children(recursive=True))
         try:
             _init(object_store_mib, gpus, where)
             break
-        except Exception as error:  # node.py waits 30 s for the raylet, a constant: too short for a busy machine
+        except Exception as error:  # node.py waits a constant 30 s for the raylet: too short on a busy machine
             if is_last or "timed out during startup" not in str(error):
                 raise
             for process in set(psutil.Process().children(recursive=True)) - before:
@@ -87,14 +96,14 @@ def _init(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) ->
             _system_config={
                 "gcs_rpc_server_reconnect_timeout_s": _NO_HEAD_S,
                 "grpc_keepalive_timeout_ms": _SILENT_MS,
-                "prestart_worker_first_driver": False,  # a worker for each core, which no engine uses: it has an environment
+                "prestart_worker_first_driver": False,  # idle workers: engines have an environment of their own
             },
         )
 
 
 @contextlib.contextmanager
 def visible(gpus: Sequence[int]) -> Iterator[None]:
-    """CUDA_VISIBLE_DEVICES is these of the GPUs that it names now, for processes that are started in the body."""
+    """Restrict CUDA_VISIBLE_DEVICES to the given ones of its GPUs, for processes started in the body."""
     if not gpus:
         yield
         return

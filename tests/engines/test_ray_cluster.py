@@ -56,6 +56,31 @@ engines = [Engine.remote(), Engine.remote()]
 print(*sorted(ray.get([engine.gpu.remote() for engine in engines])))
 cluster.close()
 """
+STOP = """
+import os, signal, time, psutil, ray
+from marsrl.rollout.pool.ray_connection import RayCluster
+from marsrl.rollout.pool.ray_faults import check_head
+got = []
+signal.signal(signal.SIGTERM, lambda *_: got.append("SIGTERM"))
+cluster = RayCluster(address=None, timeout_s=60, object_store_mib=80)
+
+@ray.remote(num_cpus=0)
+class Engine:
+    def answer(self):
+        return "decodes"
+
+engine = Engine.remote()
+ray.get(engine.answer.remote())
+for child in psutil.Process().children():  # the raylet alone: its answer to SIGTERM depends on who dies first
+    if child.name() == "raylet":
+        child.terminate()
+time.sleep(2)
+os.killpg(0, signal.SIGTERM)
+time.sleep(2)
+check_head()
+print(*got, ray.get(engine.answer.remote()))
+cluster.close()
+"""
 
 
 def told(program: str, *words: str, **variables: str) -> list[str]:
@@ -66,6 +91,7 @@ def told(program: str, *words: str, **variables: str) -> list[str]:
         capture_output=True,
         text=True,
         timeout=900,
+        start_new_session=True,  # as torchrun starts a rank
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()
@@ -132,3 +158,7 @@ def test_a_cluster_is_joined_with_its_token_or_the_token_is_named(head: tuple[st
 
 def test_engines_of_a_cluster_started_here_see_the_gpus_that_they_are_given(tmp_path: Path) -> None:
     assert told(START, CUDA_VISIBLE_DEVICES="5,6,7", HOME=str(tmp_path)) == ["6 7"]
+
+
+def test_a_sigterm_to_all_processes_of_a_rank_leaves_ray_to_end_the_step(tmp_path: Path) -> None:
+    assert told(STOP, HOME=str(tmp_path)) == ["SIGTERM decodes"]
