@@ -1,1 +1,1 @@
-"""All engines of a policy as one: which request goes where, what becomes of a lost engine, Ray."""
+"""All engines of a policy behind one interface: dispatch of requests, recovery of lost engines, Ray."""

@@ -1,4 +1,4 @@
-"""The address of this host at which others reach it. Import-light."""
+"""The address at which other hosts reach this one. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NOWHERE = "192.0.2.1"  # of no network (RFC 5737): the system says which interf
 
 
 def split_address(address: str, port: int) -> tuple[str, int]:
-    """(host, port) of host[:port], [IPv6]:port or ray://host:port; `port` where none is given.
+    """(host, port) of host[:port], [IPv6]:port or ray://host:port; the default port is `port`.
 
     Raises:
-        ValueError: no host, or no port between 1 and 65535.
+        ValueError: the host is missing, or the port is not between 1 and 65535.
     """
     text = address.removeprefix("ray://")
     try:
@@ -30,12 +30,12 @@ def split_address(address: str, port: int) -> tuple[str, int]:
 
 
 def own_address(given: str | None = None) -> str:
-    """The IP address of this host at which other hosts reach it: `given` (sync.host) as a number, or found.
+    """The IP address at which other hosts reach this one: `given` (sync.host), resolved, or detected.
 
-    Found is torchrun's MASTER_ADDR where that is this host, else the interface of the default route, or of the only network.
+    Detected: torchrun's MASTER_ADDR if it is this host, else the interface of the default route, or of the only network.
 
     Raises:
-        RuntimeError: the host of `given` is not known, or is not this one; or there are several to choose from.
+        RuntimeError: `given` does not resolve, or is another host; or several addresses are possible.
     """
     others = [each.address for of in psutil.net_if_addrs().values() for each in of if each.family == socket.AF_INET]
     others = [address for address in others if not _is_loopback(address)]
@@ -58,7 +58,7 @@ def own_address(given: str | None = None) -> str:
 
 
 def address_towards(host: str) -> str | None:
-    """The IP address of this host's interface towards another; None where there is no way."""
+    """The IP address of this host's interface towards another host; None without a route."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as route:

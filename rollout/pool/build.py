@@ -1,4 +1,4 @@
-"""Makes the engines of a policy as RolloutConfig asks for them, in this process or in Ray actors."""
+"""Builds the engines of a policy from RolloutConfig, in this process or in Ray actors."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def make_pool(
     records: Records = NOTHING_RECORDED,
     adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
 ) -> EnginePool:
-    """Engines of one policy as the config wants them.
+    """The engines of one policy, as configured.
 
     Args:
-        policy: name under `policies`, for messages. config: as this policy has it (its own engines and vllm).
-        max_model_len: prompt and completion together, tokens.
+        policy: name under `policies`, for messages. config: with this policy's own engines and vllm settings.
+        max_model_len: of prompt plus completion, tokens.
         served: the same of all policies that have engines here, default: of this one; with rollout.placement=colocated they
             share every GPU.
-        host: where this process is; None: found out.
+        host: name of this host; None: detected.
         silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
-        own_host: this process's address as the hosts of engines reach it (sync.host); None: found out.
-        records: what will be asked about tokens beside log-probs.
-        adapters: of other policies, by their names, and of this one: they decode in these engines too.
+        own_host: the address at which the engines' hosts reach this process (sync.host); None: detected.
+        records: per-token data requested besides log-probs.
+        adapters: served by these engines too, by policy name, this policy's own among them.
 
     Raises:
-        RuntimeError: vllm or ray is asked for and not installed, or the Ray cluster is not reachable.
+        RuntimeError: vllm or ray is configured but not installed, or the Ray cluster is unreachable.
     """
     if config.engine == "vllm":
         _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
@@ -116,7 +116,7 @@ def _specs(
     records: Records,
     adapters: Mapping[str, AdapterConfig],
 ) -> list[EngineSpec]:
-    """One for each engine of a policy: they differ in their seeds."""
+    """One spec per engine of a policy; they differ in the seed."""
     import torch
 
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.engines)
@@ -140,7 +140,7 @@ def _specs(
 
 
 def _takes(config: RolloutConfig, device: str, num_policies: int) -> dict[str, float]:
-    """Resources that Ray reserves on one host for an engine. On CPUs none, or a slot where joining hosts offer them."""
+    """Resources that Ray reserves on one host for an engine. On CPUs none, or a slot if joining hosts offer slots."""
     from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, GPU
 
     if device == "cuda":
@@ -154,10 +154,10 @@ def _takes(config: RolloutConfig, device: str, num_policies: int) -> dict[str, f
 def make_openai_pool(
     policy: str, tokenizer_dir: str, options: OpenAIOptions, *, deadline_s: float | None, max_model_len: int
 ) -> EnginePool:
-    """One engine of this process that asks the server of a frozen policy, whatever placement other engines have.
+    """One engine in this process that calls the server of a frozen policy, regardless of other engines' placement.
 
     Raises:
-        ValueError: the variable that options.api_key_env names is not set, or the directory has no tokenizer.
+        ValueError: the variable named by options.api_key_env is unset, or the directory has no tokenizer.
         RuntimeError: httpx is not installed.
     """
     _require("httpx", f"policies.{policy}.engine=openai", "pip install httpx (marsrl[openai])")

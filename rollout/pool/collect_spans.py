@@ -1,4 +1,4 @@
-"""Joins the many short calls of collect into spans of a timeline."""
+"""Merges many short `collect` calls into spans of the trace."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ _SPAN_S, _PAUSE_S = 1.0, 0.05
 
 
 class CollectSpans:
-    """Joins the calls of collect of each replica that follow each other without a pause, for a second at most.
+    """Merges back-to-back `collect` calls of a replica into spans of at most a second.
 
-        spans.note(replica, start, end)     # every call
-        spans.end()                         # nothing follows for now: what is held is told
+        spans.note(replica, start, end)     # on every call
+        spans.end()                         # no call follows for now: report the open spans
 
-    tell: told (replica, start, end) of each span; times as in replicas.Timed.
+    tell: called with (replica, start, end) of each span; times as in replicas.Timed.
     """
 
     def __init__(self, tell: Callable[[int, float, float], None]) -> None:
         self._tell = tell
-        self._held: dict[int, tuple[float, float]] = {}  # by replica: not told yet
+        self._held: dict[int, tuple[float, float]] = {}  # by replica: not reported yet
 
     def note(self, replica: int, start: float, end: float) -> None:
-        """One call more."""
+        """Add one call."""
         first, last = self._held.get(replica, (start, start))
         if start - last > _PAUSE_S or end - first > _SPAN_S:
             self._end(replica)
@@ -29,7 +29,7 @@ class CollectSpans:
         self._held[replica] = (first, max(first, end))  # the wall clock may have been set back since the first
 
     def end(self) -> None:
-        """Tell what is held of every replica."""
+        """Report the open span of every replica."""
         for replica in list(self._held):
             self._end(replica)
 

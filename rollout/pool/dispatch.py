@@ -1,13 +1,13 @@
-"""Deals requests to replicas: to where their prefix is cached, the longest first, and no replica idles.
+"""Assigns requests to replicas: where their prefix is cached, longest first, and no replica idles.
 
     dispatch.add(requests)          each is queued at one replica:
-                                        a sample that comes back: where it was, unless the way to another is shorter
+                                        a returning sample: where it was, unless another queue is shorter
                                         a new affinity, whole:    the replica with the least work
-    dispatch.take() -> shares       every replica with free slots gets the longest of its own queue; when that is
-                                    empty, the longest of the fullest queue of the others
+    dispatch.take() -> shares       every replica with free slots takes the longest of its own queue; if that is
+                                    empty, the longest from the fullest other queue
     dispatch.end(uid) -> replica    its slot is free
 
-Work is counted in decoded tokens: expected ones, plus PREFILL_COST for each prompt token that is not cached there.
+Work is counted in decoded tokens: those expected, plus PREFILL_COST for each prompt token that is not cached there.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from marsrl.rollout.engines.protocol import DecodeRequest
 PREFILL_COST = 0.1
 """Work of a prompt token over that of a decoded one: decoding is bound by memory, prefill is not."""
 
-_MAX_HOMES = 1 << 16  # remembered places of samples; older ones are forgotten, which costs a prefill
+_MAX_HOMES = 1 << 16  # remembered replicas of samples; the oldest are dropped, which costs a prefill
 
 
 class Dispatcher:
     """Queues in front of replicas. See the module.
 
-    slots: requests that one replica decodes at a time; None: any number (then nothing ever waits).
+    slots: requests that one replica decodes at a time; None: no limit (nothing waits).
     """
 
     def __init__(self, num_replicas: int, slots: int | None) -> None:
@@ -44,11 +44,11 @@ class Dispatcher:
 
     @property
     def busy(self) -> list[int]:
-        """Replicas that decode something."""
+        """Replicas with requests under way."""
         return [replica for replica, running in enumerate(self._running) if running]
 
     def add(self, requests: Sequence[DecodeRequest]) -> None:
-        """Queue requests; raises ValueError where a uid is under way already, or twice among them."""
+        """Queue requests; raises ValueError if a uid is already under way or appears twice."""
         strangers: dict[str, list[DecodeRequest]] = defaultdict(list)
         uids = {request.uid for request in requests}
         if len(uids) < len(requests):
@@ -64,13 +64,13 @@ class Dispatcher:
             stays = self._work[home] <= self._work[least] + PREFILL_COST * len(request.token_ids)
             self._queue(request, home if stays else least, is_cached=stays)
         cost = {key: sum(_cost(request) for request in group) for key, group in strangers.items()}
-        for key in sorted(strangers, key=lambda key: -cost[key]):  # stable: equal ones in the order given
+        for key in sorted(strangers, key=lambda key: -cost[key]):  # stable: ties keep the given order
             replica = self._least()
             for request in strangers[key]:
                 self._queue(request, replica, is_cached=False)
 
     def take(self, closed: Collection[int] = (), *, at_once: bool = False) -> dict[int, list[DecodeRequest]]:
-        """Requests to send now, by replica, longest first; none to a closed one. at_once: all of its queue, free or not."""
+        """Requests to send now, by replica, longest first; none to a closed one. at_once: the whole queue, ignoring slots."""
         shares: dict[int, list[DecodeRequest]] = {}
         if not self.num_waiting:
             return shares
@@ -91,14 +91,14 @@ class Dispatcher:
         return shares
 
     def end(self, uid: str) -> int:
-        """A request has ended; returns the replica that had it."""
+        """Remove a finished request; returns its replica."""
         replica, work = self._place.pop(uid)
         self._work[replica] -= work
         self._running[replica].discard(uid)
         return replica
 
     def open(self, replica: int) -> None:
-        """Requests may go to this replica, which may be one more than there are."""
+        """Let requests go to this replica, which may be a new one (the next number)."""
         while replica >= len(self._queues):
             self._closed.add(len(self._queues))
             self._queues.append([])
@@ -107,7 +107,7 @@ class Dispatcher:
         self._closed.discard(replica)
 
     def close(self, replica: int) -> None:
-        """No request goes to this replica any more: those that wait for it wait for others. One at least is open."""
+        """Send no more requests to this replica; its queue moves to others. At least one stays open."""
         self._closed.add(replica)
         self.forget_homes(replica)
         waiting = [entry[2] for entry in sorted(self._queues[replica], key=lambda entry: entry[1])]
@@ -118,7 +118,7 @@ class Dispatcher:
         self.add(waiting)
 
     def drop_waiting(self) -> list[DecodeRequest]:
-        """Take back everything that was not sent yet."""
+        """Remove and return everything not sent yet."""
         waiting = [entry for queue in self._queues for entry in queue]
         for queue in self._queues:
             queue.clear()
@@ -129,7 +129,7 @@ class Dispatcher:
         return dropped
 
     def forget_homes(self, replica: int | None = None) -> None:
-        """The prefix caches of a replica (None: of all) are empty: any other is as good."""
+        """Forget which prefixes a replica (None: any) has cached: its cache was emptied."""
         self._homes = {} if replica is None else {uid: home for uid, home in self._homes.items() if home != replica}
 
     def _least(self) -> int:
@@ -148,7 +148,7 @@ class Dispatcher:
     def _send(self, request: DecodeRequest, replica: int, shares: dict[int, list[DecodeRequest]]) -> None:
         self.num_waiting -= 1
         self._running[replica].add(request.uid)
-        self._homes.pop(request.uid, None)  # to the end: the order is that of forgetting
+        self._homes.pop(request.uid, None)  # to the end: the oldest are dropped first
         self._homes[request.uid] = replica
         if len(self._homes) > _MAX_HOMES:
             del self._homes[next(iter(self._homes))]

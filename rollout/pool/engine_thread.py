@@ -1,14 +1,14 @@
-"""The one thread in which an engine lives: it decodes on, whoever asks for results, and results are gathered meanwhile.
+"""The one thread that runs an engine: it keeps decoding while results are batched for whoever collects.
 
     thread.submit(requests, version) -> decodes until nothing is under way
                                            | each result, as it ends
                                            v
-    thread.collect(timeout_s)        <- those gathered, once they are due
+    thread.collect(timeout_s)        <- the batch, once it is due
 
-Handing results over costs the decoding thread a few milliseconds of the interpreter, however many there are; a result that
-is not handed over delays what follows from it. So a result waits for others for at most a tenth of the time that it took,
-and not at all once nothing else is under way: neither short nor long completions, nor the tools and agents that wait for
-them, get more than a tenth slower, and a step in which a sample ends is as long as any other.
+A handover costs the decoding thread a few milliseconds of the interpreter regardless of its size; a result that
+waits delays whatever depends on it. So a result waits for others for at most a tenth of its own decoding time,
+and not at all once nothing else is under way: short and long completions, and the tools and agents waiting for
+them, are slowed by a tenth at most, and a step in which a sample ends takes as long as any other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine
 from marsrl.rollout.pool.replicas import Timed
 
 _WAIT_SHARE = 0.1
-_DECODE_S = 1.0  # one call of the engine's collect where nothing ends
+_DECODE_S = 1.0  # of one call of the engine's collect if nothing ends
 
 Returned = TypeVar("Returned")
 
@@ -34,26 +34,26 @@ class EngineThread:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._executor = ThreadPoolExecutor(1, "marsrl-engine")  # vLLM has a CUDA stream of its own in each thread
-        self._changed = threading.Condition()  # guards what follows
-        self._began: dict[str, float] = {}  # by uid of what is under way, seconds
+        self._executor = ThreadPoolExecutor(1, "marsrl-engine")  # vLLM uses one CUDA stream per thread
+        self._changed = threading.Condition()  # guards the fields below
+        self._began: dict[str, float] = {}  # start times of what is under way, by uid, seconds
         self._gathered: list[DecodeResult] = []
-        self._due = math.inf  # when what was gathered has waited long enough
-        self._wake_at = math.inf  # when whoever collects takes what there is
+        self._due = math.inf  # when the batch has waited long enough
+        self._wake_at = math.inf  # when the collector takes whatever is there
         self._is_decoding = False
-        self._since = 0.0  # time.time() from which what is gathered was decoded
+        self._since = 0.0  # time.time() at which decoding of the batch began
         self._error: BaseException | None = None
 
     def start(self, make: Callable[[], Engine]) -> None:
-        """Make the engine."""
+        """Build the engine."""
         self._engine = self.call(make)
 
     def call(self, function: Callable[[], Returned]) -> Returned:
-        """Runs the function in the engine's thread, once nothing is decoded there; returns its result."""
+        """Run the function in the engine's thread between decoding steps; returns its result."""
         return self._executor.submit(function).result()
 
     def submit(self, requests: Sequence[DecodeRequest], version: int) -> None:
-        """Requests enter the engine before its next step; raises WrongVersion unless it holds this version."""
+        """Add requests before the engine's next step; raises WrongVersion unless it holds this version."""
         with self._changed:
             self._engine.submit(requests, version=version)
             now = self._clock()
@@ -61,12 +61,12 @@ class EngineThread:
             self._decode_on()
 
     def collect(self, timeout_s: float, *, is_urgent: bool) -> Timed:
-        """Results and when they were decoded; none where none is due within timeout_s.
+        """Results and when they were decoded; empty if none is due within timeout_s.
 
-        is_urgent: something may follow from a result. Else they are gathered for timeout_s, or until nothing is under way.
+        is_urgent: a result may trigger further requests. Else batch for timeout_s, or until nothing is under way.
 
         Raises:
-            Exception: what the engine raised while it decoded, or `fail` was told.
+            Exception: what the engine raised while decoding, or was passed to `fail`.
         """
         end = self._clock() + timeout_s
         with self._changed:
@@ -85,16 +85,16 @@ class EngineThread:
             return Timed(results, start, max(start, self._since))
 
     def fail(self, error: BaseException) -> None:
-        """Have it raised to whoever collects."""
+        """Raise the error in the collector's next call."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def abort(self) -> None:
-        """End all requests where they are: they are due at once."""
+        """Stop all requests where they are: they are due at once."""
         with self._changed:
             self._engine.abort()
-            self._decode_on()  # the engine forgets the abort where nothing was under way
+            self._decode_on()  # an engine drops an abort if nothing is under way
 
     def _decode_on(self) -> None:
         if not self._is_decoding:

@@ -6,7 +6,7 @@
     pool.update_weights(WeightUpdate(path, 4)); pool.close()
 
 Requests of one affinity (one prompt, one group) stay on one replica, where their prefix is computed once; the costliest
-affinities are dealt out first, each to the replica with the least work.
+affinities are assigned first, each to the replica with the least work.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _log = logging.getLogger(__name__)
 
-_DRAIN_S = 0.2  # for which a look at what has ended waits while draining
-_LOOK_S = 5.0  # between two looks for a place
+_DRAIN_S = 0.2  # timeout of one collect while draining
+_LOOK_S = 5.0  # between two attempts to place a lost replica
 
 OnCall = Callable[[int, str, float, float], None]
 """Told (replica, method, start, end) of every call that an engine served; times as in replicas.Timed."""
@@ -45,7 +45,7 @@ OnCall = Callable[[int, str, float, float], None]
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A request that a replica has. since: by the pool's clock."""
+    """A request at a replica. since: by the pool's clock."""
 
     request: DecodeRequest
     replica: int
@@ -53,27 +53,27 @@ class _Sent:
 
 
 class EnginePool(AbstractContextManager["EnginePool"]):
-    """n replicas of one policy, which may serve adapters of it too. Every method is called by one thread at a time; close() may
+    """n replicas of one policy, which may also serve adapters of it. One thread at a time may call it; close() may
     be called twice.
 
-        pool.submit(requests, version=3)          # at any time; dispatch.py says which replica gets what, and when
-        results = pool.collect(timeout_s=0.2)     # what has ended meanwhile
-        results = pool.drain()                    # all the rest, as far as it got; the replicas are idle then
+        pool.submit(requests, version=3)          # at any time; dispatch.py decides which replica gets what, and when
+        results = pool.collect(timeout_s=0.2)     # what has finished
+        results = pool.drain()                    # the rest, as far as decoded; the replicas are idle afterwards
 
-    A replica that is lost is restarted where that is possible (recovery.py), and its requests are decoded again from where
-    each began: callers notice nothing but the time. A request that was on `attempts` lost replicas is retried alone, once
-    nothing else is under way, and is an ERROR where it was alone on the last of them. Where no host has a place for a lost
-    replica, the others go on without it, and it is back once one has.
+    A lost replica is restarted where possible (recovery.py), and its requests are decoded again from where
+    each began: callers notice only the delay. A request that was on `attempts` lost replicas is retried alone, once
+    nothing else is under way, and becomes an ERROR if it was alone on the last one. If no host has room for a lost
+    replica, the others continue without it until one has.
 
-    slots: requests that a replica gets at a time; None: all of them.
-    deadline_s: a replica that has a request for longer, by `clock` (seconds), is lost.
+    slots: requests that a replica holds at a time; None: all.
+    deadline_s: a replica that holds a request for longer, by `clock` (seconds), counts as lost.
     attempts, most_restarts: see rollout.max_request_attempts and rollout.max_engine_restarts.
-    sleeps: the trainer's GPUs are the replicas' (rollout.placement=colocated): `sleep` gives their memory back, and the
-        next call of anything else wakes them.
-    host: the address of this process as the replicas reach it.
-    on_call: may be set; told of every call that a replica has served (for trace.json).
-    engines: numbers of the replicas that serve. generation: another one where other processes than before serve.
-    busy_s: seconds that the replicas have worked on requests that came back, added up.
+    sleeps: replicas share the trainer's GPUs (rollout.placement=colocated): `sleep` frees their memory, and the
+        next call of any other method wakes them.
+    host: the address at which replicas reach this process.
+    on_call: optional callback for every call that a replica has served (for trace.json).
+    engines: numbers of the serving replicas. generation: changes whenever the serving processes change.
+    busy_s: summed seconds that replicas have worked on finished requests.
     """
 
     def __init__(
@@ -95,21 +95,21 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._slots = slots
         self.engines = list(range(len(replicas)))
         self.generation = 0
-        self._absent: list[int] = []  # lost, and without a place
-        self._look_at = 0.0  # for places for them
+        self._absent: list[int] = []  # lost, no host has room
+        self._look_at = 0.0  # when to look for room again
         self.busy_s = 0.0
         self._dispatch = Dispatcher(len(replicas), slots)
         self._recovery = Recovery(replicas, name, most_restarts, self._tell)
         self._attempts = attempts
-        self._losses: Counter[str] = Counter()  # lost replicas that had a request, by its uid
+        self._losses: Counter[str] = Counter()  # number of lost replicas a request was on, by uid
         self._retry_alone: deque[DecodeRequest] = deque()
         self._faults = Faults()
         self._is_draining = False
         self._sleeps = sleeps
-        self._asleep: tuple[MemoryPart, ...] = ()  # what of the replicas' memory is the trainer's
+        self._asleep: tuple[MemoryPart, ...] = ()  # which of the replicas' memory the trainer has
         self._deadline_s, self._clock = deadline_s, clock
         self._sent: dict[str, _Sent] = {}  # by uid, oldest first
-        self._version = 0  # of the requests that wait
+        self._version = 0  # of the waiting requests
         self._spans = CollectSpans(lambda replica, *span: self._tell(replica, "collect", *span))
         self._is_closed = False
 
@@ -118,38 +118,38 @@ class EnginePool(AbstractContextManager["EnginePool"]):
 
     @property
     def num_engines(self) -> int:
-        """Replicas that serve."""
+        """Number of serving replicas."""
         return len(self.engines)
 
     @property
     def num_slots(self) -> int | None:
-        """Requests that all replicas have at a time; None: any number."""
+        """Requests that all replicas hold at a time; None: no limit."""
         return None if self._slots is None else self._slots * self.num_engines
 
     @property
     def has_room(self) -> bool:
-        """True if a request more would be sent at once; False where nobody knows, without slots."""
+        """True if one more request would be sent at once; False if slots are unlimited (unknown)."""
         return self._slots is not None and self.num_under_way < self._slots * self.num_engines
 
     @property
     def is_whole(self) -> bool:
-        """No replica waits for a place."""
+        """True if no replica waits for room."""
         return not self._absent
 
     @property
     def takes(self) -> Mapping[str, float] | None:
-        """Resources of one host that each replica takes, by Ray's names; None where replicas cannot be stopped or made."""
+        """Resources of one host that each replica takes, by Ray's names; None if replicas cannot be stopped or added."""
         return self._replicas.takes if self._replicas.can_restart else None
 
     def give_engine(self) -> None:
-        """One replica ends, and its place is free. Nothing is under way, and another one serves."""
+        """Stop one replica and free its resources. Nothing may be under way, and another one must serve."""
         assert self.num_under_way == 0 and self.num_engines > 1, (self.num_under_way, self.num_engines)
         replica = self.engines[-1]
         self._replicas.stop(replica)
         self._leave(replica)
 
     def take_engine(self) -> bool:
-        """One replica more, with the weights of now; False where there is no place, or it does not survive its start."""
+        """Add a replica with the current weights; False if no host has room or it fails to start."""
         replica = self._free_number()
         if not self._replicas.has_place(SETTLE_S):
             return False
@@ -162,21 +162,21 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return True
 
     def expect_engine(self) -> None:
-        """One replica more, as soon as there is a place for it."""
+        """Add a replica as soon as a host has room for it."""
         self._absent.append(self._free_number())
 
     def _free_number(self) -> int:
         return next(n for n in range(len(self._replicas) + 1) if n not in self.engines and n not in self._absent)
 
     def set_feed(self, feed: Callable[[int], Timed | Lost | None]) -> None:
-        """feed(replica): have the trainer's ranks send a replica the weights of now (`hand`); None: they cannot at the moment.
+        """Set feed(replica): the trainer's ranks send a replica the current weights (`hand`); None: they cannot now.
 
-        Called for a replica that was replaced, where no file has the weights: by whoever calls the pool, or `give_weights`.
+        Called for a replaced replica if no file holds the weights: by the pool's caller, or `give_weights`.
         """
         self._recovery.feed = feed
 
     def give_weights(self) -> None:
-        """Give the weights of now to replicas that were replaced while nobody could send them. Beside `collect`, too."""
+        """Send the current weights to replicas that were replaced while nobody could send them. May run beside `collect`."""
         for replica in sorted(self._recovery.needs_weights):
             if (lost := self._recovery.load(replica)) is not None:
                 self._restart(replica, lost.reason)
@@ -184,9 +184,9 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def receive_weights(
         self, updates: Mapping[int, WeightUpdate], on_lost: OnLost = ignore_loss
     ) -> Mapping[int, Timed | Lost]:
-        """Have replicas take the weights that the trainer's ranks send them while this waits: what each answers.
+        """Have replicas receive the weights that the trainer's ranks send meanwhile; returns each one's answer.
 
-        on_lost: is told at once of one that is lost, for which nobody else's weights may wait. It is not replaced here.
+        on_lost: called at once with a lost replica, so that nobody waits for it. It is not replaced here.
         """
         answers = self._replicas.call(
             "update_weights", {replica: (update,) for replica, update in updates.items()}, on_lost
@@ -197,26 +197,26 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return answers
 
     def note_weights(self, version: int, checksums: Sequence[Mapping[str, int]]) -> None:
-        """Note what the trainer's ranks sent to all: a new replica gets the same. checksums: of each shard of an engine."""
+        """Record what the trainer's ranks sent to all, for new replicas. checksums: of each shard of an engine."""
         self._dispatch.forget_homes()  # engines have dropped their prefix caches
         self._recovery.note_weights(WeightUpdate("", version), checksums)
 
     def replace(self, lost: Mapping[int, str]) -> None:
-        """Make others of the replicas that were lost while weights came to all; they are sent to all again. lost: reasons."""
+        """Replace the replicas lost during a broadcast of weights, which is then repeated to all. lost: reasons."""
         for replica, reason in lost.items():
             self._restart(replica, reason)
 
     def stand_by(self) -> None:
-        """Every replica is there and takes weights next; one that was lost is replaced."""
+        """Make sure that every replica is ready to receive weights; lost ones are replaced."""
         self._wake("weights")
         self._look_for_places()
         self._call("info")
 
     def start(self) -> None:
-        """Have replicas that are processes of their own make their engines; one that dies or is silent is restarted.
+        """Build the engines of replicas in other processes; one that dies or falls silent is restarted.
 
         Raises:
-            Exception: what an engine raised that could not be made.
+            Exception: an engine's error while it was built.
         """
         self._call("start")
 
@@ -224,19 +224,19 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return self._call("info")
 
     def num_decoded(self) -> list[int]:
-        """Tokens decoded since the start, by replica, whether it serves or not."""
+        """Tokens decoded since the start, by replica, serving or not."""
         return self._replicas.num_decoded()
 
     @property
     def num_under_way(self) -> int:
-        """Requests submitted and not back yet."""
+        """Requests submitted and not returned yet."""
         return len(self._sent) + self._dispatch.num_waiting + len(self._retry_alone)
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int, at_once: bool = False) -> None:
-        """Queue requests and send those that a replica has room for.
+        """Queue requests and send those for which a replica has a free slot.
 
-        at_once: every replica gets its share at once, whatever its slots: which requests meet in an engine's batch does not
-        depend on time, so that the same calls give the same bits.
+        at_once: every replica gets its whole share at once, ignoring slots: the composition of an engine's batches does not
+        depend on timing, so the same calls give the same bits.
         """
         self._wake()
         self._look_for_places()
@@ -245,17 +245,17 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._send(at_once=at_once)
 
     def collect(self, timeout_s: float, *, is_urgent: bool = True) -> list[DecodeResult]:
-        """Results that have come, waiting timeout_s at most for the first; freed slots are filled before it returns.
+        """Finished results, waiting at most timeout_s for the first; freed slots are refilled before it returns.
 
         is_urgent: something may follow from a result before all are back.
 
         Raises:
-            TimeoutError: a replica that cannot be restarted has had a request for longer than deadline_s.
+            TimeoutError: a replica that cannot be restarted has held a request for longer than deadline_s.
         """
         self._look_for_places()
         busy = self._dispatch.busy
         if not busy:
-            if self.num_under_way:  # for replicas that have no weights yet
+            if self.num_under_way:  # for replicas without weights
                 time.sleep(min(timeout_s, _DRAIN_S))
                 self._send()
             return []
@@ -281,7 +281,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return results
 
     def drain(self) -> list[DecodeResult]:
-        """End everything: results of all requests under way, UNFINISHED with the tokens there are."""
+        """Stop everything: returns all requests under way as UNFINISHED with the tokens so far."""
         waiting = [*self._dispatch.drop_waiting(), *self._retry_alone]
         self._retry_alone.clear()
         results = [self._untouched(request) for request in waiting]
@@ -295,18 +295,18 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return results
 
     def take_faults(self) -> Faults:
-        """Faults that were mended since the last call."""
+        """Faults recovered since the last call."""
         faults, self._faults = self._faults, Faults()
         return faults
 
     def score(self, sequences: Sequence[IntArray], adapter: str = "") -> list[list[FloatArray]]:
-        """Log-probs of the same sequences from each replica: scores[i][sequence] of the i-th of engines, [N-1], nats."""
+        """Log-probs of the same sequences by every replica: scores[i][sequence], [N-1], nats, i as in `engines`."""
         self._wake()
         self.give_weights()
         return self._call("score", (list(sequences), adapter))
 
     def score_shared(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """Log-probs [N-1] of each sequence, nats, which the replicas share out. Nothing decodes meanwhile."""
+        """Log-probs [N-1] of each sequence, nats, split over the replicas. Nothing may be decoding."""
         self._wake()
         self.give_weights()
         scores: dict[int, FloatArray] = {}
@@ -316,14 +316,14 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             arguments = {replica: ([sequences[i] for i in own], "", False) for replica, own in asked.items()}
             for replica, answer in self._replicas.call("score", arguments).items():
                 if isinstance(answer, Lost):
-                    self._restart(replica, answer.reason)  # and what it had is shared out again
+                    self._restart(replica, answer.reason)  # and its share is split again
                     continue
                 self._tell(replica, "score_shared", answer.start, answer.end)
                 scores |= zip(asked[replica], answer.value, strict=True)
         return [scores[i] for i in range(len(sequences))]
 
     def _shares(self, lengths: Sequence[int]) -> dict[int, list[int]]:
-        """{replica: its sequences}: the longest first, each to the replica with the fewest tokens."""
+        """{replica: its sequences}: longest first, each to the replica with the fewest tokens."""
         shares: dict[int, list[int]] = {}
         tokens = dict.fromkeys(self.engines, 0)
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
@@ -333,9 +333,9 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return shares
 
     def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
-        """Have every replica read the new weights; returns when all of them hold them.
+        """Have every replica load the new weights; returns once all hold them.
 
-        What those that serve then report, in their order.
+        Returns the reports of the serving replicas, in order.
         """
         self._dispatch.forget_homes()  # engines drop their prefix caches
         self._wake("weights")
@@ -345,9 +345,9 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return receipts
 
     def update_adapter(self, update: AdapterUpdate) -> list[WeightReceipt]:
-        """Have every replica read new numbers of an adapter; what those that serve then report, in their order.
+        """Have every replica load an adapter's new weights; returns the reports of the serving replicas, in order.
 
-        Prefixes that were cached with other adapters, or with none, stay.
+        Prefixes cached for other adapters, or for the base, stay.
         """
         self._wake("weights")
         receipts = self._call("update_adapter", (update,))
@@ -356,15 +356,15 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return receipts
 
     def forget_prefixes(self) -> None:
-        """Have the replicas drop what they cached, as after new weights. Nothing decodes meanwhile."""
+        """Have the replicas drop their prefix caches, as after new weights. Nothing may be decoding."""
         self._dispatch.forget_homes()
         self._wake()
         self._call("forget_prefixes")
 
     def sleep(self, *, keeps_weights: bool) -> None:
-        """Have the replicas give their memory to the trainer, where they share its GPUs; else nothing happens.
+        """Have the replicas free their memory for the trainer if they share its GPUs; else a no-op.
 
-        keeps_weights: False where update_weights is the next that is asked of them. Those that sleep already go on as they do.
+        keeps_weights: False if update_weights comes next. Replicas already asleep stay as they are.
         """
         if not self._sleeps or self._asleep:
             return
@@ -377,7 +377,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._asleep = ("weights", "kv_cache")
 
     def _wake(self, *parts: MemoryPart) -> None:
-        """Wake those of these parts that sleep; without arguments all that do."""
+        """Wake the given parts that sleep; without arguments, all."""
         for part in [part for part in self._asleep if part in parts or not parts]:
             self._call("wake", (part,))
             self._asleep = self._asleep[1:]
@@ -388,7 +388,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self._replicas.close()
 
     def _call(self, method: str, arguments: tuple[Any, ...] = ()) -> list[Any]:
-        """Answers of the replicas that serve; a lost one is replaced, and asked again."""
+        """Answers of the serving replicas; a lost one is replaced and called again."""
         engines, values = self.engines, []
         answers = self._replicas.call(method, dict.fromkeys(engines, arguments))
         for replica in engines:
@@ -401,7 +401,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return values
 
     def _restart(self, replica: int, reason: str) -> bool:
-        """Replace a lost replica; False where it has no place, and the others go on without it."""
+        """Replace a lost replica; False if no host has room and the others continue without it."""
         self._dispatch.forget_homes(replica)
         before, others = self._recovery.num_restarts, set(self.engines) - {replica}
         is_back = self._recovery.restart(replica, reason, has_others=bool(others))
@@ -416,20 +416,20 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return is_back
 
     def _join(self, replica: int) -> None:
-        """A replica serves, which may have done so before."""
+        """Mark a replica as serving, for the first time or again."""
         self.generation += 1
         self.engines = sorted({*self.engines, replica})
         self._dispatch.open(replica)
 
     def _leave(self, replica: int) -> None:
-        """A replica serves no more; what waits for it waits for others."""
+        """Mark a replica as gone; its queue moves to others."""
         self.generation += 1
         self.engines = [each for each in self.engines if each != replica]
         self._recovery.needs_weights.discard(replica)
         self._dispatch.close(replica)
 
     def _look_for_places(self) -> None:
-        """Replicas that were lost with their hosts are back where a host has a place again."""
+        """Restore replicas that were lost with their hosts once a host has room."""
         if not self._absent or self._clock() < self._look_at:
             return
         self._look_at = self._clock() + _LOOK_S
@@ -438,7 +438,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
                 return
 
     def _requeued(self, replica: int, reason: str) -> list[DecodeResult]:
-        """Restart a lost replica and queue what it had; the results of those that are not queued."""
+        """Restart a lost replica and requeue its requests; returns results of those that are not requeued."""
         requests = [sent.request for sent in self._sent.values() if sent.replica == replica]
         for request in requests:
             del self._sent[request.uid]
@@ -474,7 +474,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self.on_call(replica, method, start, end)
 
     def _send(self, *, at_once: bool = False) -> None:
-        """at_once: whatever slots there are."""
+        """at_once: ignore slots."""
         if self._losses[next(iter(self._sent), "")] >= self._attempts:
             return  # it is retried alone
         now = self._clock()
@@ -485,7 +485,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self._replicas.submit(replica, requests, self._version)
 
     def _overdue(self) -> list[tuple[int, str]]:
-        """The replica that has had a request for longer than the deadline, and that in words."""
+        """The replica that has held a request past the deadline, and a sentence saying so."""
         oldest = next(iter(self._sent.values()), None)
         if oldest is None or self._deadline_s is None or self._clock() - oldest.since <= self._deadline_s:
             return []

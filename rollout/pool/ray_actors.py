@@ -22,24 +22,24 @@ from marsrl.rollout.pool.ray_pulse import EnginePulse
 from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, call_one, ignore_loss, timed
 
 _PROGRESS_S = 0.2
-_COLLECT_S = 1.0  # for which results that nothing follows from are gathered: what a lost engine takes with it
-_HEARD_S = 1.0  # how long an engine is waited for to say how far it is
-_GRACE_S = 30.0  # that an engine gets to say itself that it has passed the deadline
-_LONGEST_START = 10  # times the deadline, where its process answers all the while
-_PICKLE = 5  # of lists with an array or two for each request: Ray's own would keep each array as a buffer
+_COLLECT_S = 1.0  # batching time of results that trigger nothing: at most this much is lost with an engine
+_HEARD_S = 1.0  # timeout of an engine's progress report
+_GRACE_S = 30.0  # for an engine to report itself that it has passed the deadline
+_LONGEST_START = 10  # times the deadline, as long as its process answers
+_PICKLE = 5  # pickle protocol for lists with an array or two per request: Ray's default keeps each array as a buffer
 _CALLS_AT_ONCE = 4  # collect, one in the engine's thread, num_decoded, is_there
 _REQUESTS = "requests"  # submit and abort, one after the other in the order in which they were called
 
 
 class EngineActor:
-    """The actor's process: an engine in a thread of its own, and threads of Ray's that hand over messages."""
+    """The actor's process: an engine in a thread of its own, and Ray's threads for messages."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._thread = EngineThread()
 
     def start(self) -> Timed:
-        """Make the engine: not in __init__, whose error Ray reports as the death of the process."""
+        """Build the engine: not in __init__, whose error Ray would report as the death of the process."""
 
         def make() -> Engine:
             with imports_for_good():
@@ -50,18 +50,18 @@ class EngineActor:
         return timed(lambda: self._thread.start(make))
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Timed:
-        """A method of the engine, once nothing is decoded."""
+        """Call a method of the engine between decoding steps."""
         return self._thread.call(lambda: timed(lambda: getattr(self._engine, method)(*arguments)))
 
     def is_there(self) -> None:
-        """Answered whatever else is under way."""
+        """Always answers, whatever else is under way."""
 
     def num_decoded(self) -> int:
-        return self._engine.num_decoded() if hasattr(self, "_engine") else 0  # it is being made
+        return self._engine.num_decoded() if hasattr(self, "_engine") else 0  # it is being built
 
     @ray.method(concurrency_group=_REQUESTS)
     def submit(self, requests: bytes, version: int) -> None:
-        """Whoever collects gets its error."""
+        """Its error is raised by `collect`."""
         try:
             self._thread.submit(pickle.loads(requests), version)
         except Exception as error:
@@ -77,13 +77,13 @@ class EngineActor:
 
 
 class RayReplicas(Replicas):
-    """Engines as actors of a cluster (see Replicas). One that dies or is silent is answered for by Lost.
+    """Engines as actors of a cluster (see Replicas). Calls of one that dies or falls silent return Lost.
 
     takes: by ray_connection.GPU, ENGINE_SLOT.
-    deadline_s: of every call but collect, whose requests the pool watches; the start of an engine counts as one. The
-        engines do not exist before `start` has been called on each.
-    silence_s: an engine whose process does not answer for so long is lost, whatever it was asked (ray_pulse.py).
-    join_s: for which the only engine, where it is lost with its host, waits for a place on another.
+    deadline_s: of every call except collect, whose requests the pool watches; the start of an engine counts as one. The
+        engines exist only after `start` was called on each.
+    silence_s: an engine whose process does not answer for so long is lost, whatever the call (ray_pulse.py).
+    join_s: for the only engine, lost with its host, to find room on another.
     """
 
     can_restart = True
@@ -102,10 +102,10 @@ class RayReplicas(Replicas):
         self._join_s = join_s
         self._pulse = EnginePulse(silence_s)
         self._actors: dict[int, Any] = {}
-        self._collecting: dict[Any, int] = {}  # calls of collect that are under way: replica
-        self._lost: dict[int, Lost] = {}  # found on the way; told by the next collect
+        self._collecting: dict[Any, int] = {}  # pending calls of collect: replica
+        self._lost: dict[int, Lost] = {}  # noticed meanwhile; returned by the next collect
         self._decoded_before = [0] * len(specs)  # by engines that were lost
-        self._decoded = [0] * len(specs)  # when last heard
+        self._decoded = [0] * len(specs)  # time of the last answer
         self._actors.update((replica, self._start(spec)) for replica, spec in enumerate(specs))
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class RayReplicas(Replicas):
         check_ray()
         if replica not in self._actors:
             return
-        ray.kill(self._actors.pop(replica), no_restart=True)  # a stopped process too
+        ray.kill(self._actors.pop(replica), no_restart=True)  # works for a stopped process too
         self._collecting = {call: at for call, at in self._collecting.items() if at != replica}
         self._lost.pop(replica, None)
         self._pulse.forget(replica)
@@ -145,7 +145,7 @@ class RayReplicas(Replicas):
         self._actors[replica] = self._start(self._specs[replica])
         try:
             answer = call_one(self, replica, "start", ())
-        except Exception as error:  # it started before: memory of the dead one may not be free yet
+        except Exception as error:  # it has started before: memory of the dead one may not be free yet
             return Lost(f"its start raised {type(error).__name__}: {error}")
         return answer if isinstance(answer, Lost) else None
 
@@ -168,7 +168,7 @@ class RayReplicas(Replicas):
         for call in done:
             replica = self._collecting.pop(call)
             answer = _answer(call, "collect")
-            self._note(replica, answer)  # told once, with what else has found it lost
+            self._note(replica, answer)  # reported once, together with others that found it lost
             if not isinstance(answer, Lost):
                 answers.append((replica, answer))
         answers += self._lost.items()
@@ -182,22 +182,22 @@ class RayReplicas(Replicas):
             self._note(replica, answer)
 
     def num_decoded(self) -> list[int]:
-        """Tokens so far, by replica; where an engine does not answer at once, what it last said."""
+        """Tokens so far, by replica; the last known number if an engine does not answer at once."""
         calls = {actor.num_decoded.remote(): replica for replica, actor in list(self._actors.items())}
         for call in ray.wait(list(calls), num_returns=len(calls), timeout=_HEARD_S)[0]:
-            with contextlib.suppress(RayError):  # whoever waits for its results hears of it
+            with contextlib.suppress(RayError):  # `collect` reports the loss
                 self._decoded[calls[call]] = ray.get(call)
         return [before + now for before, now in zip(self._decoded_before, self._decoded, strict=True)]
 
     def close(self) -> None:
-        """Kill the actors (they may be in the middle of decoding after Ctrl-C) and leave the cluster."""
+        """Kill the actors (they may be decoding after Ctrl-C) and leave the cluster."""
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         self._actors.clear()
         self._cluster.close()
 
     def _start(self, spec: EngineSpec) -> Any:
-        # num_cpus 0: threads are set by us, and the trainer's own cores must not keep an engine from being placed
+        # num_cpus 0: we set threads, and the trainer's cores must not prevent an engine from being placed
         actor_class = ray.remote(concurrency_groups={_REQUESTS: 1})(EngineActor)  # type: ignore[call-overload]
         options = actor_class.options(
             num_cpus=0,
@@ -216,8 +216,8 @@ class RayReplicas(Replicas):
         within_s: float | None = None,
         on_lost: OnLost = ignore_loss,
     ) -> dict[int, Timed | Lost]:
-        """By replica; Lost where it is silent, or there is none within_s seconds (default: the deadline, and some more:
-        engines have the same one and say so themselves)."""
+        """By replica; Lost if silent or without an answer within_s seconds (default: a little more than the deadline:
+        engines check the same deadline and report it themselves)."""
         if within_s is None:
             within_s = self._deadline_s + min(self._deadline_s, _GRACE_S)
         answers: dict[int, Timed | Lost] = {}
@@ -240,7 +240,7 @@ class RayReplicas(Replicas):
         return answers
 
     def _overdue(self, replica: int, method: str, elapsed_s: float, within_s: float) -> Lost | None:
-        """Lost where an engine that was asked elapsed_s ago is given up. A start may take longer while its process answers."""
+        """Lost if an engine called elapsed_s ago is given up. A start may take longer while its process answers."""
         if method == "start":
             is_heard = self._pulse.silent_for_s(replica) < min(self._pulse.silence_s, within_s)
             is_over = elapsed_s >= within_s * (_LONGEST_START if is_heard else 1)
@@ -263,7 +263,7 @@ class RayReplicas(Replicas):
 
 
 def _answer(call: Any, method: str) -> Any:
-    """The result of a call that is done (unpickled), or Lost; raises as `lost_or_raise` does."""
+    """The unpickled result of a finished call, or Lost; raises as `lost_or_raise` does."""
     try:
         answer = ray.get(call)
     except RayError as error:

@@ -1,11 +1,11 @@
-"""This process's connection to Ray: a cluster is started or joined; who owns which GPU of it; room for engines.
+"""This process's connection to Ray: starts or joins a cluster; ownership of its GPUs; room for engines.
 
-    rollout.ray_address    null           a cluster of this machine alone, which ends with this process
+    rollout.ray_address    null           a cluster of this machine only, which ends with this process
                            here[:port]    the same, open to other hosts: `marsrl join` there (ray_node.py)
-                           host:port      one that others have started, left at the end
+                           host:port      an existing cluster, left running at the end
 
-Ray gives out the GPUs that it counts, from the first on, whoever uses them already. So a Ray that is started here counts
-those that no trainer rank holds, and of one that is joined the same is demanded on every trainer host.
+Ray hands out the GPUs it counts, from the first on, even if they are in use. So a Ray started here counts
+only those that no trainer rank holds, and a joined one must do the same on every trainer host.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from marsrl.rollout.pool.ray_start import listens_at, own_sigterm, start_head
 from marsrl.rollout.pool.ray_token import token_here
 
 _LOG = logging.getLogger(__name__)
-# ray.init says with a warning that its own default is on: only who has the token of this machine may join the cluster.
+# ray.init warns that its own default is on: only holders of this machine's token may join the cluster.
 _AUTHENTICATION_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
-GPU, ENGINE_SLOT = "GPU", "engine_slot"  # what Ray counts; a slot is room for an engine on a host without GPUs
+GPU, ENGINE_SLOT = "GPU", "engine_slot"  # Ray's resources; a slot is room for an engine on a host without GPUs
 _NAMES = {GPU: "GPU(s)", ENGINE_SLOT: "engine slot(s)"}
-_SETTLE_S = 10.0  # until what an actor has left, or a node has brought, is counted everywhere
-_SAY_S = 15.0  # between two words of one who waits
-_PLACED_S = 0.3  # that Ray takes to reserve what is free
+_SETTLE_S = 10.0  # until resources freed by an actor or added by a node are counted everywhere
+_SAY_S = 15.0  # between two messages while waiting
+_PLACED_S = 0.3  # that Ray takes to reserve free resources
 
 
 class RayCluster:
-    """A connection of this process to Ray; several pools may share it, the last one to close ends it.
+    """A connection of this process to Ray; several pools may share it; the last to close ends it.
 
     host: the address at which the cluster's hosts reach this process.
     """
@@ -87,12 +87,12 @@ class RayCluster:
         return f"the Ray cluster at rollout.ray_address={self._address}"
 
     def check_owners(self, hosts: Sequence[RankHost], *, is_shared: bool) -> None:
-        """Raises RuntimeError where Ray would give engines a GPU that a trainer rank of any host holds.
+        """Raises RuntimeError if Ray would give engines a GPU that a trainer rank of any host holds.
 
-        is_shared: engines are to have the trainer's GPUs (rollout.placement=colocated): Ray must count those, and no others.
+        is_shared: engines share the trainer's GPUs (rollout.placement=colocated): Ray must count those and no others.
         """
         if self._address is None:
-            return  # what it counts was chosen here
+            return  # its GPUs were chosen here
         counts: dict[str, float] = {}
         for node in _alive():
             name = str(node["NodeManagerHostname"])
@@ -122,14 +122,14 @@ class RayCluster:
             )
 
     def await_place(self, who: str, each: Mapping[str, float], num: int, wait_s: float) -> None:
-        """Return when there is a place for `num` engines: hosts may have to join, or be gone with a lost one.
+        """Return once there is room for `num` engines: hosts may still have to join.
 
         Args:
-            who: the engines, in words.
-            each: what one engine takes of one host: {"GPU": 2.0}, {"engine_slot": 1.0}, or nothing.
+            who: the engines, for messages.
+            each: resources of one host that an engine takes: {"GPU": 2.0}, {"engine_slot": 1.0}, or nothing.
 
         Raises:
-            RuntimeError: there is none within wait_s; who has what.
+            RuntimeError: no room within wait_s; lists each host's resources.
         """
         for resource, amount in each.items():
             end, within_s = time.monotonic() + wait_s, _SETTLE_S
@@ -147,7 +147,7 @@ class RayCluster:
                 _LOG.warning("%s; waiting for hosts that join, %.0f s left of rollout.join_s", lack, left)
 
     def has_place(self, each: Mapping[str, float], within_s: float, num: int = 1) -> bool:
-        """True if there is room for `num` engines, at the latest in within_s; each: resources that one takes of one host."""
+        """True if there is room for `num` engines within within_s; each: resources of one host that an engine takes."""
         if not each:
             return True
         end = time.monotonic() + max(within_s, _PLACED_S)
@@ -163,7 +163,7 @@ class RayCluster:
             remove_placement_group(group)
 
     def close(self) -> None:
-        """Shut down when nobody else uses the connection and it was made here."""
+        """Disconnect; the last user of a connection made here shuts Ray down."""
         if not self._is_open:
             return
         self._is_open = False
@@ -176,10 +176,10 @@ class RayCluster:
 
 
 def cluster_view(address: str, timeout_s: float) -> str:
-    """Resources of the cluster at an address: each host's GPUs and slots, and how many are free.
+    """Resources of the cluster at an address: each host's GPUs and slots, total and free.
 
     Raises:
-        RuntimeError: it cannot be joined within timeout_s.
+        RuntimeError: joining fails within timeout_s.
     """
     cluster = RayCluster(address=address, timeout_s=timeout_s, object_store_mib=0)
     try:
@@ -193,7 +193,7 @@ def _alive() -> list[Mapping[str, Any]]:
 
 
 def _held(resource: str) -> str:
-    """Hosts and how much each has of it, and what of all that is free."""
+    """Hosts with their amount of a resource, and how much of it is free."""
     hosts = [
         f"{node['NodeManagerHostname']} {node['Resources'][resource]:g}"
         for node in _alive()
@@ -204,7 +204,7 @@ def _held(resource: str) -> str:
 
 
 def _address_here(address: str | None) -> str:
-    """The address of this process as the hosts of the cluster at `address` reach it."""
+    """The address at which hosts of the cluster at `address` reach this process."""
     if address is None:
         return "127.0.0.1"
     if is_started_here(address):
@@ -235,10 +235,10 @@ def _join(address: str, timeout_s: float) -> None:
     def connect() -> None:
         try:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
-        except BaseException as error:  # handed to the caller's thread
+        except BaseException as error:  # re-raised in the caller's thread
             failure.append(error)
 
-    # something that is not Ray may listen there, and ray.init would wait for minutes
+    # ray.init would wait for minutes if something else than Ray listens there
     thread = threading.Thread(target=connect, name="marsrl-ray-init", daemon=True)
     thread.start()
     thread.join(timeout_s)

@@ -1,4 +1,4 @@
-"""Sorts Ray's errors: an engine is lost (it can be replaced), or Ray itself has failed (the run ends)."""
+"""Classifies Ray's errors: an engine is lost (replaceable), or Ray itself has failed (the run ends)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from marsrl.rollout.pool.replicas import Lost
 _ENGINE_IS_LOST = (RayActorError, WorkerCrashedError, OutOfMemoryError, ObjectLostError)
 _DECODING = ("submit", "collect", "abort")
 _NEEDED = ("gcs_server", "raylet")
-_LOW_ON_MEMORY = "running low on memory"  # what Ray says of a process that its memory monitor has killed
+_LOW_ON_MEMORY = "running low on memory"  # Ray's message about a process killed by its memory monitor
 _GO_ON = "go on from the last checkpoint with run.resume=auto"
 
 
 def lost_or_raise(error: RayError, method: str) -> Lost:
-    """Lost, where an engine's call that failed with `error` says that the engine is.
+    """Lost, if the `error` of a failed call means that the engine is lost.
 
     Raises:
         RuntimeError: Ray is gone, or its object store is full.
-        Exception: the engine's own, where it says something about the call and not about the engine: a refusal
+        Exception: the engine's own, if it concerns the call rather than the engine: a refusal
             (WrongVersion, ValueError), or anything outside of decoding.
     """
     cause = error.cause if isinstance(error, RayTaskError) else error
@@ -53,7 +53,7 @@ def lost_or_raise(error: RayError, method: str) -> Lost:
 
 
 def how_it_died(error: BaseException) -> str:
-    """The cause of an engine process's death, with what to do where that is known."""
+    """The cause of an engine process's death, with advice where known."""
     low = next((line.strip() for line in str(error).splitlines() if _LOW_ON_MEMORY in line), None)
     if low is not None or isinstance(error, OutOfMemoryError):
         return (
@@ -64,7 +64,7 @@ def how_it_died(error: BaseException) -> str:
 
 
 def check_ray(error: BaseException | None = None) -> None:
-    """Raise RuntimeError where the cluster has lost this process's own node, and with it every way to an engine."""
+    """Raise RuntimeError if the cluster has lost this process's own node, and with it all engines."""
     check_head()
     here = ray.get_runtime_context().get_node_id()
     if not any(node["NodeID"] == here and node["Alive"] for node in ray.nodes()):
@@ -75,24 +75,24 @@ def check_ray(error: BaseException | None = None) -> None:
         ) from error
 
 
-_processes: dict[str, psutil.Process] = {}  # of Ray, started by this process, without which nothing goes on
+_processes: dict[str, psutil.Process] = {}  # essential processes of Ray, started by this process
 
 
 def note_processes() -> None:
-    """Ray was started by this process: check_head is to watch it."""
+    """Watch the processes of a Ray started by this process (see check_head)."""
     children = {child.name(): child for child in psutil.Process().children()}
     _processes.update({name: children[name] for name in _NEEDED if name in children})
 
 
 def forget_processes() -> None:
-    """Ray is shut down next."""
+    """Stop watching: Ray is about to be shut down."""
     _processes.clear()
 
 
 def check_head() -> None:
-    """Raise RuntimeError where a process of Ray that this process has started has ended; costs little.
+    """Raise RuntimeError if a Ray process started by this one has ended; cheap.
 
-    Ray itself says nothing for a minute when its head is gone, and then aborts this process.
+    Ray itself is silent for a minute when its head is gone, and then aborts this process.
     """
     for name, process in _processes.items():
         if _has_ended(process):

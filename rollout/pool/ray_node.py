@@ -1,8 +1,8 @@
-"""`marsrl join`: this host's engines for a trainer on another one, as a node of the Ray cluster that its rank 0 started.
+"""`marsrl join`: offers this host's engines to a trainer on another host, as a node of its rank 0's Ray cluster.
 
     wait for the head -> `ray start --address HEAD --block` -> watch both -> the head has ended: leave; the node has: join again
 
-The node ends with this process, however that ends; engines that run on it end with the node.
+The node ends with this process, however it ends; the node's engines end with it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from marsrl.rollout.pool.ray_start import visible
 from marsrl.rollout.pool.ray_token import show_token
 
 _LOOK_S = 1.0
-_ANSWER_S = 3.0  # for which the head's machine has to answer
-_SAY_S = 30.0  # between two words of one who waits
-_REFUSALS = 3  # in a row: nobody listens on the head's port any more
-_SHORT_LIFE_S = 30.0  # of a node; after _SHORT_LIVES of these in a row there is no sense in another
+_ANSWER_S = 3.0  # for the head's machine to answer
+_SAY_S = 30.0  # between two messages while waiting
+_REFUSALS = 3  # refused connections in a row: the head is gone
+_SHORT_LIFE_S = 30.0  # of a node; after _SHORT_LIVES of these in a row, give up
 _SHORT_LIVES = 3
-_LEAVE_S = 10.0  # that engines get to end by themselves
+_LEAVE_S = 10.0  # for engines to end by themselves
 _LOGS = "/tmp/ray/session_latest/logs"
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The part of this host that is for engines. gpus: indices of those that this process sees; engines: slots on CPUs."""
+    """This host's resources for engines. gpus: indices among those visible to this process; engines: slots on CPUs."""
 
     gpus: Sequence[int]
     engines: int
@@ -56,10 +56,10 @@ class Offer:
 
 
 def offer_of_this_host(gpus: Sequence[int] | None, engines: int | None) -> Offer:
-    """All GPUs (None), or those; where there is none, slots for engines on CPUs, 1 by default.
+    """All GPUs (None), or the given ones; without GPUs, slots for engines on CPUs, 1 by default.
 
     Raises:
-        ValueError: a GPU that is not here, or slots beside GPUs.
+        ValueError: an unknown GPU, or slots besides GPUs.
     """
     import torch
 
@@ -75,12 +75,12 @@ def offer_of_this_host(gpus: Sequence[int] | None, engines: int | None) -> Offer
 
 
 class JoinError(RuntimeError):
-    """This host could not become part of the cluster, or is not any more."""
+    """This host could not join the cluster, or has dropped out."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """`ray start --block`, and the file that has what it says."""
+    """`ray start --block` and the file with its output."""
 
     process: subprocess.Popen[bytes]
     output: Path
@@ -93,15 +93,15 @@ class _Node:
 def join(
     host: str, port: int, offer: Offer, *, token_file: str | None, wait_s: float, say: Callable[[str], None]
 ) -> None:
-    """Serve the cluster whose head is at host:port until it ends, or this process is told to.
+    """Serve the cluster whose head is at host:port until it ends or this process is stopped.
 
     Args:
-        wait_s: for the head to be there, at first and whenever it is silent.
-        say: told what happens, a line each.
+        wait_s: for the head to answer, at first and whenever it is silent.
+        say: called with each line of progress.
 
     Raises:
-        JoinError: nobody there within wait_s, another Ray or Python, a wrong token, or a node that dies again and again.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; nothing of the node is left.
+        JoinError: no answer within wait_s, another version of Ray or Python, a wrong token, or a node that keeps dying.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the node is gone by then.
     """
     token = _token(token_file)
     head, short_lives = _Head(host, port, wait_s, say), 0
@@ -125,7 +125,7 @@ def join(
             continue
         if (
             not _is_up(said) and "timed out during startup" not in said
-        ):  # Ray's 30 s: a busy machine, another time perhaps
+        ):  # Ray's own 30 s were too short for a busy machine: retry
             raise JoinError(
                 f"this host (Ray {ray.__version__}, Python {platform.python_version()}) could not join the cluster at "
                 f"{head.name} ({_reason(said)}); its token: {token}"
@@ -137,7 +137,7 @@ def join(
 
 
 class _Head:
-    """The port at which the trainer's Ray listens. has_ended: Ray listened there, and does not any more."""
+    """The port of the trainer's Ray. has_ended: Ray listened there but no longer does."""
 
     def __init__(self, host: str, port: int, wait_s: float, say: Callable[[str], None]) -> None:
         self._address, self.name, self._wait_s, self._say = (host, port), f"{host}:{port}", wait_s, say
@@ -149,7 +149,7 @@ class _Head:
         return self._was_there and self._num_refusals >= _REFUSALS
 
     def look(self) -> Literal["there", "refuses", "silent"]:
-        """Raises JoinError where nobody has answered for wait_s; before Ray has been there, its port must."""
+        """Raises JoinError if nothing has answered for wait_s; until Ray has been seen, only its port counts."""
         found: Literal["there", "refuses", "silent"] = "there"
         try:
             socket.create_connection(self._address, timeout=_ANSWER_S).close()
@@ -181,14 +181,14 @@ def _is_up(said: str) -> bool:
 
 
 def _reason(said: str) -> str:
-    """The end of what `ray start` said; of another version of Ray or Python all that it says of that."""
+    """The tail of `ray start`'s output; for a version mismatch of Ray or Python, all that it says about it."""
     if (at := said.find("Version mismatch")) >= 0:
         return " ".join(said[at:].split()) + ": install the trainer's Ray and Python here"
     return (said.strip().splitlines() or ["it said nothing"])[-1][:300]
 
 
 def _token(token_file: str | None) -> str:
-    """Show the cluster's token; a sentence about it."""
+    """Present the cluster's token to Ray; returns a sentence about it."""
     if token_file is not None:
         path = Path(token_file).expanduser()
         if not path.is_file() or not path.read_text(encoding="utf-8").strip():
@@ -203,7 +203,7 @@ def _token(token_file: str | None) -> str:
 
 @contextlib.contextmanager
 def _started(where: str, own: str, offer: Offer) -> Iterator[_Node]:
-    """A node of the cluster in the body; afterwards no process of it is left."""
+    """Run a node of the cluster during the body; no process of it is left afterwards."""
     words = [
         f"--address={where}",
         f"--node-ip-address={own}",
@@ -211,7 +211,7 @@ def _started(where: str, own: str, offer: Offer) -> Iterator[_Node]:
         f"--num-gpus={len(offer.gpus)}",
     ]
     words += [f"--resources={json.dumps({ENGINE_SLOT: offer.engines})}"] if offer.engines else []
-    # any port: Ray's own range is one for all nodes of a machine
+    # any port: Ray's default range is shared by all nodes of a machine
     words += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats", "--block"]
     with tempfile.TemporaryDirectory(prefix="marsrl-join-") as folder:
         output = Path(folder) / "said"
@@ -236,7 +236,7 @@ def _end_with_parent() -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to `ray start`, which ends its node; what is left after _LEAVE_S is killed, engines' own processes too."""
+    """SIGTERM to `ray start`, which ends its node; whatever is left after _LEAVE_S is killed, engines' processes too."""
     processes = [psutil.Process(process.pid)] if process.poll() is None else []
     for each in list(processes):
         processes += each.children(recursive=True)

@@ -1,6 +1,6 @@
-"""Finds engine processes that are silent: stopped, or on a machine that is gone. A busy one still answers.
+"""Detects silent engine processes: stopped, or on a machine that is gone. A busy one still answers.
 
-pulse.listen(actors)          # again and again while something is waited for
+pulse.listen(actors)          # repeatedly while waiting
 pulse.silent_for_s(replica)   # how long we have listened to it in vain
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import ray
 
-_ASK_EVERY = 0.1  # of the silence that is allowed
-_GAP_S = 1.0  # that counts at most between two calls of listen: nobody heard anything in a longer one
+_ASK_EVERY = 0.1  # of the allowed silence
+_GAP_S = 1.0  # counted at most between two calls of listen: during a longer gap nobody listened
 
 
 @dataclass(slots=True)
@@ -26,9 +26,9 @@ class _Asked:
 
 
 class EnginePulse:
-    """Asks each engine whether it is there, in a thread of its own there. Any thread of ours may call the methods.
+    """Pings each engine, which answers in a thread of its own. Methods may be called from any thread.
 
-    silence_s: after which an engine is lost (run.silence_s).
+    silence_s: after which an engine counts as lost (run.silence_s).
     """
 
     def __init__(self, silence_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,7 +39,7 @@ class EnginePulse:
         self._listened = -float("inf")
 
     def listen(self, actors: Mapping[int, Any]) -> None:
-        """Hear what has been answered and ask again; does not wait. actors: by replica."""
+        """Take answers and ping again, without waiting. actors: by replica."""
         with self._lock:
             now = self._clock()
             elapsed, self._listened = min(now - self._listened, _GAP_S), now
@@ -48,7 +48,7 @@ class EnginePulse:
             for replica, actor in list(actors.items()):
                 asked = self._asked.get(replica)
                 if asked is not None and asked.call is not None:
-                    if asked.call in done:  # with an error, too: whoever waits for another answer hears of that
+                    if asked.call in done:  # an error, too: whoever waits for another answer gets it
                         asked.call, asked.silent_s = None, 0.0
                     else:
                         asked.silent_s += elapsed
@@ -56,11 +56,11 @@ class EnginePulse:
                     self._asked[replica] = _Asked(actor.is_there.remote(), now)
 
     def silent_for_s(self, replica: int) -> float:
-        """Seconds for which we have listened since it was asked; 0 where it has answered."""
+        """Seconds of listening since the ping; 0 if it has answered."""
         with self._lock:
             return self._asked[replica].silent_s if replica in self._asked else 0.0
 
     def forget(self, replica: int) -> None:
-        """Another process takes this one's place."""
+        """Reset a replica: another process takes its place."""
         with self._lock:
             self._asked.pop(replica, None)

@@ -1,4 +1,4 @@
-"""The token that a cluster of Ray demands, by Ray's own variables. To be shown before ray is imported."""
+"""The token of a Ray cluster, through Ray's own variables. Must be set before ray is imported."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def show_token() -> str:
-    """Have Ray show this host's token, where there is one; a sentence about it.
+    """Have Ray present this host's token, if it has one; returns a sentence about it.
 
-    Ray reads RAY_AUTH_MODE when it is imported. A cluster without tokens takes no notice.
+    Ray reads RAY_AUTH_MODE when imported. A cluster without tokens ignores it.
     """
     is_there, sentence = token_here()
     if is_there:
@@ -18,7 +18,7 @@ def show_token() -> str:
 
 
 def token_here() -> tuple[bool, str]:
-    """(True if this host has a token that can be shown, a sentence about it)."""
+    """(True if this host has a token to present, a sentence about it)."""
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     copy = "copy ~/.ray/auth_token of the host that started the cluster there, or name its place in RAY_AUTH_TOKEN_PATH"

@@ -1,12 +1,12 @@
-"""rollout.rebalance: engines of all policies share one pool of GPUs, and one moves to the policy that has more to decode.
+"""rollout.rebalance: engines of all policies share a pool of GPUs, and one moves to the policy with more to decode.
 
     rebalancer.note_stage()      -> how busy each policy's engines were in it
-    rebalancer.is_due            two stages in a row said the same
-    rebalancer.move()            an engine of one policy ends, one of another takes its place with that policy's weights of now
+    rebalancer.is_due            two stages in a row asked for the same move
+    rebalancer.move()            an engine of one policy stops, one of another starts with that policy's current weights
 
-The load of a policy is the seconds that an engine of it worked on requests that came back, in the mean over its engines. An
-engine moves where the highest load is more than twice the lowest of a policy with an engine to spare, and the stage's decoding,
-predicted from the same seconds, gets shorter by a tenth at least: so that the way back is never due under the same load.
+A policy's load is the mean over its engines of the seconds worked on finished requests. An
+engine moves if the highest load is more than twice the lowest of a policy with an engine to spare, and the stage's decoding,
+predicted from the same seconds, gets at least a tenth shorter: so the reverse move is never due under the same load.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from marsrl.rollout.pool.pool import EnginePool
 
 _OFF_BY = 2.0  # loads
-_LEAST_S = 1.0  # of the highest load: less says nothing
-_SHORTER = 0.9  # the decoding after a move, over that before
-_STAGES = 2  # in a row that ask for the same move
+_LEAST_S = 1.0  # minimum of the highest load, to be significant
+_SHORTER = 0.9  # decoding time after a move over that before
+_STAGES = 2  # stages in a row that must ask for the same move
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyEngines:
-    """A policy's part of the engines, and what they did in a stage. busy_s: over all of them; takes: EnginePool.takes."""
+    """A policy's engines and their work in a stage. busy_s: sum over engines; takes: EnginePool.takes."""
 
     engines: int
     busy_s: float
@@ -37,7 +37,7 @@ class PolicyEngines:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An engine of one policy makes room for `num` of another; 0: for none, as `problem` says. why: in words."""
+    """One engine of a policy makes room for `num` of another; 0: none fit, see `problem`. why: for the log."""
 
     giver: str
     taker: str
@@ -47,7 +47,7 @@ class Move:
 
 
 def wanted(policies: Mapping[str, PolicyEngines]) -> Move | None:
-    """The move that their loads ask for; policies decode side by side."""
+    """The move that the loads ask for; policies decode side by side."""
     givers = [name for name, each in policies.items() if each.engines > 1]
     if not givers:
         return None
@@ -73,7 +73,7 @@ def wanted(policies: Mapping[str, PolicyEngines]) -> Move | None:
 
 
 def outlook(engines: Mapping[str, int], takes: Mapping[str, Mapping[str, float]]) -> str:
-    """One line about the moves that rollout.rebalance can make, given each policy's engines and what each takes."""
+    """One line about the moves possible for rollout.rebalance, given each policy's engines and their resources."""
     moves = [
         f"{giver} to {taker}" + (f" ({num} in its place)" if num > 1 else "")
         for giver in engines
@@ -92,7 +92,7 @@ def outlook(engines: Mapping[str, int], takes: Mapping[str, Mapping[str, float]]
 
 
 def num_fitting(takes: Mapping[str, float], frees: Mapping[str, float]) -> int:
-    """Engines that take so much each in the place of one that frees so much, all of it on one host."""
+    """Number of engines that fit in the resources of one stopped engine, all on one host."""
     return min((int(frees.get(name, 0.0) / amount + 1e-6) for name, amount in takes.items()), default=1)
 
 
@@ -105,17 +105,17 @@ def _in_words(takes: Mapping[str, float]) -> str:
 
 
 class Rebalancer:
-    """Watches the pools of all policies and moves engines between them. Used by one thread; knows nothing of an earlier process:
-    a run that goes on begins with rollout.engines again, and measures anew.
+    """Watches the pools of all policies and moves engines between them. Used by one thread; keeps no state across processes:
+    a resumed run starts with rollout.engines and measures anew.
 
-    say: told in one line what was moved, or why it cannot be.
+    say: called with one line about each move, or why it is impossible.
     """
 
     def __init__(self, pools: Mapping[str, EnginePool], *, say: Callable[[str], None]) -> None:
         self._pools, self._say = pools, say
         self._seen_s = dict.fromkeys(pools, 0.0)  # EnginePool.busy_s at the end of the last stage
         self._move: Move | None = None
-        self._num_stages = 0  # in a row that asked for it
+        self._num_stages = 0  # consecutive stages that asked for it
         self._told: set[str] = set()
         self._num_moves = 0
 
@@ -124,7 +124,7 @@ class Rebalancer:
         return self._move is not None and self._move.num > 0 and self._num_stages >= _STAGES
 
     def take_moves(self) -> int:
-        """Engines that have moved since the last call."""
+        """Number of engines moved since the last call."""
         num, self._num_moves = self._num_moves, 0
         return num
 

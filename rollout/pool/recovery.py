@@ -23,12 +23,12 @@ from marsrl.rollout.pool.replicas import Lost, Replicas, Timed, call_one
 
 _log = logging.getLogger(__name__)
 
-SETTLE_S = 10.0  # until what an engine has left, or a host has brought, is a place
+SETTLE_S = 10.0  # until freed or added resources become available
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Counts of faults that were mended. resubmitted: requests decoded again; failed: given up."""
+    """Counts of recovered faults. resubmitted: requests decoded again; failed: given up."""
 
     engine_restarts: int = 0
     resubmitted: int = 0
@@ -36,36 +36,36 @@ class Faults:
 
 
 class Recovery:
-    """Restarts engines, and counts.
+    """Restarts engines and counts restarts.
 
-    name: of the policy. most: restarts in a run; one more ends it.
-    tell: told (replica, "restart", start, end), time.time(), of each.
+    name: of the policy. most: restarts allowed in a run; one more ends it.
+    tell: called with (replica, "restart", start, end) of each; time.time().
     """
 
     def __init__(self, replicas: Replicas, name: str, most: int, tell: Callable[[int, str, float, float], None]):
         self._replicas, self._name, self._most, self._tell = replicas, name, most, tell
-        self._update: WeightUpdate | None = None  # of now; None before the first
+        self._update: WeightUpdate | None = None  # current; None before the first
         self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard of an engine; all engines hold the same
-        self._adapters: dict[str, tuple[AdapterUpdate, Sequence[Mapping[str, int]]]] = {}  # the same, by name
+        self._adapters: dict[str, tuple[AdapterUpdate, Sequence[Mapping[str, int]]]] = {}  # the same, by adapter
         self.num_restarts = 0
         self.feed: Callable[[int], Timed | Lost | None] | None = None
-        self.needs_weights = set[int]()  # replicas that hold the weights of their start, and are to get those of now
+        self.needs_weights = set[int]()  # replicas with initial weights that need the current ones
 
     def note_weights(self, update: WeightUpdate, checksums: Sequence[Mapping[str, int]]) -> None:
-        """From now on a new engine gets these weights, of which each shard must report these checksums."""
+        """Give new engines these weights from now on; each shard must report these checksums."""
         self._update, self._checksums = update, checksums
         self.needs_weights.clear()
 
     def note_adapter(self, update: AdapterUpdate, checksums: Sequence[Mapping[str, int]]) -> None:
-        """From now on a new engine gets these numbers too."""
+        """Give new engines this adapter too from now on."""
         self._adapters[update.name] = update, checksums
 
     def restart(self, replica: int, reason: str, *, has_others: bool) -> bool:
-        """Replace a lost engine, with the weights of now; False where it has no place, and others serve (has_others).
+        """Replace a lost engine, with the current weights; False if no host has room and others serve (has_others).
 
         Raises:
-            RuntimeError: too many restarts in this run, no place for the only engine, or the new engine holds other numbers
-                than the others.
+            RuntimeError: too many restarts in this run, no room for the only engine, or the new engine's weights differ
+                from the others'.
         """
         start = time.time()
         lost: Lost | None = Lost(reason)
@@ -96,7 +96,7 @@ class Recovery:
         return True
 
     def make(self, replica: int) -> Lost | None:
-        """A new engine of this number, with the weights of now; Lost: it does not survive that."""
+        """A new engine of this number with the current weights; Lost if it dies meanwhile."""
         lost = self._replicas.restart(replica)
         if lost is None and (self._update is not None or self._adapters):
             self.needs_weights.add(replica)
@@ -104,9 +104,9 @@ class Recovery:
         return lost
 
     def load(self, replica: int) -> Lost | None:
-        """The weights and adapters of now into a new engine, or nothing where the trainer's ranks cannot send them now.
+        """Load the current weights and adapters into a new engine, unless the trainer's ranks cannot send them now.
 
-        Lost: it does not survive that.
+        Lost if it dies meanwhile.
         """
         if (update := self._update) is not None:
             answer: Timed | Lost | None

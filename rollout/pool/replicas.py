@@ -1,9 +1,9 @@
-"""A pool's way to its engines: the interface of a policy's replicas, and the replicas of this process.
+"""The interface between a pool and its engines, and its implementation for engines of this process.
 
     pool = EnginePool(LocalReplicas([engine]))
 
-The replicas that are Ray actors are in ray_actors.py. A call returns, for each replica, what the engine returned and
-when it ran (Timed), or that the engine is lost (Lost).
+Replicas as Ray actors are in ray_actors.py. A call returns, for each replica, the engine's result and
+its times (Timed), or Lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from marsrl.rollout.engines.protocol import DecodeRequest, Engine
 
-_SLICE_S = 0.05  # for which one of several engines of this process decodes before the next
+_SLICE_S = 0.05  # time slice of each engine of this process
 
 
 OnLost = Callable[[int, str], None]
@@ -26,12 +26,12 @@ OnLost = Callable[[int, str], None]
 
 
 def ignore_loss(replica: int, reason: str) -> None:
-    """Nobody waits for what only the lost engine could do."""
+    """Default on_lost: nobody waits for the lost engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The result of an engine's method, and when it ran there. start, end: time.time() of the engine's process."""
+    """The result of an engine's method and its times. start, end: time.time() of the engine's process."""
 
     value: Any
     start: float
@@ -40,23 +40,23 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """In place of an engine's answer: it will not give any. reason: for people."""
+    """An engine's answer if it is lost. reason: for messages."""
 
     reason: str
 
 
 def timed(function: Callable[[], Any]) -> Timed:
-    """Call it and take the time."""
+    """Call the function and take its times."""
     start = time.time()
     value = function()
     return Timed(value, start, max(start, time.time()))  # the wall clock may be set back
 
 
 class Replicas(ABC):
-    """The engines of one policy, numbered from 0. A number may have no engine: it was stopped, or waits for a place.
+    """The engines of one policy, numbered from 0. A number may have no engine: stopped, or waiting for room.
 
-    can_restart: False where engines live in this process: what ails them ails it too, and none is ever Lost.
-    takes: resources that each engine takes of one host, by Ray's names; empty: there is always room.
+    can_restart: False for engines in this process, which share its fate: none is ever Lost.
+    takes: resources of one host that each engine takes, by Ray's names; empty: there is always room.
     """
 
     can_restart = False
@@ -64,46 +64,46 @@ class Replicas(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Numbers that have had an engine."""
+        """Number of replicas, with those that have no engine now."""
 
     @abstractmethod
     def call(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
     ) -> Mapping[int, Timed | Lost]:
-        """method(*arguments[i]) on each replica i that has arguments, all at once where they can. on_lost: is told of a
-        lost one at once, while others are still waited for."""
+        """Call method(*arguments[i]) on each replica i with arguments, concurrently if possible. on_lost: called with a
+        lost one at once, before the others have answered."""
 
     def restart(self, replica: int) -> Lost | None:
-        """End what is left of an engine and make a new one, with the weights of its start. Lost: that failed too.
+        """Kill what is left of an engine and start a new one with initial weights. Lost if that fails too.
 
-        The number may be the next one, that of an engine more.
+        The next number adds an engine.
         """
         raise NotImplementedError
 
     def stop(self, replica: int) -> None:
-        """End what is left of an engine; its place is free."""
+        """Kill what is left of an engine; its resources are free."""
         raise NotImplementedError
 
     def has_place(self, within_s: float) -> bool:
-        """True if there is room for one engine more, at the latest in within_s."""
+        """True if there is room for one more engine within within_s."""
         return False
 
     @abstractmethod
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        """Hand requests to a replica, which may be decoding; does not wait for it."""
+        """Send requests to a replica, which may be decoding, without waiting."""
 
     @abstractmethod
     def collect(
         self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
     ) -> Sequence[tuple[int, Timed | Lost]]:
-        """Results of the busy replicas: (replica, list of results), waiting timeout_s at most for the first.
+        """Results of busy replicas: (replica, list of results), waiting at most timeout_s for the first.
 
-        is_urgent: something may follow from a result. Else it is handed over whenever that costs least.
+        is_urgent: a result may trigger further requests. Else it is handed over when that is cheapest.
         """
 
     @abstractmethod
     def abort(self, busy: Sequence[int]) -> None:
-        """Have every request of these replicas come back with the next results, as far as it got."""
+        """Have every request of these replicas return with the next results, as far as decoded."""
 
     @abstractmethod
     def num_decoded(self) -> list[int]: ...
@@ -113,12 +113,12 @@ class Replicas(ABC):
 
 
 def call_one(replicas: Replicas, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
-    """method(*arguments) on one replica."""
+    """Call method(*arguments) on one replica."""
     return replicas.call(method, {replica: arguments})[replica]
 
 
 class LocalReplicas(Replicas):
-    """Engines in this process, called one after the other. What they raise is raised: nothing is restarted."""
+    """Engines in this process, called one after the other. Their errors propagate: nothing is restarted."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = list(engines)
@@ -140,7 +140,7 @@ class LocalReplicas(Replicas):
     def collect(
         self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
     ) -> Sequence[tuple[int, Timed | Lost]]:
-        """Busy engines decode in turn, a slice of time each."""
+        """Let busy engines decode in turn, a time slice each."""
         end = time.monotonic() + timeout_s
         while True:
             answers = []
