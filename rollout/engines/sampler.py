@@ -1,4 +1,4 @@
-"""Drawing tokens with counter-based noise: the draw of a row depends on (seed, position) and its logits alone."""
+"""Sampling with counter-based noise: a row's draw depends only on (seed, position) and its logits."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Seeds = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """Sampling settings of each row of a batch, on the model's device. temperature 0 takes the most likely token."""
+    """Sampling settings of each row of a batch, on the model's device. temperature 0: greedy."""
 
     temperature: Tensor  # [B] float32
     top_p: Tensor  # [B] float32
     top_k: Tensor  # [B] int64; -1 off
-    truncates: bool  # does any row?
-    is_greedy: bool  # is any row's temperature 0?
+    truncates: bool  # any row?
+    is_greedy: bool  # any row at temperature 0?
 
     @staticmethod
     def of(samplings: Sequence[Sampling], device: torch.device) -> RowSampling:
-        """One row a request."""
+        """One row per request."""
         return RowSampling(
             temperature=torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device),
             top_p=torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device),
@@ -43,7 +43,7 @@ class RowSampling:
 
 
 def truncated(logits: Tensor, sampling: RowSampling) -> Tensor:
-    """[B, V] float32: logits over temperature, -inf for the tokens that top_k and top_p leave out."""
+    """[B, V] float32: logits / temperature, -inf for tokens excluded by top_k and top_p."""
     temperature = sampling.temperature
     if sampling.is_greedy:
         temperature = torch.where(temperature <= 0, 1.0, temperature)
@@ -52,11 +52,11 @@ def truncated(logits: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def draw_from(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens [B] int64, their log-probs [B] float32, nats, of the distribution that they were drawn from).
+    """(tokens [B] int64, their log-probs [B] float32, nats, under the truncated distribution).
 
     Args:
-        scaled: [B, V] float32, as `truncated` gives it.
-        noise: [B] float64 in [0, 1), of `uniform`, on the same device.
+        scaled: [B, V] float32, from `truncated`.
+        noise: [B] float64 in [0, 1), from `uniform`, on the same device.
     """
     if scaled.device.type == "cpu" and scaled.dtype == torch.float32 and library.why_no_cpu_library() is None:
         return _draw_cpu(scaled, sampling, noise)
@@ -64,7 +64,7 @@ def draw_from(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[Ten
 
 
 def _draw_cpu(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in two walks over each row, which write nothing of its length: csrc/cpu/draw.cpp."""
+    """The same in two passes over each row, without temporaries of its length: csrc/cpu/draw.cpp."""
     num_rows, num_columns = scaled.shape
     tokens, logprobs = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
     scaled, noise = scaled.contiguous(), noise.contiguous()
@@ -82,8 +82,8 @@ def _draw_torch(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[T
     whole = cumulative[:, -1:]
     point = torch.minimum(
         noise[:, None] * whole, whole.nextafter(torch.zeros_like(whole))
-    )  # a product may round to the whole
-    # the first token whose cumulative probability passes the point; one of probability 0 never is
+    )  # the product may round up to the total
+    # the first token whose cumulative probability passes the point; never one of probability 0
     tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=scaled.shape[1] - 1)
     if sampling.is_greedy:
         tokens = torch.where(sampling.temperature <= 0, scaled.argmax(-1), tokens)
@@ -91,7 +91,7 @@ def _draw_torch(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[T
 
 
 def kept_ids(scaled: Tensor) -> list[npt.NDArray[np.int32]]:
-    """The tokens that could be drawn in each row of `scaled` [B, V] (`truncated` made it), ascending, on the host."""
+    """The tokens that could be drawn in each row of `scaled` [B, V] (from `truncated`), ascending, on the host."""
     is_kept = scaled > -torch.inf
     counts = is_kept.sum(-1).cpu().numpy()
     ids = is_kept.nonzero()[:, 1].cpu().numpy().astype(np.int32)
@@ -99,16 +99,16 @@ def kept_ids(scaled: Tensor) -> list[npt.NDArray[np.int32]]:
 
 
 def low_bits(seeds: Sequence[int]) -> Seeds:
-    """[B]: what counts of each seed, its low 64 bits."""
+    """[B]: the low 64 bits of each seed."""
     return np.array([seed % (1 << 64) for seed in seeds], np.uint64)
 
 
 def uniform(seeds: Seeds, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """[B] in [0, 1): 53 bits of SplitMix64 over (seed, position). On the host, where both are known: a dozen operations on
-    so few numbers cost a GPU their launches.
+    """[B] in [0, 1): 53 bits of SplitMix64 over (seed, position). On the host, where both are known: on a GPU a dozen
+    operations on so few numbers cost only launches.
 
     Args:
-        positions: [B], place of the drawn token in its sequence.
+        positions: [B], index of the drawn token in its sequence.
     """
     x = _splitmix(_splitmix(seeds) + positions.astype(np.uint64))
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -123,12 +123,12 @@ def _splitmix(x: Seeds) -> Seeds:
 
 
 def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """-inf outside of the top k, then outside of the smallest set whose probability reaches top_p."""
+    """Set -inf outside the top k, then outside the smallest set whose probability reaches top_p."""
     ordered, index = logits.sort(-1, descending=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     drop = (top_k[:, None] > 0) & (rank >= top_k[:, None])
     ordered = ordered.masked_fill(drop, -torch.inf)
     probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities  # mass of the more likely ones: the first is always kept
+    before = probabilities.cumsum(-1) - probabilities  # mass of more likely tokens: the first is always kept
     drop = (before >= top_p[:, None]) & (top_p[:, None] < 1)
     return torch.empty_like(logits).scatter(-1, index, ordered.masked_fill(drop, -torch.inf))

@@ -1,7 +1,7 @@
-"""Finds the texts that end a completion (Sampling.stop) in its tokens.
+"""Finds stop strings (Sampling.stop) in a completion's tokens.
 
-Engines that run in our process share it, so a text ends a completion in the same place whatever decodes, and also where
-one segment holds its first half and the next one the other.
+Shared by the engines of our process, so that a stop string ends a completion in the same place in each, even if
+it is split over two segments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from marsrl.rollout.types import IntArray
 
 
 class StopTexts:
-    """decode: token ids to text; the tokenizer of model_dir is read when it is first needed."""
+    """decode: token ids to text; the tokenizer of model_dir is loaded on first use."""
 
     def __init__(self, decode: Callable[[IntArray], str]) -> None:
         self._decode = decode
@@ -33,9 +33,9 @@ class StopTexts:
         return cls(decode)
 
     def is_ended(self, known: IntArray, drawn: Sequence[int], stop: Sequence[str]) -> bool:
-        """Does the last token drawn complete one of the texts?
+        """True if the last token completes one of the stop strings.
 
-        known: what the request began with. A token stands for at least a byte, so the texts' length bounds how far to look.
+        known: the request's initial tokens. A token is at least a byte, so the strings' length bounds the search.
         """
         if not stop or not drawn:
             return False

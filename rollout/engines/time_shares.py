@@ -1,12 +1,12 @@
-"""Divides an engine's time: the seconds of each step, in even parts, among the requests that got a token in it.
+"""Splits an engine's time: the seconds of each step evenly among the requests that got a token in it.
 
     shares.add("a"); shares.add("b")
     shares.step(0.2); shares.end("a")   -> 0.1
     shares.step(0.2); shares.end("b")   -> 0.1 + 0.2
 
-So the parts of all requests add up to the seconds for which the engine worked, whatever the batch was: what they cost, not
-what they waited. Even parts, because a decoding step takes about as long for each sequence in it: it reads all weights for
-all of them. A prompt that is computed in a step lengthens it for everybody in it.
+The shares of all requests add up to the engine's busy seconds, whatever the batch was: their cost, not
+their waiting time. Even shares, because a decoding step costs about the same for each sequence: it reads all weights for
+all of them. A prefill in a step lengthens it for every request in it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from collections import deque
 
 
 class TimeShares:
-    """See the module. slots: requests in a step at most, the oldest first; None: all. Costs O(1) a step (as virtual time does
+    """slots: most requests in a step, the oldest first; None: all. Costs O(1) a step (as virtual time does
     in fair queueing: Parekh and Gallager 1993)."""
 
     def __init__(self, slots: int | None = None) -> None:
         self._slots = slots
-        self._each_s = 0.0  # what a request that was in every step has
-        self._since: dict[str, float] = {}  # of those in the steps: _each_s when they came
+        self._each_s = 0.0  # share of a request that was in every step
+        self._since: dict[str, float] = {}  # of those in the steps: _each_s at their start
         self._waiting: deque[str] = deque()
 
     def add(self, uid: str) -> None:
-        """A request that the engine decodes as soon as it has a slot."""
+        """Add a request, decoded as soon as there is a slot."""
         self._waiting.append(uid)
         self._fill()
 
     def step(self, seconds: float) -> None:
-        """The engine has done a step."""
+        """Account for a step of the engine."""
         if self._since:
             self._each_s += seconds / len(self._since)
 
     def end(self, uid: str) -> float:
-        """Seconds of a request that has ended; 0 of one that had no step."""
+        """Remove a finished request; returns its seconds, 0 if it had no step."""
         since = self._since.pop(uid, None)
         if since is None:
             if uid in self._waiting:

@@ -1,1 +1,1 @@
-"""One policy's model and optimizer, and what an update of it tells."""
+"""One policy's model and optimizer, and the statistics of its updates."""

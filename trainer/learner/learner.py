@@ -1,25 +1,25 @@
-"""The learner of one policy: a step's packed micro-batches in, new weights and statistics out. The same on CPU and GPUs.
+"""The learner of one policy: a step's packed micro-batches in, new weights and statistics out. Same code on CPU and GPUs.
 
     learner = Learner(policy, "models/qwen3", objectives=[PolicyObjective()] * 5, mpt=MptConfig(), total_steps=32, seed=0)
     stats = learner.train_step([Update(micro_batches, normaliser=float(num_tokens))])    # all ranks
     for name, tensor in learner.held().export(): ...                                     # all ranks; tensors on rank 0
 
-A step of a policy, and where each part of it is:
+The parts of a step and their files:
 
-    train_step      for each update: prepare, under the step's starting weights      megatron/passes.py
-                        do the ranks bring micro-batches that fit; this rank's part  megatron/context.py
+    train_step      for each update: prepare, with the step's starting weights       megatron/passes.py
+                        check that ranks' micro-batches match; this rank's part      megatron/context.py
                         old and reference log-probs, experts to force                megatron/router_replay.py
                     for each update:                                                 step.py
                         forward and backward of each micro-batch                     megatron/passes.py
                             the model, its head, gate and loss                       megatron/head.py
-                            what adapters add to its layers                          megatron/adapter.py
+                            the adapters' part of its layers                         megatron/adapter.py
                         its statistics over all ranks                                step_stats.py
-                        the weights change                                           megatron/optimizer.py
+                        the optimizer step                                           megatron/optimizer.py
 
-The old policy of all updates is the one before the first, so that ratio and clipping act from the second on. One learning
-rate a step, one policy version a step.
+The old policy of all updates is the one before the first, so ratio and clipping take effect from the second on. One learning
+rate and one policy version per step.
 
-Nothing here draws random numbers after construction (no dropout), so a checkpoint holds weights, optimizer and step.
+Nothing draws random numbers after construction (no dropout), so a checkpoint holds weights, optimizer and step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from marsrl.trainer.learner.step import PolicyStep, take_step
 from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.runs.directory import write_json
 
-if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
+if TYPE_CHECKING:  # megatron is imported when a Learner is built: after the CPU shim is installed
     from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase
     from marsrl.trainer.learner.megatron.checkpoint_store import PendingSave
     from marsrl.trainer.learner.megatron.convert import Converter
@@ -60,16 +60,16 @@ if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU 
 
 @dataclass(frozen=True, slots=True)
 class HeldAdapter:
-    """Exporter of an adapter: its model's shape, its settings, and the reader of its tensors."""
+    """Exporter of an adapter: its model's shape, its settings and its tensors' converter."""
 
     shape: ModelShape
     adapter: AdapterConfig
     weights: Converter
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole CPU tensor) on rank 0, by the names and in the order of tensor_shapes; nothing on the others.
+        """Yields (name, whole CPU tensor) on rank 0, named and ordered as tensor_shapes; nothing on other ranks.
 
-        Collective: every rank must exhaust it. In the policy's dtype, copies.
+        Collective: every rank must exhaust it. Copies, in the policy's dtype.
         """
         return self.weights.export()
 
@@ -91,18 +91,18 @@ class Learner:
         reference_dir: str | Path | None = None,
         base: FrozenBase | None = None,
     ) -> None:
-        """Build the model on this layout's process groups (made here where there are none) and read its weights.
+        """Build the model on this layout's process groups (created if there are none) and read its weights.
 
-        With policy.adapter they stay, and an adapter of them is trained.
+        With policy.adapter they are frozen and an adapter is trained.
 
-        objectives: of each agent of the run, in order; they differ in their clip ranges alone. mpt.probability replaces
+        objectives: of each agent of the run, in order; they differ only in clip ranges. mpt.probability replaces
             their mpt_probability; mpt.scope "off" turns the masking off.
-        reference_dir: weights of the objectives' KL reference, frozen; read and held only where there is such a term. None
-            with an adapter: what training starts from, which is here already.
-        base: of another learner, to share with it: an adapter's model_dir in memory.
+        reference_dir: frozen weights of the objectives' KL reference; loaded only if there is such a term. None
+            with an adapter: its starting point, which is loaded anyway.
+        base: another learner's frozen base to share, instead of loading model_dir again.
 
         Raises:
-            ValueError: the directory or the layout cannot be used; nothing was started then.
+            ValueError: the directory or the layout cannot be used; nothing has been started.
         """
         objective = objectives[0]
         if objective.kl != "none" and reference_dir is None and policy.adapter is None:
@@ -127,10 +127,10 @@ class Learner:
         probability = None if mpt.scope == "off" else mpt.probability
         self._objectives = tuple(dataclasses.replace(each, mpt_probability=probability) for each in objectives)
         self._optimizer_config, self._total_steps, self._model_dir = policy.optimizer, total_steps, Path(model_dir)
-        self._shape, self.base = shape, base  # base: frozen, of an adapter
+        self._shape, self.base = shape, base  # frozen base of an adapter
         self.adapter: Adapter | None = None
-        self.vocab_size = shape.vocab_size  # tokens that the model knows, padding left out
-        self.align = layout.tensor  # a packed micro-batch's length is a multiple of it, tokens
+        self.vocab_size = shape.vocab_size  # the model's vocabulary without padding
+        self.align = layout.tensor  # packed lengths are multiples of it, tokens
         reference: Model | None = None
         if policy.adapter is None:
             trained = self._start_whole(policy, layout)
@@ -151,10 +151,10 @@ class Learner:
             old_policy=old_policy,
             router_replay=router_replay,
         )
-        self.num_steps = 0  # steps, skipped and empty ones included: what the schedule counts
+        self.num_steps = 0  # steps, including skipped and empty ones, as the schedule counts
 
     def _start_whole(self, policy: PolicyConfig, layout: Layout) -> Model:
-        """All weights of the model, to be trained."""
+        """Train all weights of the model."""
         from marsrl.trainer.learner.megatron.convert import Converter
         from marsrl.trainer.learner.megatron.model import build_model
         from marsrl.trainer.learner.megatron.optimizer import Optimizer
@@ -167,13 +167,13 @@ class Learner:
         return Model(ddp)
 
     def _start_adapter(self, policy: PolicyConfig, layout: Layout, seed: int) -> tuple[Model, Model]:
-        """An adapter, to be trained; what it starts from."""
+        """Train an adapter; returns its starting point."""
         from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase, for_training
         from marsrl.trainer.learner.megatron.optimizer import Optimizer
         from marsrl.trainer.learner.megatron.passes import Model
 
         assert policy.adapter is not None
-        # An adapter's gradients are few, and no module's forward asks for its weights.
+        # An adapter has few gradients, and no module's forward gathers its weights.
         optimizer = policy.optimizer.model_copy(update={"overlap_grad_reduce": False, "overlap_param_gather": False})
         base = self.base = self.base or FrozenBase(self._model_dir, layout, policy)
         self.model, self.adapter = base.model, Adapter(base, policy.adapter, seed)
@@ -186,7 +186,7 @@ class Learner:
         return Model(base.wrapped, (self.adapter,), (ddp,)), begin
 
     def shard(self, max_tokens: int) -> BatchShard:
-        """This rank's share of a batch, in micro-batches of at most so many tokens."""
+        """This rank's share of a batch, in micro-batches of at most max_tokens."""
         from megatron.core import parallel_state
 
         return BatchShard(
@@ -208,21 +208,21 @@ class Learner:
     ) -> StepStats:
         """One step: each update is an optimizer step on the sum over ranks and micro-batches of token losses / normaliser.
 
-        lr: of this step, in place of the policy's schedule.
-        by_agent: measure the norm of each agent's share of the gradient too; the step stays the same, bit for bit.
-        keep: uids of samples whose tokens the statistics are to have; the same on all ranks.
+        lr: overrides the policy's schedule for this step.
+        by_agent: also measure the norm of each agent's share of the gradient; the step is the same, bit for bit.
+        keep: uids of samples whose tokens are added to the statistics; the same on all ranks.
 
-        Ranks of one data-parallel group bring equally many micro-batches; an empty share is pack([]). An update whose loss or
-        gradient is not finite on some rank changes nothing.
+        Ranks of a data-parallel group bring equally many micro-batches; an empty share is pack([]). An update whose loss or
+        gradient is not finite on any rank changes nothing.
 
         Raises:
-            ValueError: on all ranks together, when the micro-batches of any do not fit (number, alignment, scope).
+            ValueError: on all ranks, if the micro-batches of any of them do not match (number, alignment, scope).
         """
         (stats,) = take_step([self.step_of(lr=lr)], self.passes, updates, by_agent=by_agent, keep=keep)
         return stats
 
     def step_of(self, *, lr: float | None = None, agents: frozenset[int] | None = None) -> PolicyStep:
-        """The policy's part in one step more, which is counted. lr, agents: as PolicyStep's; lr None: by the schedule."""
+        """Count one more step and return the policy's part in it. lr, agents: as in PolicyStep; lr None: by the schedule."""
         from marsrl.trainer.learner.megatron.optimizer import lr_at
 
         if lr is None:
@@ -238,20 +238,20 @@ class Learner:
         rounded_as: torch.dtype | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
-        """[T] float32 CPU log-probs of each batch under the present weights, nats; 0 outside its mask.
+        """[T] float32 CPU log-probs of each batch under the current weights, nats; 0 outside its mask.
 
-        The router chooses the experts, whatever trainer.router_replay says.
-        rounded_as: every result on the way is rounded otherwise, as in another program of that dtype (other_roundings.py).
-        cache_dtype: of that program's KV cache, where it is another one.
+        The router chooses the experts, regardless of trainer.router_replay.
+        rounded_as: perturb every intermediate result by the roundings of another program in that dtype (other_roundings.py).
+        cache_dtype: of that program's KV cache, if different.
         """
         with nullcontext() if rounded_as is None else other_roundings(self.model, rounded_as, cache_dtype=cache_dtype):
             return self.passes.score(batches)
 
     def read_weights(self, folder: str | Path) -> None:
-        """Take the weights of a Hugging Face directory, an adapter's of a PEFT directory; the optimizer's moments stay.
+        """Load weights from a Hugging Face directory, an adapter's from a PEFT directory; the optimizer's moments stay.
 
         Raises:
-            ValueError: a tensor is missing or has another shape; with its name, file and both shapes.
+            ValueError: a tensor is missing or has a wrong shape; with its name, file and both shapes.
         """
         if self.adapter is None:
             self._converter.load(folder)
@@ -260,26 +260,26 @@ class Learner:
         self.optimizer.reload_weights()
 
     def held(self) -> Converter:
-        """Exporter of this rank's part of the present weights and of every rank's boxes; nothing is copied."""
+        """Exporter of this rank's part of the current weights and of every rank's boxes; nothing is copied."""
         self.optimizer.gather_weights()
         return self._converter
 
     @property
     def has_experts(self) -> bool:
-        """The policy's adapter is of experts too."""
+        """True if the policy's adapter includes experts."""
         return self.adapter is not None and "experts" in self.adapter.settings.targets
 
     def held_adapter(self) -> HeldAdapter:
-        """Exporter of the policy's adapter as it is now; nothing is copied."""
+        """Exporter of the policy's current adapter; nothing is copied."""
         assert self.adapter is not None, "the policy has no adapter"
         return HeldAdapter(self._shape, self.adapter.settings, self.held())
 
     def begin_save(self, folder: Path, *, copy: bool) -> PendingSave:
-        """Plan a save of weights (an adapter's alone), optimizer and step into `folder`, a Megatron distributed checkpoint.
+        """Plan a save of weights (or of the adapter alone), optimizer and step into `folder`, a Megatron distributed checkpoint.
 
         Nothing is written yet.
 
-        copy: the rest of it may run beside training.
+        copy: the rest of the save may overlap training.
         """
         from marsrl.trainer.learner.megatron.checkpoint_store import begin_save, policy_state
 
@@ -290,7 +290,7 @@ class Learner:
             about |= {"adapter": self.adapter.settings.model_dump(mode="json"), "base": base}
 
         def write_files(folder: Path) -> None:
-            copy_frame(self._model_dir, folder / "hf")  # what `marsrl export` needs beside the weights
+            copy_frame(self._model_dir, folder / "hf")  # what `marsrl export` needs besides the weights
             write_json(folder / "learner.json", about)
 
         return begin_save(
@@ -298,10 +298,10 @@ class Learner:
         )
 
     def load(self, folder: str | Path) -> None:
-        """Restore what was saved; under the same layout training goes on bit for bit.
+        """Restore a save; under the same layout training continues bit for bit.
 
         Raises:
-            ValueError: the directory is not a whole checkpoint, with the file that is missing; or an adapter's of another base.
+            ValueError: the checkpoint is incomplete (names the missing file), or its adapter belongs to another base.
         """
         from marsrl.trainer.learner.megatron.checkpoint_store import load, policy_state
 

@@ -1,8 +1,8 @@
-"""The same model with every intermediate result rounded otherwise: what another correct program may find.
+"""The same model with every intermediate result rounded differently: the results another correct program may get.
 
-Two programs that compute one model in one dtype differ by their roundings alone. How far that carries their log-probs
-apart depends on the weights, the depth, and how close a router's experts lie: from 1e-7 to whole nats. No constant can
-say it, but one program can measure it by itself (Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997).
+Two programs that compute one model in one dtype differ only in their roundings. How far that moves their log-probs
+apart depends on the weights, the depth and near-ties of a router: from 1e-7 to whole nats. No constant can
+bound it, but one program can measure it alone (Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_KEYS = ("linear_qkv", "k_proj", "v_proj")  # modules that make keys or values: Megatron's, transformers'
+_KEYS = ("linear_qkv", "k_proj", "v_proj")  # modules that compute keys or values: Megatron's, transformers'
 
 
 @contextmanager
 def other_roundings(
     model: nn.Module, dtype: torch.dtype, seed: int = 0, cache_dtype: torch.dtype | None = None
 ) -> Iterator[None]:
-    """In the body, each number that a module with parameters returns is off by up to a unit roundoff of `dtype`.
+    """In the body, outputs of modules with parameters are off by up to a unit roundoff of `dtype`.
 
-    Half of it is each number's own, half its row's (as where a norm's or a router's scale was rounded). `dtype` is what the
-    other program computes in; where a module returns a coarser one, it is that. The same seed gives the same numbers.
-    cache_dtype: in which it keeps keys and values, where that is another one.
+    Half of the error is each number's own, half its row's (as if a norm's or a router's scale was rounded). `dtype` is what the
+    other program computes in; if a module returns a coarser one, that. The same seed gives the same errors.
+    cache_dtype: of its keys and values, if different.
     """
     hooks = [
         module.register_forward_hook(
@@ -42,7 +42,7 @@ def other_roundings(
 
 
 def _rounding(dtype: torch.dtype, seed: int) -> Callable[[nn.Module, Any, Any], Any]:
-    """A forward hook that rounds a module's output, or the first of several, otherwise."""
+    """A forward hook that perturbs a module's output, or the first of several."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def rounded(x: Any) -> Any:

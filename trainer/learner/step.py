@@ -1,4 +1,4 @@
-"""One step of a policy, or of several whose samples share micro-batches."""
+"""One step of a policy, or of several that share micro-batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # they import megatron
 
 @dataclass(frozen=True)
 class PolicyStep:
-    """A policy's part in a step. agents: of the run, those that are its own; None: all."""
+    """A policy's part in a step. agents: its own among those of the run; None: all."""
 
     optimizer: Optimizer
     lr: float
@@ -35,9 +35,10 @@ def take_step(
     by_agent: bool = False,
     keep: Collection[str] = (),
 ) -> list[StepStats]:
-    """Learner.train_step of these policies: the statistics of each. Collective.
+    """Learner.train_step of several policies: the statistics of each. Collective.
 
-    Each has its own norm, clipping, learning rate and optimizer. One without a trained token in an update stays as it is.
+    Each has its own norm, clipping, learning rate and optimizer. An update without trained tokens of a policy
+    leaves it unchanged.
     """
     works = [passes.prepare(update, is_first=i == 0) for i, update in enumerate(updates)]
     stats: list[list[StepStats]] = [[] for _ in policies]
@@ -69,10 +70,10 @@ def take_step(
 
 
 def _agent_grad_norms(policies: Sequence[PolicyStep], passes: Passes, work: Work) -> list[tuple[float | None, ...]]:
-    """Each policy's gradient norms by agent, over all ranks, by a forward and backward pass an agent; None for an agent without
+    """Each policy's gradient norms by agent, over all ranks, by a forward and backward pass per agent; None for an agent without
     a trained token, or of another policy.
 
-    The gradients left behind are the last agent's.
+    Leaves the last agent's gradients behind.
     """
     counts = torch.zeros(work.num_agents, dtype=torch.int64, device=training_device())
     for each in work.micro_batches:

@@ -1,4 +1,4 @@
-"""Statistics of a step: of each optimizer update, over micro-batches and ranks; then of its updates as one."""
+"""Statistics of each optimizer update, over micro-batches and ranks, and their summary over a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
 from marsrl.trainer.machine import training_device
 
-if TYPE_CHECKING:  # megatron is imported when a Learner is made: after the CPU shim is in force
+if TYPE_CHECKING:  # megatron is imported when a Learner is built: after the CPU shim is installed
     from marsrl.trainer.learner.megatron.context import ContextCut
     from marsrl.trainer.learner.megatron.head import HeadResult
     from marsrl.trainer.learner.megatron.passes import Work
@@ -29,10 +29,10 @@ _SUMS = (*METRICS, "nll", "weighted_nll")  # of every agent
 
 @dataclass(frozen=True)
 class StepStats:
-    """One optimizer update, or all of a step, summed over all ranks and micro-batches; the same on every rank.
+    """Statistics of one optimizer update, or of a step, over all ranks and micro-batches; the same on every rank.
 
-    loss: the minimised number (already divided by the normaliser). grad_norm: before clipping.
-    is_updated: the weights changed. is_skipped: loss or gradient was not finite on some rank, nobody updated.
+    loss: the minimised value (divided by the normaliser). grad_norm: before clipping.
+    is_updated: the weights changed. is_skipped: loss or gradient was not finite on some rank, no rank updated.
     is_empty: no trained token on any rank; nothing was computed.
     agent_sums: {metric: one number an agent}: loss, clipped_tokens, masked_tokens (DMMPT, correction), clamped_tokens,
         entropy and kl (sums in nats), tokens, nll (-sum log p), weighted_nll (the same times token weights; supervised training).
@@ -40,10 +40,10 @@ class StepStats:
         r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
     logprobs: [T] float32 CPU per micro-batch of this rank, nats, 0 outside the mask; empty before the last stage.
     num_updates: optimizer updates that changed the weights.
-    replay: how the forced experts compare with the router's own choice; None where none were forced.
+    replay: forced experts compared with the router's own choice; None if none were forced.
     agent_grad_norms: of each agent's share of the gradient, before clipping; None for an agent without a trained token; ()
-        where they were not measured.
-    tokens: of the samples that were asked for, those whose tokens this rank speaks for: of all ranks together, each once.
+        if not measured.
+    tokens: of the requested samples, each on exactly one rank.
     """
 
     loss: float
@@ -65,7 +65,7 @@ class StepStats:
 
 
 def empty_update(num_agents: int, lr: float) -> StepStats:
-    """The statistics of an update without a trained token on any rank."""
+    """Statistics of an update without a trained token on any rank."""
     nothing = dict.fromkeys(_SUMS, (0.0,) * num_agents)
     return StepStats(0.0, 0.0, lr, False, False, True, nothing, 0, math.nan, math.nan, math.nan, ())
 
@@ -81,17 +81,17 @@ def update_stats(
     keep: frozenset[str],
     agents: frozenset[int] | None = None,
 ) -> StepStats:
-    """The statistics of an update whose gradient is there. Collective: here the host waits for the device.
+    """Statistics of an update after its backward pass. Collective; the host waits for the device here.
 
-    results: of this rank's micro-batches; empty before the last stage. keep: uids of samples whose tokens are wanted. agents: of
-    the one policy that is meant, where several share the micro-batches; the loss is that of its agents then.
+    results: of this rank's micro-batches; empty before the last stage. keep: uids of samples to return tokens of. agents: of
+    one policy, if several share the micro-batches; the loss is then that of its agents.
     """
     from megatron.core import parallel_state
 
     device, width = training_device(), work.num_agents
     totals = torch.zeros(5 + len(_SUMS) * width, dtype=torch.float64, device=device)
     largest = torch.zeros((), dtype=torch.float64, device=device)
-    # Every tensor-parallel rank sees the same micro-batches: one of them counts. A sample is cut over context-parallel ranks.
+    # Tensor-parallel ranks see the same micro-batches: one of them counts. Context-parallel ranks hold parts of a sample.
     counts = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
     counts_samples = counts and parallel_state.get_context_parallel_rank() == 0
     pairs = list(zip(work.micro_batches, results, strict=bool(results)))
@@ -108,7 +108,7 @@ def update_stats(
         loss = math.fsum(sums[:width])
         if not any(sums[_SUMS.index("tokens") * width : (_SUMS.index("tokens") + 1) * width]):
             return empty_update(width, lr)
-    raise_bad_values()  # the host has waited for them
+    raise_bad_values()  # already on the host
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
     logprobs = tuple(each.cut.whole(result.policy.logprobs) for each, result in pairs)
     tokens: list[TrainedTokens] = []
@@ -147,9 +147,9 @@ def update_stats(
 def _mismatch(
     batch: PackedBatch, result: HeadResult, *, counts_samples: bool, agents: frozenset[int] | None
 ) -> tuple[Tensor, Tensor]:
-    """[loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|; all but the loss of these agents.
+    """[loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|; all but the loss for these agents.
 
-    counts_samples: False on all but one of the ranks that a sample is cut over.
+    counts_samples: True on one of the ranks that share a sample.
     """
     zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
     rows, gate, mask = batch.trained_rows, result.gate, batch.mask
@@ -179,7 +179,7 @@ def _nll(batch: PackedBatch, logprobs: Tensor, num_agents: int) -> list[Tensor]:
 
 
 def _tokens(cut: ContextCut, result: HeadResult, logprobs: Tensor, uids: frozenset[str]) -> list[TrainedTokens]:
-    """Tokens of the samples with these uids. Collective over the context group. logprobs: [T] CPU, of the whole batch."""
+    """Tokens of the samples with the given uids. Collective over the context group. logprobs: [T] CPU, of the whole batch."""
     found = token_marks(result.policy.logprobs, result.policy.entropy, result.inputs)
     bits = ((CLIPPED, found.clipped), (GATED, found.gated), (MASKED, found.masked))
     own = torch.stack([is_set.to(torch.uint8) * bit for bit, is_set in bits]).sum(0, dtype=torch.uint8)
@@ -194,12 +194,12 @@ def _tokens(cut: ContextCut, result: HeadResult, logprobs: Tensor, uids: frozens
 
 
 def summed(stats: Sequence[StepStats]) -> StepStats:
-    """The statistics of a step's updates as one.
+    """Summary of a step's updates.
 
-    loss, grad_norm, agent_grad_norms: means over the updates that computed something; the share of an agent that an update
-    has no token of is 0 there. Counts and sums: added. is_updated, is_skipped: any update changed the weights, was not
-    finite. tokens: each with the number of its update. The comparison with the rollout is of the first update alone: the
-    weights of later ones have moved on.
+    loss, grad_norm, agent_grad_norms: means over the non-empty updates; the share of an agent without a token in an update
+    counts as 0. Counts and sums: added. is_updated, is_skipped: any update changed the weights, was not
+    finite. tokens: each with its update's number. The comparison with the rollout uses the first update only: the
+    weights have changed since in later ones.
     """
     computed = [each for each in stats if not each.is_empty]
     if not computed:

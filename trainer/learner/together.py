@@ -1,10 +1,10 @@
-"""A step of one policy, or of several at once: adapters of one base, whose samples share micro-batches.
+"""A step of one policy, or of several at once: adapters of one base share micro-batches.
 
     for group in groups(learners, agents):            # of a run: Together((solver, verifier), ...), Together((other,), ...)
         updates = scatter(joined(...), group.shard(max_tokens))
         stats = group.train_step(updates)              # {policy: StepStats}
 
-Each policy steps as it would alone.
+Each policy's update equals the one it would make alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # it imports megatron
 
 @dataclass(frozen=True)
 class Together:
-    """Policies that train in the same micro-batches, by name.
+    """Policies that share micro-batches, by name.
 
-    agents: of each. adapters: place of each agent's policy; (): there is one policy.
+    agents: of each policy. adapters: index of each agent's policy; (): a single policy.
     """
 
     learners: Mapping[str, Learner]
@@ -52,7 +52,7 @@ class Together:
 
 
 def groups(learners: Mapping[str, Learner], policy_of: Sequence[str]) -> list[Together]:
-    """The policies in groups that train together, in their order. policy_of: the policy of each agent of the run."""
+    """Group the policies that train together, in order. policy_of: the policy of each agent of the run."""
     found: list[dict[str, Learner]] = []
     for name, learner in learners.items():
         of = (group for group in found if next(iter(group.values())).passes.can_join(learner.passes))

@@ -1,4 +1,4 @@
-"""Per-token values of an update's own forward pass, for the token log. Without torch: `marsrl view` reads the log."""
+"""Per-token values of an update's own forward pass, for the token log. Imports no torch: `marsrl view` reads the log."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ CLIPPED, GATED, MASKED = 1, 2, 4  # bits of a mark
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """The sampled tokens [M] of one sample, in order, as an update found them before it changed the weights.
+    """The sampled tokens [M] of one sample, in order, as evaluated by an update before it changed the weights.
 
     logprobs, entropy: float32, nats, at the sampling temperature, of what the sampler kept. marks: uint8, CLIPPED (the ratio's
-    clip is active), GATED (well mastered: the gate masks it), MASKED (by the gate or by loss.correction: it lost every term).
-    update: which of the step's updates trained it, from 1; the weights of later ones have moved on.
+    clip is active), GATED (masked as well mastered), MASKED (by the gate or by loss.correction: no term is left).
+    update: number of the step's update that trained it, from 1.
     """
 
     uid: str

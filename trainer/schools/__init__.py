@@ -1,1 +1,1 @@
-"""The warm start: supervised training of policies that start from random weights."""
+"""The warm start: supervised training of policies with random weights."""

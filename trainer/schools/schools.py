@@ -1,16 +1,16 @@
-"""Lessons before RL for teams whose policies start from random weights: one school a team.
+"""Supervised lessons before RL for teams with random weights: one school per team.
 
 Solver, Verifier and Corrector are taught to calculate chains:
 
     phase 1   the Solver alone with few slips, short problems and single operations first, until its loss is low: the
-              arithmetic table must be there before anything else can be learned
-    phase 2   all roles from tutors that slip, until the Verifier's loss is low as well: it first copies the claim's
-              lines, and stays at chance until it works them out
+              arithmetic table comes before everything else
+    phase 2   all roles from tutors that slip, until the Verifier's loss is low too: it first copies the claim's
+              lines and stays at chance until it computes them
 
-Teams on the built-in questions are taught to read what was found of linked facts:
+Teams on the built-in questions learn to read retrieved linked facts:
 
-    phase 1   documents and questions about the last of them, until the loss of who answers is low: copying must be there first
-    phase 2   all roles from tutors that slip, until the loss of who asks is low as well
+    phase 1   documents and questions about the last one, until the answering agent's loss is low: copying comes first
+    phase 2   all roles from tutors that slip, until the asking agent's loss is low too
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from marsrl.trainer.config import RunConfig, WarmStartConfig
 
 
 class School(ABC):
-    """Makes the lessons of one team: traces of tutors that slip, and drills. A seed's lessons are the same on every rank.
+    """Generates one team's lessons: traces of tutors that slip, and drills. A seed gives the same lessons on every rank.
 
-    tokenizer: which of rollout.tasks.registry.TOKENIZERS has their words. alone: whose loss ends phase 1; judged: whose loss ends
-    phase 2. section: the part of config.warm_start that this school alone reads; None: there is none. wants: for people, the
-    settings with which it teaches.
+    tokenizer: key of rollout.tasks.registry.TOKENIZERS. alone: agent whose loss ends phase 1; judged: agent whose loss ends
+    phase 2. section: the part of config.warm_start specific to this school, or None. wants: for messages, the
+    settings it can teach.
     """
 
     tokenizer: ClassVar[str]
@@ -50,21 +50,21 @@ class School(ABC):
     @classmethod
     @abstractmethod
     def teaches(cls, config: RunConfig) -> bool:
-        """True if the school teaches the team of these settings."""
+        """True if the school can teach the configured team."""
 
     @classmethod
     @abstractmethod
     def options(cls, config: RunConfig) -> Settings:
-        """config.task_options, read: the problems that the lessons are about."""
+        """config.task_options, parsed: the lessons' problems."""
 
     @classmethod
     @abstractmethod
     def bounds(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
-        """Accuracy of a mediocre team, from and to, by row of the evaluation before RL ("system", or an agent's name)."""
+        """Lowest and highest accuracy of a mediocre team, by row of the evaluation before RL ("system", or an agent's name)."""
 
     @abstractmethod
     def first_lesson(self, step: int) -> list[Trace]:
-        """Traces of phase 1, what everything else stands on; `alone` writes most of them."""
+        """Traces of phase 1, the foundation; most are by `alone`."""
 
     @abstractmethod
     def team_lesson(self) -> list[Trace]:
@@ -72,7 +72,7 @@ class School(ABC):
 
 
 class ArithmeticSchool(School):
-    """Teaches every team on the arithmetic task."""
+    """Teaches any team on the arithmetic task."""
 
     tokenizer = "arithmetic"
     alone, judged = Role.SOLVER, Role.VERIFIER
@@ -105,7 +105,7 @@ class ArithmeticSchool(School):
         return {"solver": settings.accuracy_solver, "verifier1": settings.accuracy_verifier}
 
     def first_lesson(self, step: int) -> list[Trace]:
-        """The Solver's traces, and single operations. The first steps have problems of 1-3, then 1-7 operations."""
+        """The Solver's traces and single operations. Problems begin with 1-3, then 1-7 operations."""
         options = self._options
         if step < self.settings.short_steps:
             longest = 3 if step < self.settings.short_steps // 2 else options.max_operations
@@ -123,7 +123,7 @@ class ArithmeticSchool(School):
 
 
 class FactsSchool(School):
-    """Teaches one team on the built-in questions in their terse wording; section: its orchestration too."""
+    """Teaches a team on the built-in questions in their terse wording; section names its orchestration too."""
 
     section: ClassVar[str]
 
@@ -133,7 +133,7 @@ class FactsSchool(School):
 
     @classmethod
     def teaches(cls, config: RunConfig) -> bool:
-        """The team on these questions, in the words of policies that are made from nothing."""
+        """True for this team on these questions, in the terse wording for models with random weights."""
         return (
             config.task == "qa"
             and config.data.train is None
@@ -167,7 +167,7 @@ class SearchSchool(FactsSchool):
         return super().teaches(config) and not cls.options(config).calculations
 
     def first_lesson(self, step: int) -> list[Trace]:
-        """One document at a time in the first steps, then one or two."""
+        """One document at a time at first, then one or two."""
         most = 1 if step < self.settings.short_steps else 2
         return self._drills(self.settings.solver_batch, most)
 
@@ -183,7 +183,7 @@ class SearchSchool(FactsSchool):
 
 
 class DualSchool(FactsSchool):
-    """Teaches System 2 and System 1 to call tools, also about calculations, and to read what was found; System 1 alone first."""
+    """Teaches System 2 and System 1 to call tools, calculators among them, and to read results; System 1 alone first."""
 
     tokenizer = "calls"
     alone, judged = Role.DISTILLER, Role.REASONER
@@ -211,16 +211,16 @@ SCHOOLS: tuple[type[School], ...] = (ArithmeticSchool, SearchSchool, DualSchool)
 
 
 def school_of(config: RunConfig) -> type[School] | None:
-    """The school of the team of these settings; None: there is none, and its policies need models."""
+    """The school for the configured team; None: no school exists, and its policies need models."""
     return next((school for school in SCHOOLS if school.teaches(config)), None)
 
 
 def accuracy_before_rl(config: RunConfig) -> dict[str, tuple[float, float]]:
-    """Accuracy of a taught team before RL, from and to, by row of the evaluation; {} where no school teaches it."""
+    """Lowest and highest accuracy of a taught team before RL, by row of the evaluation; {} without a school."""
     school = school_of(config)
     return school.bounds(config.warm_start) if school is not None else {}
 
 
 def who_is_taught() -> str:
-    """Settings with which a policy needs no model, in words."""
+    """The settings with which a policy needs no model, for messages."""
     return ", or ".join(school.wants for school in SCHOOLS)

@@ -1,13 +1,13 @@
-"""Supervised traces turn random weights into a mediocre team, because a fresh machine has no pretrained ones.
+"""Supervised traces turn random weights into a mediocre team, because a fresh machine has no pretrained weights.
 
-    phase 1   one role alone, until its loss is low: what everything else stands on
-    phase 2   all roles from tutors that slip, until the loss of the one that is learned last is low as well; then the
+    phase 1   one role alone, until its loss is low: the foundation
+    phase 2   all roles from tutors that slip, until the loss of the slowest one is low too; then the
               learning rate falls. Verdict tokens weigh more
 
-What is taught, and whose losses count, is the school's (trainer/schools).
-Tutors write the demonstrations, and the trainer is that of `marsrl sft` (trainer/supervised).
-The result is cached by the hash of its recipe, and RL always starts from the cached file, so that a run from a fresh
-and one from a cached warm start are the same run.
+The school decides what is taught and whose losses count (trainer/schools).
+Tutors write the demonstrations; `marsrl sft`'s trainer learns them (trainer/supervised).
+The result is cached by the hash of its recipe, and RL always starts from the cached file, so that runs from a fresh
+and from a cached warm start are the same.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from marsrl.trainer.runs.collective import barrier, rank
 from marsrl.trainer.schools.schools import SCHOOLS, School, school_of, who_is_taught
 from marsrl.trainer.supervised.imitation import DemonstrationTokens, imitate, supervised_learner
 
-RECIPE = 3  # raise it when this file changes what comes out: cached warm starts of another recipe are not used
-WRITERS = (*Role, None)  # the learner's "agents": roles, and the drills
-SHAPE = "cpu_default"  # where policies.<name>.shape names none
+RECIPE = 3  # bump it when results change: cached warm starts of another recipe are not used
+WRITERS = (*Role, None)  # the learner's "agents": roles and drills
+SHAPE = "cpu_default"  # default of policies.<name>.shape
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """A warm-started policy. seconds: what making it took (0 for a cached one)."""
+    """A warm-started policy. seconds: time spent training it (0 if cached)."""
 
     model_dir: Path
     is_cached: bool
@@ -52,19 +52,19 @@ class WarmStart:
 
 
 def cache_directory() -> Path:
-    """Folder of cached warm starts: $MARSRL_CACHE or ~/.cache/marsrl."""
+    """Folder of cached warm starts: in $MARSRL_CACHE or ~/.cache/marsrl."""
     return Path(os.environ.get("MARSRL_CACHE") or Path.home() / ".cache" / "marsrl") / "warm_start"
 
 
 def warm_starts(config: RunConfig, console: RunConsole) -> dict[str, WarmStart]:
-    """A warm start for every policy without a model, by its name; those of one shape share one. Collective."""
+    """A warm start for every policy without a model, by name; policies of one shape share one. Collective."""
     shapes = {name: policy.shape or SHAPE for name, policy in config.policies.items() if policy.model is None}
     made = {shape: warm_start(config, console, shape) for shape in dict.fromkeys(shapes.values())}
     return {name: made[shape] for name, shape in shapes.items()}
 
 
 def warm_start(config: RunConfig, console: RunConsole, shape: str = SHAPE) -> WarmStart:
-    """The warm-started policy of this recipe, shape and seed, from the cache or made now. Collective over all ranks.
+    """The warm-started policy of this recipe, shape and seed, from the cache or trained now. Collective over all ranks.
 
     Raises:
         ValueError: no school teaches this team.
@@ -72,7 +72,7 @@ def warm_start(config: RunConfig, console: RunConsole, shape: str = SHAPE) -> Wa
     recipe = recipe_of(config, shape)
     final = cache_directory() / name_of(recipe)
     is_cached = (final / "recipe.json").is_file()
-    barrier()  # every rank has looked before one of them writes
+    barrier()  # every rank has looked before one writes
     if is_cached:
         console.message(f"warm start: cached, {final}" + (f" ({shape})" if shape != SHAPE else ""))
         return WarmStart(final, True, 0.0)
@@ -87,7 +87,7 @@ def warm_start(config: RunConfig, console: RunConsole, shape: str = SHAPE) -> Wa
 
 
 def recipe_of(config: RunConfig, shape: str = SHAPE) -> dict[str, Any]:
-    """All that the warm-started policy depends on; ValueError where no school teaches this team."""
+    """Everything the warm-started policy depends on; ValueError if no school teaches this team."""
     school = _school(config)
     others = {other.section for other in SCHOOLS if other.section is not None} - {school.section}
     return {
@@ -107,12 +107,12 @@ def _school(config: RunConfig) -> type[School]:
 
 
 def name_of(recipe: dict[str, Any]) -> str:
-    """The name of the recipe's folder in the cache."""
+    """Name of the recipe's folder in the cache."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _move_into_place(part: Path, final: Path) -> None:
-    """Rename; where another run has just finished the same recipe, its files stay."""
+    """Rename; if another run has just finished the same recipe, keep its files."""
     try:
         os.rename(part, final)
     except OSError:
@@ -147,7 +147,7 @@ def _make(config: RunConfig, out: Path, console: RunConsole, shape: str) -> None
 def teach(
     learner: Learner, school: School, tokens: DemonstrationTokens, place: BatchShard, console: RunConsole
 ) -> None:
-    """Both phases; one that does not end by itself ends with a warning."""
+    """Run both phases; one that misses its goal ends with a warning."""
     settings, drills = school.settings, WRITERS.index(None)
 
     def step(lesson: list[Trace], lr: float, role: Role) -> float:
@@ -186,7 +186,7 @@ def _not_learned(role: Role, mean: RunningMean, num_steps: int) -> str:
 
 
 class RunningMean:
-    """An exponentially weighted mean of the last twenty or so values, NaN before the first."""
+    """Exponentially weighted mean of about the last twenty values, NaN before the first."""
 
     def __init__(self) -> None:
         self.value = math.nan

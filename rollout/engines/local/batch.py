@@ -1,4 +1,4 @@
-"""The batch of the local engine: rows with their requests, their cache, and what is drawn and recorded."""
+"""The local engine's batch: rows with their requests, cache, drawn tokens and records."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _CACHE_STEP = 64  # the cache grows by this many positions
 
 @dataclass(slots=True)
 class Row:
-    """A request in the batch. num_cached: of its prompt, by a row that joined with it. finish None: not ended.
+    """A request in the batch. num_cached: prompt tokens computed by a row of the same prompt. finish None: running.
 
-    record: experts [tokens, layers, K] from experts_from on: of the prompt, then of a token each; None: not wanted.
+    record: experts [tokens, layers, K] from experts_from on: of the prompt, then of one token each; None: not requested.
     """
 
     request: DecodeRequest
@@ -32,7 +32,7 @@ class Row:
     finish: Finish | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    kept: list[IntArray] = field(default_factory=list)  # ids at each place, where they are wanted
+    kept: list[IntArray] = field(default_factory=list)  # kept ids at each position, if requested
 
     def result(self, version: int, error: str = "") -> DecodeResult:
         return DecodeResult(
@@ -56,15 +56,15 @@ class Row:
 
 
 class DecodeBatch:
-    """Rows that are decoded together, B of them, before their next draw.
+    """B rows that decode together, before their next draw.
 
-    hidden [B, H] of each row's last token; lengths [B] int64: tokens known; drawn [B]: the last tokens drawn;
-    experts [B, layers, K]: of the last tokens drawn, where a row records them and they are not in its record yet.
+    hidden [B, H] of each row's last token; lengths [B] int64: known tokens; drawn [B]: the last drawn tokens;
+    experts [B, layers, K]: of the last drawn tokens, if a row records them and they are not in its record yet.
     """
 
     def __init__(self, rows: list[Row], cache: Cache, hidden: Tensor, lengths: Tensor) -> None:
         self.rows, self.cache, self.hidden, self.lengths = rows, cache, hidden, lengths
-        self.drawn = lengths  # of no meaning before the first draw
+        self.drawn = lengths  # undefined before the first draw
         self.experts: Tensor | None = None
         requests = [row.request for row in rows]
         self.sampling = RowSampling.of([r.sampling for r in requests], hidden.device)
@@ -80,7 +80,7 @@ class DecodeBatch:
         return torch.from_numpy(uniform(self._seeds, lengths)).to(self.hidden.device)
 
     def keep_experts(self) -> None:
-        """Into the rows' records."""
+        """Append the experts to the rows' records."""
         if self.experts is None:
             return
         for row, experts in zip(self.rows, self.experts.cpu().numpy(), strict=True):
@@ -89,7 +89,7 @@ class DecodeBatch:
         self.experts = None
 
     def record_kept(self, scaled: Tensor) -> None:
-        """Into the rows that want it, before their token is known: what can be drawn from scaled [B, V]."""
+        """Record, for rows that request it, which tokens can be drawn from scaled [B, V]."""
         wanted = [i for i, row in enumerate(self.rows) if row.finish is None and row.request.sampling.records_kept]
         if wanted:
             of_wanted = scaled if len(wanted) == len(self.rows) else scaled[torch.tensor(wanted, device=scaled.device)]
@@ -97,7 +97,7 @@ class DecodeBatch:
                 self.rows[i].kept.append(ids)
 
     def keep_going(self) -> None:
-        """Drop the rows that have ended."""
+        """Drop finished rows."""
         going = [i for i, row in enumerate(self.rows) if row.finish is None]
         if len(going) == len(self.rows):
             return
@@ -108,7 +108,7 @@ class DecodeBatch:
         self.sampling, self._seeds = self.sampling.select(keep), self._seeds[going]
 
     def joined_by(self, other: DecodeBatch) -> DecodeBatch:
-        """Both batches as one; neither is used afterwards."""
+        """Merge two batches; neither may be used afterwards."""
         self.cache.append(other.cache)
         return DecodeBatch(
             self.rows + other.rows,
@@ -119,7 +119,7 @@ class DecodeBatch:
 
 
 class Cache:
-    """Keys and values of every layer, [rows, kv heads, capacity, D]. What lies behind a row's length is masked."""
+    """Keys and values of every layer, [rows, kv heads, capacity, D]. Positions beyond a row's length are masked."""
 
     def __init__(self, model: LocalModel, rows: int, longest: int) -> None:
         shape = model.shape
@@ -130,12 +130,12 @@ class Cache:
         self.values = [torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(shape.num_layers)]
 
     def select(self, rows: Tensor) -> None:
-        """Keep (or repeat) these rows."""
+        """Keep (or repeat) the given rows."""
         self.keys = [k[rows] for k in self.keys]
         self.values = [v[rows] for v in self.values]
 
     def append(self, other: Cache) -> None:
-        """The rows of another cache behind these."""
+        """Append another cache's rows."""
         room = max(self._capacity, other._capacity)
 
         def joined(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class Cache:
         self._capacity = room
 
     def grow(self, needed: int) -> None:
-        """Make room for `needed` positions; doubles, so that a long decode copies little."""
+        """Make room for `needed` positions; doubles, so a long decode copies little."""
         if needed <= self._capacity:
             return
         extra = max(self._capacity, -(-(needed - self._capacity) // _CACHE_STEP) * _CACHE_STEP)

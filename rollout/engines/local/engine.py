@@ -1,12 +1,12 @@
-"""LocalEngine: prompts are prefilled packed, each once, and their rows join those that are being decoded.
+"""LocalEngine: prompts are prefilled packed, each once, and their rows join the running batch.
 
     submitted -> prefill(distinct prompts) -> copy the cache to the group -> join the batch -> [draw, drop the ended, step]*
     -> results
 
-The batch loses its finished rows once an eighth of them is done, and takes new ones when all that wait fit, or an
-eighth of it is free (both copy the cache, so not at every row).
+The batch drops finished rows once they are an eighth, and takes new ones when all waiting ones fit, or an
+eighth of it is free (both copy the cache, so not for every row).
 
-Experts, where a request wants them recorded, are read from the device one step late, when the host waits for the drawn
+Recorded experts are read from the device one step late, when the host waits for the drawn
 tokens anyway.
 """
 
@@ -79,9 +79,9 @@ class LocalEngine:
         self._stops = StopTexts.of_model(model_dir)
         self._receiver = WeightReceiver(self._device)
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
-        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": of the weights
+        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": the weights
         self._configs = adapters
-        self._adapters: dict[str, dict[str, Tensor]] = {}  # Pairs; those that are bare weights are not among them
+        self._adapters: dict[str, dict[str, Tensor]] = {}  # Pairs; an adapter equal to the bare weights is absent
         for name, adapter in adapters.items():
             if adapter.start is not None:
                 self._load_adapter(name, adapter.start)
@@ -144,14 +144,14 @@ class LocalEngine:
             raise RuntimeError("LocalEngine.update_weights: requests are being decoded; abort and collect them first")
         start = time.perf_counter()
         if update.receive_plans:
-            self._versions[""] = TORN  # of weights that arrived in part nothing is decoded
+            self._versions[""] = TORN  # nothing is decoded with partly received weights
             try:
                 self._receiver.receive(decode(ReceivePlan, update.receive_plans[0]), self._model.weights.get)
             except TransferBroken as error:
                 return WeightReceipt(TORN, (), time.perf_counter() - start, broken=str(error))
         else:
             self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
-        self._versions[""] = update.version  # caches live as long as their requests: there is no prefix to drop
+        self._versions[""] = update.version  # caches live as long as their requests: there is no prefix cache
         loaded = time.perf_counter()
         checksums = {name: checksum(tensor) for name, tensor in self._model.weights.items()}
         end = time.perf_counter()
@@ -181,7 +181,7 @@ class LocalEngine:
         """Caches live as long as their requests."""
 
     def sleep(self, keeps_weights: bool) -> None:
-        """Weights to the host in any case; caches live as long as their requests. On a CPU nothing moves."""
+        """Move the weights to the host in either case; caches live as long as their requests. A no-op on a CPU."""
         if self._batch is not None or self._inbox:
             raise RuntimeError("LocalEngine.sleep: requests are being decoded; abort and collect them first")
         self._move_weights(torch.device("cpu"))
@@ -197,14 +197,14 @@ class LocalEngine:
         self._model.weights.clear()
 
     def _billed(self, results: Sequence[DecodeResult]) -> list[DecodeResult]:
-        """The results with their parts of the time."""
+        """The results with their shares of the time."""
         return [replace(result, seconds=self._shares.end(result.uid)) for result in results]
 
     def _move_weights(self, device: torch.device) -> None:
         for pairs in self._adapters.values():
             pairs.update({name: tensor.to(device) for name, tensor in pairs.items()})
         weights = self._model.weights
-        moved = {id(tensor): tensor.to(device) for tensor in weights.values()}  # tied ones stay one
+        moved = {id(tensor): tensor.to(device) for tensor in weights.values()}  # tied weights stay shared
         weights.update({name: moved[id(tensor)] for name, tensor in weights.items()})
 
     def _refusal(self, request: DecodeRequest) -> str:
@@ -214,7 +214,7 @@ class LocalEngine:
         return reason
 
     def _admit(self) -> list[DecodeResult]:
-        """Let submitted requests join the batch, as many as there is room for; the results of those refused."""
+        """Let submitted requests join the batch, as far as there is room; returns results of rejected ones."""
         refused: list[DecodeResult] = []
         joining: list[DecodeRequest] = []
         room = self._max_num_seqs - (self._batch.num_going if self._batch else 0)
@@ -237,9 +237,9 @@ class LocalEngine:
         return refused
 
     def _prefilled(self, requests: Sequence[DecodeRequest]) -> DecodeBatch:
-        """The requests ready for their first draw."""
+        """The given requests, prefilled, ready for their first draw."""
         keys = [(request.adapter, request.token_ids.tobytes()) for request in requests]
-        first = {key: i for i, key in reversed(list(enumerate(keys)))}  # request with these tokens
+        first = {key: i for i, key in reversed(list(enumerate(keys)))}  # first request with these tokens
         number = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # among the distinct prompts
         prompts = [requests[first[key]].token_ids for key in number]
         cache = Cache(self._model, len(prompts), max(len(p) for p in prompts))
@@ -262,7 +262,7 @@ class LocalEngine:
         )
 
     def _step(self, batch: DecodeBatch) -> list[DecodeResult]:
-        """Draw a token for every row and compute the next; the results of those that have ended."""
+        """Draw a token for every row and compute the next state; returns results of finished rows."""
         ended = []
         scaled = truncated(self._model.logits(batch.hidden), batch.sampling)
         drawn, drawn_logprobs = draw_from(scaled, batch.sampling, batch.noise())
@@ -296,7 +296,7 @@ class LocalEngine:
         return ended
 
     def _give_up(self) -> list[DecodeResult]:
-        """Results of all requests as far as they got."""
+        """Results of all requests as far as decoded."""
         self._is_aborting = False
         rows = [row for row in self._batch.rows if row.finish is None] if self._batch else []
         self._batch = None
@@ -310,8 +310,8 @@ class LocalEngine:
     def _prefill_last(
         self, prompts: Sequence[IntArray], adapters: Sequence[str], cache: Cache, *, records: bool
     ) -> tuple[Tensor, list[ExpertArray]]:
-        """Hidden state [P, H] of the last token of each prompt, and the experts [tokens, layers, K] of each (no arrays
-        where they are not recorded); the cache is filled, in forwards of bounded size."""
+        """Hidden state [P, H] of each prompt's last token, and each one's experts [tokens, layers, K] (no arrays
+        if not recorded); fills the cache, in forwards of bounded size."""
         states: list[Tensor] = []
         found: list[ExpertArray] = []
         start = 0
@@ -330,7 +330,7 @@ class LocalEngine:
         return torch.cat(states), found
 
     def _room_for_experts(self, num_tokens: int) -> Tensor:
-        """[tokens, layers, K], to be filled by a forward pass."""
+        """Buffer [tokens, layers, K] for a forward pass to fill."""
         shape = self._shape
         dtype = torch.uint8 if expert_dtype(shape.num_experts) == np.uint8 else torch.int16
         size = (num_tokens, shape.num_layers, shape.experts_per_token)
@@ -344,7 +344,7 @@ class LocalEngine:
         first_row: int = 0,
         experts: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [T, H] of prompts laid end to end, each with its adapter."""
+        """Hidden states [T, H] of concatenated prompts, each with its adapter."""
         lengths = [len(p) for p in prompts]
         ids = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(self._device)
         positions = torch.cat([torch.arange(n, device=self._device) for n in lengths])
@@ -361,7 +361,7 @@ class LocalEngine:
         return self._model.forward(ids, positions, attend, experts, self._adapted(adapters, lengths))
 
     def _forward(self, batch: DecodeBatch) -> Tensor:
-        """Hidden states [B, H] of the tokens just drawn, each at the position of its row's length."""
+        """Hidden states [B, H] of the tokens just drawn, each at its row's length as position."""
         tokens, lengths, cache = batch.drawn, batch.lengths, batch.cache
         longest = int(lengths.max()) + 1
         cache.grow(longest)
@@ -379,7 +379,7 @@ class LocalEngine:
         return self._model.forward(tokens, lengths, attend, batch.experts, adapted)
 
     def _adapted(self, names: Sequence[str], num_tokens: int | Sequence[int]) -> Adapted:
-        """The adapters of a forward pass over so many tokens with each."""
+        """The adapters of a forward pass, given the number of tokens of each."""
         if not self._adapters:
             return ()
         of_tokens = np.repeat(names, num_tokens)

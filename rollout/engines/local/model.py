@@ -23,12 +23,12 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class LocalModel:
-    """Weights in the fused layout (rollout/weights/layout.py) and the pure functions over them."""
+    """Weights in the fused layout (rollout/weights/layout.py) and pure functions over them."""
 
     def __init__(
         self, shape: ModelShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Fuse and take over HF-named tensors.
+        """Fuse HF-named tensors and take ownership.
 
         Raises:
             ValueError: a tensor is missing or has a wrong shape.
@@ -48,7 +48,7 @@ class LocalModel:
     ) -> Tensor:
         """Final hidden states [T, H] of token_ids [T] int64 at positions [T].
 
-        experts: [T, layers, top_k] of an integer type, filled with those that each token went through; None: not wanted.
+        experts: [T, layers, top_k], integers, filled with each token's experts; None: not requested.
         """
         w, shape = self.weights, self.shape
         angle = positions[:, None].float() * self._frequencies
@@ -91,7 +91,7 @@ class LocalModel:
         return _add_pairs(self._linear(y, f"{at}.mlp.down_proj"), y, [f"{at}.mlp.down_proj"], adapted)
 
     def _experts(self, x: Tensor, at: str, record: Tensor | None, adapted: Adapted) -> Tensor:
-        """Every token through its top experts: tokens sorted by expert, one GEMM an expert, added back in place."""
+        """Send every token through its top experts: tokens sorted by expert, one GEMM per expert, added back in place."""
         w13, w2 = self.weights[f"{at}.mlp.experts.w13_weight"], self.weights[f"{at}.mlp.experts.w2_weight"]
         router = F.linear(x, self.weights[f"{at}.mlp.gate.weight"]).float().softmax(-1)
         weight, expert = router.topk(self.shape.experts_per_token, -1)  # [T, K]
@@ -119,12 +119,12 @@ class LocalModel:
 
 
 def _add_pairs(out: Tensor, x: Tensor, names: Sequence[str], adapted: Adapted) -> Tensor:
-    """out [T, ..], in place, with what adapters add to the matrices `names`, whose outputs lie side by side in it."""
+    """Add to out [T, ..], in place, the adapters' terms of the matrices `names`, whose outputs are concatenated in it."""
     for pairs, rows in adapted:
         column, of_rows = 0, x[rows]
         for name in names:
             if (b := pairs.get(f"{name}.lora_B.weight")) is None:
-                break  # all of them or none
+                break  # all or none
             delta = F.linear(F.linear(of_rows, pairs[f"{name}.lora_A.weight"]), b)
             out[rows, column : column + len(b)] += delta
             column += len(b)
@@ -132,7 +132,7 @@ def _add_pairs(out: Tensor, x: Tensor, names: Sequence[str], adapted: Adapted) -
 
 
 def _among(tokens: Tensor, adapted: Adapted) -> Adapted:
-    """The same for these tokens alone, [n] int64: places of each adapter's among them."""
+    """The same for a subset of tokens, [n] int64: indices of each adapter's tokens in it."""
     found = [(pairs, torch.isin(tokens, rows).nonzero()[:, 0]) for pairs, rows in adapted]
     return [(pairs, places) for pairs, places in found if len(places)]
 
