@@ -18,21 +18,18 @@ from torch import Tensor
 class Version:
     """One version of flash-attn. All have flash_attn_varlen_func, with the same names for the arguments used here.
 
-    generations: major compute capabilities that it supports; deterministic: those on which its backward can add in a fixed
-    order.
+    generations: major compute capabilities on which its backward can add in a fixed order.
     """
 
     name: str
     module: str
     generations: tuple[int, ...]
-    deterministic: tuple[int, ...]
-    most_head_size: int
 
 
-_SINCE_AMPERE = (8, 9, 10, 11, 12)
-FLASH_4 = Version("flash4", "flash_attn.cute.interface", (9, 10, 11), (10, 11), 128)  # CuTe DSL: Hopper and Blackwell
-FLASH_3 = Version("flash3", "flash_attn_interface", (9,), (9,), 256)  # Hopper
-FLASH_2 = Version("flash2", "flash_attn.flash_attn_interface", _SINCE_AMPERE, _SINCE_AMPERE, 256)
+FLASH_4 = Version("flash4", "flash_attn.cute.interface", (9, 10, 11))  # CuTe DSL: Hopper and Blackwell; as of 4.0.0b36
+FLASH_3 = Version("flash3", "flash_attn_interface", (9,))  # Hopper
+FLASH_2 = Version("flash2", "flash_attn.flash_attn_interface", (8, 9, 10, 11, 12))
+MOST_HEAD_SIZE = 256
 
 
 def machine_lacks(version: Version) -> str | None:
@@ -45,20 +42,16 @@ def machine_lacks(version: Version) -> str | None:
     return function if isinstance(function, str) else None
 
 
-def why_not(version: Version, q: Tensor, *others: Any) -> str | None:
-    """None if this version can serve these arguments, of which `deterministic` is the last, else the reason; after
-    machine_lacks."""
-    reason = why_not_flash_kernels(q, version.most_head_size)
+def why_not(version: Version, q: Tensor, *_: Any) -> str | None:
+    """None if this version can serve these arguments, else the reason; after machine_lacks."""
+    reason = why_not_flash_kernels(q)
     if reason is not None:
         return reason
     major, minor = torch.cuda.get_device_capability(q.device)
     if major not in version.generations:
         return f"the GPU has compute capability {major}.{minor}, this version is for {_listed(version.generations)}"
-    if others[-1]:
-        if major not in version.deterministic:
-            return f"its backward is not deterministic at compute capability {major}.{minor}"
-        if "deterministic" not in _words(version.module):
-            return "the installed release has no deterministic backward"
+    if version is FLASH_4 and major != 9 and 128 < q.shape[2] < MOST_HEAD_SIZE:
+        return f"head size {q.shape[2]}, on Blackwell it takes up to 128, and {MOST_HEAD_SIZE}"
     return None
 
 
@@ -77,21 +70,22 @@ def attention_varlen_flash(
     """[T, N, D] as the reference defines it; flash-attn too aligns a causal mask at the last key."""
     function = _function(version.module)
     assert not isinstance(function, str), function
-    options = {
-        "cu_seqlens_q": cu_seqlens.int(),
-        "cu_seqlens_k": cu_seqlens_k.int(),
-        "max_seqlen_q": max_seqlen or q.shape[0],  # bounds of the grid; None: surplus blocks exit at once
-        "max_seqlen_k": max_seqlen or k.shape[0],
-        "softmax_scale": scale,
-        "causal": causal,
-        "deterministic": deterministic,
-    }
-    # The first releases of version 4 take no max_seqlen_q and no deterministic.
-    result = function(q, k, v, **{word: value for word, value in options.items() if word in _words(version.module)})
+    result = function(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens.int(),
+        cu_seqlens_k=cu_seqlens_k.int(),
+        max_seqlen_q=max_seqlen or q.shape[0],  # bounds of the grid; None: surplus blocks exit at once
+        max_seqlen_k=max_seqlen or k.shape[0],
+        softmax_scale=scale,
+        causal=causal,
+        deterministic=deterministic,
+    )
     return result[0] if isinstance(result, tuple) else result  # versions 3 and 4 may return (out, lse)
 
 
-def why_not_flash_kernels(q: Tensor, most_head_size: int) -> str | None:
+def why_not_flash_kernels(q: Tensor) -> str | None:
     """None if flash-attn's kernels, or PyTorch's copy of them, can serve q, else the reason."""
     if q.device.type != "cuda":
         return f"q is on {q.device}, flash-attn reads CUDA memory"
@@ -99,8 +93,8 @@ def why_not_flash_kernels(q: Tensor, most_head_size: int) -> str | None:
         return "q has no tokens"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"q has dtype {str(q.dtype).removeprefix('torch.')}, flash-attn takes bfloat16 and float16"
-    if q.shape[2] % 8 or q.shape[2] > most_head_size:
-        return f"head size {q.shape[2]}, it takes multiples of 8 up to {most_head_size}"
+    if q.shape[2] % 8 or q.shape[2] > MOST_HEAD_SIZE:
+        return f"head size {q.shape[2]}, it takes multiples of 8 up to {MOST_HEAD_SIZE}"
     major, minor = torch.cuda.get_device_capability(q.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, flash-attn needs 8.0"
@@ -129,18 +123,11 @@ def _function(module: str) -> Callable[..., Any] | str:
     return function
 
 
-@cache
-def _words(module: str) -> frozenset[str]:
-    function = _function(module)
-    return frozenset() if isinstance(function, str) else frozenset(inspect.signature(function).parameters)
-
-
 def _listed(generations: tuple[int, ...]) -> str:
     return ", ".join(f"{each}.x" for each in generations)
 
 
 _NEEDED = {"window_size", "enable_gqa", "scale"}  # its first releases lack some of these arguments
-_MOST_HEAD_SIZE = 256
 
 
 def machine_lacks_varlen_attn() -> str | None:
@@ -155,7 +142,7 @@ def why_not_varlen_attn(q: Tensor, *others: Any) -> str | None:
     """None if it can serve these arguments, of which `deterministic` is the last, else the reason."""
     if others[-1] and not torch.are_deterministic_algorithms_enabled():
         return "its backward is deterministic under torch.use_deterministic_algorithms(True) only"
-    return why_not_flash_kernels(q, _MOST_HEAD_SIZE)
+    return why_not_flash_kernels(q)
 
 
 def attention_varlen_torch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from test_gpu_peers import SIGNATURES
 
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / "constraints"
@@ -62,3 +64,17 @@ def test_a_lock_is_its_own_resolution(device: str, python: str, tmp_path: Path) 
     done = subprocess.run([*uv, *files, *words], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == locked(device)
+
+
+@pytest.mark.slow
+def test_the_locked_flash_attn_takes_what_we_give_it(tmp_path: Path) -> None:
+    """SIGNATURES has its first arguments, up to the last that we give."""
+    (pin,) = (each for each in locked("cuda") if each.startswith("flash-attn-4=="))
+    words = ["download", "-q", "--no-deps", "--only-binary", ":all:", "--dest", str(tmp_path), pin]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+    (wheel,) = tmp_path.iterdir()
+    tree = ast.parse(zipfile.ZipFile(wheel).read("flash_attn/cute/interface.py"))
+    found = next(each for each in tree.body if getattr(each, "name", None) == "flash_attn_varlen_func")
+    for each in found.args.args:
+        each.annotation = None
+    assert ast.unparse(found.args).startswith(SIGNATURES["flash4"])

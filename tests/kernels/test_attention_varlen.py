@@ -68,7 +68,7 @@ REALISTIC = [1900, 1, 0, 640, 77, 128]  # a tile, less, more, none
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_on_a_gpu(implementation, dtype, head_size, monkeypatch):
-    repeats = implementation not in ("torch", "flash4")
+    repeats = implementation != "torch"
     reason = choice("cuda", dtype, head_size, deterministic=repeats).reasons.get(implementation, "")
     if reason and "is preferred" not in reason:
         pytest.skip(reason)

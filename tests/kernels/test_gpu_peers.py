@@ -13,12 +13,15 @@ from marsrl.kernels.attention_varlen import flash
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.grouped_linear import torch_impl as grouped_mm
 
-# What each release takes beside q, k, v, cu_seqlens_q and cu_seqlens_k; the second of version 4 is an early one.
+# What each release takes; version 4 as locked, which tests/install/test_locks.py compares with its wheel.
+BOUNDS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 SIGNATURES = {
-    "flash2": "max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False, deterministic=False",
-    "flash3": "max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False, deterministic=False",
-    "flash4": "max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, causal=False, deterministic=False",
-    "early flash4": "softmax_scale=None, causal=False",
+    "flash2": f"q, k, v, {BOUNDS}, dropout_p=0.0, softmax_scale=None, causal=False, deterministic=False",
+    "flash3": f"q, k, v, {BOUNDS}, softmax_scale=None, causal=False, deterministic=False",
+    "flash4": "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, "
+    "min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, "
+    "causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, "
+    "deterministic=False",
 }
 VERSIONS = {each.name: each for each in (flash.FLASH_4, flash.FLASH_3, flash.FLASH_2)}
 
@@ -28,19 +31,15 @@ def install(monkeypatch, tmp_path):
     """install("flash4") lays a package of that version on the path, whose function is the reference."""
 
     def clear():
-        for cached in (flash._is_installed, flash._function, flash._words):
+        for cached in (flash._is_installed, flash._function):
             cached.cache_clear()
         for name in [name for name in sys.modules if name.startswith("flash_attn")]:
             del sys.modules[name]
 
     def lay(name, text=None):
-        file = tmp_path / (VERSIONS[name.removeprefix("early ")].module.replace(".", "/") + ".py")
+        file = tmp_path / (VERSIONS[name].module.replace(".", "/") + ".py")
         file.parent.mkdir(parents=True, exist_ok=True)
-        words = SIGNATURES[name]
-        file.write_text(
-            text
-            or f"def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, {words}):\n    return run(locals())\n"
-        )
+        file.write_text(text or f"def flash_attn_varlen_func({SIGNATURES[name]}):\n    return run(locals())\n")
         clear()
 
     monkeypatch.syspath_prepend(tmp_path)
@@ -70,24 +69,25 @@ def as_ours(run):
 def test_flash_attn_is_called_as_ours(name, deterministic, install):
     """deterministic is asked for where it is wanted alone: its buffers take gigabytes."""
     install(name)
-    version = VERSIONS[name.removeprefix("early ")]
+    version = VERSIONS[name]
     asked = []
 
     def run(given):
-        asked.append(given.get("deterministic", False))
+        asked.append(given["deterministic"])
         bounds = given["cu_seqlens_q"], given["cu_seqlens_k"]
         assert all(each.dtype == torch.int32 for each in bounds)
         # as the host said, not the number of tokens
-        assert all(given.get(word) in (None, 5) for word in ("max_seqlen_q", "max_seqlen_k"))
-        return attention_varlen_reference(
+        assert given["max_seqlen_q"] == given["max_seqlen_k"] == 5
+        out = attention_varlen_reference(
             given["q"], given["k"], given["v"], *bounds, given["softmax_scale"], given["causal"]
         )
+        return out if name == "flash2" else (out, None)  # beside the log-sum-exp
 
     sys.modules[flash._function(version.module).__module__].run = run
     attend = partial(flash.attention_varlen_flash, version, max_seqlen=5, deterministic=deterministic)
     compare_attention([5, 0, 3], attention=as_ours(attend))
     compare_attention([2, 4], [5, 4], attention=as_ours(attend))
-    assert set(asked) == {deterministic and name != "early flash4"}
+    assert set(asked) == {deterministic}
 
 
 def test_varlen_attn_of_torch_is_called_as_ours(monkeypatch):
@@ -118,10 +118,10 @@ def test_varlen_attn_of_torch_is_called_as_ours(monkeypatch):
         ([], 9, {}, "torch"),
         ([], 8, {}, "torch"),
         (["flash4", "flash3", "flash2"], 9, {"dtype": torch.float32}, "triton"),
-        (["flash4", "flash3"], 9, {"head_size": 256}, "flash3"),
-        (["flash4", "flash3"], 9, {"deterministic": True}, "flash3"),
-        (["flash4", "flash3"], 10, {"deterministic": True}, "flash4"),
-        (["early flash4"], 10, {"deterministic": True}, "triton"),
+        (["flash4", "flash3"], 9, {"head_size": 192}, "flash4"),
+        (["flash4", "flash2"], 10, {"head_size": 192}, "flash2"),
+        (["flash4"], 10, {"head_size": 256}, "flash4"),
+        (["flash4", "flash3"], 9, {"deterministic": True}, "flash4"),
         ([], 9, {"deterministic": True}, "triton"),
         (["flash2"], 7, {}, "triton"),
         (["flash4", "flash3", "flash2"], 9, {"device": "cpu"}, "cpu"),
