@@ -149,7 +149,14 @@ def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | Non
     assert sync.backend != "auto", "resolved by preflight"
     host, num_bytes = pool.host if pool is not None else "", sync.bucket_mib << 20
     return DirectSync(
-        engines, dtype, sync.backend, bucket_bytes=num_bytes, timeout_s=sync.timeout_s, host=host, **common
+        engines,
+        dtype,
+        sync.backend,
+        bucket_bytes=num_bytes,
+        timeout_s=sync.timeout_s,
+        host=host,
+        delta=sync.delta,
+        **common,
     )
 
 

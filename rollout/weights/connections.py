@@ -63,6 +63,7 @@ class Rendezvous:
 
     num_ranks: of the trainer; shard t is member num_ranks + t of num_ranks + num_shards.
     timeout_s: a wait that takes longer gives the transfer up.
+    sends_deltas: what travels for a bucket is its length in bytes [8] and, if that is not the bucket's, a delta (delta.py).
     """
 
     session: str
@@ -74,12 +75,18 @@ class Rendezvous:
     dtype: str
     max_elements: int
     timeout_s: float
+    sends_deltas: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
         found = getattr(torch, self.dtype)
         assert isinstance(found, torch.dtype), self.dtype
         return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the largest bucket."""
+        return self.max_elements * self.torch_dtype.itemsize
 
     def client(self) -> TCPStore:
         """A connection to the store at rank 0."""
@@ -217,14 +224,13 @@ class GroupConnection:
         """Hand the numbers to an engine shard; returns when the tensor may be reused."""
         self._move(self._group.send, flat, self._rendezvous.num_ranks + shard, f"a send to shard {shard}")
 
-    def receive(self, rank: int, num_elements: int) -> Tensor:
-        """The next bucket of a trainer rank, [num_elements]."""
+    def receive(self, rank: int, num_bytes: int) -> Tensor:
+        """What a trainer rank sends next, [num_bytes] uint8."""
         if self._buffer is None:
-            self._buffer = torch.empty(
-                self._rendezvous.max_elements, dtype=self._rendezvous.torch_dtype, device=self._device
-            )
+            size = max(self._rendezvous.num_bytes, 8)
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
             _finish(self._device)  # the engine's stream may still use this memory: that of _move does not wait for it
-        flat = self._buffer[:num_elements]
+        flat = self._buffer[:num_bytes]
         self._move(self._group.recv, flat, rank, f"waiting for a bucket of rank {rank}")
         return flat
 
@@ -286,18 +292,18 @@ class SharedBuffer:
         rendezvous = store.rendezvous
         self._store, self._shard = store, shard
         self._device, self._count, self._path = device, 0, ""
-        num_bytes = rendezvous.max_elements * rendezvous.torch_dtype.itemsize
+        num_bytes = rendezvous.num_bytes
         if is_relay:
             data, handle = self._make(num_bytes)
             self._store.set(self._key("buffer"), json.dumps(handle))
         else:
             self._store.set(f"site{shard}", site_of(device))
             data = self._map(json.loads(self._store.get(self._key("buffer"))), num_bytes)
-        self._buffer = data.view(rendezvous.torch_dtype)
+        self._buffer, self._dtype = data, rendezvous.torch_dtype
 
     def slot(self, num_elements: int) -> Tensor:
         """The relay's place for the next bucket, [num_elements]."""
-        return self._buffer[:num_elements]
+        return self._buffer.view(self._dtype)[:num_elements]
 
     def hand_over(self) -> None:
         """The relay: tell that the slot is filled, and wait until it has been emptied; TransferBroken: it will not be."""
@@ -308,10 +314,14 @@ class SharedBuffer:
             self._store.delete(self._key(f"{key}{self._count}"))
         self._count += 1
 
-    def receive(self, rank: int, num_elements: int) -> Tensor:
-        """The shard: the next bucket, in the relay's memory, whichever rank it is from; TransferBroken: none comes."""
+    def receive(self, rank: int, num_bytes: int) -> Tensor:
+        """The shard: the next bucket [num_bytes] uint8, in the relay's memory, whichever rank it is from.
+
+        Raises:
+            TransferBroken: none comes.
+        """
         self._store.wait(self._key(f"full{self._count}"))
-        return self._buffer[:num_elements]
+        return self._buffer[:num_bytes]
 
     def release(self) -> None:
         """The shard: what was received last has been copied to its place."""

@@ -19,7 +19,7 @@ import contextlib
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
@@ -40,6 +40,7 @@ from marsrl.rollout.weights.connections import (
     relay_ranks,
     site_of,
 )
+from marsrl.rollout.weights.delta import decode_delta, differs, encode_delta
 from marsrl.rollout.weights.layout import (
     Box,
     EngineShard,
@@ -102,14 +103,8 @@ class WeightReceiver:
         try:
             connection = self._opened(plan)
             for bucket in plan.buckets:
-                flat, at = connection.receive(bucket.source, bucket.num_elements), 0
-                for piece in bucket.pieces:
-                    rows, cols = piece.box.shape
-                    values = flat[at : at + rows * cols].view(rows, cols)
-                    at += values.numel()
-                    col, places = layout.placed(piece.name, piece.box)
-                    for place in places:
-                        targets[place.fused][place.row : place.row + rows, col : col + cols].copy_(values)
+                message = _next_message(connection, bucket, plan.rendezvous)
+                _write(message, bucket, plan.rendezvous, list(_boxes(bucket, layout, targets)))
                 connection.release()
         except BaseException:
             self.close(is_broken=True)
@@ -133,6 +128,43 @@ class WeightReceiver:
                 self._connection = SharedBuffer(store, plan.number, self._device, is_relay=False)
             self._session = rendezvous.session
         return self._connection
+
+
+def _next_message(connection: Connection, bucket: WeightBucket, rendezvous: Rendezvous) -> Tensor:
+    """[bytes] uint8: the bucket, or a delta of it."""
+    num_bytes = bucket.num_elements * rendezvous.torch_dtype.itemsize
+    if rendezvous.sends_deltas:
+        num_bytes = int(connection.receive(bucket.source, 8).view(torch.int64))
+    return connection.receive(bucket.source, num_bytes)
+
+
+def _boxes(
+    bucket: WeightBucket, layout: ShardLayout, targets: Mapping[str, Tensor]
+) -> Iterator[tuple[int, int, Tensor]]:
+    """(first, end, the target [rows, columns]) of numbers of the bucket; a tied embedding's come twice."""
+    end = 0
+    for piece in bucket.pieces:
+        rows, cols = piece.box.shape
+        first, end = end, end + rows * cols
+        col, places = layout.placed(piece.name, piece.box)
+        for place in places:
+            yield first, end, targets[place.fused][place.row : place.row + rows, col : col + cols]
+
+
+def _write(
+    message: Tensor, bucket: WeightBucket, rendezvous: Rendezvous, boxes: Sequence[tuple[int, int, Tensor]]
+) -> None:
+    """Write a message to the boxes; what a delta leaves out stays there."""
+    dtype = rendezvous.torch_dtype
+    if len(message) == bucket.num_elements * dtype.itemsize:
+        for first, end, box in boxes:
+            box.copy_(message.view(dtype)[first:end].view(box.shape))
+        return
+    places, values = decode_delta(message, bucket.num_elements, dtype)
+    bounds = torch.tensor([(first, end) for first, end, _ in boxes], device=message.device)
+    for (first, _, box), (low, high) in zip(boxes, torch.searchsorted(places, bounds).tolist(), strict=True):
+        inside = places[low:high] - first
+        box[inside // box.shape[1], inside % box.shape[1]] = values[low:high].to(box.dtype)
 
 
 # The trainer's end.
@@ -173,12 +205,28 @@ class _Agreement:
     shards: tuple[EngineShard, ...]
 
 
+@dataclass(slots=True)
+class Traffic:
+    """A transfer in numbers. num_bytes: sent, without lengths; whole_bytes: of everything; num_changed, num_compared: numbers
+    of the weights, 0 where everything was sent without a look at what had changed."""
+
+    num_bytes: int = 0
+    whole_bytes: int = 0
+    num_changed: int = 0
+    num_compared: int = 0
+
+    def add(self, other: Traffic) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
 @dataclass(frozen=True, slots=True)
 class _Sent:
     """One rank's share of the checksums' sums, by distinct shard; has_all: nothing is missing of what it sent."""
 
     totals: list[dict[str, int]]
     has_all: bool
+    traffic: Traffic
 
 
 class DirectSender(ABC):
@@ -190,6 +238,7 @@ class DirectSender(ABC):
     """
 
     kind: ClassVar[ConnectionKind]
+    sends_deltas = False
 
     def __init__(
         self,
@@ -205,6 +254,8 @@ class DirectSender(ABC):
         self._max_elements = max(1, bucket_bytes // dtype.itemsize)  # of a bucket
         self._timeout_s, self._host = timeout_s, host
         self.plans: list[bytes] = []
+        self.traffic = Traffic()
+        """Of the last transfer, all ranks together."""
         self._shards: tuple[EngineShard, ...] = ()
         self._layouts: dict[EngineShard, ShardLayout] = {}
         self._store: TransferStore | None = None
@@ -229,6 +280,7 @@ class DirectSender(ABC):
                 rendezvous = Rendezvous(
                     secrets.token_hex(8), self._host, server.port, self.kind, self._ranks.size, len(shards),
                     str(self._dtype).removeprefix("torch."), self._max_elements, self._timeout_s,
+                    self.sends_deltas,
                 )  # fmt: skip
                 told = encode(_Agreement(rendezvous, tuple(shards)))
         told = self._ranks.broadcast(told)
@@ -260,6 +312,7 @@ class DirectSender(ABC):
         """Send this rank's part of every bucket; {fused tensor: checksum} that each engine shard must report; nothing where
         the transfer has broken. Collective."""
         assert self._store is not None, "agree comes first"
+        self.traffic = Traffic()
         with torch.cuda.device(held.device) if held.device.type == "cuda" else contextlib.nullcontext():
             try:
                 with self._unless_broken():
@@ -310,10 +363,12 @@ class DirectSender(ABC):
 
     def _part(self, piece: Piece, held: HeldWeights) -> Tensor:
         """The piece's numbers [rows, columns], in the trainer's memory."""
+        return self._inside(piece, held, held.matrix(piece.name))
+
+    def _inside(self, piece: Piece, held: HeldWeights, matrix: Tensor) -> Tensor:
+        """The piece of this rank's box of an HF tensor. A view."""
         own, box = held.boxes_of_ranks()[self._ranks.rank][piece.name], piece.box
-        return held.matrix(piece.name)[
-            box.row - own.row : box.row_end - own.row, box.col - own.col : box.col_end - own.col
-        ]
+        return matrix[box.row - own.row : box.row_end - own.row, box.col - own.col : box.col_end - own.col]
 
     def _expected(self, held: HeldWeights) -> list[dict[str, int]]:
         """The checksums of all shards. Equal shards hold the same, so what goes to the first of them is added up."""
@@ -322,8 +377,11 @@ class DirectSender(ABC):
             shard = self._shards[piece.target]
             if piece.source == self._ranks.rank and self._shards.index(shard) == piece.target:
                 sums[shard].add(piece.name, piece.box, self._part(piece, held))
-        mine = _Sent([each.totals for each in sums.values()], not self._is_broken)
+        mine = _Sent([each.totals for each in sums.values()], not self._is_broken, self.traffic)
         told = [decode(_Sent, each) for each in self._ranks.gather(encode(mine))]
+        self.traffic = Traffic()
+        for sent in told:
+            self.traffic.add(sent.traffic)
         if not all(each.has_all for each in told):
             return []
         for number, others in enumerate(told):
@@ -335,18 +393,61 @@ class DirectSender(ABC):
 
 
 class GroupSender(DirectSender):
-    """From every rank to every engine shard, over a process group of all of them; without CUDA it is gloo's."""
+    """From every rank to every engine shard, over a process group of all of them; without CUDA it is gloo's.
+
+    With deltas a rank keeps a copy, in the engines' dtype and beside the weights, of what it sent last. Engines that have just
+    connected get everything.
+    """
 
     kind = "nccl"
+
+    def __init__(self, *args: Any, sends_deltas: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sends_deltas = sends_deltas
+        self._last: dict[str, Tensor] = {}  # by HF name; none: the engines' weights are not known
+
+    @torch.no_grad()
+    def send(self, held: HeldWeights) -> list[dict[str, int]]:
+        expected = super().send(held)
+        if self.sends_deltas and expected:
+            for name in {piece.name for piece in self._pieces if piece.source == self._ranks.rank}:
+                if name in self._last:
+                    self._last[name].copy_(held.matrix(name))
+                else:
+                    self._last[name] = held.matrix(name).to(self._dtype, copy=True)
+        return expected
+
+    def close(self, *, is_broken: bool = False) -> None:
+        super().close(is_broken=is_broken)
+        self._last = {}
 
     def _connect(self, store: TransferStore, device: torch.device) -> None:
         if not self._connections:
             self._connections[0] = GroupConnection(store, self._ranks.rank, device)
 
     def _pass_on(self, bucket: WeightBucket, held: HeldWeights) -> None:
-        if bucket.source == self._ranks.rank and not self._is_broken:
-            with self._unless_broken():
-                self._connections[0].send(self._packed(bucket, held), bucket.target)
+        if bucket.source != self._ranks.rank or self._is_broken:
+            return
+        flat, to = self._packed(bucket, held), bucket.target
+        message = self._delta(bucket, held, flat) if self._last else flat
+        with self._unless_broken():
+            if self.sends_deltas:
+                self._connections[0].send(torch.tensor([message.nbytes], device=flat.device), to)
+            self._connections[0].send(message, to)
+        self.traffic.add(Traffic(message.nbytes, flat.nbytes))
+
+    def _delta(self, bucket: WeightBucket, held: HeldWeights, flat: Tensor) -> Tensor:
+        """The message for a bucket, whose numbers are in flat: those that have changed, or all where that is no more."""
+        masks, at = [], 0
+        for piece in bucket.pieces:
+            last = self._inside(piece, held, self._last[piece.name])
+            masks.append(differs(flat[at : at + last.numel()].view(last.shape), last).view(-1))
+            at += last.numel()
+        changed = torch.cat(masks)
+        num_changed = int(changed.sum())
+        self.traffic.add(Traffic(num_changed=num_changed, num_compared=len(flat)))
+        message = encode_delta(flat, changed, num_changed)
+        return flat if message is None else message
 
 
 class SharedSender(DirectSender):

@@ -46,7 +46,7 @@ def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     pool, publish, given = run.driver.team.pools["main"], run.publish, run.syncs["main"]
     assert isinstance(given, DirectSync) and given.kind == "nccl"
     engines = CheckedEngines(pool, vocab_size=run.learners["main"].vocab_size)
-    nccl = DirectSync(engines, torch.float32, "nccl", bucket_bytes=1 << 14)
+    nccl = DirectSync(engines, torch.float32, "nccl", bucket_bytes=1 << 14, delta=True)
     ipc = DirectSync(engines, torch.float32, "ipc", bucket_bytes=1 << 14)
     found: list[tuple[str, int]] = []
 

@@ -1,7 +1,8 @@
 """A job of two trainer ranks (gloo), of which the first starts two processes that serve an engine each. See test_direct_sync.
 
 They publish the same weights through files, then straight from the ranks in both ways, under every layout, and rank 0 notes
-what the engines hold afterwards. Engines forget what they hold between two publishes. A last publish is spoiled at one.
+what the engines hold afterwards. Engines forget what they hold between two publishes. A last publish is spoiled at one. Then
+weights of another directory are sent, by what has changed.
 """
 
 from __future__ import annotations
@@ -107,6 +108,33 @@ def publishes(learner: Learner, model: str, dtype: str, engines: Processes | Non
     return found
 
 
+def publishes_of_changes(
+    learner: Learner, model: str, changed: str, dtype: str, engines: Processes | None
+) -> dict[str, Any]:
+    """What engines hold after changes alone were sent, after one engine lost its numbers, and after files; on rank 0."""
+    checked = None
+    if engines:
+        engines.ask("local", model, dtype)
+        checked = CheckedEngines(EnginePool(engines), vocab_size=learner.vocab_size)  # type: ignore[arg-type]
+    in_engines: torch.dtype = getattr(torch, dtype)
+    by_change = DirectSync(checked, in_engines, "nccl", bucket_bytes=BUCKET, timeout_s=60.0, delta=True)
+    syncs: dict[str, WeightSync] = {
+        "first": by_change, "changes": by_change, "after a loss": by_change, "files": FileSync(checked, in_engines)
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for version, (kind, sync) in enumerate(syncs.items()):
+        if kind == "changes":
+            learner.read_weights(changed)
+        if kind == "after a loss" and engines:
+            engines.call("forget", {1: ()})
+        if report := sync.publish(learner, version):
+            assert engines
+            found[kind] = [engines.ask("held"), report.num_bytes, report.changed_share]
+    for sync in syncs.values():
+        sync.close()
+    return found
+
+
 def publish_to_halves(learner: Learner, engines: Processes | None, folder: Path) -> dict[str, str]:
     """To engines of two shards each: what those of the second hold, in folder/KIND_EXPERTS.pt, for both kinds of a sync and
     experts cut and spread; and what is said, by the same names, when a number of its second shard changes."""
@@ -143,6 +171,7 @@ def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> 
         found[name] = publishes(policy, model, engine_dtype, engines)
         if name.endswith("halves"):
             found[name]["halves"] = publish_to_halves(policy, engines, Path(folder))
+        found[name]["changes"] = publishes_of_changes(policy, model, f"{model}_changed", engine_dtype, engines)
         parallel.stop(keep_world=True)
     if engines:
         engines.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from direct_worker import BUCKET
 from megatron_models import save_model
 from rank_pair import RankPair
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from marsrl.rollout.weights.layout import EngineShard, fuse
 
+STRIDE = 40  # of every tensor each 40th number changes
 CASES: dict[str, tuple[str, dict[str, int], str, str]] = {
     "tp2_ep2_halves": ("qwen3_moe", {"tensor": 2, "expert": 2}, "float32", "float32"),
     "ep2_bfloat16": ("qwen3_moe", {"expert": 2}, "float32", "bfloat16"),
@@ -31,6 +33,12 @@ def done(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> tuple
     changes = {"qwen2": {"intermediate_size": 160}}
     kinds = {case[0] for case in CASES.values()}
     models = {kind: str(save_model(kind, folder / kind, **changes.get(kind, {}))) for kind in kinds}
+    for path in map(Path, models.values()):
+        shutil.copytree(path, f"{path}_changed")
+        tensors = load_file(path / "model.safetensors")
+        for tensor in tensors.values():
+            tensor.view(-1)[::STRIDE] *= 1.5
+        save_file(tensors, Path(f"{path}_changed") / "model.safetensors", metadata={"format": "pt"})
     cases = {name: (models[kind], *rest) for name, (kind, *rest) in CASES.items()}
     found = two_ranks.run(Path(direct_worker.__file__), {"folder": str(folder), "cases": cases})
     return folder, found
@@ -55,6 +63,16 @@ def test_a_direct_sync_brings_what_files_bring_bit_for_bit(found: dict[str, Any]
 def test_one_bit_that_changes_on_the_way_is_seen_and_named(found: dict[str, Any], kind: str) -> None:
     name, error = found[kind]["spoiled"]
     assert "version 9: engine 1 does not hold what was sent: 1 of" in error and f"first {name} (checksum" in error
+
+
+def test_changes_alone_from_every_rank_bring_what_files_bring_and_all_is_sent_after_a_loss(
+    found: dict[str, Any],
+) -> None:
+    (first, whole, _), (changes, num_bytes, share) = found["changes"]["first"], found["changes"]["changes"]
+    assert changes == found["changes"]["files"][0] and changes[0] == changes[1] != first[0]
+    assert 1 / STRIDE <= share < 1.2 / STRIDE  # of each tensor the first number, too
+    assert 1.5 / STRIDE < num_bytes / whole < 3 / STRIDE  # a changed number takes 1.5 (float32) or 2 times its size
+    assert found["changes"]["after a loss"] == [changes, whole, None]
 
 
 @pytest.mark.parametrize("experts", ["cut", "spread"])

@@ -170,6 +170,11 @@ class SyncConfig(Settings):
     bucket_mib: int = Field(
         256, gt=0, le=MOST_MIB, description="nccl, ipc: what travels at once, MiB; each side holds one such buffer"
     )
+    delta: bool = Field(
+        False,
+        description="nccl: send what has changed since the version before, where that is less; each rank keeps a second copy of "
+        "its weights for it (docs/weight_sync.md)",
+    )
     host: str | None = Field(
         None,
         description="address of trainer rank 0 as the hosts of engines reach it, for nccl, ipc and rollout.ray_address=here; "

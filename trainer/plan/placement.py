@@ -138,7 +138,8 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
         lines[-1] += f" (taken to have {has} each, and not known yet)"
     if config.rollout.rebalance:
         lines.append(f"rebalance: {rebalance_outlook(config, has_gpus=bool(host.num_gpus))}")
-    return [*lines, f"weights: sync.backend={config.sync.backend}, {_TRAVEL[config.sync.backend]}"]
+    changes = ", what has changed alone" if config.sync.delta else ""
+    return [*lines, f"weights: sync.backend={config.sync.backend}, {_TRAVEL[config.sync.backend]}{changes}"]
 
 
 def rebalance_outlook(config: RunConfig, *, has_gpus: bool) -> str:

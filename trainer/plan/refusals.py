@@ -18,9 +18,11 @@ from marsrl.trainer.plan.models import find_shape, taught_shape
 def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
     """The reason why sync.backend cannot run on a machine, or None."""
     sync = config.sync
+    key = f"sync.backend={sync.backend}"
+    if sync.delta and sync.backend != "nccl":
+        return f"sync.delta=true sends changes over a network, and {key} uses none: set sync.delta=false"
     if sync.backend == "shm":
         return None
-    key = f"sync.backend={sync.backend}"
     if has_cuda:
         found = f"sync.cpu_twin is true, but there is a GPU here, on which {key} runs itself; set false"
         return found if sync.cpu_twin else None

@@ -77,7 +77,7 @@ class AdapterSync(WeightSync):
             return None
         pool, update = self._engines.pool, AdapterUpdate(self._engines.adapter, str(self._folder), version)
         receipts = pool.update_adapter(update)
-        return self._expected, dict(zip(pool.engines, receipts, strict=True)), self._num_bytes
+        return Delivered(self._expected, dict(zip(pool.engines, receipts, strict=True)), self._num_bytes)
 
     def _compare(self, engines: CheckedEngines, scores: TrainerScores, version: int) -> ComparisonReport:
         if self._is_bare:

@@ -40,7 +40,7 @@ import torch
 from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Lost, Timed
-from marsrl.rollout.weights.direct import GroupSender, HeldWeights, Ranks, SharedSender
+from marsrl.rollout.weights.direct import DirectSender, GroupSender, HeldWeights, Ranks, SharedSender
 from marsrl.rollout.weights.files import SHARD_BYTES, FileSender, WrittenWeights
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank, world_size
@@ -59,6 +59,8 @@ class SyncReport:
     """A publish that was verified.
 
     is_direct: without files (nccl, ipc).
+    num_bytes: sent to an engine: of the model, or less with deltas.
+    changed_share: of the numbers that were compared with those sent last; None: none were (sync.delta).
     comparison: None where it was not due (sync.verify_every).
     seconds_of: `seconds` by part. Files: export (the trainer's tensors gathered), checksum (of what was sent), write, load
         (every engine), engine_checksum (the slowest engine's), probe (the comparison). nccl, ipc: load (sending, receiving
@@ -72,12 +74,15 @@ class SyncReport:
     comparison: ComparisonReport | None
     seconds_of: Mapping[str, float]
     is_direct: bool
+    changed_share: float | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
         """sync/* of metrics.jsonl."""
         found: dict[str, float] = {"sync/bytes": self.num_bytes, "sync/seconds": self.seconds}
         found["sync/direct"] = self.is_direct
+        if self.changed_share is not None:
+            found["sync/changed_share"] = self.changed_share
         if self.comparison is not None:
             found |= {
                 "sync/probe_diff_max": self.comparison.largest,
@@ -89,8 +94,17 @@ class SyncReport:
         return found
 
 
-Delivered = tuple[Sequence[Mapping[str, int]], Mapping[int, WeightReceipt], int]
-"""({fused tensor: checksum} of each shard of an engine, the receipt of each engine by its number, bytes of the model)."""
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What engines were sent and what they hold.
+
+    expected: {fused tensor: checksum} of each shard of an engine. receipts: by engine. num_bytes, changed_share: of SyncReport.
+    """
+
+    expected: Sequence[Mapping[str, int]]
+    receipts: Mapping[int, WeightReceipt]
+    num_bytes: int
+    changed_share: float | None = None
 
 
 class WeightSync(ABC):
@@ -146,17 +160,19 @@ class WeightSync(ABC):
             def proven() -> SyncReport:
                 """Rank 0: every engine that serves, replaced ones too, holds what was sent and computes what it should."""
                 assert self._engines is not None and delivered is not None, "of rank 0"
-                expected, receipts, num_bytes = delivered
-                slowest_s = max((receipt.checksum_seconds for receipt in receipts.values()), default=0.0)
+                slowest_s = max((each.checksum_seconds for each in delivered.receipts.values()), default=0.0)
                 seconds_of["engine_checksum"] = min(slowest_s, seconds_of["load"])
                 seconds_of["load"] -= seconds_of["engine_checksum"]
-                self._engines.check(expected, receipts, version)
+                self._engines.check(delivered.expected, delivered.receipts, version)
                 found: ComparisonReport | None = None
                 if scores is not None:
                     with timed_part(seconds_of, "probe"):
                         found = self._compare(self._engines, scores, version)
                 seconds = time.perf_counter() - start
-                return SyncReport(version, seconds, num_bytes, len(expected[0]), found, seconds_of, self.is_direct)
+                return SyncReport(
+                    version, seconds, delivered.num_bytes, len(delivered.expected[0]), found, seconds_of, self.is_direct,
+                    delivered.changed_share,
+                )  # fmt: skip
 
             if standing_by is not None:
                 report = standing_by(proven)
@@ -227,7 +243,7 @@ class FileSync(WeightSync):
             return None
         receipts = self._engines.pool.update_weights(WeightUpdate(str(self._written.folder), version))
         by_engine = dict(zip(self._engines.pool.engines, receipts, strict=True))
-        return self._written.expected, by_engine, self._written.num_bytes
+        return Delivered(self._written.expected, by_engine, self._written.num_bytes)
 
     def _settle(self) -> None:
         """The version before stayed until this one was proven."""
@@ -253,22 +269,24 @@ class DirectSync(WeightSync):
         bucket_bytes: int = 256 << 20,
         timeout_s: float = 600.0,
         host: str = "127.0.0.1",
+        delta: bool = False,
         **common: Any,
     ) -> None:
-        """bucket_bytes, timeout_s, host: of the DirectSender; common: of WeightSync."""
+        """bucket_bytes, timeout_s, host: of the DirectSender; delta: send what has changed (nccl); common: of WeightSync."""
         super().__init__(engines, dtype, **common)
         self.kind = kind
-        self._sender = (GroupSender if kind == "nccl" else SharedSender)(
-            Ranks(rank(), world_size(), broadcast_bytes, gather_bytes),
-            dtype,
-            bucket_bytes=bucket_bytes,
-            timeout_s=timeout_s,
-            host=host,
-        )
+        ranks = Ranks(rank(), world_size(), broadcast_bytes, gather_bytes)
+        options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "timeout_s": timeout_s, "host": host}
+        self._sender: DirectSender
+        if kind == "nccl":
+            self._sender = GroupSender(ranks, dtype, sends_deltas=delta, **options)
+        else:
+            self._sender = SharedSender(ranks, dtype, **options)
         self._generation: int | None = None  # of the engines that the sender has agreed with; rank 0's
 
     def _deliver(self, learner: Learner, version: int) -> Delivered | None:
-        """The engines receive while the ranks send: to all again, over new connections, where one was lost on the way.
+        """The engines receive while the ranks send: everything to all again, over new connections, where one was lost on the way
+        or has put changes to other numbers than it should have held.
 
         Raises:
             RuntimeError: a rank failed, or the way to engines that live is broken.
@@ -290,6 +308,9 @@ class DirectSync(WeightSync):
             receipts = {engine: answer.value for engine, answer in answers.items() if isinstance(answer, Timed)}
             lost = {engine: answer.reason for engine, answer in answers.items() if isinstance(answer, Lost)}
             broken = [receipt.broken for receipt in receipts.values() if receipt.broken]
+            if expected and not lost and not broken and self._sender.traffic.num_compared:
+                wrong = [n for n, receipt in receipts.items() if list(receipt.checksums) != expected]
+                broken = [f"engine {n} was sent changes, and its checksums are others" for n in wrong]
             if expected and not lost and not broken:
                 break
             self._generation = None
@@ -305,8 +326,12 @@ class DirectSync(WeightSync):
             broadcast_bytes(b"again")
         broadcast_bytes(b"")
         pool.note_weights(version, expected)
-        num_elements = sum(torch.Size(shape).numel() for shape in held.hf_shapes.values())
-        return expected, receipts, num_elements * self._dtype.itemsize
+        num_bytes = self._dtype.itemsize * sum(torch.Size(shape).numel() for shape in held.hf_shapes.values())
+        traffic, share = self._sender.traffic, None
+        if traffic.num_compared:
+            share = traffic.num_changed / traffic.num_compared
+            num_bytes = num_bytes * traffic.num_bytes // traffic.whole_bytes
+        return Delivered(expected, receipts, num_bytes, share)
 
     def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
         """The same over new connections; the next publish makes others."""
