@@ -159,21 +159,29 @@ class Runner:
 
     def _make(self, words: Sequence[str]) -> Path:
         """The directory of the warm-started policy of these settings."""
-        said = self._call([__file__, "--warm-start", *words])
+        said, _ = self._call([__file__, "--warm-start", *words])
         return Path(said.strip().rpartition("\n")[2])
 
-    def _call(self, words: Sequence[str]) -> str:
-        """Standard output of Python with these words.
+    def _call(self, words: Sequence[str]) -> tuple[str, dict[str, float]]:
+        """Standard output of Python with these words; CPU seconds and peak resident bytes of its process.
 
         Raises:
             RuntimeError: it failed; with its last line, preferably marsrl's.
         """
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=self.environment)
-        if done.returncode:
-            lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
-            ours = [line for line in lines if line.startswith("marsrl: ")]
-            raise RuntimeError((ours or lines or [f"exit code {done.returncode}"])[-1])
-        return done.stdout
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                [sys.executable, *words], stdout=out, stderr=errors, cwd=ROOT, env=self.environment
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            out.seek(0)
+            errors.seek(0)
+            said = out.read()
+            if process.returncode:
+                lines = [*said.splitlines(), *errors.read().splitlines()]
+                ours = [line for line in lines if line.startswith("marsrl: ")]
+                raise RuntimeError((ours or lines or [f"exit code {process.returncode}"])[-1])
+        return said, {"cpu_seconds": usage.ru_utime + usage.ru_stime, "peak_bytes": usage.ru_maxrss * 1024.0}
 
     def train(self, job: Job) -> None:
         run = self.runs / job.name
@@ -181,8 +189,8 @@ class Runner:
         words = [f"run.dir={self.runs}", f"run.name={job.name}", *job.settings, *self.more]
         start = time.monotonic()
         try:
-            self._call([str(ROOT / "trainer" / "main.py"), *words])
-            self._keep(job, start, shown(STUDIES[job.study], run))
+            _, used = self._call([str(ROOT / "trainer" / "main.py"), *words])
+            self._keep(job, start, shown(STUDIES[job.study], run) | used)
         except RuntimeError as error:  # a training that stops is a result: reported, but in no mean
             self._keep(job, start, {}, stopped=str(error))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from namespace import ROOT
-from studies import NORMALISE, PICKS, interval
+from studies import NORMALISE, PICKS, POLICIES, interval
 
 PAGE = ROOT / "docs" / "evidence.md"
 
@@ -246,9 +246,10 @@ CLAIMS = (
     Claim(
         "Advantages of each agent",
         "Dr. MAS: a baseline and deviation of each agent's own keep the gradient's norm from spiking, where one over all agents "
-        "(`global`, and `trajectory`, the published GRPO baseline) does not; with a shared policy, and with one each.",
+        "(`global`, and `trajectory`, the published GRPO baseline) does not; with a shared policy, "
+        "with one each, and with an adapter each.",
         "drmas",
-        tuple(tuple(f"{policies}, {name}" for name in NORMALISE) for policies in ("shared", "separate")),
+        tuple(tuple(f"{policies}, {name}" for name in NORMALISE) for policies in POLICIES),
         {"grad_norm_max": "largest gradient norm", **_WHOLE, "grad_spikes": "spikes"},
         "nothing is told apart, and one step of 42 trainings spikes. The agents' mean rewards differ by .2 to .3, for "
         "which the paper's lemma predicts an inflation of 0.8 to 1.15: little could explode.",
@@ -268,6 +269,21 @@ CLAIMS = (
         "System 1 is needed, but here because the policy was taught to read distillates and never pages. Python adds .07. "
         "Balance and the mean are not told from their absence.",
         seen_of="1cc669e2",
+    ),
+    Claim(
+        "Adapters in place of whole weights",
+        "LoRA Without Regret (Thinking Machines Lab, 2025): in RL, adapters of a small rank learn what whole weights do, at ten "
+        "times their learning rate. Arms: an adapter for each of five agents, one policy for all, a policy for each. CPU seconds "
+        "and the largest resident memory are of one process, which trains and decodes.",
+        "adapters",
+        (("adapters", "shared weights", "separate weights"),),
+        {
+            **_TEAM,
+            "system_before": "team before",
+            "sync/bytes": "bytes a publish",
+            "cpu_seconds": "CPU seconds",
+            "peak_bytes": "memory",
+        },
     ),
 )
 

@@ -3,6 +3,7 @@
 marsrl   MarsRL and UloRL (arXiv:2511.11373, 2507.19766) on configs/cpu_default.yaml
 drmas    Dr. MAS (arXiv:2602.08847) on configs/cpu_solver_verifier.yaml, whose agents' mean rewards differ on purpose
 mars     MARS (arXiv:2510.04935) on configs/cpu_dual_system.yaml
+adapters "LoRA Without Regret" (Schulman and Thinking Machines Lab, 2025) on configs/cpu_adapters.yaml
 foreign  MarsRL's Table 3: a trained team of marsrl's arm `whole` with Solvers from elsewhere
 """
 
@@ -45,6 +46,14 @@ PICKS = ("random", "balanced", "paired", "adaptive")  # the preset's: Verifiers 
 NORMALISE = {"agent": FIVE, "trajectory": FIVE, "global": FIVE, "agent_mean": THREE, "agent_std": THREE}
 SOLVER_ALONE, CRITICS_ALONE = "credit.train_agents=solver", f"credit.train_agents=[{','.join(CRITICS)}]"
 TRAJECTORY = "rollout.pipeline=trajectory"
+ADAPTED = (  # a Solver and a Verifier on one frozen base
+    "policies.solver.adapter={rank: 8, alpha: 16, targets: [attention, mlp]}",
+    "policies.verifier={base: solver, adapter: {rank: 8, alpha: 16, targets: [attention, mlp]}}",
+    *(f"policies.{agent}.optimizer.lr=6.0e-3" for agent in ("solver", "verifier")),
+)
+POLICIES = {"shared": ("agents.verifier.policy=solver",), "separate": (), "adapters": ADAPTED}
+TEAM = ("solver", *CRITICS)
+WHOLE_WEIGHTS = ("base=null", "adapter=null", "optimizer.lr=6.0e-4")
 STRONG = "warm_start.slip_solver=0.04"  # a Solver that is mostly right from the start, as the papers' is
 
 STUDIES = {
@@ -68,13 +77,13 @@ STUDIES = {
             "mean of samples": Arm(("loss.aggregation=sequence",)),
         },
         ("solver", "verifier1", "corrector1"),
-        ("solver", *CRITICS),
+        TEAM,
     ),
     "drmas": Study(
         "cpu_solver_verifier",
         {
             f"{policies}, {name}": Arm((*settings, f"credit.normalise={name}"), num_seeds)
-            for policies, settings in (("shared", ("agents.verifier.policy=solver",)), ("separate", ()))
+            for policies, settings in POLICIES.items()
             for name, num_seeds in NORMALISE.items()
         },
         ("solver", "verifier"),
@@ -92,6 +101,17 @@ STUDIES = {
         ("system2",),
         ("system2",),
         ("team/calls/search", "team/calls/python", "team/turns_without_call"),
+    ),
+    "adapters": Study(
+        "cpu_adapters",
+        {
+            "adapters": Arm(),
+            "shared weights": Arm(tuple(f"agents.{agent}.policy=main" for agent in TEAM)),
+            "separate weights": Arm(tuple(f"policies.{agent}.{word}" for agent in TEAM for word in WHOLE_WEIGHTS)),
+        },
+        ("solver", "verifier1", "corrector1"),
+        TEAM,
+        ("sync/bytes", "timing_s/publish", "timing_s/step", "timing_s/rollout"),
     ),
 }
 

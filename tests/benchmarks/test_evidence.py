@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from scripts import BENCHMARKS
@@ -31,6 +34,17 @@ def test_every_arm_of_a_claim_is_run_and_every_arm_that_is_run_is_of_a_claim() -
     claimed = {(claim.study, arm) for claim in evidence_page.CLAIMS for group in claim.groups for arm in group}
     assert claimed == {(job.study, job.arm) for job in evidence.every_job(())}
     assert len({job.name for job in evidence.every_job(())}) == len(evidence.every_job(()))
+
+
+@pytest.mark.slow
+def test_an_arm_of_adapters_trains_and_its_memory_is_kept(tmp_path: Path) -> None:
+    environment = {**os.environ, "MARSRL_CACHE": str(tmp_path / "cache")}
+    runner = evidence.Runner("0" * 40, tmp_path / "results", tmp_path / "runs", 1, evidence.TINY, environment)
+    job = Job("drmas", "adapters, agent", 0)
+    runner.all([job])
+    made = Result(**json.loads((tmp_path / "results" / f"{job.name}.json").read_text()))
+    assert made.stopped is None and made.found["updates"] == 4  # of two policies in two steps
+    assert made.found["grad_norm_max"] > 0 and made.found["peak_bytes"] > 1e8 and made.found["cpu_seconds"] > 1
 
 
 def result(arm: str, seed: int, system: float | None, study: str = "marsrl") -> tuple[tuple[str, str, int], Result]:

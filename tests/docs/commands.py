@@ -45,6 +45,10 @@ TESTS = (
         "integration/test_miniatures.py::test_a_miniature_trains_every_policy_that_it_has",
     ),
     (
+        "torchrun .* preset=cpu_adapters",
+        "integration/test_miniatures.py::test_the_five_adapters_in_miniature_train",
+    ),
+    (
         "torchrun .* preset=cpu_search_team",
         "integration/test_miniatures.py::test_the_search_team_in_miniature_trains",
     ),

@@ -1,6 +1,7 @@
-"""Dr. MAS and MARS in miniature: the commands of configs/cpu_solver_verifier.yaml, cpu_search_team.yaml and
-cpu_dual_system.yaml, a few steps of each. Does the reward rise? `python benchmarks/learning.py preset=cpu_solver_verifier`, and
-the other two, ask that. How tools are counted and outcomes credited: test_scripted_team.py, whose agents say what it wants.
+"""Adapters, Dr. MAS and MARS in miniature: the commands of configs/cpu_adapters.yaml, cpu_solver_verifier.yaml,
+cpu_search_team.yaml and cpu_dual_system.yaml, a few steps of each. Does the reward rise? `python benchmarks/learning.py
+preset=cpu_solver_verifier`, and the others, ask that. How tools are counted and outcomes credited: test_scripted_team.py, whose
+agents say what it wants.
 
 What so short a warm start leaves depends on the last bits of a processor. So nothing is asked of what a model says.
 """
@@ -91,6 +92,19 @@ def check_team(command: str, runner: Runner, name: str, agents: list[str]) -> No
     summary = load_summary(directory / "summary.json")
     assert summary.warm_start is not None and summary.before is not None and summary.after is not None
     assert summary.warm_start.measured == {"system": summary.before.system.mean}
+
+
+@pytest.mark.parametrize("command", run_by("test_the_five_adapters_in_miniature_train"))
+def test_the_five_adapters_in_miniature_train(command: str, runner: Runner) -> None:
+    directory = runner.run("adapters", *shlex.split(command)[2:], *SMALLER, "agents.verifier1.pick=random")
+    steps = steps_of(directory)
+    agents = ["solver", "verifier1", "corrector1", "verifier2", "corrector2"]
+    for agent in agents:
+        check_updates(steps, f"{agent}/", [agent])
+    trained = {agent for row, _ in steps for agent in agents if row[f"{agent}/actor/updates"]}
+    assert {"solver", "verifier1"} <= trained
+    kept = {folder.name for folder in (directory / "checkpoints" / "step_3" / "policies").iterdir()}
+    assert kept == set(agents)  # the base, which nobody trains, is not kept
 
 
 @pytest.mark.parametrize("command", run_by("test_the_search_team_in_miniature_trains"))

@@ -89,8 +89,6 @@ def checked(preset: Path, folder: Path, words: list[str]) -> Any:
         if any(word.startswith("tools.search.corpus=") for word in words):
             (folder / "corpus.jsonl").write_text('{"title": "Two", "text": "1 + 1 is 2."}', encoding="utf-8")
             settings.append(f"tools.search.corpus={folder}/corpus.jsonl")
-    if preset.stem == "cpu_adapters":
-        settings.append("rollout.vllm.dtype=bfloat16")  # which the refusal of float32 on GPUs says
     if read_config(preset, settings)[0].sync.directory is not None:
         settings.append(f"sync.directory={folder}")
     os.environ |= {"LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(world), "SERPAPI_API_KEY": "key"}  # MARS searches
@@ -213,10 +211,11 @@ def main(folder: Path) -> None:
     for preset in sorted(Path("configs").glob("*.yaml")):
         num_gpus = min(8, int(found[1])) if (found := re.search(r"--gpus (\d+)", preset.read_text())) else 8
         check = checked(preset, folder, train_command(preset))
+        has_vllm, own = check.config.rollout.engine == "vllm", adapters_of(check.config)
         told[preset.stem] = {
-            "engine": engine_config(check.config, folder) if check.config.rollout.engine == "vllm" else None,
-            "adapted": engine_config(check.config, folder, "five") if check.config.rollout.engine == "vllm" else None,
-            "own_adapters": engine_config(check.config, folder, own) if (own := adapters_of(check.config)) else None,
+            "engine": engine_config(check.config, folder) if has_vllm else None,
+            "adapted": engine_config(check.config, folder, "five") if has_vllm else None,
+            "own_adapters": engine_config(check.config, folder, own) if has_vllm and own else None,
             "prompts": {name: agent.max_input_tokens for name, agent in check.config.agents.items()},
             "variants": variants(check.config, folder) if preset.stem == "qwen3_30b_a3b_8xh100" else None,
         }

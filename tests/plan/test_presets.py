@@ -30,20 +30,13 @@ from marsrl.trainer.config.read import CONFIGS, read_config
 from marsrl.trainer.plan.models import KNOWN, find_shape
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system"}  # our own engine decodes
+WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system", "cpu_adapters"}  # our own engine decodes
 ON_SEVERAL_GPUS = {
     "qwen3_30b_a3b",
     "qwen3_30b_a3b_8xh100",
     "qwen3_30b_a3b_adapters_8gpu",
     "ulorl",
 }  # engines of rollout.vllm.tensor_parallel
-WITHOUT_A_PLAN = {
-    *WITHOUT_VLLM,
-    "cpu_default",
-    "cpu_adapters",
-    "math_default",
-    "qa_default",
-}  # their headers name no GPUs
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +84,7 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
 def test_vllm_accepts_adapters_and_changes_nothing_else(preset: str, told: dict[str, Any]) -> None:
     """Slots for the matrices that are adapted alone, of the next rank that it has kernels for."""
     plain, found = told[preset]["engine"], told[preset]["adapted"]
-    is_moe = preset in {*ON_SEVERAL_GPUS, "cpu_default", "cpu_adapters"}
+    is_moe = preset in {*ON_SEVERAL_GPUS, "cpu_default"}
     of_mlp = ["experts"] if is_moe else ["gate_up_proj", "down_proj"]
     assert found == plain | {"adapters": [5, 32, ["qkv_proj", "o_proj", *of_mlp], plain["dtype"], False]}
     assert plain["adapters"] is None
@@ -100,14 +93,13 @@ def test_vllm_accepts_adapters_and_changes_nothing_else(preset: str, told: dict[
 @pytest.mark.parametrize(
     ("preset", "targets"),
     [
-        ("cpu_adapters", ["qkv_proj", "o_proj"]),
         ("qwen3_30b_a3b_adapters_8gpu", ["qkv_proj", "o_proj"]),
         ("qwen3_8b_adapters_1gpu", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
     ],
 )
 def test_vllm_accepts_the_adapters_of_a_preset(preset: str, targets: list[str], told: dict[str, Any]) -> None:
     num_slots, rank, *others = told[preset]["own_adapters"]["adapters"]
-    assert (num_slots, rank) == (5, 8 if preset == "cpu_adapters" else 32) and others[0] == targets
+    assert (num_slots, rank) == (5, 32) and others[0] == targets
 
 
 def test_agents_that_a_preset_names_get_prompts_as_long_as_it_says(told: dict[str, Any]) -> None:
