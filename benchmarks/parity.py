@@ -316,7 +316,8 @@ def against_peft(folder: Path) -> list[dict[str, Any]]:
     for kind in parity_adapters.ADAPTERS:
         begin = time.perf_counter()
         model = write_model(kind, 2, folder / kind / "model", vocab_size=VOCABULARY, num_key_value_heads=2)
-        adapter = parity_adapters.random_adapter(model, kind, folder / kind / "adapter")
+        settings = parity_adapters.ADAPTERS[kind]
+        adapter = parity_adapters.random_adapter(model, settings, folder / kind / "adapter")
         expected[kind] = parity_adapters.peft_reference(model, adapter, samples(), loss_of)
         found = train_adapter(model, adapter, kind, Case("one rank"), expected[kind]["samples"])
         lines.append(parity_adapters.line_of(f"adapters, {kind}, one rank", found, expected[kind]))

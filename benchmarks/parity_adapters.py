@@ -16,16 +16,16 @@ ADAPTERS = {
 REFUSED = ("tp2 ep2 etp2 dp2",)
 
 
-def random_adapter(model_dir: Path, kind: str, folder: Path) -> Path:
+def random_adapter(model_dir: Path, settings: dict[str, Any], folder: Path, seed: int = 1) -> Path:
     """A PEFT directory of the model with random A and B."""
     from marsrl.rollout.adapter import AdapterConfig, tensor_shapes, write_adapter
     from marsrl.rollout.model_shape import read_shape
 
-    shape, settings = read_shape(model_dir), AdapterConfig.model_validate(ADAPTERS[kind])
-    generator = torch.Generator().manual_seed(1)
-    tensors = {n: 0.05 * torch.randn(size, generator=generator) for n, size in tensor_shapes(shape, settings).items()}
+    shape, adapter = read_shape(model_dir), AdapterConfig.model_validate(settings)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {n: 0.05 * torch.randn(size, generator=generator) for n, size in tensor_shapes(shape, adapter).items()}
     folder.mkdir(parents=True)
-    write_adapter(folder, shape, settings, tensors, str(model_dir))
+    write_adapter(folder, shape, adapter, tensors, str(model_dir))
     return folder
 
 

@@ -1,14 +1,18 @@
 """The plain loop we measure against: a Hugging Face model, padded micro-batches, full logits, autograd, AdamW.
 
 A careful researcher's first version, with the same update as ours: token-level policy gradient at ratio 1 (one update a step),
-divided by the number of sampled tokens of the whole batch, gradient norm clipped to 1.
+divided by the number of sampled tokens of the whole batch, gradient norm clipped to 1. With adapters, one an agent, PEFT trains
+them one after the other on the same base: in training it has one active at a time.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,42 +33,69 @@ class ReferenceOptions:
     mpt_entropy: float | None = None
     mpt_probability: float = 0.99
     dtype: str = "float32"
+    adapters: tuple[str, ...] = ()  # a PEFT directory of each agent; (): the weights are trained
 
 
-def _load(model_dir: str, options: ReferenceOptions) -> torch.nn.Module:
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+def _load(model_dir: str, options: ReferenceOptions) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(
         model_dir,
         dtype=getattr(torch, options.dtype),
         attn_implementation="sdpa",
         experts_implementation=options.experts,
     )
+    if not options.adapters:
+        return model
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(model, options.adapters[0], adapter_name="0", is_trainable=True)
+    for agent, folder in enumerate(options.adapters[1:], start=1):
+        model.load_adapter(folder, adapter_name=str(agent), is_trainable=True)
+    for name, weight in model.named_parameters():
+        if ".experts." in name and ".lora_B." in name:
+            # gate and up are one matrix to PEFT, each with its half of the rank: what is 0 in B is not trained
+            weight.requires_grad_().register_hook(partial(torch.mul, weight.detach() != 0))
     return model
 
 
 class ReferenceLoop:
-    """One policy and its optimizer. `step` is one optimizer step on the whole batch."""
+    """One policy and its optimizer, or an adapter and its optimizer an agent. `step` is one step on the whole batch."""
 
     def __init__(self, model_dir: str, options: ReferenceOptions, lr: float = 1e-5) -> None:
         self.options = options
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = _load(model_dir, options).to(self.device)
+        self.model: Any = _load(model_dir, options).to(self.device)
         self.model.train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizers = []
+        for agent in range(len(options.adapters) or 1):
+            self._turn_to(agent)
+            weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+            self.optimizers.append(torch.optim.AdamW(weights, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
 
-    def step(self, sequences: Sequence[TrainSequence], num_tokens: int) -> tuple[float, float]:
-        """Loss and gradient norm (before clipping) of the step; num_tokens divides the loss."""
+    def _turn_to(self, agent: int) -> None:
+        if self.options.adapters:
+            self.model.set_adapter(str(agent))
+
+    def step(self, sequences: Sequence[TrainSequence]) -> float:
+        """Gradient norm (before clipping) of the step, of all adapters together."""
+        norms = []
+        for agent, optimizer in enumerate(self.optimizers):
+            self._turn_to(agent)
+            own = [s for s in sequences if s.agent == agent] if self.options.adapters else sequences
+            norms.append(self._step(own, optimizer))
+        return math.hypot(*norms)
+
+    def _step(self, sequences: Sequence[TrainSequence], optimizer: torch.optim.Optimizer) -> float:
+        num_tokens = sum(s.num_sampled for s in sequences)
         chosen = [s for s in sequences if s.advantage != 0] if self.options.is_sorted else list(sequences)
         if self.options.is_sorted:
             chosen.sort(key=lambda s: s.num_tokens)
-        total = 0.0
         for start in range(0, len(chosen), self.options.micro_batch):
             loss = self._loss(chosen[start : start + self.options.micro_batch]) / num_tokens
             loss.backward()
-            total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total, norm.item()
+        norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm.item()
 
     def _loss(self, rows: Sequence[TrainSequence]) -> Tensor:
         longest = max(s.num_tokens for s in rows)
@@ -106,7 +137,7 @@ def fastest_experts(model_dir: str, sequences: Sequence[TrainSequence]) -> tuple
 
 def _step_seconds(model_dir: str, experts: str, sequences: Sequence[TrainSequence]) -> float:
     loop = ReferenceLoop(model_dir, ReferenceOptions(experts=experts))
-    loop.step(sequences, 1)  # warm-up: first-call allocations
+    loop.step(sequences)  # warm-up: first-call allocations
     start = time.process_time()
-    loop.step(sequences, 1)
+    loop.step(sequences)
     return time.process_time() - start

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from marsrl.rollout.adapter import AdapterConfig, adapted
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.models.init_model import InitShape
@@ -47,6 +48,7 @@ PROBLEMS = {
 }
 
 
+NUM_AGENTS = 4
 PADDING = 256  # the tokenizer's padding token: transformers gives its embedding no gradient, so no sequence has it
 
 
@@ -55,9 +57,8 @@ def _tokens(rng: np.random.Generator, problem: StepProblem, number: int) -> npt.
     return np.where(drawn == PADDING, 4, drawn).astype(np.int32)
 
 
-def batch(problem: StepProblem, seed: int = 0) -> tuple[list[TrainSequence], int]:
-    """Groups of 8 with lognormal responses (sigma 1.0); every second group has no spread (advantage 0). Returns the
-    sequences and the number of sampled tokens."""
+def batch(problem: StepProblem, seed: int = 0) -> list[TrainSequence]:
+    """Groups of 8 with lognormal responses (sigma 1.0), two of each agent; every second group has no spread (advantage 0)."""
     rng = np.random.default_rng(seed)
     sequences = []
     for group in range(problem.groups):
@@ -75,24 +76,32 @@ def batch(problem: StepProblem, seed: int = 0) -> tuple[list[TrainSequence], int
                     is_sampled=np.ones(n, bool),
                     rollout_logprobs=np.full(n, -9.0, np.float32),
                     advantage=float(advantages[i]),
-                    agent=0,
+                    agent=i % NUM_AGENTS,
                     temperature=1.0,
                     is_positive=bool(rewards[i]),
                 )
             )
-    return sequences, sum(s.num_sampled for s in sequences)
+    return sequences
 
 
-def model_flops(shape: ModelShape, sequences: Sequence[TrainSequence]) -> float:
+def model_flops(shape: ModelShape, sequences: Sequence[TrainSequence], adapter: AdapterConfig | None = None) -> float:
     """FLOPs of one forward and backward over these sequences, nothing recomputed, no padding:
 
     6 T P_layers,active + 6 L N D sum(length^2) [causal attention: half of 4 forward, 8 backward] + 6 H V sampled
+
+    With an adapter 4 in place of 6 where weights are frozen, and 6 T P_adapter,active.
     """
+    factor, pairs = 6, 0.0
+    if adapter is not None:
+        factor = 4
+        for name, (out, into, rank) in adapted(shape, adapter).items():
+            part = shape.experts_per_token / shape.num_experts if ".experts." in name else 1
+            pairs += part * rank * (out + into)
     counts = elements(shape)
     experts = counts.layer_experts * shape.experts_per_token / shape.num_experts if shape.num_experts else 0
     of_layer = counts.layer_cut + counts.layer_whole + experts
     tokens = sum(s.num_tokens for s in sequences)
     squares = sum(s.num_tokens**2 for s in sequences)
-    layers = 6 * tokens * of_layer * shape.num_layers
+    layers = factor * tokens * of_layer * shape.num_layers + 6 * tokens * pairs
     attention = 6 * shape.num_layers * shape.num_heads * shape.head_size * squares
-    return layers + attention + 6 * shape.hidden_size * shape.vocab_size * sum(s.num_sampled for s in sequences)
+    return layers + attention + factor * shape.hidden_size * shape.vocab_size * sum(s.num_sampled for s in sequences)

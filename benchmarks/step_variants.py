@@ -1,30 +1,37 @@
-"""The programs that benchmarks/train_step.py compares: ours, plain Megatron, the reference loop; one optimizer step each.
+"""The programs that benchmarks/train_step.py compares: ours, plain Megatron, the reference loop; one step each.
 
 Ours and Megatron support any parallel layout and use the same layers on the same packed micro-batches, so they differ only in the
 head: fused, or logits with Megatron's vocabulary-parallel cross entropy. Megatron's entropy would need full logits twice, so
 DMMPT is compared only with the reference.
+
+With adapters, one an agent, ours lays samples of all agents into the same micro-batches; the reference is PEFT's, and WHOLE
+is our step of all weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from reference_loop import ReferenceLoop, ReferenceOptions
-from step_problem import StepProblem
+from step_problem import NUM_AGENTS, StepProblem
 
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.trainer.data.packing import TrainSequence
 
 OURS, MEGATRON = "ours", "plain Megatron, packed and dropped"
 REFERENCE, SORTED = "reference", "reference, sorted and dropped"
 VARIANTS = (OURS, MEGATRON, REFERENCE, SORTED)
+WHOLE = "ours, all weights"
+ADAPTER_VARIANTS = (OURS, WHOLE, REFERENCE, SORTED)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """step() trains once and returns the gradient norm; trained: the sequences in its forward pass."""
+    """step() trains once and returns the gradient norm, of all adapters together; trained: the sequences in its forward pass."""
 
     step: Callable[[], float]
     close: Callable[[], None]
@@ -36,14 +43,16 @@ def build(
     model_dir: str,
     problem: StepProblem,
     sequences: Sequence[TrainSequence],
-    num_tokens: int,
     *,
     layout: dict[str, int],
     experts: str,
     mpt: float | None,
+    adapters: Sequence[AdapterConfig] = (),
 ) -> Variant:
-    """One of VARIANTS. layout: of the learner's; experts: transformers' implementation; mpt: DMMPT's entropy, nats."""
-    dropped = [s for s in sequences if s.advantage != 0]
+    """One of VARIANTS or ADAPTER_VARIANTS.
+
+    layout: of the learner's; experts: transformers' implementation; mpt: DMMPT's entropy, nats; adapters: of each agent.
+    """
     if name in (REFERENCE, SORTED):
         options = ReferenceOptions(
             micro_batch=problem.reference_rows,
@@ -51,46 +60,61 @@ def build(
             experts=experts,
             mpt_entropy=mpt,
             dtype=problem.dtype,
+            adapters=tuple(each.start or "" for each in adapters),
         )
         loop = ReferenceLoop(model_dir, options)
-        chosen = dropped if name == SORTED else list(sequences)
-        return Variant(lambda: loop.step(sequences, num_tokens)[1], lambda: None, chosen)
-    return _learner(model_dir, problem, dropped, num_tokens, layout, mpt, has_fused_head=name == OURS)
+        chosen = [s for s in sequences if s.advantage != 0 or name != SORTED]
+        return Variant(lambda: loop.step(sequences), lambda: None, chosen)
+    trained = adapters if name == OURS and adapters else [None]
+    return _learner(model_dir, problem, sequences, layout, mpt, trained, has_fused_head=name != MEGATRON)
 
 
 def _learner(
     model_dir: str,
     problem: StepProblem,
-    trained: list[TrainSequence],
-    num_tokens: int,
+    sequences: Sequence[TrainSequence],
     layout: dict[str, int],
     mpt: float | None,
+    adapters: Sequence[AdapterConfig | None],
     *,
     has_fused_head: bool,
 ) -> Variant:
     from marsrl.kernels import PolicyObjective
     from marsrl.trainer.config import LayoutConfig, MptConfig, OptimizerConfig, PolicyConfig
-    from marsrl.trainer.data.scatter import Update, micro_batches
+    from marsrl.trainer.data.scatter import MiniBatch, Update, joined, micro_batches
     from marsrl.trainer.learner.learner import Learner
     from marsrl.trainer.learner.megatron import parallel
+    from marsrl.trainer.learner.together import groups
 
     policy = PolicyConfig(
         dtype=problem.dtype, optimizer=OptimizerConfig(lr=1e-5), layout=LayoutConfig.model_validate(layout)
     )
-    learner = Learner(
-        policy,
-        model_dir,
-        objectives=[PolicyObjective()],
-        mpt=MptConfig(scope="sample" if mpt is not None else "off", entropy=mpt or 0.2),
-        total_steps=100,
-        seed=0,
-    )
+    learners: dict[str, Learner] = {}
+    for place, adapter in enumerate(adapters):
+        learners[f"{place}"] = Learner(
+            policy.model_copy(update={"adapter": adapter}),
+            model_dir,
+            objectives=[PolicyObjective()] * NUM_AGENTS,
+            mpt=MptConfig(scope="sample" if mpt is not None else "off", entropy=mpt or 0.2),
+            total_steps=100,
+            seed=0,
+            base=learners["0"].base if learners else None,
+        )
     if not has_fused_head:
-        _take_megatrons_head(learner)
+        _take_megatrons_head(learners["0"])
+    policy_of = [f"{agent % len(adapters)}" for agent in range(NUM_AGENTS)]
+    (group,) = groups(learners, policy_of)
+    trained = [s for s in sequences if s.advantage != 0]
 
     def step() -> float:
-        batches = micro_batches(trained, learner.shard(problem.micro_batch_tokens))
-        return learner.train_step([Update(tuple(batches), float(num_tokens))]).grad_norm
+        parts = []
+        for name in learners:
+            num_tokens = sum(s.num_sampled for s in sequences if policy_of[s.agent] == name)
+            own = tuple(s for s in trained if policy_of[s.agent] == name)
+            parts.append((MiniBatch(own, float(num_tokens)),))
+        shard = group.shard(problem.micro_batch_tokens)
+        updates = [Update(tuple(micro_batches(each.sequences, shard)), each.normaliser) for each in joined(parts)]
+        return math.hypot(*(stats.grad_norm for stats in group.train_step(updates).values()))
 
     return Variant(step, parallel.stop, trained)
 

@@ -4,11 +4,15 @@
     python benchmarks/train_step.py --layout tensor=2 expert=2          # ours and Megatron on so many ranks
     python benchmarks/train_step.py --model qwen3_30b_a3b_slice         # one GPU: full width, 128 experts, 4 layers
     python benchmarks/train_step.py --model slice_tiny                  # the same way on a CPU
+    python benchmarks/train_step.py --adapters                          # adapters of four agents on one base
     python benchmarks/train_step.py --profile                           # also the kernels that ours spends its time in
 
 Ours: packed sequences, groups without spread left out, fused head (no full logits). The others compute the same update
-(the gradient norms are compared first: no number for a wrong step). Each variant runs in processes of its own, on a CPU
-with one thread a rank. tokens/s = all non-padding tokens of the given batch / seconds of the step, for everybody. Seconds:
+(the gradient norms are compared first: no number for a wrong step). With --adapters ours, of all agents in one micro-batch,
+are beside PEFT's in that loop, one after the other, and beside our step of all weights, another update. Each variant
+runs in processes of its own, on a CPU with one thread a rank.
+
+tokens/s = all non-padding tokens of the given batch / seconds of the step, for everybody. Seconds:
 process time of one rank on a CPU, the clock where there are several or a GPU. Memory: the most over ranks, of a CPU peak RSS
 of the process minus its RSS once model and optimizer stand, of a GPU what torch allocated beyond that.
 MFU = FLOPs by formula (step_problem.model_flops) of the sequences that a variant runs / seconds / ranks / peak; the peak is
@@ -43,14 +47,16 @@ def child(words: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
     from step_problem import PROBLEMS, batch, model_flops
-    from step_variants import OURS, build
+    from step_variants import OURS, WHOLE, build
     from timing import top_kernels
 
+    from marsrl.rollout.adapter import AdapterConfig
     from marsrl.rollout.model_shape import read_shape
 
     torch.set_num_threads(1)
     problem = PROBLEMS[words.model]
-    sequences, num_tokens = batch(problem)
+    sequences = batch(problem)
+    adapters = [AdapterConfig.model_validate({"targets": words.targets, "start": each}) for each in words.adapter_dirs]
     layout = sizes(words.layout)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     variant = build(
@@ -58,10 +64,10 @@ def child(words: argparse.Namespace) -> None:
         words.model_dir,
         problem,
         sequences,
-        num_tokens,
         layout=layout,
         experts=words.experts,
         mpt=words.mpt_entropy,
+        adapters=adapters,
     )
     uses_clock = ranks > 1 or torch.cuda.is_available()
     memory = GpuMemory() if torch.cuda.is_available() else CpuMemory()
@@ -74,7 +80,8 @@ def child(words: argparse.Namespace) -> None:
     if ranks > 1:
         found = [None] * ranks
         dist.all_gather_object(found, (seconds[1:], memory.extra_bytes()))
-    flops = model_flops(read_shape(words.model_dir), variant.trained)
+    trained = adapters[0] if adapters and words.child != WHOLE else None
+    flops = model_flops(read_shape(words.model_dir), variant.trained, trained)
     if int(os.environ.get("RANK", "0")) == 0:
         slowest = [max(each) for each in zip(*(times for times, _ in found), strict=True)]
         row: dict[str, Any] = {
@@ -147,8 +154,8 @@ def ranks_of(layout: dict[str, int]) -> int:
     return layout.get("pipeline", 1) * math.lcm(dense, max(expert, 1))
 
 
-def measure(variant: str, model_dir: str, experts: str, mpt: float | None, words: argparse.Namespace) -> dict[str, Any]:
-    """The row of one variant; {"problem": why} where its memory does not suffice."""
+def measure(variant: str, model_dir: str, experts: str, extra: list[str], words: argparse.Namespace) -> dict[str, Any]:
+    """The row of one variant, given extra words of its own; {"problem": why} where its memory does not suffice."""
     layout = words.layout if variant.startswith(("ours", "plain")) else []
     ranks = ranks_of(sizes(layout))
     command = [sys.executable, "-W", "ignore"]
@@ -157,7 +164,7 @@ def measure(variant: str, model_dir: str, experts: str, mpt: float | None, words
     command += [str(Path(__file__).resolve()), "--child", variant, "--model", words.model, "--model-dir", model_dir]
     command += ["--experts", experts, "--repeats", str(words.repeats)]
     command += ["--profile"] if words.profile else []
-    command += (["--mpt-entropy", str(mpt)] if mpt is not None else []) + (["--layout", *layout] if layout else [])
+    command += extra + (["--layout", *layout] if layout else [])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CHILD_LIMIT_S)
     if "OutOfMemoryError" in done.stderr:
@@ -180,6 +187,9 @@ def main() -> int:
         "--profile", action="store_true", help="also the kernels that ours spends its time in, on one rank"
     )
     parser.add_argument("--no-dmmpt", action="store_true", help="leave out the second table, with DMMPT on")
+    parser.add_argument("--adapters", action="store_true", help="adapters of four agents in place of all weights")
+    parser.add_argument("--adapter-dirs", nargs="+", default=[], help=argparse.SUPPRESS)
+    parser.add_argument("--targets", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--model-dir", help=argparse.SUPPRESS)
     parser.add_argument("--experts", default="eager", help=argparse.SUPPRESS)
@@ -191,7 +201,7 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     from step_problem import PROBLEMS, batch
-    from step_variants import MEGATRON, VARIANTS
+    from step_variants import ADAPTER_VARIANTS, MEGATRON, VARIANTS
 
     from marsrl.trainer.machine import commit, device_name
     from marsrl.trainer.models.init_model import init_model
@@ -203,14 +213,15 @@ def main() -> int:
         model_dir = f"{folder}/model"
         init_model(problem.shape, "bytes", Path(model_dir), seed=0, dtype=problem.dtype)
         torch.set_num_threads(1)
-        experts, times = fastest(model_dir, batch(problem)[0], problem.dtype)
+        experts, times = fastest(model_dir, batch(problem), problem.dtype)
         decided = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
         print(f"experts implementation of the reference: {experts}" + (f" ({decided})" if decided else ""))
         results = {}
-        # 20 nats: above ln V, so every positive sample is gated
-        for label, mpt in (("DMMPT off", None), ("DMMPT on", 20.0))[: 1 if words.no_dmmpt else 2]:
-            chosen = [variant for variant in VARIANTS if mpt is None or variant != MEGATRON]
-            rows = {variant: measure(variant, model_dir, experts, mpt, words) for variant in chosen}
+        for label, extra in tables(model_dir, words).items():
+            chosen = ADAPTER_VARIANTS if words.adapters else VARIANTS
+            if "--mpt-entropy" in extra:
+                chosen = tuple(variant for variant in VARIANTS if variant != MEGATRON)
+            rows = {variant: measure(variant, model_dir, experts, extra, words) for variant in chosen}
             check_same_update(label, rows, TOLERANCE[problem.dtype])
             results[label] = table(label, rows)
     if words.json:
@@ -229,6 +240,25 @@ def main() -> int:
     return 0
 
 
+def tables(model_dir: str, words: argparse.Namespace) -> dict[str, list[str]]:
+    """{title of a table: words of its variants}; of adapters the directories are written."""
+    if not words.adapters:
+        # 20 nats: above ln V, so every positive sample is gated
+        both = {"DMMPT off": [], "DMMPT on": ["--mpt-entropy", "20"]}
+        return {"DMMPT off": []} if words.no_dmmpt else both
+    from parity_adapters import random_adapter
+    from step_problem import NUM_AGENTS
+
+    found = {}
+    for targets in (["attention"], ["attention", "experts"]):
+        label = f"adapters of {' and '.join(targets)}"
+        folders = [Path(f"{model_dir}_{label.replace(' ', '_')}") / str(agent) for agent in range(NUM_AGENTS)]
+        for agent, folder in enumerate(folders):
+            random_adapter(Path(model_dir), {"targets": targets}, folder, seed=agent)
+        found[label] = ["--targets", *targets, "--adapter-dirs", *map(str, folders)]
+    return found
+
+
 def fastest(model_dir: str, sequences: list[Any], dtype: str) -> tuple[str, dict[str, float]]:
     """transformers' experts implementation for the reference, and the seconds that decided; on a GPU its grouped GEMMs."""
     import torch
@@ -241,7 +271,9 @@ def fastest(model_dir: str, sequences: list[Any], dtype: str) -> tuple[str, dict
 
 
 def check_same_update(label: str, rows: dict[str, Any], tolerance: float) -> None:
-    norms = {variant: row["norm"] for variant, row in rows.items() if "norm" in row}
+    from step_variants import WHOLE
+
+    norms = {variant: row["norm"] for variant, row in rows.items() if "norm" in row and variant != WHOLE}
     first = norms["ours"]
     if any(not abs(n - first) <= tolerance * abs(first) for n in norms.values()):
         raise SystemExit(f"{label}: the variants do not compute the same update; gradient norms {norms}")
