@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -10,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from marsrl.trainer.runs.directory import write_atomically
+from marsrl.trainer.runs.directory import opened_atomically
 
 if TYPE_CHECKING:
     import pyarrow as pa  # imported where it is used: it starts threads
@@ -44,11 +43,9 @@ def write_rows(path: Path, schema: pa.Schema, groups: Iterable[Sequence[dict[str
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    content = io.BytesIO()
-    with pq.ParquetWriter(content, schema, compression="zstd") as writer:
+    with opened_atomically(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
         for rows in groups:
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
-    write_atomically(path, content.getvalue())
     return path
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -138,24 +138,28 @@ def read_lines(path: Path, lines: Collection[int]) -> dict[int, SampleRecord]:
     return found
 
 
+_FIELDS = tuple(field.name for field in fields(SampleRecord))
+
+
 def _row(sample: SampleRecord) -> dict[str, Any]:
-    fields = {name: _utf8(value) if isinstance(value, str) else value for name, value in asdict(sample).items()}
-    return fields | {
+    values = {name: getattr(sample, name) for name in _FIELDS}
+    return {name: _utf8(value) if isinstance(value, str) else value for name, value in values.items()} | {
         "parts": [(_utf8(name), value) for name, value in sample.parts.items()],
         "finish": sample.finish.value,
+        "segments": [{"start": each.start, "end": each.end, "version": each.version} for each in sample.segments],
     }
 
 
 def _utf8(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _from_row(values: dict[str, Any]) -> SampleRecord:
-    fields = {name: value for name, value in values.items() if name not in ("step", "line")}
-    fields["parts"] = dict(values["parts"])
-    fields["segments"] = tuple(Segment(**each) for each in values["segments"])
-    fields["finish"] = Finish(values["finish"])
-    return SampleRecord(**fields)  # unknown or missing columns raise
+    own = {name: value for name, value in values.items() if name not in ("step", "line")}
+    own["parts"] = dict(values["parts"])
+    own["segments"] = tuple(Segment(**each) for each in values["segments"])
+    own["finish"] = Finish(values["finish"])
+    return SampleRecord(**own)  # unknown or missing columns raise
 
 
 def _finite(value: float) -> float | None:
