@@ -1,4 +1,4 @@
-"""index.json: which bytes of which file hold which part of which tensor. Megatron's own .metadata is a pickle of the same.
+"""index.json: the file and byte range of each part of each tensor. Megatron's own .metadata is a pickle of the same.
 
 Imports no megatron: `marsrl export` reads it too.
 """
@@ -38,7 +38,7 @@ class StoredChunk:
 
 
 def render_index(metadata: Metadata, written: Iterable[StoredChunk]) -> bytes:
-    """metadata: names, dtypes, shapes and cuts of all tensors, as planned; written: the chunks of all ranks.
+    """metadata: names, dtypes, shapes and shards of all tensors, as planned; written: the chunks of all ranks.
 
     Raises:
         RuntimeError: a planned part was not written.
@@ -62,7 +62,7 @@ def read_index(folder: Path) -> Metadata:
     """Metadata of the checkpoint in `folder`, as torch's reader expects it.
 
     Raises:
-        ValueError: index.json is not there or no index.
+        ValueError: index.json is missing or invalid.
     """
     path = folder / INDEX
     try:
@@ -82,7 +82,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 class IndexReader(FileSystemReader):
-    """torch's reader of tensor files, with index.json in place of the pickled .metadata."""
+    """torch's reader of tensor files, with index.json instead of the pickled .metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return read_index(Path(self.path))

@@ -1,17 +1,17 @@
-"""One policy's part of a checkpoint: Megatron plans which rank stores what, each rank writes it itself, without forks.
+"""One policy's part of a checkpoint: Megatron plans which rank stores what; each rank writes its part, without forking.
 
 __R_0.distcp    the tensors of rank R, one torch.save after the other (Megatron's torch_dist format)
-index.json      where each part of each tensor lies: in place of Megatron's .metadata, which is a pickle
-common.json     what all ranks share, the number of the optimizer's updates: in place of Megatron's common.pt, whose
+index.json      location of each part of each tensor: replaces Megatron's .metadata, which is a pickle
+common.json     shared state, the number of the optimizer's updates: replaces Megatron's common.pt, whose
                 parameter groups differ between layouts with and without expert parallelism
 metadata.json   Megatron's name of the format
 
     state = policy_state(model, optimizer, is_loading=False)
     pending = begin_save(state, folder, files, copy=True)  # all ranks; training may go on after it
     pending.write()                                   # any thread, no collectives
-    pending.finish("was not saved")                   # all ranks, when every rank's write() is through
+    pending.finish("was not saved")                   # all ranks, once every rank's write() is done
 
-Tensors are read with torch.load(weights_only=True); nothing else from disk goes through a pickle.
+Tensors are read with torch.load(weights_only=True); nothing else from disk is unpickled.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COMMON = "common.json"
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """One rank's output: its file (none if it holds no shard of its own) and the parts in it."""
+    """One rank's output: its file (None if it owns no shard) and the parts in it."""
 
     file: str
     num_bytes: int
@@ -61,7 +61,7 @@ class _Written:
 
 
 class PendingSave:
-    """A save between its plan and its end. write() touches only this rank's files and may run beside training."""
+    """A planned save. write() touches only this rank's files and may overlap training."""
 
     def __init__(self, folder: Path, tensors: _Held, metadata: Metadata | None, files: Callable[[Path], None]) -> None:
         self._folder, self._tensors, self._metadata, self._files = folder, tensors, metadata, files
@@ -69,7 +69,7 @@ class PendingSave:
         self._error: Exception | None = None
 
     def write(self) -> None:
-        """This rank's part, to the disk. An error is kept for finish(), where all ranks hear of it."""
+        """Write this rank's part to disk. An error is kept for finish(), which raises it on all ranks."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if rank() == 0:
@@ -81,10 +81,10 @@ class PendingSave:
         self._tensors.items.clear()  # the copies
 
     def finish(self, failure: str, advice: str = "") -> dict[str, FileSum]:
-        """Collective: rank 0 writes the index. The tensor files of all ranks with their sums, by name.
+        """Collective: rank 0 writes the index. Returns the tensor files of all ranks with their checksums, by name.
 
         Raises:
-            RuntimeError: on all ranks, when any could not write: failure, the ranks with their errors, advice.
+            RuntimeError: on all ranks, if any could not write: failure, the ranks with their errors, advice.
         """
         stop_together(self._error, failure, advice)
         parts = [decode(_Written, data) for data in gather_bytes(encode(self._written))]
@@ -101,11 +101,11 @@ class PendingSave:
 
 
 def begin_save(state: dict[str, Any], folder: Path, files: Callable[[Path], None], *, copy: bool) -> PendingSave:
-    """Collective: plan the save of a sharded state into `folder`, and write nothing yet.
+    """Collective: plan the save of a sharded state into `folder` without writing yet.
 
     Args:
-        files: writes what belongs to it beside the tensors; called on rank 0.
-        copy: take copies in CPU memory, so that the weights may change before write() is through.
+        files: writes everything besides the tensors; called on rank 0.
+        copy: copy to CPU memory, so that the weights may change before write() is done.
     """
     sharded, common = save_preprocess(state)
     keyed = formats._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)[0]
@@ -132,7 +132,7 @@ def _write_tensors(items: Sequence[tuple[WriteItem, Tensor]], folder: Path) -> _
             start = file.num_bytes
             try:
                 torch.save(_alone(tensor), cast(IO[bytes], file))
-            except RuntimeError as error:  # torch's zip writer tells of a failed write in its own words
+            except RuntimeError as error:  # torch's zip writer reports a failed write in its own words
                 raise file.error or error from error
             chunks.append(
                 StoredChunk(item.index.fqn, tuple(item.index.offset or ()), name, start, file.num_bytes - start)
@@ -144,7 +144,7 @@ def _write_tensors(items: Sequence[tuple[WriteItem, Tensor]], folder: Path) -> _
 
 @torch.no_grad()
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Collective: the state that was saved in `folder`, cut as `state` is; the optimizer's settings are those of `state`."""
+    """Collective: the state saved in `folder`, sharded as `state`, with the optimizer settings of `state`."""
     persistent, others, factories = load_preprocess(state)
     sharded, common = extract_sharded_base(persistent)
     validate_sharding_integrity(determine_global_metadata(sharded)[1])
@@ -152,7 +152,7 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     for optimizer in _optimizers(common):
         _set_updates(optimizer, step)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch, about names that megatron's format is made of
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, about names in megatron's format
         for part in (others, _load_tensors(sharded, folder)):
             merge(common, part)
     loaded: dict[str, Any] = apply_factory_merges(common, factories)
@@ -160,7 +160,7 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _load_tensors(state: Any, folder: Path) -> Any:
-    """Megatron's load of the torch_dist format, with index.json in place of .metadata."""
+    """Megatron's load of the torch_dist format, with index.json instead of .metadata."""
     wanted = [t for t in formats.nested_values(state) if isinstance(t, formats.ShardedTensor)]
     keyed, flat, renamed = formats._replace_state_dict_keys_with_sharded_keys(state)
     found = formats.mcore_to_pyt_state_dict(keyed, True)
@@ -176,7 +176,7 @@ def _load_tensors(state: Any, folder: Path) -> Any:
 
 
 def policy_state(model: Any, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
-    """A policy's sharded state, weights and optimizer, for begin_save or, with is_loading, for load."""
+    """A policy's sharded state (weights and optimizer) for begin_save, or with is_loading for load."""
     metadata = {
         # The one format that reshards exactly between TP/EP/PP/DP layouts.
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -184,7 +184,7 @@ def policy_state(model: Any, optimizer: Optimizer, *, is_loading: bool) -> dict[
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    weights = {  # without TransformerEngine's FP8 objects: pickles, and empty in float32 and bfloat16
+    weights = {  # without TransformerEngine's FP8 objects: pickles, empty in float32 and bfloat16
         name: value
         for name, value in model.sharded_state_dict(metadata=metadata).items()
         if not (isinstance(value, ShardedObject) and name.endswith("_extra_state"))
@@ -202,7 +202,7 @@ class _Held:
         self.items: list[tuple[WriteItem, Tensor]] = []
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Nothing to set up: the folder is there."""
+        """Nothing to set up: the folder exists."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -218,7 +218,7 @@ class _Held:
 
 
 class _SummedFile:
-    """A file that only grows, with its size and CRC-32 so far: what torch.save needs of a file."""
+    """An append-only file with its running size and CRC-32, as torch.save needs it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -237,11 +237,11 @@ class _SummedFile:
         return len(data)
 
     def flush(self) -> None:
-        """The writer flushes once, at the end."""
+        """Flushing happens once, at the end."""
 
 
 def _optimizers(common: Any) -> Iterator[dict[str, Any]]:
-    """The state dicts of all optimizers: megatron nests them differently for one optimizer and for several."""
+    """The state dicts of all optimizers: megatron's nesting depends on whether there are several."""
     if isinstance(common, dict):
         if "param_groups" in common:
             yield common
@@ -251,7 +251,7 @@ def _optimizers(common: Any) -> Iterator[dict[str, Any]]:
 
 
 def _updates(optimizer: dict[str, Any]) -> list[float]:
-    """Number of updates of its parameters: in the groups of a distributed optimizer, beside the state of another."""
+    """Number of updates so far: in the parameter groups of a distributed optimizer, beside the state otherwise."""
     common = [optimizer["state"]["common_step"]] if "common_step" in optimizer.get("state", {}) else []
     return [float(count) for count in [*common, *(g["step"] for g in optimizer["param_groups"] if "step" in g)]]
 
@@ -269,6 +269,6 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """On the CPU, with no more storage than its own: torch.save writes the whole storage of a view."""
+    """A CPU tensor with storage of its own: torch.save writes the whole storage of a view."""
     tensor = tensor.cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

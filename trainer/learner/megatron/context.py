@@ -1,7 +1,7 @@
-"""Context parallelism of packed batches: which tokens of every sequence a rank holds, and which keys they see.
+"""Context parallelism of packed batches: each rank's tokens of every sequence, and the keys they attend to.
 
-Every sequence is cut into 2C equal chunks and rank r of C holds chunks r and 2C-1-r, so that all have the same work
-under a causal mask; keys and values are gathered from all ranks (arXiv:2407.21783, section 3.3.2), and a chunk sees those
+Every sequence is cut into 2C equal chunks and rank r of C holds chunks r and 2C-1-r, so that all have equal work
+under a causal mask; keys and values are gathered from all ranks (arXiv:2407.21783, section 3.3.2), and a chunk attends to those
 of its sequence up to its own end.
 """
 
@@ -29,8 +29,8 @@ class ContextCut:
     """One rank's part of a packed batch.
 
     batch: [T'] tokens, S sequences; its cu_seqlens count this rank's tokens, its position_ids are those in the sequence.
-    rows: [C, T'] int64, for every rank the place of each of its tokens in the whole batch; T where it is padding. [0] for C = 1,
-        where the part is the whole.
+    rows: [C, T'] int64, for every rank the index of each of its tokens in the whole batch; T for padding. [0] for C = 1,
+        whose part is the whole.
     given: the whole batch, [T] tokens.
     """
 
@@ -39,7 +39,7 @@ class ContextCut:
     given: PackedBatch
 
     def whole(self, mine: Tensor) -> Tensor:
-        """[T] CPU values in the frame of the whole batch from every rank's [T']. Collective over the context group."""
+        """Gather [T] CPU values of the whole batch from every rank's [T']. Collective over the context group."""
         if not len(self.rows):
             return mine.cpu()
         parts = [torch.empty_like(mine) for _ in range(len(self.rows))]
@@ -50,10 +50,10 @@ class ContextCut:
 
 
 def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
-    """Rank `rank`'s part of a batch that every context-parallel rank holds.
+    """Rank `rank`'s part of a batch that all context-parallel ranks hold.
 
-    Sequences are padded, masked, to a multiple of 2C, and the last one until a rank has a multiple of `align` tokens.
-    Places are found on the host, which waits for the lengths and, at the end, for the number of this rank's trained rows.
+    Sequences are padded, masked, to a multiple of 2C, and the last one until each rank has a multiple of `align` tokens.
+    Indices are computed on the host, which waits for the lengths and, at the end, for the number of this rank's trained rows.
     """
     if size == 1:
         return ContextCut(batch, torch.zeros(0, dtype=torch.int64), batch)
@@ -101,7 +101,7 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
 
 
 def _padding(name: str, dtype: torch.dtype) -> int:
-    """The value for a place without a token: a temperature to divide by, no expert, else 0."""
+    """The padding value: 1 for a temperature (a divisor), no expert, else 0."""
     if name == "routed_experts":
         return int(torch.iinfo(dtype).max)
     return 1 if name == "temperature" else 0
@@ -111,8 +111,8 @@ def _padding(name: str, dtype: torch.dtype) -> int:
 class Keys:
     """Keys visible to this rank's queries: 2S segments, the two chunks of each sequence.
 
-    cu_seqlens: [2S+1] int32, of the queries; cu_seqlens_k: [2S+1] int32, of the keys; their last ones stand together.
-    places: [(2C+1) T'/2] int64, each key's place among the keys gathered from all ranks, [C T'].
+    cu_seqlens: [2S+1] int32, of the queries; cu_seqlens_k: [2S+1] int32, of the keys; aligned at their ends.
+    places: [(2C+1) T'/2] int64, each key's index among the keys gathered from all ranks, [C T'].
     """
 
     cu_seqlens: Tensor
@@ -122,7 +122,7 @@ class Keys:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, num_tokens: int, group: Any) -> Keys:
-        """From the [S+1] bounds of this rank's T' tokens. On the device of the bounds; the host does not wait."""
+        """Keys from the [S+1] bounds of this rank's T' tokens. On the device of the bounds; the host does not wait."""
         rank, size = group.rank(), group.size()
         bounds = cu_seqlens.long()
         chunk = (bounds.diff() // 2).repeat_interleave(2, output_size=2 * (len(bounds) - 1))  # [2S]

@@ -41,10 +41,10 @@ class _Place:
 
 
 class Converter:
-    """Reads and writes the Hugging Face form of one model's parameters. Made, and used, on all ranks together."""
+    """Reads and writes the Hugging Face form of one model's parameters. Collective."""
 
     def __init__(self, model: nn.Module, shape: ModelShape, adapter: AdapterConfig | None = None) -> None:
-        """adapter: `model` holds the parameters of one (adapter.py), and no others."""
+        """adapter: `model` holds only an adapter's parameters (adapter.py)."""
         self._shape = shape
         self._parameters = dict(model.named_parameters())
         self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -71,7 +71,7 @@ class Converter:
         assert known >= set(self._parameters), f"no rule converts {sorted(set(self._parameters) - known)}"
 
     def load(self, model_dir: str | Path) -> None:
-        """Fill the parameters from a Hugging Face directory; a rank reads the bytes of its own shards, no others.
+        """Fill the parameters from a Hugging Face directory; a rank reads only the bytes of its own shards.
 
         Raises:
             ValueError: a tensor is missing or has another shape; with its name, file and both shapes.
@@ -81,7 +81,7 @@ class Converter:
 
     @torch.no_grad()
     def fill(self, shard_of: Callable[[Unit, int, int], Tensor]) -> None:
-        """Fill the parameters with shard_of(unit, part, parts), in the view that is cut, of each unit that this rank has."""
+        """Fill the parameters with shard_of(unit, part, parts), in the sharded view, for each unit on this rank."""
         for unit in self._units:
             copies_embedding = (
                 unit.name.startswith("embedding.")
@@ -97,10 +97,10 @@ class Converter:
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole CPU tensor) on rank 0, in the model's dtype; nothing on the others.
+        """Yields (Hugging Face name, whole CPU tensor) on rank 0, in the model's dtype; nothing on the others.
 
-        Every rank must exhaust the iterator: each tensor is gathered from its owners when it is asked for, so that no
-        rank holds the whole model. The tensors are copies: later steps do not change them.
+        Every rank must exhaust the iterator: each tensor is gathered from its owners on demand, so that no
+        rank holds the whole model. The tensors are copies, unaffected by later steps.
         """
         for unit in self._units:
             whole = self._collect(unit)
@@ -108,11 +108,11 @@ class Converter:
                 parts = (part.contiguous().to("cpu", copy=True) for part in split(self._shape, unit, whole))
                 yield from zip(unit.hf, parts, strict=True)
 
-    # What this rank holds, for a sync without files (direct.py: HeldWeights).
+    # This rank's tensors, for a sync without files (direct.py: HeldWeights).
 
     @property
     def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every Hugging Face tensor of the model, in the order of its file."""
+        """Shapes of all Hugging Face tensors of the model, in the order of its file."""
         return {name: shape for u in self._units for name, shape in zip(u.hf, hf_shapes(self._shape, u), strict=True)}
 
     @property
@@ -120,7 +120,7 @@ class Converter:
         return next(iter(self._parameters.values())).device
 
     def boxes_of_ranks(self) -> Sequence[Mapping[str, Box]]:
-        """For each rank {Hugging Face name: the part of that tensor which it holds}."""
+        """For each rank {Hugging Face name: its part of that tensor}."""
         if not self._boxes:
             for place in self._places:
                 boxes: dict[str, Box] = {}
@@ -133,7 +133,7 @@ class Converter:
 
     @torch.no_grad()
     def matrix(self, name: str) -> Tensor:
-        """This rank's box of a Hugging Face tensor, in the model's dtype and memory where it lies together there."""
+        """This rank's box of a Hugging Face tensor, in the model's dtype; a view if it is contiguous there."""
         unit = self._unit_of[name]
         matrices = held_matrices(self._shape, unit, self._local(unit), self._group(unit).size())
         return matrices[unit.hf.index(name)]
@@ -141,7 +141,7 @@ class Converter:
     def save_hf(self, folder: str | Path, source: str | Path) -> None:
         """Write a Hugging Face directory: safetensors, index, and config and tokenizer files copied from `source`.
 
-        It appears under its name when it is complete.
+        It gets its name once it is complete.
 
         Raises:
             ValueError: the directory exists.
@@ -158,10 +158,10 @@ class Converter:
             write_hf(folder, self.export(), Path(source))
         dist.barrier()
 
-    # One unit: who has it, and how it is cut and put together.
+    # One unit: its owners, how it is sharded and reassembled.
 
     def _owns(self, unit: Unit, place: _Place | None = None) -> bool:
-        """A rank (default: this one) holds a part of the unit."""
+        """True if a rank (default: this one) holds a part of the unit."""
         place = place or self._place
         if unit.stage != place.stage:
             return False
@@ -183,7 +183,7 @@ class Converter:
         return parallel_state.get_expert_tensor_parallel_group()
 
     def _source(self, unit: Unit) -> int:
-        """The rank that sends the unit to rank 0: the lowest that has the first shard."""
+        """The rank that sends the unit to rank 0: the lowest with the first shard."""
         return next(
             rank
             for rank, p in enumerate(self._places)
@@ -217,7 +217,7 @@ class Converter:
         return None
 
     def _whole_shape(self, unit: Unit) -> tuple[int, ...]:
-        """The shape of the uncut Megatron tensor; the vocabulary is padded for the tensor-parallel ranks there are."""
+        """The shape of the whole Megatron tensor; the vocabulary is padded for the number of tensor-parallel ranks."""
         if unit.cut is None:
             return part_shape(self._shape, unit)
         parts = self._group(unit).size()

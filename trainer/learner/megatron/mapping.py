@@ -11,14 +11,14 @@
 | embedding, output_layer           | embed_tokens, lm_head (padded with zeros)  | TP, dim 0            |
 | norms, router                     | the same                                   | not cut              |
 
-An adapter's parameters are named as PEFT names them, a pair A [r, in], B [out, r] beside each adapted matrix:
+An adapter's parameters have PEFT's names, a pair A [r, in], B [out, r] for each adapted matrix:
 
 | q, k, v, gate, up                 | .lora_A, .lora_B                           | B: TP, dim 0         |
 | o, down                           | .lora_A, .lora_B                           | A: TP, dim 1         |
 | experts.gate_proj, ... [e]        | experts.e.gate_proj.lora_A, ...            | EP by e              |
 
 The converter (convert.py), the export of a checkpoint (export.py) and the planner (plan/) all read this table. A shard of a
-Megatron parameter is one run of rows, or of columns, of each of its Hugging Face tensors: held_boxes says which, for a sync
+Megatron parameter is one range of rows, or of columns, of each of its Hugging Face tensors: see held_boxes, for a sync
 without files.
 """
 
@@ -35,16 +35,16 @@ from marsrl.rollout.adapter import AdapterConfig, adapted
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.layout import Box
 
-ROW_PARALLEL = ("o_proj", "down_proj")  # cut along their inputs; the others along their outputs
+ROW_PARALLEL = ("o_proj", "down_proj")  # cut along the input dimension; the others along the output
 
 
 @dataclass(frozen=True)
 class Unit:
     """Unit of conversion: one Megatron parameter (of one expert) and its Hugging Face tensors.
 
-    name: the parameter with its layer counted over all stages. stage: pipeline stage, expert: None outside experts.
-    kind: how the Hugging Face tensors form the whole Megatron tensor. cut: its dimension that is cut, None: none.
-    size: of an adapter's tensor; None: the model's shape says it.
+    name: the parameter, its layer counted over all stages. stage: pipeline stage. expert: None outside experts.
+    kind: how the Hugging Face tensors form the whole Megatron tensor. cut: the sharded dimension, None: not sharded.
+    size: of an adapter's tensor; None: given by the model's shape.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Unit:
 
     @property
     def hf_cut(self) -> int | None:
-        """The dimension along which a rank's part lies together in each Hugging Face tensor; None: not cut."""
+        """The dimension along which a rank's part is contiguous in each Hugging Face tensor; None: not cut."""
         return self.cut if self.kind == "plain" else 0
 
 
@@ -127,7 +127,7 @@ def adapter_units(shape: ModelShape, adapter: AdapterConfig, num_stages: int) ->
 
 
 def padded_rows(vocab_size: int, parts: int) -> int:
-    """The vocabulary rounded up so that each of `parts` ranks holds equally many rows."""
+    """The vocabulary rounded up so that all of `parts` ranks hold the same number of rows."""
     return -(-vocab_size // parts) * parts
 
 
@@ -169,7 +169,7 @@ def part_shape(shape: ModelShape, unit: Unit, parts: int = 1) -> tuple[int, ...]
 
 
 def hf_span(unit: Unit, size: int, part: int, parts: int) -> tuple[int, int]:
-    """[start, stop) of part `part` along hf_cut of a Hugging Face tensor that has `size` there."""
+    """[start, stop) of part `part` along hf_cut of a Hugging Face tensor of that `size`."""
     each = padded_rows(size, parts) // parts if unit.kind == "vocab" else size // parts
     return min(size, part * each), min(size, (part + 1) * each)
 
@@ -212,7 +212,7 @@ def held_boxes(shape: ModelShape, unit: Unit, part: int, parts: int) -> Iterator
 
 
 def held_matrices(shape: ModelShape, unit: Unit, shard: Tensor, parts: int) -> Sequence[Tensor]:
-    """The unit's tensors as far as a shard holds them, each as a matrix; padded rows of the vocabulary may follow."""
+    """A shard's parts of the unit's tensors, each as a matrix; padding rows of the vocabulary may follow."""
     view = shard.reshape(part_shape(shape, unit, parts))
     if unit.kind == "vocab":
         return [view]

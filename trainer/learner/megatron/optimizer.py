@@ -1,4 +1,4 @@
-"""Megatron's distributed AdamW: the schedule, the guarded step, what checkpoints need without TransformerEngine."""
+"""Megatron's distributed AdamW: the schedule, the guarded step, fixes for checkpoints without TransformerEngine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from marsrl.trainer.config import OptimizerConfig
 
 
 def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """The learning rate of update `step` (from 0) of `total_steps`: linear warm-up, then the decay.
+    """The learning rate of update `step` (from 0) of `total_steps`: linear warm-up, then decay.
 
-    Warm-up: lr (step + 1) / warmup_steps. The decay reaches lr * final_lr_ratio at the last step; later steps keep it.
+    Warm-up: lr (step + 1) / warmup_steps. The decay reaches lr * final_lr_ratio at the last step and stays there.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -36,9 +36,9 @@ def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:
 
 
 def optimizer_options(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
-    """Megatron's settings for ours.
+    """Megatron's optimizer settings from ours.
 
-    Offloading takes three of them: its fraction is 0 by default, and without the precision-aware optimizer the float32
+    Offloading needs three of them: its fraction is 0 by default, and without the precision-aware optimizer the float32
     copies of the weights stay on the GPU.
     """
     return MegatronOptimizerConfig(
@@ -60,7 +60,7 @@ def optimizer_options(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOp
 
 
 class Optimizer:
-    """AdamW over a DDP model, its state cut over data-parallel ranks unless the config says otherwise.
+    """AdamW over a DDP model, its state sharded over data-parallel ranks unless configured otherwise.
 
     Vectors (norms, biases) get no weight decay.
     """
@@ -68,7 +68,7 @@ class Optimizer:
     def __init__(self, model: DistributedDataParallel, config: OptimizerConfig) -> None:
         self._model = model
         options = optimizer_options(config, model.config.params_dtype)
-        # precision-aware: the gradients are not at .grad, and clipping would find none
+        # precision-aware: gradients are not in .grad, where clipping looks
         self._has_decoupled_grads = bool(options.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
         self._clip, self._weight_decay = config.grad_clip, config.weight_decay
         vectors = ParamKey(predicate=ParamPredicate(name="vector", fn=lambda parameter: parameter.ndim == 1))
@@ -83,7 +83,7 @@ class Optimizer:
         self._whole.zero_grad()
 
     def grad_norm(self) -> float:
-        """The norm of the summed gradient, over all ranks; the same number on each, non-finite if any gradient is."""
+        """The norm of the summed gradient over all ranks; the same on each, non-finite if any gradient is."""
         self._whole.prepare_grads()
         return float(self._whole.get_grad_norm())
 
@@ -92,22 +92,22 @@ class Optimizer:
         for part in self.parts():
             for group in part.optimizer.param_groups:
                 group["lr"] = lr
-                # megatron leaves it to its scheduler to apply wd_mult; without one, norms and biases would be decayed.
+                # megatron's scheduler applies wd_mult; without one, norms and biases would be decayed.
                 group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
                 if isinstance(part.optimizer, torch.optim.AdamW | HybridDeviceOptimizer):
-                    group["fused"] = True  # one walk and no copies; set here, since a load replaces the groups
+                    group["fused"] = True  # one pass and no copies; set here, since a load replaces the groups
             parameters = part.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, self._clip, grad_norm, self._has_decoupled_grads)
         self._whole.step_with_ready_grads()
 
     def gather_weights(self) -> None:
-        """Bring every rank's weights up to date now, where the gather is left to the next forward. Collective."""
+        """Gather every rank's updated weights now, if that is left to the next forward. Collective."""
         if self._model.ddp_config.overlap_param_gather:
             self._model.start_param_sync(force_sync=True)
 
     def reload_weights(self) -> None:
-        """Take the float32 copies of bfloat16 weights from the model again, after it was loaded."""
+        """Refresh the float32 copies of bfloat16 weights from the model after a load."""
         self._whole.reload_model_params()
 
     def sharded_state_dict(self, model_state: Any, metadata: dict[str, Any], *, is_loading: bool) -> Any:
@@ -118,12 +118,12 @@ class Optimizer:
         with _step_from_groups():
             self._whole.load_state_dict(state)
         for state_of in self._states():
-            # The load gives every parameter one and the same `step`, which AdamW would advance once a parameter.
+            # A load gives all parameters one shared `step`, which AdamW would advance once per parameter.
             if "step" in state_of:
                 state_of["step"] = state_of["step"].to(state_of["exp_avg"].device, copy=True)
 
     def parts(self) -> list[Any]:
-        """megatron's optimizers on this rank: of dense parameters, of the experts'."""
+        """megatron's optimizers on this rank: of dense parameters and of experts."""
         parts = getattr(self._whole, "chained_optimizers", [self._whole])
         return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
@@ -132,10 +132,10 @@ class Optimizer:
             yield from part.optimizer.state.values()
 
     def _prime(self) -> None:
-        """Give torch's AdamW its zero state now: megatron's state_dict asserts on an empty one, and its loading into an
-        offloaded one begins with a step along random gradients."""
+        """Create torch's AdamW zero state now: megatron's state_dict asserts on an empty one, and its loading into an
+        offloaded one starts with a step along random gradients."""
         for part in self.parts():
-            # torch's AdamW on the CPU, whatever is installed
+            # torch's AdamW on the CPU, regardless of what is installed
             is_hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
             if HAVE_APEX_OR_TE and not is_hybrid:
                 continue
@@ -143,7 +143,7 @@ class Optimizer:
                 for group in adam.param_groups:
                     for parameter in group["params"]:
                         adam.state[parameter] = {
-                            "step": torch.tensor(0.0, device=parameter.device),  # where a fused update looks for it
+                            "step": torch.tensor(0.0, device=parameter.device),  # where a fused update expects it
                             "exp_avg": torch.zeros_like(parameter),
                             "exp_avg_sq": torch.zeros_like(parameter),
                         }
@@ -152,15 +152,15 @@ class Optimizer:
 
 
 def _where_parameters_are(buffers: Sequence[Any], gathered: Callable[..., Any], *words: Any, **options: Any) -> Any:
-    """Optimizer state as megatron gathers it for saving, with the padding between buckets restored.
+    """Optimizer state as megatron gathers it for saving, with padding between buckets restored.
 
-    megatron-core 0.16.1 leaves it out and then reads at offsets that count it: behind a padded bucket (tied embeddings
-    under pipeline parallelism, or many buckets) wrong states were saved, without an error.
+    megatron-core 0.16.1 omits it and then reads at offsets that include it: after a padded bucket (tied embeddings
+    under pipeline parallelism, or many buckets) wrong states were saved without an error.
     """
     state = gathered(*words, **options)
     for index, buffer in enumerate(buffers if state is not None else ()):
         if all(bucket.offset + bucket.numel_unpadded <= buffer.numel_unpadded for bucket in buffer.buckets):
-            continue  # no padding, or only behind the last one
+            continue  # no padding, or only after the last one
         for of_dtype in state[index].values():
             for name in ("param", "exp_avg", "exp_avg_sq"):
                 if name not in of_dtype:  # another rank has it
@@ -174,7 +174,7 @@ def _where_parameters_are(buffers: Sequence[Any], gathered: Callable[..., Any], 
 
 @contextlib.contextmanager
 def _step_from_groups() -> Iterator[None]:
-    """While loading: AdamW's 0-dim `step` comes with the parameter groups, megatron looks for it among the moments."""
+    """While loading: AdamW's 0-dim `step` is stored with the parameter groups; megatron expects it among the moments."""
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def with_step(optimizer: Any, parameter: Any, tensors: dict[str, Any]) -> None:

@@ -17,23 +17,23 @@ from marsrl.trainer.learner.megatron import shim
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.runs.collective import COLLECTIVE_S, Routes
 
-_current: list[Layout] = []  # the layout whose groups stand; megatron has one set of groups a process
-_own_world: list[bool] = []  # not empty: start() made the default process group (vLLM in this process may have, too)
+_current: list[Layout] = []  # layout of the existing groups; megatron has one set per process
+_own_world: list[bool] = []  # not empty: start() made the default process group (vLLM in this process may also do so)
 
 
 def world_size() -> int:
-    """Ranks of this run, before or after the process group stands."""
+    """Number of ranks of this run, before or after the process group exists."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def start(layout: Layout, seed: int) -> None:
-    """Make the default process group (gloo without CUDA, nccl with it) and megatron's groups for `layout`.
+    """Create the default process group (gloo without CUDA, nccl with it) and megatron's groups for `layout`.
 
     Without torchrun this process is rank 0 of 1. Policies share one layout: a second call with the same
     one does nothing.
 
     Raises:
-        ValueError: groups stand for another layout.
+        ValueError: groups exist for another layout.
     """
     shim.install()
     from megatron.core import parallel_state, tensor_parallel
@@ -45,7 +45,7 @@ def start(layout: Layout, seed: int) -> None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
-        else:  # no torchrun: no port that somebody else may take, no variables that child processes inherit
+        else:  # no torchrun: no port to lose to others, no variables for child processes to inherit
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         _own_world.append(True)
     if _current:
@@ -66,7 +66,7 @@ def start(layout: Layout, seed: int) -> None:
 
 
 def routes() -> Routes:
-    """From rank 0 to every data-parallel place: the first tensor and pipeline rank of each, then the others of its replica."""
+    """Routes from rank 0 to every data-parallel replica: first its first tensor and pipeline rank, then its others."""
     from megatron.core import parallel_state
 
     across = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -76,9 +76,9 @@ def routes() -> Routes:
 
 @contextlib.contextmanager
 def _groups_of_one_rank_shared() -> Iterator[None]:
-    """In the body a rank gets one group of itself alone, for all that megatron would make: some twenty in a run of one rank.
+    """In the body all single-rank groups are one: megatron would make some twenty in a run of one rank.
 
-    A gloo group has three threads, one of which wakes up 100 times a second for as long as it stands.
+    A gloo group has three threads, one of which wakes up 100 times a second while it exists.
     """
     make: Any = dist.new_group
     known: dict[tuple[Any, ...], Any] = {}
@@ -100,24 +100,24 @@ def _groups_of_one_rank_shared() -> Iterator[None]:
 
 
 def stop(*, keep_world: bool = False) -> None:
-    """Tear the groups down; keep_world (collective) leaves the default process group for another layout."""
+    """Destroy the groups; keep_world (collective) keeps the default process group for another layout."""
     if _current:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import random
 
         if keep_world:
-            # destroy_model_parallel forgets most of them, and no more: every gloo group has threads that poll 100 times a
-            # second for as long as it stands. Nobody closes one that another rank still receives from.
+            # destroy_model_parallel only drops its references: every gloo group has threads that poll 100 times a
+            # second while it exists. A group must not be closed while another rank still receives from it.
             dist.barrier()
-            # the first stands for the default one
+            # the first is the default one
             for group in dict.fromkeys(parallel_state._global_process_group_list[1:]):
                 dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
         if keep_world:
-            gc.collect()  # a learner that nobody has any more holds them in cycles
-        random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # else the next layout keeps this one's seeds
+            gc.collect()  # an unreachable learner may hold them in reference cycles
+        random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # else the next layout inherits this one's seeds
         _current.clear()
     if _own_world and not keep_world:
         _own_world.clear()
-        if dist.is_initialized():  # an engine that closes takes down whatever there is
+        if dist.is_initialized():  # a closing engine destroys whatever exists
             dist.destroy_process_group()

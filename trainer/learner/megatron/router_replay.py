@@ -1,15 +1,15 @@
-"""Records which experts a forward pass chose, and forces them in a later one (router replay).
+"""Records the experts chosen in a forward pass and forces them in a later one (router replay).
 
-    with record_experts(model) as choices:                     # R2: under the step's starting weights
+    with record_experts(model) as choices:                     # R2: with the step's initial weights
         ...forward passes...                                   # or, R3: [experts_of_rank(model, batch.routed_experts), ...]
     with replay_experts(model, choices) as replayed:
         ...forward and backward of the same micro-batches, in order...
     counts = replayed.counts()
 
 R2 and R3: arXiv:2510.11370. Forced experts keep the weights of the trainer's own router, normalised over them as the
-model does, so that its gradient flows. It goes through the hook that megatron's router has for its own replay
-(`router.router_replay`), but keeps no global list, which would mix the models of several policies, and knows by itself
-which call is an activation recomputation.
+model does, so that its gradient flows. Uses the hook of megatron's router for its own replay
+(`router.router_replay`), but keeps no global list, which would mix the models of several policies, and detects
+by itself which call is an activation recomputation.
 
 Memory: the record of a micro-batch is one byte an expert (see rollout/routed_experts.py) on the CPU, for this rank's
 layers and tokens.
@@ -39,9 +39,9 @@ _TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class ReplayCounts(NamedTuple):
-    """Over all ranks. A token differs when the trainer's own choice is another set in at least one MoE layer.
+    """Counts over all ranks. A token differs if the trainer's own choice is a different set in at least one MoE layer.
 
-    tokens: those with forced experts. choices: the same times their MoE layers.
+    tokens: with forced experts. choices: tokens times MoE layers.
     """
 
     tokens: int
@@ -54,7 +54,7 @@ def experts_of_rank(model: PolicyModel, routed_experts: Tensor) -> Choices:
     """This rank's layers and tokens of a micro-batch's [T, L, K] record.
 
     Raises:
-        ValueError: the record is of a model with other layers or another top_k.
+        ValueError: the record belongs to a model with other layers or another top_k.
     """
     mine, config = routed_experts, model.config
     if config.sequence_parallel:
@@ -69,7 +69,7 @@ def experts_of_rank(model: PolicyModel, routed_experts: Tensor) -> Choices:
 
 @contextmanager
 def record_experts(model: PolicyModel) -> Iterator[list[Choices]]:
-    """The choices of every forward pass in the body, in order; there once the body is left."""
+    """Record the choices of every forward pass in the body, in order; complete once the body is left."""
     dtype = torch.uint8 if expert_dtype(model.config.num_moe_experts) == np.uint8 else torch.int16
     recorders = {layer: _Recorder(dtype) for layer in _routers(model)}
     found: list[Choices] = []
@@ -81,7 +81,7 @@ def record_experts(model: PolicyModel) -> Iterator[list[Choices]]:
 
 @contextmanager
 def replay_experts(model: PolicyModel, choices: Sequence[Choices | None]) -> Iterator[Replayed]:
-    """Force choices[i] in the i-th micro-batch that runs forward in the body, and in its recomputation.
+    """Force choices[i] in the body's i-th micro-batch, and in its recomputation.
 
     None leaves a micro-batch to the router.
     """
@@ -95,7 +95,7 @@ def replay_experts(model: PolicyModel, choices: Sequence[Choices | None]) -> Ite
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Agreement of the forced choices with the trainer's own; complete when the body of replay_experts is left."""
+    """Agreement of forced choices with the trainer's own; complete when the body of replay_experts is left."""
 
     replayers: dict[int, _Replayer]
 
@@ -110,14 +110,14 @@ class Replayed:
         if dist.get_world_size(pipeline) > 1:
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=pipeline)
         forced = is_forced.sum()
-        counted = int(parallel_state.is_pipeline_last_stage())  # a token is on every stage
+        counted = int(parallel_state.is_pipeline_last_stage())  # every stage sees every token
         sums = torch.stack([forced * counted, anywhere.sum() * counted, forced * len(layers), pairs])
         dist.all_reduce(sums)
         return ReplayCounts(*(int(value) for value in sums))
 
 
 class _Recorder:
-    """Stands in a router's `router_replay`: lets it choose, keeps what it chose."""
+    """Takes the place of a router's `router_replay`: records the router's choice."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -132,12 +132,12 @@ class _Recorder:
 
 
 class _Replayer:
-    """Stands in a router's `router_replay`: gives the recorded experts the router's own scores."""
+    """Takes the place of a router's `router_replay`: gives the recorded experts the router's own scores."""
 
     def __init__(self, choices: list[Tensor | None], num_experts: int) -> None:
         self.choices, self.num_experts = choices, num_experts
-        # Micro-batches run forward; of these, run without gradients, as a layer is that will run again in the backward;
-        # run again. All in order.
+        # Micro-batches run forward; of these, run without gradients, as a checkpointed layer is;
+        # recomputed. All in order.
         self.num_first = self.num_without_gradients = self.num_again = 0
         self.differ: list[Tensor] = []  # [T] bool a micro-batch
         self.is_forced: list[Tensor] = []

@@ -1,6 +1,6 @@
-"""Makes megatron-core run on CPU tensors and gloo: explicit, reversible by not calling it, and off where CUDA is.
+"""Makes megatron-core run on CPU tensors and gloo. Explicit (not called, not active), and a no-op with CUDA.
 
-Call `install()` before megatron is imported. No file of megatron is edited; every entry says what breaks without it.
+Call `install()` before megatron is imported. No file of megatron is edited; every entry states what breaks without it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.utils._device import _device_constructors
 from marsrl.rollout.imports import imports_for_good
 
 _CPU = torch.device("cpu")
-# Functions of torch that megatron calls with device="cuda" or pin_memory=True. One by one: a TorchFunctionMode would see every
-# operation of the process and every look at a tensor's shape, a quarter of a small model's step.
+# Functions of torch that megatron calls with device="cuda" or pin_memory=True. Listed: a TorchFunctionMode would intercept every
+# operation and shape access of the process, a quarter of a small model's step.
 _FACTORIES = (
     "arange", "empty", "empty_like", "full", "full_like", "ones", "ones_like", "rand", "randn", "tensor", "zeros", "zeros_like"
 )  # fmt: skip
@@ -32,13 +32,13 @@ _is_installed = False
 
 
 def install() -> bool:
-    """Prepare this process for megatron; True where the CPU shim is in force, False where CUDA is used as it is.
+    """Prepare this process for megatron; True if the CPU shim is active, False if CUDA is used as is.
 
-    A second call does nothing. On every machine it sets what megatron-core 0.16.1 leaves undefined without
+    Idempotent. On every machine it defines what megatron-core 0.16.1 leaves undefined without
     TransformerEngine.
 
     Raises:
-        RuntimeError: megatron was imported before, without the shim.
+        RuntimeError: megatron was imported earlier, without the shim.
     """
     if torch.cuda.is_available():
         _mend_without_transformer_engine()
@@ -65,17 +65,17 @@ def _before_import() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU  # device= of nearly every buffer and parameter
     cuda.set_device = lambda device: None  # rank initialisation
-    cuda.Stream = cuda.Event = _HostStream  # the token dispatcher and DDP make side streams
+    cuda.Stream = cuda.Event = _HostStream  # the token dispatcher and DDP create side streams
     cuda.current_stream = cuda.default_stream = lambda device=None: _STREAM
-    cuda.stream = lambda stream=None: contextlib.nullcontext()  # grad buffers reduce on a side stream
+    cuda.stream = lambda stream=None: contextlib.nullcontext()  # gradient buffers are reduced on a side stream
     cuda.synchronize = lambda device=None: None  # checkpoint save waits for the device
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()  # RNG tracker
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
-    _device_constructors()  # `with torch.device(...)` knows factories by what they are when it is first asked
+    _device_constructors()  # `with torch.device(...)` identifies factories by object, at its first use
     for name in _FACTORIES:
         make = _on_cpu(getattr(torch, name))
         setattr(torch, name, make)
-        _register_builtin(make, f"aten::{name}")  # TorchScript, too: functions of others are compiled with it
+        _register_builtin(make, f"aten::{name}")  # TorchScript, too: other libraries' functions are compiled with it
     tensor: Any = torch.Tensor
     tensor.cuda = lambda tensor, *args, **kwargs: tensor
     tensor.to = _to  # "cuda"
@@ -89,19 +89,19 @@ def _after_import() -> None:
 
     # The RNG tracker writes CUDA generator states.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # It warns when weights drawn under a "GPU" state move the CPU's generator, which here is the same one.
+    # It warns when weights drawn under a "GPU" state advance the CPU's generator, which here is the same one.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
-    # The first dispatcher makes it with whatever torch.cuda.Stream is by then: vLLM on a CPU puts its own there, without
+    # The first dispatcher creates it from torch.cuda.Stream, which vLLM on a CPU replaces by its own, without
     # events.
     dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _STREAM
-    # It returns CPU tensors as they are, where all_to_all wants host numbers.
+    # It returns CPU tensors unchanged, where all_to_all needs host numbers.
     move = dispatcher.maybe_move_tensor_to_cpu
 
     def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
 
     dispatcher.maybe_move_tensor_to_cpu = move_to_host
-    # gloo has no all-gather or reduce-scatter of unequal parts, which ETP > 1 with EP > 1 needs.
+    # gloo lacks all-gather and reduce-scatter of unequal parts, needed by ETP > 1 with EP > 1.
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def uneven_gather(
@@ -138,15 +138,15 @@ def _mend_without_transformer_engine() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # else every MoE forward raises NameError
     if utils.get_te_version() is None:
-        # The precision-aware optimizer, which offloading wants, compares no version with one: TypeError.
+        # The precision-aware optimizer, needed for offloading, compares a missing version: TypeError.
         optimizer_config.is_te_min_version = lambda version, check_equality=True: False
     if not hasattr(random, "FP8GlobalStateManager"):
-        # It takes its default fp8=False for yes, and recomputing norms raises NameError.
+        # It treats its default fp8=False as true, and recomputing norms raises NameError.
         tensor_parallel.CheckpointWithoutOutput = partial(random.CheckpointWithoutOutput, fp8=None)
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A factory of tensors that makes on the CPU, in pageable memory, what is asked of it on a GPU."""
+    """A tensor factory that returns pageable CPU tensors in place of GPU tensors."""
 
     @wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     found = _TYPE(tensor, *args, **kwargs)
     if args or kwargs:
         return found
-    # The optimizer sorts parameters by the names of CUDA types; nobody else may see them.
+    # The optimizer sorts parameters by the names of CUDA types, which only it may see.
     caller = sys._getframe(1).f_code.co_filename.replace("\\", "/")
     return found.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller else found
 
@@ -182,7 +182,7 @@ def _to_cpu(device: Any) -> Any:
 
 
 class _HostStream:
-    """The one ordered stream of a host; an event of it is always reached."""
+    """The single in-order stream of a host; its events are always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
