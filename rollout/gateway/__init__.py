@@ -1,1 +1,1 @@
-"""Programs of others play: their calls by OpenAI's and Anthropic's protocols are agents', with the tokens that were sampled."""
+"""Users' programs as teams: their calls by OpenAI's and Anthropic's protocols become agents' turns with exact tokens."""

@@ -1,4 +1,4 @@
-"""Agents as programs know them, from the settings of a run."""
+"""Agents as programs see them, built from a run's settings."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ def agents_of(
     max_response_tokens: int,
     parsers: Mapping[str, tuple[str | None, str | None]] | None = None,
 ) -> dict[str, Agent]:
-    """The agents of these settings.
+    """The configured agents.
 
     Args:
         renderers: by policy.
-        max_response_tokens: of agents that say nothing of it.
-        parsers: by policy, vLLM's names of what reads calls of tools, and thoughts.
+        max_response_tokens: default of agents without their own.
+        parsers: by policy, vLLM's names of the tool and reasoning parsers.
 
     Raises:
-        ValueError: a parser does not go with its model.
+        ValueError: a parser does not match its model.
     """
 
-    readers: dict[Any, Reader] = {}  # one for agents alike
+    readers: dict[Any, Reader] = {}  # one for equal agents
 
     def reader(agent: AgentConfig) -> Reader:
         tools, thoughts = (parsers or {}).get(agent.policy, (None, None))
         if tools is None and thoughts is None:
             return PlainReader()
-        from marsrl.rollout.gateway.vllm_reader import VllmReader  # here: vLLM takes ten seconds
+        from marsrl.rollout.gateway.vllm_reader import VllmReader  # imported here: vLLM takes ten seconds
 
         key = (agent.policy, *sorted(agent.template_options.items()))
         if key not in readers:

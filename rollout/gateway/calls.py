@@ -1,9 +1,9 @@
 """The types between the player, which knows engines, and the gateway, which knows programs.
 
 player  -- submit(ToolCall "session") ------------------------> gateway     a session may begin
-player <-- take(): Taken(calls, lost) -------------------------            agents are called, sessions lost
-player  -- call.reply.set_result(Reply) ---------------------->            what an engine answered
-player <-- Future[ToolOutput], whose text is a SessionEnd ------            the session is over
+player <-- take(): Taken(calls, lost) -------------------------            calls of agents, lost sessions
+player  -- call.reply.set_result(Reply) ---------------------->            an engine's answer
+player <-- Future[ToolOutput], whose text is a SessionEnd ------            the session has ended
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SESSION = "session"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Tokens of one turn. uid: of the sample that they belong to. logprobs in nats; error: why an engine gave up."""
+    """Tokens of one turn. uid: of their sample. logprobs in nats; error: why an engine gave up."""
 
     uid: str
     token_ids: IntArray
@@ -34,9 +34,9 @@ class Reply:
 class Call:
     """A program's call of an agent.
 
-    uid: of the sample that goes on; "": a new one begins, the agent's `number`-th in this session. behind: of the sample with
-    whose tokens the new one begins; "": of none. attempt: how often the session was begun anew. token_ids [N]: the new sample's
-    prompt, or what goes behind the sample's tokens. text: the prompt for people. max_tokens, stop: of this turn, beside the
+    uid: of the continued sample; "": a new one begins, the agent's `number`-th in this session. behind: uid of the sample with
+    whose tokens the new one begins; "": none. attempt: number of restarts of the session. token_ids [N]: the new sample's
+    prompt, or the tokens to append to the sample. text: the prompt for display. max_tokens, stop: of this turn, besides the
     agent's own.
     """
 
@@ -55,7 +55,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """News of sessions: lost ones, which begin anew, and calls in the order in which they came."""
+    """Events of sessions: lost ones, which restart, and calls in order of arrival."""
 
     lost: Sequence[str] = ()
     calls: Sequence[Call] = ()
@@ -63,11 +63,11 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """The end of a session, as its ToolOutput keeps it.
+    """The end of a session, as stored in its ToolOutput.
 
-    reward: of every sample; rewards: by agent or uid, which come first. Where there is neither, the task judges: `answer`, or
-    else the last answer of the session. read: uids of the samples whose last turn the program has read, in the order of these
-    turns. num_calls: turns of all of them. asked: the uid of the sample of each call, as they came; "": it got no answer.
+    reward: of every sample; rewards: by agent or uid, which take precedence. With neither, the task judges: `answer`, or
+    else the session's last answer. read: uids of the samples whose last turn the program has read, in the order of these
+    turns. num_calls: turns of all samples. asked: the uid of each call's sample, in order of arrival; "": no answer.
     """
 
     reward: float | None = None
@@ -79,15 +79,15 @@ class SessionEnd:
 
     @property
     def is_judged(self) -> bool:
-        """Has the program said what its samples are worth?"""
+        """True if the program gave rewards."""
         return self.reward is not None or bool(self.rewards)
 
     def reward_of(self, uid: str, agent: str) -> float | None:
-        """None: it said nothing of this sample."""
+        """The sample's reward; None: not given."""
         return self.rewards.get(uid, self.rewards.get(agent, self.reward))
 
     def calls_of(self, uid: str) -> str:
-        """The calls of the session that the sample answers, for people."""
+        """The session's calls answered by the sample, for display."""
         numbers = [str(number) for number, each in enumerate(self.asked, 1) if each == uid]
         return f"call{'s' * (len(numbers) > 1)} {', '.join(numbers)} of {len(self.asked)}" if numbers else ""
 

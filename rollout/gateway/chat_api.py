@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions of OpenAI: a request to what is asked, an answer to JSON or to events."""
+"""OpenAI's POST /v1/chat/completions: parses requests, renders answers as JSON or events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _told: set[tuple[str, str]] = set()
 
 
 def check_fields(body: Mapping[str, Any], served: set[str]) -> None:
-    """Refuse, by its name, a field that asks for what is not done here."""
+    """Refuse, by name, a field that requests something unsupported."""
     for name, value in body.items():
         if name in served or name in NO_MATTER or value is None or (name in NEUTRAL and value == NEUTRAL[name]):
             continue
@@ -47,7 +47,7 @@ def check_fields(body: Mapping[str, Any], served: set[str]) -> None:
 
 
 def agent_of(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Agent:
-    """The agent that `model` names; a temperature and top_p that are not its own are told once."""
+    """The agent named by `model`; warns once about a temperature or top_p that differs from its own."""
     agent = agents.get(str(body.get("model")))
     if agent is None:
         raise Refused(404, f"model {body.get('model')!r} is no agent; there are {', '.join(agents)}", "model_not_found")
@@ -66,7 +66,7 @@ def agent_of(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Agent:
 
 
 def whole_number(body: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these fields that is given, at least 1."""
+    """The first of the given fields that is set, at least 1."""
     name = next((name for name in names if body.get(name) is not None), None)
     if name is None:
         return None
@@ -85,10 +85,10 @@ def stops_of(value: Any) -> tuple[str, ...]:
 
 
 def read_chat(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """Read a request.
+    """Parse a request.
 
     Raises:
-        Refused: it asks for what is not done here, or is malformed.
+        Refused: it requests something unsupported, or is malformed.
     """
     check_fields(body, SERVED)
     agent = agent_of(body, agents)
@@ -107,7 +107,7 @@ def read_chat(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
 
 
 def read_tools(given: Any, choice: Any, agent: Agent) -> tuple[Sequence[Mapping[str, Any]], bool]:
-    """(tools as the chat template shows them, whether the agent's calls are read)."""
+    """(tools for the chat template, whether the agent's calls are parsed)."""
     if not given:
         return (), False
     if choice not in (None, "auto", "none"):
@@ -124,7 +124,7 @@ def read_tools(given: Any, choice: Any, agent: Agent) -> tuple[Sequence[Mapping[
 
 
 def chat_message(given: Any) -> ChatMessage:
-    """A message with its content as one text."""
+    """A message with its content as one string."""
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise Refused(400, f"messages: expected objects with a role, found {json.dumps(given)[:200]}")
     role = {"developer": "system", "function": "tool"}.get(given["role"], given["role"])
@@ -141,7 +141,7 @@ def chat_message(given: Any) -> ChatMessage:
 
 
 def text_of(content: Any) -> str:
-    """A content's text: parts on lines of their own, "" of null."""
+    """The text of a content: parts on separate lines, "" for null."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
@@ -152,13 +152,13 @@ def text_of(content: Any) -> str:
 
 
 def _call(given: Any) -> Mapping[str, Any]:
-    """A call with its arguments as an object, as chat templates want them."""
+    """A call with its arguments as an object, as chat templates expect."""
     function = given.get("function") if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping):
         raise Refused(400, f"tool_calls: expected functions, found {json.dumps(given)[:200]}")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        with suppress(ValueError):  # then it stays as the model wrote it
+        with suppress(ValueError):  # not JSON: keep the model's text
             arguments = json.loads(arguments)
     return {
         "id": given.get("id"),

@@ -1,4 +1,4 @@
-"""A program's request to an agent and the answer, whatever protocol it speaks."""
+"""A program's request to an agent and the answer, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from marsrl.rollout.types import FloatArray, IntArray
 
 
 class Refused(Exception):
-    """A request that is not served. status: of HTTP; code: OpenAI's word for some of them."""
+    """A rejected request. status: of HTTP; code: OpenAI's error code, for some."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -21,10 +21,10 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request. messages and tools as OpenAI's chat API has them; or a prompt as it is: its tokens [N], or its text, in which
+    """A request. messages and tools as in OpenAI's chat API; or a raw prompt: its tokens [N], or its text, in which
     control words are control tokens.
 
-    calls_tools: False where calls in the answer stay text.
+    calls_tools: False if calls in the answer stay text.
     """
 
     agent: str
@@ -38,7 +38,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """An agent's turn as its reader finds it in the text. calls: as `tool_calls` of OpenAI's messages."""
+    """An agent's turn, parsed. calls: as `tool_calls` of OpenAI's messages."""
 
     content: str
     reasoning: str | None = None
@@ -46,7 +46,7 @@ class Said:
 
 
 class Reader(Protocol):
-    """Finds thoughts and calls of tools in the text of a turn."""
+    """Parses thoughts and tool calls from the text of a turn."""
 
     reads_calls: bool
 
@@ -54,7 +54,7 @@ class Reader(Protocol):
 
 
 class PlainReader:
-    """All of it is content."""
+    """Parses nothing: all is content."""
 
     reads_calls = False
 
@@ -64,9 +64,9 @@ class PlainReader:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A turn that ended.
+    """A finished turn.
 
-    id: by which a program may reward it; uid: of its sample. finish: stop, length or tool_calls. num_prompt: tokens before it.
+    id: with which a program may reward it; uid: of its sample. finish: stop, length or tool_calls. num_prompt: tokens before it.
     logprobs in nats; pieces: gives the text of each token.
     """
 
@@ -83,7 +83,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent as programs know it. temperature, top_p: those that it is sampled with, whatever a program asks for."""
+    """An agent as programs see it. temperature, top_p: its own, regardless of a program's request."""
 
     name: str
     renderer: ChatRenderer

@@ -1,4 +1,4 @@
-"""POST /v1/completions of OpenAI, by texts or tokens, and /inference/v1/generate of vLLM, by tokens alone."""
+"""OpenAI's POST /v1/completions, with text or tokens, and vLLM's /inference/v1/generate, with tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def completion_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completion_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """The answer as one event."""
+    """The answer as a single event."""
     whole = completion_reply(answer, body)
     usage = whole.pop("usage")
     yield event(whole)
@@ -66,7 +66,7 @@ def completion_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes
 
 
 def read_generate(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """As read_completion, of token ids."""
+    """As read_completion, for token ids."""
     sampling = body.get("sampling_params") or {}
     check_fields(body, _GENERATE)
     if not isinstance(sampling, Mapping):
@@ -97,7 +97,7 @@ def generate_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def no_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """No events: the protocol is not streamed, and its reader refuses."""
+    """Not streamed: requests for it are refused on reading."""
     return iter(())
 
 

@@ -1,4 +1,4 @@
-"""Settings of programs that play in place of an orchestration of ours. Import-light: pydantic only."""
+"""Settings of external programs, which replace an orchestration of ours. Imports only pydantic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from marsrl.rollout.config import MOST_MIB, Count, CountOr0, Seconds, Settings, 
 
 
 class ExternalConfig(Settings):
-    """The program of orchestration=external, and the workers that play sessions of it: one a play of a problem."""
+    """The program of orchestration=external and its workers. A session is one play of a problem."""
 
     function: str | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""Sessions between the player, in its thread, and workers and programs, in the server's.
+"""Connects the player, in its thread, with workers and programs, in the server's thread.
 
 player's thread                      server's thread
 submit: a session waits        ->    hand_out: a worker plays it
@@ -27,50 +27,50 @@ from marsrl.rollout.types import ToolCall, ToolOutput
 
 _log = logging.getLogger(__name__)
 
-SILENCE_S = 30.0  # a worker that asks for nothing for so long is lost
-_MOST_SHOWN = 2000  # characters of a program's error
+SILENCE_S = 30.0  # a worker without a request for so long is lost
+_MOST_SHOWN = 2000  # characters kept of a program's error
 
 
 class Gateway:
-    """See the module. It is to the player a pool of one tool, whose calls are sessions.
+    """To the player a pool of one tool, whose calls are sessions. See the module.
 
-    agents: by name, which is the model that programs ask for.
+    agents: by name, which programs give as the model.
     """
 
     def __init__(self, config: ExternalConfig, agents: Mapping[str, Agent]) -> None:
         self.config, self.agents = config, agents
-        self._news = threading.Condition()  # its lock guards all that both threads touch
+        self._news = threading.Condition()  # its lock guards everything that both threads use
         self._waiting: dict[bool, deque[Session]] = {True: deque(), False: deque()}  # by Session.trains
         self._calls: dict[str, list[Call]] = {}  # not taken yet, by session
         self._lost: list[str] = []
         self._has_news = False
         self._error: str | None = None
-        self.num_over = 0  # sessions that came to their end
-        # The server's thread alone.
+        self.num_over = 0  # number of finished sessions
+        # Used only by the server's thread.
         self._playing: dict[str, Session] = {}  # by key
-        self._workers: dict[str, float] = {}  # when each was last heard
-        self._over: dict[str, list[str]] = {}  # by worker, keys of sessions that it need not play on
+        self._workers: dict[str, float] = {}  # time of each one's last request
+        self._over: dict[str, list[str]] = {}  # by worker, keys of sessions that it may abandon
 
     # The player's side.
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
-        """A session may begin; the future has its end."""
+        """Queue a session; the future resolves to its end."""
         output: Future[ToolOutput] = Future()
         with self._news:
             self._wait_for_worker(call.episode_id, json.loads(call.arguments), output, attempt=0)
         return output
 
     def wait(self, timeout_s: float) -> None:
-        """Return when there is something to take, or a session is over."""
+        """Wait until there is something to take, or a session has ended."""
         with self._news:
             self._news.wait_for(lambda: self._has_news, timeout_s)
             self._has_news = False
 
     def take(self, sessions: Collection[str]) -> Taken:
-        """News of these sessions since the last time.
+        """Events of the given sessions since the last call.
 
         Raises:
-            RuntimeError: there are no workers any more.
+            RuntimeError: all workers are gone.
         """
         with self._news:
             if self._error is not None:
@@ -92,18 +92,18 @@ class Gateway:
     # The server's side.
 
     def of_key(self, key: str) -> Session | None:
-        """The session that goes on under this key."""
+        """The running session with this key."""
         return self._playing.get(key)
 
     def knows(self, worker: str) -> bool:
-        """Has it asked for sessions, and is not lost?"""
+        """True for a worker that has asked for sessions and is not lost."""
         return worker in self._workers
 
     def hand_out(self, worker: str, most: int) -> tuple[list[Session], list[str]]:
-        """(sessions that this worker plays now, keys of those that it need not play on).
+        """(new sessions for this worker, keys of those that it may abandon).
 
         Args:
-            most: sessions at once; so many of an evaluation beside those of training, which rest meanwhile.
+            most: sessions at once; as many of an evaluation beside those of training, which pause meanwhile.
         """
         self._workers[worker] = time.monotonic()
         sessions: list[Session] = []
@@ -117,11 +117,11 @@ class Gateway:
         return sessions, self._over.pop(worker, [])
 
     def end(self, session: Session, said: Mapping[str, Any]) -> None:
-        """The session is over, as its worker says."""
+        """End a session as its worker reports."""
         self._finish(session, session.end(said))
 
     def lose(self, worker: str, reason: str) -> None:
-        """The worker is lost; its sessions are played by another."""
+        """Mark a worker as lost; its sessions restart on another."""
         self._workers.pop(worker, None)
         for session in [each for each in self._playing.values() if each.worker == worker]:
             if session.attempt + 1 >= self.config.attempts:
@@ -136,7 +136,7 @@ class Gateway:
         _log.warning("worker %s is lost: %s", worker, reason)
 
     def tick(self) -> list[str]:
-        """End what takes too long; called again and again. Workers that are lost now, since they said nothing."""
+        """End what takes too long; called periodically. Returns newly lost, silent workers."""
         now, most = time.monotonic(), self.config.timeout_s
         silent = [name for name, seen in self._workers.items() if now - seen > SILENCE_S]
         for worker in silent:
@@ -148,7 +148,7 @@ class Gateway:
         return silent
 
     def fail(self, error: str) -> None:
-        """No session can be played any more; the player is told."""
+        """Fail: no session can be played any more; tells the player."""
         with self._news:
             self._error = error
             self._tell()
@@ -177,7 +177,7 @@ class Gateway:
             self._tell()
 
     def _stop(self, session: Session) -> None:
-        """Its key opens nothing, and its calls are dropped."""
+        """Invalidate its key and drop its calls."""
         self._playing.pop(session.key, None)
         session.cancel()
         with self._news:

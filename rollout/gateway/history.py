@@ -1,16 +1,16 @@
-"""The samples of a session by the chats that led to them: does a call go on with one, and behind which of its tokens?
+"""The samples of a session by their chats: finds the sample that a call continues, and the tokens that it shares.
 
-Clients send the whole chat with every call, and write earlier turns in their own way. A chat is compared by what all of them
-keep:
+Clients send the whole chat with every call and may rewrite earlier turns. Chats are compared by what all clients
+preserve:
 
     role, content                        null is ""
-    calls of an assistant's turn         by id; not their order, nor the arguments, which some write anew
-    thoughts of an assistant's turn      only where they come back
+    calls of an assistant's turn         by id; neither order nor arguments, which some clients reformat
+    thoughts of an assistant's turn      only if they are sent back
     an empty turn of the assistant       may be missing
     the agent, and the tools             templates write them into the prompt
 
-So a call whose chat begins with one that was answered is a sample that goes on, or, where that has gone on without it already, a
-new sample whose prompt begins with the same tokens. What was sampled is never tokenised again.
+So a call whose chat begins with an answered one continues that sample or, if that has been continued otherwise, begins a
+new sample whose prompt starts with the same tokens. Sampled text is never tokenised again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ChatMessage = Mapping[str, Any]
 
 @dataclass(slots=True, eq=False)
 class Strand:
-    """The tokens of a sample, of which the first num_prompt are its prompt. is_busy: a call goes on behind them.
+    """The tokens of a sample, the first num_prompt of which are its prompt. is_busy: a call is extending it.
 
-    text: of a sample that was called by its text, all that its client knows of it.
+    text: of a sample called by text, everything its client knows of it.
     """
 
     token_ids: IntArray
@@ -45,7 +45,7 @@ class Strand:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The end of an answer in a strand. thoughts: of all assistant's turns of the chat up to here."""
+    """The end of an answer in a strand. thoughts: of all assistant turns of the chat so far."""
 
     strand: Strand
     num_tokens: int
@@ -53,14 +53,14 @@ class _Place:
 
     @property
     def is_tip(self) -> bool:
-        """Can the sample go on from here?"""
+        """True if the sample can be extended here."""
         return not self.strand.is_busy and self.num_tokens == len(self.strand.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An answered chat that a call begins with. token_ids [N]: its tokens; new: messages that are behind it. uid: of its sample.
-    strand: that sample, where it can go on; None: a new one begins with the same tokens."""
+    """The answered chat that a call begins with. token_ids [N]: its tokens; new: the messages after it. uid: of its sample.
+    strand: that sample, if it can be extended; None: a new one begins with the same tokens."""
 
     token_ids: IntArray
     new: Sequence[ChatMessage]
@@ -73,10 +73,10 @@ class History:
     """See the module."""
 
     _places: dict[bytes, list[_Place]] = field(default_factory=dict)  # by digest of the chat
-    _strands: dict[str, list[Strand]] = field(default_factory=dict)  # by agent, of those that were called by prompts
+    _strands: dict[str, list[Strand]] = field(default_factory=dict)  # by agent, of samples called by prompts
 
     def find(self, agent: str, tools: Any, messages: Sequence[ChatMessage]) -> Found | None:
-        """The longest answered chat that these messages begin with and go on from."""
+        """The longest answered chat that is a proper prefix of these messages."""
         digests = _digests(agent, tools, messages)
         for length in range(len(messages) - 1, 0, -1):
             thoughts = _thoughts(messages[:length])
@@ -91,22 +91,22 @@ class History:
         return None
 
     def answered(self, agent: str, tools: Any, messages: Sequence[ChatMessage], strand: Strand) -> None:
-        """A chat whose last message is the answer at the end of the strand's tokens."""
+        """Record a chat whose last message is the answer at the end of the strand's tokens."""
         place = _Place(strand, len(strand.token_ids), _thoughts(messages))
         self._places.setdefault(_digests(agent, tools, messages)[-1], []).append(place)
 
     def find_prompt(self, agent: str, prompt: IntArray | str) -> Strand | None:
-        """The sample that goes on with this prompt; for clients that send tokens or texts."""
+        """The sample that this prompt continues; for clients that send tokens or texts."""
         strands = [each for each in self._strands.get(agent, ()) if not each.is_busy and _goes_on(each, prompt)]
         return max(strands, key=lambda each: len(each.token_ids), default=None)
 
     def add(self, agent: str, strand: Strand) -> None:
-        """A sample that was called by its tokens or its text."""
+        """Record a sample called by tokens or text."""
         self._strands.setdefault(agent, []).append(strand)
 
 
 def _goes_on(strand: Strand, prompt: IntArray | str) -> bool:
-    """Is there something behind the strand in the prompt?"""
+    """True if the prompt extends the strand."""
     if isinstance(prompt, str):
         return strand.text is not None and len(prompt) > len(strand.text) and prompt.startswith(strand.text)
     length = len(strand.token_ids)
@@ -126,7 +126,7 @@ def _agree(given: Sequence[str | None], known: Sequence[str | None]) -> bool:
 
 
 def _digests(agent: str, tools: Any, messages: Sequence[ChatMessage]) -> list[bytes]:
-    """The digest of the first 0, 1, 2, ... messages."""
+    """Digests of the first 0, 1, 2, ... messages."""
     digests = [_digest(b"", agent, tools or None)]
     for message in messages:
         digests.append(digests[-1] if _is_empty(message) else _digest(digests[-1], *_kept_by_all(message)))

@@ -1,4 +1,4 @@
-"""POST /v1/messages of Anthropic."""
+"""Anthropic's POST /v1/messages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
 
 
 def _turns(message: Mapping[str, Any]) -> Sequence[ChatMessage]:
-    """A message in the terms of OpenAI's chat: outputs of tools are messages of their own, before the text beside them."""
+    """A message in OpenAI's chat format: tool outputs become messages of their own, before accompanying text."""
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     texts = [block for block in blocks if block.get("type") == "text"]
@@ -133,7 +133,7 @@ def messages_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def _deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(the block as it starts, what comes to it)."""
+    """(the initial block, its delta)."""
     if block["type"] == "tool_use":
         return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
     if block["type"] == "thinking":

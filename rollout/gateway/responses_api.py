@@ -1,4 +1,4 @@
-"""POST /v1/responses of OpenAI, as far as openai-agents needs it: the whole input comes with each call."""
+"""OpenAI's POST /v1/responses, as far as openai-agents needs it: each call has the whole input."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def read_responses(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
 
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """Items as messages: those of the assistant that follow each other are one turn."""
+    """Items as messages: consecutive ones of the assistant are one turn."""
     turns: list[dict[str, Any]] = []
     for item in items:
         kind = item.get("type", "message")
@@ -117,7 +117,7 @@ def responses_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def responses_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """The answer as the event that clients wait for."""
+    """The answer as the final event that clients wait for."""
     response = responses_reply(answer, body)
     kind = f"response.{response['status']}"
     yield event({"type": kind, "sequence_number": 0, "response": response}, kind)

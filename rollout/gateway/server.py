@@ -1,11 +1,11 @@
-"""The gateway's HTTP: OpenAI's and Anthropic's protocols for programs, GET /next and POST /end for their workers.
+"""The gateway's HTTP server: OpenAI's and Anthropic's protocols for programs, GET /next and POST /end for workers.
 
     GET  /next?worker=ID&most=N    workers' key      {"sessions": [{session, api_key, problem, agents}], "over": [key]}
     POST /end                      a session's key   {reward | rewards | answer | error}
     POST /v1/chat/completions      a session's key   and so on: see APIS
 
-An answer takes as long as engines do, also while weights change: its status and headers go at once, and then blanks, or comments
-of a stream, that keep the client from giving up. A call that gets no answer is cut off, which clients repeat.
+An answer takes as long as the engines, also while weights change: status and headers are sent at once, then blanks, or comments
+of a stream, that keep the client from timing out. A call without an answer is cut off, and clients retry it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from marsrl.rollout.http_server import listen
 
 _log = logging.getLogger(__name__)
 
-_QUIET_S = 10.0  # at most, between two signs of life of an answer that is waited for
-_POLL_S, _POLLS = 0.05, 100  # of a worker's GET /next: it waits 5 s for a session
+_QUIET_S = 10.0  # longest gap between keep-alive bytes of a pending answer
+_POLL_S, _POLLS = 0.05, 100  # a GET /next of a worker waits 5 s for a session
 _TICK_S = 0.5
-_LONG = 1 << 16  # bytes of a request, from which on its tokens take longer than the calls of others should wait
-_KEEP_S = 600  # for which an idle connection stays open: clients keep theirs, and a closed one costs them a retry
+_LONG = 1 << 16  # bytes of a request above which its tokenisation would delay other calls
+_KEEP_S = 600  # keep-alive of idle connections: clients reuse theirs, and a closed one costs a retry
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """A protocol. read: the request; reply: the answer as JSON; events: as a stream."""
+    """A protocol. read: parses the request; reply: the answer as JSON; events: as a stream."""
 
     read: Callable[[Mapping[str, Any], Mapping[str, Agent]], Ask]
     reply: Callable[[Answer, Mapping[str, Any]], Mapping[str, Any]]
@@ -87,7 +87,7 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
         return session
 
     async def session_of(request: Request) -> tuple[Session, dict[str, Any], bytes, bool]:
-        """(the session, the body of its request as JSON, its digest, and whether it is a long one)."""
+        """(the session, its request's body as JSON, its digest, whether it is long)."""
         known(request)
         most, data = gateway.config.max_body_mib << 20, bytearray()
         async for chunk in request.stream():
@@ -112,7 +112,7 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
             if sessions or over:
                 break
             await asyncio.sleep(_POLL_S)
-            if await request.is_disconnected():  # it would get sessions that nobody plays
+            if await request.is_disconnected():  # a disconnected worker would get sessions that nobody plays
                 break
             sessions, over = gateway.hand_out(worker, most)
         given = [
@@ -142,7 +142,7 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
             streams, quiet_s = bool(body.get("stream")), _quiet_s(request)
 
             async def parts() -> AsyncIterator[bytes]:
-                """The answer, blanks before it, and at its end the note that it was read; cut off where there is none."""
+                """The answer after keep-alive blanks; once sent, it is noted as read. Cut off if there is none."""
                 while not (await asyncio.wait([task], timeout=quiet_s))[0]:
                     yield b": waiting\n\n" if streams else b" "
                 answer = task.result()
@@ -152,7 +152,7 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
 
             return StreamingResponse(parts(), media_type="text/event-stream" if streams else "application/json")
 
-        app.add_route(path, call, methods=["POST"])  # without FastAPI's own steps: nothing of them is used
+        app.add_route(path, call, methods=["POST"])  # bypasses FastAPI's request handling, which is unused here
 
     for path, api in APIS.items():
         add(path, api)
@@ -160,7 +160,7 @@ def make_app(gateway: Gateway, key: str) -> FastAPI:
 
 
 def _quiet_s(request: Request) -> float:
-    """A third of the client's own timeout, where it tells one."""
+    """A third of the client's own timeout, if it sends one."""
     with suppress(ValueError):
         return min(_QUIET_S, float(request.headers.get("x-stainless-read-timeout", "inf")) / 3)
     return _QUIET_S
@@ -173,12 +173,12 @@ def _key_of(request: Request) -> str:
 
 @contextmanager
 def open_gateway(config: ExternalConfig, agents: Mapping[str, Agent], key: str | None = None) -> Iterator[Gateway]:
-    """A gateway that answers in a thread of its own, with the workers that are started here.
+    """Run a gateway in a thread of its own, with locally started workers.
 
     key: of workers; None: a random one.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: the address cannot be bound.
     """
     key = key or secrets.token_urlsafe(24)
     gateway = Gateway(config, agents)

@@ -1,6 +1,6 @@
-"""One session: the calls of a program that plays a problem, the samples that they become, and the limits of both.
+"""One session: a program's calls while it plays a problem, the samples they form, and limits on both.
 
-Everything here happens in the server's thread, but that replies come from the player's.
+Everything runs in the server's thread, except that replies come from the player's.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _FINISH = {Finish.STOP: "stop", Finish.LENGTH: "length"}
 
 
 class CallLost(Exception):
-    """A call that gets no answer: an engine gave it up."""
+    """A call without an answer: an engine gave it up."""
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """See the module. id: of the episode; key: what its requests show; problem: as the worker gets it.
+    """See the module. id: of the episode; key: authenticates its requests; problem: as sent to the worker.
 
-    worker: who plays it, "" as long as nobody does. output: resolved when it is over. send: gives a call to the player.
+    worker: that plays it; "": none yet. output: resolved at its end. send: passes a call to the player.
     """
 
     id: str
@@ -51,43 +51,43 @@ class Session:
     worker: str = ""
     began_s: float = field(default_factory=time.monotonic)
     num_calls: int = 0
-    own_s: float = 0.0  # without the time in which calls were open
+    own_s: float = 0.0  # excluding the time with open calls
     _idle_since: float = field(default_factory=time.monotonic)
     _history: History = field(default_factory=History)
-    _numbers: Counter[str] = field(default_factory=Counter)  # of samples begun, by agent
-    _read: dict[str, None] = field(default_factory=dict)  # uids whose last turn was read, in that order
-    _uids: dict[str, str] = field(default_factory=dict)  # of answers, by their ids
+    _numbers: Counter[str] = field(default_factory=Counter)  # number of samples begun, by agent
+    _read: dict[str, None] = field(default_factory=dict)  # uids whose last turn was read, in order
+    _uids: dict[str, str] = field(default_factory=dict)  # sample of each answer, by its id
     _asked: dict[int, str] = field(default_factory=dict)  # uids by the number of the call
     _is_over: bool = False
-    _order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of calls, as they came
-    _num_open: int = 0  # calls that are read or answered
+    _order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of calls, in order of arrival
+    _num_open: int = 0  # calls being parsed or answered
     _open: set[asyncio.Task[Answer]] = field(default_factory=set)
     _by_body: dict[bytes, list[asyncio.Task[Answer]]] = field(default_factory=dict)
     _told: set[asyncio.Task[Answer]] = field(default_factory=set)  # whose answers were read
 
     def start(self, worker: str) -> None:
-        """A worker plays it from now."""
+        """Assign it to a worker."""
         self.worker, self.began_s = worker, time.monotonic()
         self._idle_since = self.began_s
 
     @property
     def trains(self) -> bool:
-        """False of an evaluation's."""
+        """False in an evaluation."""
         return bool(self.problem["purpose"] == "train")
 
     def seconds_alone(self) -> float:
-        """Seconds in which no call was open."""
+        """Seconds without an open call."""
         return self.own_s + (0.0 if self._num_open else time.monotonic() - self._idle_since)
 
     async def ask(self, ask: Ask, body: bytes, *, is_retry: bool, is_long: bool) -> asyncio.Task[Answer]:
-        """Begin a call; a retry gets the answer of the call of the same body, but where that was lost.
+        """Begin a call; a retry (same body) gets the first call's answer, unless that was lost.
 
         Args:
             body: a digest of the request.
-            is_long: it is tokenised in a thread, for which this session's next calls wait and those of others do not.
+            is_long: tokenise in a thread; this session's next calls wait for it, those of others do not.
 
         Raises:
-            Refused: there is no such agent, it cannot read so much, or the session has made its calls or is over.
+            Refused: unknown agent, prompt too long, or the session has used up its calls or has ended.
         """
         self._note_begin()
         try:
@@ -108,14 +108,14 @@ class Session:
             self._note_end()
 
     def note_read(self, task: asyncio.Task[Answer]) -> None:
-        """The program has read the answer."""
+        """Note that the program has read the answer."""
         self._told.add(task)
         uid = task.result().uid
         self._read.pop(uid, None)
         self._read[uid] = None
 
     def end(self, said: Mapping[str, Any]) -> ToolOutput:
-        """Its output, by what its worker says: {reward | rewards | answer | error}; an error where that cannot be used."""
+        """End it with its worker's report, {reward | rewards | answer | error}; an error if that is invalid."""
         seconds = time.monotonic() - self.began_s
         try:
             if said.get("error") is not None:
@@ -133,13 +133,13 @@ class Session:
         return ToolOutput(end.encode(), seconds=seconds)
 
     def cancel(self) -> None:
-        """Nobody waits for its calls any more, and none begins."""
+        """Drop its open calls and begin no more."""
         self._is_over = True
         for task in list(self._open):
             task.cancel()
 
     def _rewards(self, given: Mapping[str, Any]) -> dict[str, float]:
-        """Rewards by agent, or by sample: the mean of its answers that have one."""
+        """Rewards by agent, or by sample: the mean over its rewarded answers."""
         rewards: dict[str, float] = {}
         by_uid: dict[str, list[float]] = {}
         for name, value in given.items():
@@ -152,7 +152,7 @@ class Session:
         return rewards | {uid: sum(values) / len(values) for uid, values in by_uid.items()}
 
     async def _begin(self, agent: Agent, ask: Ask, is_long: bool) -> Coroutine[Any, Any, Answer]:
-        """Send the call; its answer."""
+        """Send the call; returns its answer."""
         if ask.prompt is None:
             strand, call = await self._by_chat(agent, ask, is_long)
         else:
@@ -239,7 +239,7 @@ class Session:
         got = await asyncio.wrap_future(reply)
         strand.uid = self._asked[number] = got.uid
         if got.finish is Finish.ERROR:
-            raise CallLost(got.error)  # the strand stays busy: nothing goes on behind it
+            raise CallLost(got.error)  # the strand stays busy: it cannot be extended
         num_prompt = len(strand.token_ids)
         strand.token_ids = np.concatenate([strand.token_ids, got.token_ids])
         strand.is_busy = False
@@ -280,11 +280,11 @@ class Session:
         self._note_end()
         self._open.discard(task)
         if not task.cancelled():
-            task.exception()  # those who wait for it are told
+            task.exception()  # wakes those who wait for it
 
 
 async def _rendered(agent: Agent, render: Callable[[], Rendered], is_long: bool) -> Rendered:
-    """Render a program's messages; Refused where the chat template refuses their roles or their order."""
+    """Render a program's messages; Refused if the chat template rejects their roles or order."""
     try:
         return await asyncio.to_thread(render) if is_long else render()
     except (TemplateError, TypeError, KeyError) as error:
@@ -296,7 +296,7 @@ def _is_lost(task: asyncio.Task[Answer]) -> bool:
 
 
 def _without_stop(text: str, stops: tuple[str, ...]) -> str:
-    """The text without the stop text that ended it: a client is not told it."""
+    """The text without its final stop string, which clients do not get."""
     places = [text.rfind(stop) for stop in stops if stop in text]
     return text[: max(places)] if places else text
 

@@ -1,4 +1,4 @@
-"""Thoughts and calls of tools, read by vLLM's own parsers, as its server reads them."""
+"""Parses thoughts and tool calls with vLLM's own parsers, as its server does."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _TOOL = {
 
 
 class VllmReader:
-    """Reads turns of a policy's model.
+    """Parses turns of a policy's model.
 
     Args:
-        tool_parser, reasoning_parser: names as `vllm serve` has them; None: that is not looked for.
+        tool_parser, reasoning_parser: names as for `vllm serve`; None: not parsed.
 
     Raises:
-        ValueError: there is no such parser, or it does not find a call that the model's chat template writes: with the wrong
-            one, calls are text and nothing says so.
+        ValueError: unknown parser, or it does not find a call written by the model's chat template: with the wrong
+            one, calls would silently stay text.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class VllmReader:
         from vllm.parser import ParserManager
 
         self.reads_calls = tool_parser is not None
-        # a parser may encode, which changes the tokenizer for a moment; other threads render with the renderer's own
+        # a parser may encode, which briefly changes the tokenizer; other threads use the renderer's own
         self._tokenizer, self._options = deepcopy(renderer.tokenizer), dict(template_options)
         named = f"tool_parser={tool_parser}, reasoning_parser={reasoning_parser}"
         try:

@@ -1,15 +1,15 @@
-"""Plays sessions of a program. Of Python's standard library alone (3.9 or later): it runs in any environment, on any host.
+"""Plays sessions of a program. Standard library only (Python 3.9 or later): runs in any environment, on any host.
 
     python worker.py --url http://HOST:PORT --function my_agent.py:run        key: environment variable MARSRL_WORKER_KEY
     python worker.py --url http://HOST:PORT --environment my_env.py:Env
     python worker.py --url http://HOST:PORT --command python my_agent.py
 
-A function is called with the problem and a client, once a session; several sessions are played at once, each in a thread, or
-as a task where the function is async. A command is started once a session, with the problem as JSON on its standard input, and
-OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY in its environment; the last line that it prints, where
-it is JSON, is what a function would return:
+A function is called with the problem and a client, once per session; sessions run concurrently, each in a thread, or
+as a task if the function is async. A command is started once per session, with the problem as JSON on its standard input, and
+OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY in its environment; the last line it prints, if
+it is JSON, is the equivalent of a function's return value:
 
-    None             the task judges the last answer of the session
+    None             the task judges the session's last answer
     "a text"         the task judges this answer
     0.5              the reward of every agent
     {"solver": 1.0}  rewards by agent, or by id of an answer (`chatcmpl-...`)
@@ -40,25 +40,25 @@ from typing import Any
 
 UNUSABLE = 78
 """Exit code of a worker whose function cannot be imported (EX_CONFIG)."""
-_LONGEST_S = 24 * 3600.0  # of a call: the gateway keeps it alive
+_LONGEST_S = 24 * 3600.0  # of a call, whose connection the gateway keeps alive
 _RETRY_S = 1.0
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_MOST_SHOWN = 4000  # characters of an error
+_MOST_SHOWN = 4000  # characters kept of an error
 
 
 class Client:
-    """The session as a function sees it.
+    """The session from a function's point of view.
 
-    base_url, api_key: for any client of OpenAI's or Anthropic's protocol. agents: their names, to be given as the model.
+    base_url, api_key: for any client of OpenAI's or Anthropic's protocol. agents: names to give as the model.
     """
 
     def __init__(self, base_url: str, api_key: str, session: str, agents: list[str]) -> None:
         self.base_url, self.api_key, self.session, self.agents = base_url, api_key, session, agents
 
     def chat(self, agent: str, messages: list[Any], **more: Any) -> SimpleNamespace:
-        """The agent's turn by /v1/chat/completions: id, message (a dict, to be appended to the messages), text, finish.
+        """The agent's turn through /v1/chat/completions: id, message (a dict to append to the messages), text, finish.
 
-        A text among messages is a user's turn.
+        A string among the messages is a user turn.
         """
         turns = [{"role": "user", "content": each} if isinstance(each, str) else each for each in messages]
         body = {"model": agent, "messages": turns, **more}
@@ -74,13 +74,13 @@ class Client:
         return await asyncio.get_running_loop().run_in_executor(None, lambda: self.chat(agent, messages, **more))
 
     def openai(self, **options: Any) -> Any:
-        """openai.OpenAI of this session, where that is installed."""
+        """openai.OpenAI for this session, if installed."""
         import openai
 
         return openai.OpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
     def async_openai(self, **options: Any) -> Any:
-        """openai.AsyncOpenAI of this session."""
+        """openai.AsyncOpenAI for this session."""
         import openai
 
         return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
@@ -100,18 +100,18 @@ def _request(url: str, key: str, body: dict[str, Any] | None, timeout_s: float) 
 
 
 class Worker:
-    """Asks for sessions again and again, which says that it lives, and plays them side by side."""
+    """Polls for sessions, which is also its heartbeat, and plays them concurrently."""
 
     def __init__(self, url: str, key: str, name: str, most: int, play: Callable[..., Any]) -> None:
         self._url, self._key, self._name, self._most, self._play = url.rstrip("/"), key, name, most, play
-        # what ends each session under way, by key: one may come a second time
+        # how to end each running session, by key; a key may come twice
         self._open: dict[str, Callable[[], None]] = {}
         self._loop = asyncio.new_event_loop()  # of async functions
         self._loop.set_default_executor(ThreadPoolExecutor(4 * most))
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def run(self, is_wanted: Callable[[], bool]) -> None:
-        """Play until nobody wants it any more."""
+        """Play until the run ends."""
         while is_wanted():
             try:
                 news = _request(f"{self._url}/next?worker={self._name}&most={self._most}", self._key, None, 60.0)
@@ -125,7 +125,7 @@ class Worker:
                 self._open.pop(key, lambda: None)()
 
     def end(self) -> None:
-        """End what is under way."""
+        """End all running sessions."""
         for end in list(self._open.values()):
             end()
 
@@ -143,7 +143,7 @@ class Worker:
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             said = {"error": text[-_MOST_SHOWN:]}
         if self._open.pop(key, None) is None:
-            return  # it was over before
+            return  # it has already ended
         for _ in range(60):
             try:
                 _request(f"{self._url}/end", key, said, 60.0)
@@ -159,7 +159,7 @@ async def _awaited(found: Any) -> Any:
 
 
 def _as_end(found: Any) -> dict[str, Any]:
-    """The body of POST /end for what a function returned."""
+    """The body of POST /end for a function's return value."""
     if found is None:
         return {}
     if isinstance(found, str):
@@ -170,21 +170,21 @@ def _as_end(found: Any) -> dict[str, Any]:
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """Plays a session by a function, FILE.py:FUNCTION."""
+    """Player of sessions by a function, FILE.py:FUNCTION."""
     function = _attribute(name)
     return lambda problem, client, on_end: function(problem, client)
 
 
 def environment_of(name: str) -> Callable[..., Any]:
-    """Plays a session in an environment, FILE.py:CLASS, of which each session has an object of its own.
+    """Player of sessions in an environment, FILE.py:CLASS, one object per session.
 
-        reset(problem) -> messages     to the only agent; or {agent: messages}: the first one is on turn, all of them hear theirs
+        reset(problem) -> messages     to the only agent; or {agent: messages}: the first one acts, all receive theirs
         step(text) -> messages         to the agent that wrote the text; or {agent: messages}, as above
-                   -> 0.5              the end, with the reward of every agent; or {agent: 1.0}; or None: the task judges
-        close()                        where there is one: the session is over, or has failed
-        max_tokens                     where there is one: of a text
+                   -> 0.5              the end, with every agent's reward; or {agent: 1.0}; or None: the task judges
+        close()                        optional: the session has ended or failed
+        max_tokens                     optional: of a turn
 
-    messages: a text, which is a user's turn, or a list of them and of messages as OpenAI's API has them.
+    messages: a string, which is a user turn, or a list of strings and of messages as in OpenAI's API.
     """
     kind = _attribute(name)
 
@@ -199,7 +199,7 @@ def environment_of(name: str) -> Callable[..., Any]:
 
 
 def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
-    """The rewards with which the environment ends. Each agent has a chat of its own."""
+    """Play to the end; returns the environment's rewards. Each agent has its own chat."""
     chats: dict[str, list[Any]] = {agent: [] for agent in client.agents}
     agent = client.agents[0] if len(client.agents) == 1 else None
     most = getattr(environment, "max_tokens", None)
@@ -221,13 +221,13 @@ def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
 
 
 def _is_end(heard: Any) -> bool:
-    """Is it rewards, not messages?"""
+    """True for rewards, False for messages."""
     values = heard.values() if isinstance(heard, dict) else [heard]
     return not any(isinstance(each, (str, list)) for each in values)
 
 
 def _attribute(name: str) -> Callable[..., Any]:
-    """The function or class that FILE.py:NAME names, with its folder on sys.path."""
+    """The function or class named by FILE.py:NAME, with its folder on sys.path."""
     place, _, attribute = name.rpartition(":")
     path = os.path.abspath(place)
     sys.path.insert(0, os.path.dirname(path))
@@ -244,7 +244,7 @@ def _attribute(name: str) -> Callable[..., Any]:
 
 
 class Groups:
-    """Process groups that end with this process, however it ends: a guard, another process, kills those it has been told of."""
+    """Process groups that end with this process, however it ends: a guard process kills the registered ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -253,7 +253,7 @@ class Groups:
         )
 
     def tell(self, sign: str, group: int) -> None:
-        """sign: + of a group that has begun, - of one that is over."""
+        """sign: + registers a group, - removes it."""
         assert self._guard.stdin is not None
         with self._lock:
             self._guard.stdin.write(f"{sign}{group}\n".encode())
@@ -261,9 +261,9 @@ class Groups:
 
 
 def guard() -> None:
-    """The guard's side of Groups."""
+    """The guard process of Groups."""
     groups: set[int] = set()
-    for line in sys.stdin:  # until the other process has ended
+    for line in sys.stdin:  # until the parent has ended
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
     for group in groups:
         _kill(group)
@@ -275,7 +275,7 @@ def _kill(group: int) -> None:
 
 
 def command_of(words: list[str]) -> Callable[..., Any]:
-    """Plays a session by a program of its own, in a process group of its own."""
+    """Player of sessions by a command, each in its own process group."""
     groups = Groups()
 
     def play(problem: SimpleNamespace, client: Client, on_end: Callable[[Callable[[], None]], None]) -> Any:
@@ -318,7 +318,7 @@ def main() -> int:
         guard()
         return 0
     parent = os.getppid()
-    # this file's folder, whose other files are not the packages of the same names (openai-agents: agents)
+    # this file's folder, whose modules would shadow packages of the same names (openai-agents: agents)
     own = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
     try:

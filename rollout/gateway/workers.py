@@ -1,4 +1,4 @@
-"""Worker processes that are started here: kept running, and ended with the run."""
+"""Locally started worker processes: kept running, and ended with the run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from marsrl.rollout.gateway.worker import UNUSABLE
 from marsrl.rollout.http_line import read_key
 
 WORKER = Path(__file__).with_name("worker.py")
-_MOST_IN_VAIN = 10  # workers that end, one after the other, while no session comes to its end
-_BEGIN_S = 2.0  # between a worker's end and the start of another in its place
+_MOST_IN_VAIN = 10  # consecutive deaths of workers without a finished session in between
+_BEGIN_S = 2.0  # between a worker's end and its replacement
 _START_S = 120.0
 _END_S = 5.0
 _READ_S = 0.5
-_NUM_SHOWN, _MOST_SHOWN = 5, 2000  # lines and characters of a worker's last words
+_NUM_SHOWN, _MOST_SHOWN = 5, 2000  # lines and characters kept of a worker's last output
 
 
 class _Worker:
-    """One of the processes. What it writes to stderr goes to ours."""
+    """One of the processes. Its stderr is forwarded to ours."""
 
     def __init__(self, words: Sequence[str], key: str) -> None:
         environment = {**os.environ, "MARSRL_WORKER_KEY": key}
@@ -39,8 +39,8 @@ class _Worker:
         self._reader.start()
 
     def last_words(self) -> str:
-        """The last lines of one that has ended, as the end of a message; "" of none."""
-        self._reader.join(_READ_S)  # no longer: what it has started may hold the line open
+        """The last lines of an ended worker, as the end of a message; "" if none."""
+        self._reader.join(_READ_S)  # no longer: its children may hold the pipe open
         lines = [line.strip() for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
         return f"; it said: {' | '.join(lines[-_NUM_SHOWN:])}" if lines else ""
 
@@ -53,7 +53,7 @@ class _Worker:
 
 
 class Workers:
-    """The processes. url: of the gateway; key: the workers'; start_s: until one asks for its first session, or is ended."""
+    """The processes. url: of the gateway; key: the workers'; start_s: limit for a worker's first request."""
 
     def __init__(self, config: ExternalConfig, url: str, key: str, start_s: float = _START_S) -> None:
         self._config, self._url, self._key, self._start_s = config, url, key, start_s
@@ -62,7 +62,7 @@ class Workers:
         self._running: dict[str, _Worker] = {}  # by their names
 
     def watch(self, gateway: Gateway) -> None:
-        """Start those that are missing; what those that ended were playing is played by others."""
+        """Start missing workers; sessions of ended ones are handed to others."""
         for name, worker in list(self._running.items()):
             worker.has_asked = worker.has_asked or gateway.knows(name)
             reason = None
@@ -85,12 +85,12 @@ class Workers:
             self._start()
 
     def end_hanging(self, names: Sequence[str]) -> None:
-        """End those of these workers that were started here: others come in their places."""
+        """Kill the given workers, if started here; others replace them."""
         for name in self._running.keys() & set(names):
             self._running[name].process.kill()
 
     def close(self) -> None:
-        """End them, and what they started."""
+        """End them and their children."""
         for worker in self._running.values():
             worker.process.terminate()
         for worker in self._running.values():
@@ -108,12 +108,12 @@ class Workers:
 
 
 def workers_key(config: ExternalConfig) -> str | None:
-    """The key by which workers from elsewhere join; None: they do not. ValueError where its variable holds none."""
+    """The key for workers from other hosts; None: none may join. ValueError if its variable is unset."""
     return None if config.key_env is None else read_key(config.key_env, "external.key_env")
 
 
 def join_line(config: ExternalConfig) -> str:
-    """The command that starts a worker on another host, for people."""
+    """The command that starts a worker on another host, for display."""
     host = socket.gethostname() if config.host in ("0.0.0.0", "::") else config.host
     return (
         f"sessions wait for workers: MARSRL_WORKER_KEY=(the key in {config.key_env}) python {WORKER} "
@@ -132,7 +132,7 @@ def worker_words(config: ExternalConfig, *options: str) -> list[str]:
 
 
 def check_program(config: ExternalConfig) -> None:
-    """Refuse a program that workers could not start: a function that cannot be imported by `external.python`.
+    """Refuse a program that workers could not start, such as a function that `external.python` cannot import.
 
     Raises:
         ValueError: says why.
