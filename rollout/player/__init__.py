@@ -1,1 +1,1 @@
-"""One player of episodes: for training in stages, beside the trainer or in turn with it, and for evaluations."""
+"""The player of episodes: for training in stages, concurrent with or alternating with the trainer, and for evaluations."""

@@ -1,4 +1,4 @@
-"""One completion, from the ask to the judged sample, and the asks and episodes that a checkpoint holds around it."""
+"""One completion, from ask to judged sample, and the asks and episodes that checkpoints hold around it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class State(StrEnum):
      '--------+-----------'
     """
 
-    DUE = "due"  # its next segment is to be decoded, now or in the next stage
+    DUE = "due"  # its next segment must be decoded, now or in the next stage
     DECODING = "decoding"
     WAITING = "waiting"  # for a tool, another agent, or its next turn
     JUDGING = "judging"
@@ -34,14 +34,14 @@ class State(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """One completion of an ask. Token ids, never text, go on in the next segment; each keeps its policy version.
+    """One completion of an ask. The next segment continues its token ids, never its text; each token keeps its policy version.
 
-    turn: how often it has waited and gone on, with tokens behind it that it did not choose (is_sampled off).
-    routed_experts: of prompt and completion, without the last token; each as the version chose that decoded with it.
-    kept_tokens: of the completion's N places; None as long as no segment recorded them.
-    num_decoded: tokens of the present segment that were decoded before it was aborted. seconds: of an engine.
-    finish, error: how it ended, and why where it failed. sample: while it is judged (without a reward), and once it is over.
-    call, call_start: a program's call that its present turn answers, and the token of the completion with which that begins.
+    turn: number of waits after which it continued behind foreign tokens (is_sampled off).
+    routed_experts: of prompt and completion without the last token, each chosen by the version that decoded it.
+    kept_tokens: of the completion's N tokens; None until a segment records them.
+    num_decoded: tokens of the current segment decoded before an abort. seconds: of an engine.
+    finish, error: finish reason, and the cause of a failure. sample: while being judged (without a reward) and at the end.
+    call, call_start: the program's call answered by the current turn, and the turn's first token in the completion.
     """
 
     state: State = State.DUE
@@ -60,7 +60,7 @@ class Completion:
     call: Call | None = field(default=None, init=False, repr=False)
     call_start: int = field(default=0, init=False)
     of: OpenAsk = field(init=False, repr=False)
-    index: int = field(init=False)  # among the samples of the ask
+    index: int = field(init=False)  # within the ask
 
     @property
     def uid(self) -> str:
@@ -75,7 +75,7 @@ class Completion:
         return self.of.episode
 
     def request(self, max_new_tokens: int, sampling: Sampling, seed: int, **more: Any) -> DecodeRequest:
-        """Its next segment. more: other fields of the request."""
+        """The request for its next segment. more: other fields."""
         if self.call is not None:
             sampling = replace(sampling, stop=(*sampling.stop, *self.call.stop))
             max_new_tokens = min(max_new_tokens, self.tokens_left_of_call)
@@ -84,13 +84,13 @@ class Completion:
 
     @property
     def tokens_left_of_call(self) -> int:
-        """Tokens that the program's call leaves to its answer."""
+        """Tokens left for the answer to the program's call."""
         if self.call is None or self.call.max_tokens is None:
             return MOST_TOKENS
         return self.call_start + self.call.max_tokens - len(self.token_ids)
 
     def extend(self, result: DecodeResult) -> None:
-        """Append one segment, and what was recorded with it. A segment without tokens (an engine gave up at once)
+        """Append one segment and its records. A segment without tokens (an engine gave up at once)
         leaves no trace."""
         self.seconds += result.seconds
         if len(result.token_ids):
@@ -105,7 +105,7 @@ class Completion:
                 self.routed_experts = np.concatenate([*known, result.routed_experts])
 
     def go_on_with(self, token_ids: IntArray) -> None:
-        """Append what somebody else wrote: no log-probs, and part of the segment that it follows."""
+        """Append foreign tokens: without log-probs, and part of the preceding segment."""
         num_tokens = len(token_ids)
         self._keep(None, num_tokens)
         if self.segments:
@@ -116,14 +116,14 @@ class Completion:
         self.turn += 1
 
     def _keep(self, kept_tokens: KeptTokens | None, num_tokens: int) -> None:
-        """Kept tokens of the next positions, not yet in token_ids; None: none was left out there."""
+        """Kept tokens of the next positions, not yet in token_ids; None: nothing was truncated there."""
         if self.kept_tokens is None and kept_tokens is None:
             return
         before = self.kept_tokens or KeptTokens.nothing_left_out(len(self.token_ids))
         self.kept_tokens = before.followed_by(kept_tokens or KeptTokens.nothing_left_out(num_tokens))
 
     def copy(self) -> Completion:
-        """A copy that stays as it is. One that is over is its sample; of one that is judged the judgement is made again."""
+        """An independent copy. A finished one keeps its sample; one being judged is judged again."""
         if self.state is State.OVER:
             return Completion(State.OVER, sample=self.sample)
         return replace(self, sample=None)
@@ -131,10 +131,10 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class OpenAsk:
-    """An ask that is not over: what its agent reads, and its completions by index.
+    """An open ask: its agent's prompt, and its completions by index.
 
-    opened_version: the policy version at which it was first submitted; its age is counted from there. behind: uid of the sample
-    with whose tokens a program's prompt begins; "": of none.
+    opened_version: the policy version at its first submission, from which its age counts. behind: uid of the sample
+    with whose tokens a program's prompt begins; "": none.
     """
 
     ask: Ask
@@ -142,8 +142,8 @@ class OpenAsk:
     prompt_text: str
     opened_version: int
     completions: list[Completion]
-    behind: str = field(default="", init=False)  # for people: a checkpoint does not keep it
-    episode: Episode = field(init=False, repr=False)  # whoever plays it sets it
+    behind: str = field(default="", init=False)  # for display: not in checkpoints
+    episode: Episode = field(init=False, repr=False)  # set by the game
 
     def __post_init__(self) -> None:
         for index, each in enumerate(self.completions):
@@ -155,7 +155,7 @@ class OpenAsk:
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """Judged ones, by index."""
+        """Judged samples, by index."""
         return tuple(each.sample for each in self.completions if each.state is State.OVER and each.sample is not None)
 
     def copy(self) -> OpenAsk:
@@ -164,9 +164,9 @@ class OpenAsk:
 
 @dataclass(slots=True)
 class Instance:
-    """One draw of a problem, as long as anything of it goes on.
+    """One draw of a problem while any of it is running.
 
-    episodes: by id, those that have not ended. held: samples that wait for its end, to be trained with all of it.
+    episodes: running ones, by id. held: samples that wait for its end, to be trained together.
     """
 
     episodes: dict[str, Episode] = field(default_factory=dict)

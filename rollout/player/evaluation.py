@@ -1,8 +1,8 @@
-"""An evaluation's game: given episodes, played to their ends with one set of weights. Nothing is trained, cut into segments or
+"""An evaluation's game: given episodes, played to their ends with one set of weights. Nothing is trained, segmented or
 kept.
 
-No episode waits for another: what a completion's end makes possible is submitted at once, so that a slot that is free is used,
-and all that is to be played is as long as its longest episode, not as the longest of each round.
+No episode waits for another: requests made possible by a completion's end are submitted at once, so free slots are used,
+and the total time is that of the longest episode, not the sum of each round's longest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Sample
 
-_COLLECT_S = 0.2  # how long results are waited for
+_COLLECT_S = 0.2  # timeout of one collect
 
 OnProgress = Callable[[int, int, int], None]
 """Told again and again (episodes and asks that are over, of how many, tokens decoded so far)."""
@@ -28,12 +28,12 @@ OnProgress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An episode that was played to its end.
+    """An episode played to its end.
 
-    samples: all of it in the order in which they ended, with their tokens, which episodes do not keep, and without texts.
-    seconds: of an engine (DecodeResult.seconds), by uid. latency_s: from the first request to an engine, or call of a tool, to
-    the last answer, judged, on a clock on the wall: waits in the engines' queues are in it, and what was played beside it
-    makes them longer. None where nothing was ever asked (every prompt was too long).
+    samples: in order of their ends, with tokens, which episodes do not keep, and without texts.
+    seconds: of an engine (DecodeResult.seconds), by uid. latency_s: wall time from the first engine request or tool call to
+    the last judged answer: includes waits in the engines' queues, so concurrent episodes
+    lengthen it. None if nothing was asked (every prompt was too long).
     """
 
     episode: Episode
@@ -47,9 +47,9 @@ OnEnd = Callable[[Played], None]
 
 @dataclass(slots=True, eq=False)
 class _Play:
-    """An episode that is played. seed: of its draws. is_followed: to its end; else the asks that were given are all.
+    """A running episode. seed: of its draws. is_followed: play it to its end; else only the given asks.
 
-    num_open: completions that are not over, where it is not followed.
+    num_open: unfinished completions, if it is not followed.
     """
 
     episode: Episode
@@ -68,12 +68,12 @@ class EvaluationPlay:
         play = EvaluationPlay(team, versions, 4096, Sampling())
         play.add(episodes, seed=1)
         asked = play.ask([(episode, ask), ...], seed=2)
-        play.finish()                                     # all of it, side by side
+        play.finish()                                     # everything, concurrently
         [each.sample for each in asked]
 
-    max_tokens: of one completion. sampling: in place of the agents' own; what ends a completion is theirs. on_said: told of each
-    completion of `ask`, once it is judged. most_open: episodes begun and not ended: the first end while the last have not
-    begun. A draw follows from its ask and the seed, whatever is played beside it.
+    max_tokens: of one completion. sampling: replaces the agents' own, except stop conditions. on_said: called with each
+    completion of `ask` once it is judged. most_open: most running episodes: the first end before the last
+    begin. A draw depends only on its ask and the seed, not on what is played concurrently.
     """
 
     has_segments, answers_too_long = False, True
@@ -95,7 +95,7 @@ class EvaluationPlay:
         self._progress, self._on_end, self._on_said, self._most_open = progress, on_end, on_said, most_open
         self._player = Player(team, self)
         self._player.resume(versions)
-        self._plays: dict[int, _Play] = {}  # by id of the episode: of one there may be copies
+        self._plays: dict[int, _Play] = {}  # by id of the episode, which may have copies
         self._later: deque[_Play] = deque()
         self._num_open = self._num_over = 0
 
@@ -105,16 +105,16 @@ class EvaluationPlay:
         return self._player.counts["rollout/tokens"]
 
     def add(self, episodes: Sequence[Episode], seed: int) -> None:
-        """Play these to their ends: one sample to each ask."""
+        """Play the episodes to their ends, with one sample per ask."""
         for episode in episodes:
             self._plays[id(episode)] = play = _Play(episode, seed, is_followed=True)
             self._later.append(play)
         self._begin()
 
     def ask(self, asks: Sequence[tuple[Episode, Ask]], seed: int) -> list[Completion]:
-        """One whole, judged completion to each ask, of an episode that is played no further.
+        """One whole, judged completion per ask, of episodes that are not played further.
 
-        A prompt that is too long gets an empty completion that counts as overlong.
+        A too long prompt gets an empty completion that counts as overlong.
         """
         asked = []
         for episode, ask in asks:
@@ -124,7 +124,7 @@ class EvaluationPlay:
         return asked
 
     def finish(self) -> None:
-        """Returns when all that was begun is over."""
+        """Return once everything begun has ended."""
         while self._player.is_busy or self._later:
             self._begin()
             self._player.submit()
@@ -176,7 +176,7 @@ class EvaluationPlay:
             self._on_said(completion)
 
     def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
-        """Nothing to do: completions were recorded as they ended."""
+        """A no-op: completions were recorded as they ended."""
 
     def is_followed(self, episode: Episode) -> bool:
         return self._plays[id(episode)].is_followed or bool(episode.waiting)

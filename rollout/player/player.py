@@ -1,13 +1,13 @@
-"""Plays episodes: asks agents, has completions decoded and judged, calls tools, and asks what follows.
+"""Plays episodes: asks agents, has completions decoded and judged, calls tools, and continues with the team's next asks.
 
-    begin -> open -> submit -> result -> sample -> judged -> closed -> what follows
-              ^                            '-> waits for a tool, another agent or its next turn, and goes on
+    begin -> open -> submit -> result -> sample -> judged -> closed -> next asks
+              ^                            '-> waits for a tool, another agent or its next turn, then continues
               '-------------------------------------------------------------------------------'
 
-What is played, and what becomes of it, is a Game's: the stages of training (stages.py), the episodes of an evaluation
+A Game decides what is played and consumes the results: the stages of training (stages.py), the episodes of an evaluation
 (evaluation.py).
 
-No thread and no clock in here: whoever drives it calls submit, collect and take, round after round.
+No threads and no clocks in here: the driver calls submit, collect and take, round after round.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from marsrl.rollout.team import Prompt, Team
 from marsrl.rollout.types import Ask, Finish, Reward, Sample, ToolCall, ToolOutput
 
 NOTHING_OPEN = "it waits, and nothing was asked for that is not answered"
-_BESIDE_S = 0.01  # how long results are waited for with judges or tools at work
+_BESIDE_S = 0.01  # timeout of one collect while judges or tools work
 _TOO_LONG = Prompt(np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
 
 
 class Game(Protocol):
-    """Source, decoding and sink of the episodes that are played.
+    """Source and sink of played episodes, and rules for decoding them.
 
-    has_segments: a completion may be decoded in several requests. answers_too_long: an ask whose prompt is too long gets empty
-    completions that count as overlong; else it is over without any.
+    has_segments: completions may be decoded in several requests. answers_too_long: an ask with a too long prompt gets empty
+    completions that count as overlong; else it ends without any.
     """
 
     has_segments: bool
@@ -46,25 +46,25 @@ class Game(Protocol):
         """Token limit of the agent's completion."""
 
     def request(self, completion: Completion) -> DecodeRequest:
-        """The next segment of a completion, which is submitted now."""
+        """The request for a completion's next segment, submitted now."""
 
     def goes_on(self, completion: Completion, result: DecodeResult) -> bool:
-        """Is the next segment due now? This one is used up, or was aborted."""
+        """True if the next segment is due now, after one was used up or aborted."""
 
     def judged(self, completion: Completion) -> None:
-        """A completion is over."""
+        """Take a finished completion."""
 
     def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
-        """An ask is over, with these samples."""
+        """Take the samples of a finished ask."""
 
     def is_followed(self, episode: Episode) -> bool:
-        """Is the team to say what comes next?"""
+        """True if the team decides what comes next."""
 
     def followed(self, episode: Episode, asks: Sequence[Ask]) -> None:
-        """The team's next requests: for Player.ask, now or later."""
+        """Take the team's next requests, for Player.ask now or later."""
 
     def ended(self, episode: Episode) -> None:
-        """Nothing of the episode is open any more."""
+        """The episode has ended."""
 
 
 class Player:
@@ -76,10 +76,10 @@ class Player:
             player.submit()
             player.take(player.collect(timeout_s=0.2))
 
-    in_step: asks are closed, and what follows is submitted, when nothing is being decoded, judged or looked up, in order and
-        whatever slots there are: which requests meet in an engine's batch does not depend on time.
-    is_urgent: something may follow from a result before all are back.
-    open: asks that are not over, by id. counts: metrics of what was decoded.
+    in_step: asks are closed, and their successors submitted, only when nothing is decoded, judged or looked up, in order and
+        ignoring slots: the composition of an engine's batches does not depend on timing.
+    is_urgent: a result may trigger requests before all are back.
+    open: unfinished asks, by id. counts: metrics of decoding.
     """
 
     def __init__(self, team: Team, game: Game, *, in_step: bool = False, is_urgent: bool = True) -> None:
@@ -93,47 +93,47 @@ class Player:
         self._judging: dict[Completion, Future[Reward] | None] = {}
         self._calling: dict[Future[ToolOutput], tuple[int, Episode, ToolCall]] = {}  # with the number of the call
         self._num_calls = 0
-        self._answered: deque[Future[ToolOutput]] = deque()  # of those that are called; any thread appends
-        self._complete: list[OpenAsk] = []  # to be closed
+        self._answered: deque[Future[ToolOutput]] = deque()  # finished tool calls; any thread appends
+        self._complete: list[OpenAsk] = []  # asks ready to be closed
         self._ended: list[Episode] = []
-        self._dirty: dict[int, Episode] = {}  # in which completions wait, and something has happened
+        self._dirty: dict[int, Episode] = {}  # episodes with waiting completions and news
         gateway = team.gateway
         self._sessions = None if gateway is None else OpenSessions(gateway, self.open, self.counts)
 
     @property
     def is_decoding(self) -> bool:
-        """Do engines have something of ours?"""
+        """True if engines have requests of ours."""
         return bool(self._decoding)
 
     @property
     def is_working(self) -> bool:
-        """Is something being decoded, judged or looked up?"""
+        """True if anything is being decoded, judged or looked up."""
         return bool(self._decoding or self._judging or self._calling)
 
     @property
     def has_room(self) -> bool:
-        """True if nothing is due and each pool has a slot that nothing waits for."""
+        """True if nothing is due and every pool has a spare slot."""
         return not self._due and all(pool.has_room for pool in self.team.pools.values())
 
     @property
     def is_calling(self) -> bool:
-        """Are tools at work?"""
+        """True if tool calls are running."""
         return bool(self._calling)
 
     @property
     def is_busy(self) -> bool:
-        """Is there more to do?"""
+        """True if there is more to do."""
         return bool(self._due or self.is_working)
 
-    # What is played.
+    # Episodes and asks.
 
     def begin(self, episode: Episode) -> None:
-        """Ask what the team asks first."""
+        """Begin an episode with the team's first asks."""
         self._game.followed(episode, self._follow(episode))
 
     def restore(self, opened: dict[str, OpenAsk], episodes: Sequence[Episode]) -> None:
-        """Go on with what a checkpoint kept: what was being decoded is decoded again, what was judged is judged again, and calls
-        of tools that have no output are made again."""
+        """Continue from a checkpoint: interrupted decoding and judging is repeated, and tool calls
+        without output are made again."""
         self.open = opened
         if self._sessions is not None:
             self._sessions.restore(opened, episodes)
@@ -154,7 +154,7 @@ class Player:
             self._mark(episode)
 
     def ask(self, episode: Episode, asks: Sequence[Ask]) -> list[OpenAsk]:
-        """Open asks; where a prompt is too long, what follows from that."""
+        """Open asks, handling too long prompts."""
         opened, left = [], deque(asks)
         while left:
             ask = left.popleft()
@@ -181,17 +181,17 @@ class Player:
         return opened
 
     def due(self, completions: Iterable[Completion]) -> None:
-        """Their next segments are to be decoded."""
+        """Mark completions whose next segments must be decoded."""
         self._due.update(dict.fromkeys(completions))
 
     def put_off(self) -> None:
-        """Nothing is due any more until `due` says so."""
+        """Make nothing due until `due` is called again."""
         self._due.clear()
 
     # A round.
 
     def submit(self) -> None:
-        """Send what is due to the engines, tagged with its policy's version."""
+        """Submit due requests to the engines, tagged with their policy's version."""
         if self.is_resting or (self._in_step and self.is_working):
             return
         by_policy: dict[str, list[Completion]] = {}
@@ -209,12 +209,12 @@ class Player:
                 self._decoding[request.uid] = each, request
             by_pool.setdefault(self.team.adapters.get(policy, policy), []).extend(requests)
         for name, requests in by_pool.items():
-            version = 0 if name in self.team.adapters else self.versions[name]  # weights below adapters stay
+            version = 0 if name in self.team.adapters else self.versions[name]  # weights below adapters do not change
             self.team.pools[name].submit(requests, version=version, at_once=not self._is_urgent)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """Results that the engines have; without any it waits for them, timeout_s at most, or for judges and tools. Nothing of
-        the player changes."""
+        """Finished results; waits for at least one, at most timeout_s, or for judges and tools. The player's state
+        does not change."""
         pools = [pool for pool in self.team.pools.values() if pool.num_under_way]
         if not pools and self._sessions is not None:
             self._sessions.wait(min(timeout_s, _BESIDE_S) if self._judging else timeout_s)
@@ -229,7 +229,7 @@ class Player:
         return [result for pool in pools for result in pool.collect(timeout_s, is_urgent=self._is_urgent)]
 
     def take(self, results: Sequence[DecodeResult]) -> None:
-        """Enter results, and do all that they, and judges and tools meanwhile, make possible."""
+        """Process results, and everything that they, and judges and tools meanwhile, make possible."""
         ended = []
         for result in results:
             each, request = self._decoding.pop(result.uid)
@@ -249,26 +249,26 @@ class Player:
         self.settle()
 
     def settle(self) -> None:
-        """Do all that has become possible."""
+        """Process everything that has become possible."""
         while self._go_on():
             pass
 
     def drain(self) -> None:
-        """Engines end what they decode; the tokens are kept. Judgements go on: a judge has engines or processes of its own."""
+        """Abort decoding and keep the tokens. Judging continues: a judge has its own engines or processes."""
         for pool in self.team.pools.values():
             self.take(pool.drain())
 
     def rest(self) -> None:
-        """Drain, and submit nothing until `resume`: the engines are free for anything else."""
+        """Drain, and submit nothing until `resume`: the engines are free for other calls."""
         self.is_resting = True
         self.drain()
 
     def resume(self, versions: Mapping[str, int]) -> None:
-        """Go on under these policy versions; each completion's next segment is of its policy's."""
+        """Resume under the given policy versions, which the next segments get."""
         self.versions, self.is_resting = dict(versions), False
 
     def close(self, ask: OpenAsk) -> None:
-        """End an ask with the samples that are over, and open what follows; at rest where some are not."""
+        """End an ask with its finished samples and open its successors; only at rest if some are unfinished."""
         for each in ask.completions:
             self._due.pop(each, None)
             self._judging.pop(each, None)
@@ -307,7 +307,7 @@ class Player:
         return Finish.UNFINISHED
 
     def _end(self, ended: Sequence[Completion]) -> None:
-        """Completions have ended or paused: their samples are judged, or wait."""
+        """Completions have ended or paused: judge their samples, or let them wait."""
         if self._sessions is not None:
             ended = [each for each in ended if not self._sessions.hold(each)]
         if not ended:
@@ -324,7 +324,7 @@ class Player:
         self._judging.update(zip(unjudged, self.team.begin_judging(unjudged), strict=True))
 
     def _go_on(self) -> bool:
-        """Take in results once; True if requests followed, so that more may."""
+        """Process news once; True if requests followed, so there may be more."""
         self._take_judged()
         self._take_outputs()
         self._take_calls()
@@ -361,7 +361,7 @@ class Player:
             self._game.followed(episode, self._follow(episode))
 
     def _take_calls(self) -> None:
-        """Take in what programs have asked for."""
+        """Process calls of programs."""
         if self._sessions is not None and self._calling and not self.is_resting:
             versions = {name: self.versions[agent.policy] for name, agent in self.team.agents.items()}
             due, dropped = self._sessions.take(versions)
@@ -374,7 +374,7 @@ class Player:
         return self._follow(episode)
 
     def _follow(self, episode: Episode) -> list[Ask]:
-        """The asks that are new; calls of tools are made, and an episode without anything open has ended."""
+        """Open new asks and start tool calls; an episode with nothing open has ended."""
         asks: list[Ask] = []
         if self._game.is_followed(episode):
             asks, calls = self.team.follow(episode)
@@ -386,7 +386,7 @@ class Player:
 
     def _call(self, episode: Episode, calls: Sequence[ToolCall]) -> None:
         for call in calls:
-            assert self.team.tools is not None  # Team.follow lets no call through else
+            assert self.team.tools is not None  # else Team.follow lets no call through
             if self._sessions is not None:
                 self._sessions.begin(episode)
             future = self.team.tools.submit(call)
@@ -399,7 +399,7 @@ class Player:
             self._dirty[id(episode)] = episode
 
     def _resume(self, episode: Episode) -> None:
-        """Put what waiting completions waited for behind them; one for which nothing can come any more is an error."""
+        """Append to waiting completions what they waited for; one that waits for nothing possible is an error."""
         said = {uid: self.team.continuation(episode, sample) for uid, sample in episode.waiting.items()}
         is_over = bool(episode.error) or (all(tokens is None for tokens in said.values()) and self._is_stuck(episode))
         ended = []
@@ -423,7 +423,7 @@ class Player:
         self._end(ended)
 
     def _is_stuck(self, episode: Episode) -> bool:
-        """Is nothing open in it but completions that wait?"""
+        """True if only waiting completions are open in it."""
         open_asks = [name for name in episode.asks if name not in episode.answers]
         return not episode.open_calls and all(
             name in self.open

@@ -1,13 +1,13 @@
 """Batches of groups for the training loop, decoded in its own thread, or concurrently with rollout.overlap > 0.
 
     trainer's thread                         "marsrl-rollout"
-    next_batch: want, wait for a batch  <--  submit what is due -> collect (unlocked) -> absorb, round and round
+    next_batch: want, wait for a batch  <--  loop: submit what is due -> collect (unlocked) -> absorb
     train
-    with resting(new versions):  --------->  stands still, engines idle, every token that was decoded kept
+    with resting(new versions):  --------->  pauses, engines idle, all decoded tokens kept
         publish, evaluate
     snapshot (any time)
 
-The stages are touched under one lock; decoding and judging happen outside of it. An error in the thread is raised by the
+One lock guards the stages; decoding and judging happen outside of it. An error in the thread is raised by the
 trainer's next call.
 """
 
@@ -23,9 +23,9 @@ from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
 
-_COLLECT_S = 0.1  # how long results are waited for at a time: what a call from the trainer may have to wait
+_COLLECT_S = 0.1  # timeout of one collect: the longest wait of a call from the trainer
 _PROGRESS_S = 0.2
-_IDLE_S = 0.02  # nothing is being decoded: the trainer is rollout.overlap steps behind, or judges are at work
+_IDLE_S = 0.02  # nothing is being decoded: the trainer is rollout.overlap steps behind, or judges are working
 
 
 class Rollout:
@@ -45,7 +45,7 @@ class Rollout:
         self._error: BaseException | None = None
 
     def listen(self, on_stage: Callable[[], None], on_episode: Callable[[str, bool], None]) -> None:
-        """on_stage is told when a stage begins, on_episode an episode's id when it begins and (True) ends; in either thread."""
+        """Set callbacks: on_stage as a stage begins, on_episode(id, has_ended) as an episode begins or ends; from either thread."""
         self.stages.on_stage, self.stages.on_episode = on_stage, on_episode
 
     @property
@@ -59,13 +59,13 @@ class Rollout:
             return self.stages.is_playing
 
     def next_batch(self, versions: Mapping[str, int], progress: Progress | None = None) -> StepBatch:
-        """The oldest batch that is not trained yet; plays, or waits for it, where there is none.
+        """The oldest batch not trained yet; plays or waits for one if there is none.
 
         Args:
-            versions: the policy version that every policy's engines hold.
+            versions: the version held by every policy's engines.
 
         Raises:
-            RuntimeError: the thread has failed; its own error is the cause.
+            RuntimeError: the thread has failed; its error is the cause.
         """
         if not self._is_beside:
             self.stages.resume(versions)
@@ -86,9 +86,9 @@ class Rollout:
 
     @contextmanager
     def resting(self, versions: Mapping[str, int] | None = None) -> Iterator[None]:
-        """Engines idle, and free for other calls, in the body; afterwards decoding goes on, under `versions` if given.
+        """In the body engines are idle and free for other calls; afterwards decoding resumes, under `versions` if given.
 
-        After an error in the body nothing goes on.
+        After an error in the body nothing resumes.
         """
         if self._thread is None:
             yield
@@ -113,7 +113,7 @@ class Rollout:
         self.stages.restore(state)
 
     def close(self) -> None:
-        """Stop the thread and wait for it; may be called twice. What it had under way is lost."""
+        """Stop the thread and wait for it; may be called twice. Unfinished work is lost."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -121,7 +121,7 @@ class Rollout:
             self._thread.join()
 
     def _take(self) -> StepBatch | None:
-        """A batch, or None after a while in which there was none."""
+        """A batch, or None after a while without one."""
         if not self._is_beside:
             if (batch := self.stages.take()) is None:
                 for pool in self._pools.values():
@@ -138,21 +138,21 @@ class Rollout:
         try:
             while self._round():
                 pass
-        except BaseException as error:  # handed to the trainer's thread
+        except BaseException as error:  # re-raised in the trainer's thread
             with self._changed:
                 self._error = error
                 self._is_collecting = False
                 self._changed.notify_all()
 
     def _round(self) -> bool:
-        """Submit, collect, absorb; False where the thread is to end."""
+        """Submit, collect, absorb; False if the thread should end."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not self._wants_rest)
             if self._is_closed:
                 return False
             self.stages.player.submit()
             if not self.stages.player.is_decoding:
-                self.stages.absorb([])  # what has been judged
+                self.stages.absorb([])  # judged meanwhile
                 self._changed.notify_all()
                 self._changed.wait(_IDLE_S)
                 return True

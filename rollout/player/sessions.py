@@ -1,12 +1,12 @@
-"""The player's side of programs that play episodes: which are open, and what their calls become.
+"""The player's side of external programs: their open sessions and calls.
 
-    call   -> a new sample of the agent, or one that goes on behind foreign tokens
+    call   -> a new sample of the agent, or a sample continued behind foreign tokens
     turn   -> its tokens are the reply; the sample waits for the session's next call
     end    -> all samples of the session end, are judged, and its asks are over
-    lost   -> nothing of it is kept; it begins anew, with other names of its samples
+    lost   -> all of it is dropped; it restarts, with new uids
 
-No sample of a session ends before the session, so that a checkpoint has whole sessions, and none of one that goes on: that is
-played again from its beginning.
+No sample ends before its session, so a checkpoint has whole sessions and nothing of a running one, which is
+replayed from its beginning.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from marsrl.rollout.types import Ask
 
 
 class OpenSessions:
-    """See the module. open: the player's asks that are not over, by id. counts: the player's metrics."""
+    """See the module. open: the player's unfinished asks, by id. counts: the player's metrics."""
 
     def __init__(self, gateway: Gateway, open_asks: dict[str, OpenAsk], counts: Counter[str]) -> None:
         self._gateway, self._open, self._counts = gateway, open_asks, counts
-        self._episodes: dict[str, Episode] = {}  # of sessions that go on
+        self._episodes: dict[str, Episode] = {}  # of running sessions
 
     def restore(self, open_asks: dict[str, OpenAsk], episodes: Sequence[Episode]) -> None:
-        """Go on with what a checkpoint kept, and take out of it what there is of sessions that were not over."""
+        """Continue from a checkpoint, dropping what it has of unfinished sessions."""
         self._open = open_asks
         for episode in episodes:
             if episode.open_calls:
@@ -38,27 +38,27 @@ class OpenSessions:
                 episode.asks.clear()
 
     def begin(self, episode: Episode) -> None:
-        """Its session goes on from now."""
+        """Register a running session."""
         self._episodes[episode.id] = episode
 
     def end(self, episode: Episode) -> list[Completion]:
-        """Its session is over: the completions that waited for a further call. Others end with the turn that is decoded."""
+        """End a session: returns its completions waiting for a call. Others end with their current turn."""
         del self._episodes[episode.id]
         return [each for each in self._completions(episode) if each.state is State.WAITING]
 
     def wait(self, timeout_s: float) -> None:
-        """Return when programs have news, or after this long."""
+        """Wait until programs have news, at most so long."""
         self._gateway.wait(timeout_s)
 
     def take(self, version_of: dict[str, int]) -> tuple[list[Completion], list[Completion]]:
-        """(completions whose next turn is to be decoded, those of lost sessions). version_of: the policy version by agent."""
+        """(completions with a turn to decode, completions of lost sessions). version_of: the policy version by agent."""
         taken = self._gateway.take(self._episodes)
         dropped = [each for name in taken.lost for each in self._forget(self._episodes[name])]
         due = [self._asked(self._episodes[call.session], call, version_of[call.agent]) for call in taken.calls]
         return due, dropped
 
     def hold(self, each: Completion) -> bool:
-        """The end of a turn: reply, and True where the session goes on and the completion waits."""
+        """Reply at the end of a turn; True if the session continues and the completion waits."""
         if each.call is not None:
             tokens, logprobs = each.token_ids[each.call_start :], each.logprobs[each.call_start :]
             if each.call.reply.set_running_or_notify_cancel():
@@ -86,7 +86,7 @@ class OpenSessions:
         return each
 
     def _forget(self, episode: Episode) -> list[Completion]:
-        """All completions of the session, which are no longer of it; what engines still decode of them is nobody's."""
+        """Detach and return all completions of the session; results of those still decoding are ignored."""
         self._counts["rollout/replayed_sessions"] += 1
         dropped = list(self._completions(episode))
         for ask in self._asks(episode):

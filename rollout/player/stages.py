@@ -1,27 +1,27 @@
-"""Training's game: problems that begin in stages, and groups of judged samples for the trainer.
+"""Training's game: problems begin in stages; judged samples leave in groups for the trainer.
 
-    want()   the trainer wants one more batch       stage s of new problems begins when stage s-1 is over, or leaves engines
+    want()   the trainer wants one more batch       stage s of new problems begins when stage s-1 is over or leaves engines
     take()   a batch, where one is ready            without work, and s <= batches wanted + rollout.overlap
 
-rollout.overlap = 0: stage and step are one, and engines are at rest between two.
+rollout.overlap = 0: one stage per step, and engines rest in between.
 
-    stage k:   new problems + what followed in stage k-1 + unfinished samples
+    stage k:   new problems + asks due from stage k-1 + unfinished samples
                     | one ordered submission; each sample decodes at most rollout.tokens_per_stage tokens
                     v
                finished samples -> judged, while others decode -> complete groups -> batch k (all agents at once)
-                                                          | what the team asks next (Orchestration.follow)
+                                                          | the team's next asks (Orchestration.follow)
                                                           v
                                                      asked in stage k+1
 
-A sample that waits for a tool or another agent goes on within the stage, and so does its episode. With `pipeline:
-trajectory` a step has as many stages as its problems need to end: the baseline. This is MarsRL's agentic pipeline
+A sample that waits for a tool or another agent continues within the stage, and so does its episode. With `pipeline:
+trajectory` a step has as many stages as its problems need to end: the baseline. The other is MarsRL's agentic pipeline
 (arXiv:2511.11373, section 3.3): the unit of training is an agent's finished group, so up to five agents of different problems
 are in flight in one stage.
 
-rollout.overlap > 0: what a sample's end makes possible, its next segment included, is done at once, while the trainer trains.
-A stage does not wait for the longest samples of the one before it: it begins when every pool has a slot that nothing waits for.
-Stage s is over, and all groups closed since the last one become batch s, when every sample that was unfinished at its
-beginning has finished or come to the end of a segment (not of a wait), or rollout.finish_share of them have finished; with
+rollout.overlap > 0: whatever a sample's end makes possible, its next segment included, starts at once, while the trainer trains.
+A stage does not wait for the longest samples of the previous one: it begins when every pool has a spare slot.
+Stage s is over, and all groups closed since the previous one become batch s, when every sample unfinished at its
+beginning has finished or reached the end of a segment (not of a wait), or rollout.finish_share of them have finished; with
 `pipeline: trajectory`, when nothing is open. So the decoder is at most rollout.overlap stages ahead of the trainer, and a
 sample, when it is trained, at most rollout.overlap + rollout.segments versions old (its group waits for its last sample; picks
 made late in a stage belong to the next).
@@ -45,12 +45,12 @@ from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Group, Sample
 
-_KNOWN_LENGTHS = 512  # finished completions of an agent that guesses are made from
+_KNOWN_LENGTHS = 512  # finished completions of an agent used for estimates
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Training input of one step, with the metrics of the stage (or stages) that made it.
+    """Training input of one step, with the metrics of its stage(s).
 
     StepBatch((group, another), {"rollout/stages": 1.0, "rollout/unfinished": 12.0, ...})
     """
@@ -61,20 +61,20 @@ class StepBatch:
 
 @dataclass(slots=True)
 class StagesState:
-    """All that a checkpoint must keep of the stages (the problem source keeps its own)."""
+    """The stages' state in a checkpoint (the problem source has its own)."""
 
     pending: list[Ask] = field(default_factory=list)  # asked in the next stage
     open: dict[str, OpenAsk] = field(default_factory=dict)  # by ask id
     instances: dict[str, Instance] = field(default_factory=dict)  # by rollout_id
-    num_instances: int = 0  # problems drawn so far; a rollout_id is this number
+    num_instances: int = 0  # problems drawn so far; gives the next rollout_id
     closed: list[Group] = field(default_factory=list)  # since the last batch
-    ready: list[StepBatch] = field(default_factory=list)  # not given to the trainer yet
-    num_stages: int = 0  # of new problems, begun so far
-    num_batches: int = 0  # made so far: those that are over
-    num_taken: int = 0  # of these, given to the trainer
+    ready: list[StepBatch] = field(default_factory=list)  # not handed to the trainer yet
+    num_stages: int = 0  # stages of new problems begun so far
+    num_batches: int = 0  # stages ended so far
+    num_taken: int = 0  # of these, handed to the trainer
 
     def copy(self) -> StagesState:
-        """A copy that stays as it is while the original goes on. Samples, groups and arrays never change: shared."""
+        """An independent copy. Samples, groups and arrays are immutable, so shared."""
         return replace(
             self,
             pending=list(self.pending),
@@ -90,7 +90,7 @@ class StagesState:
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """The rollout's part of a checkpoint: the stages and the position of the problem source."""
+    """The rollout's part of a checkpoint: the stages and the problem source's position."""
 
     stages: StagesState
     source: CursorState
@@ -98,7 +98,7 @@ class RolloutState:
 
 @dataclass(slots=True)
 class _Stage:
-    """A stage under way: completions (or the ids of episodes) that it waits for, their number at its beginning, and those that
+    """A running stage: the completions (or ids of episodes) it waits for, their initial number, and those that
     have finished."""
 
     awaited: set[Completion | str]
@@ -107,48 +107,48 @@ class _Stage:
 
 
 class StageRule:
-    """When a stage is over, and when the next one may begin.
+    """Decides when a stage is over and when the next one may begin.
 
-    in_step: rollout.overlap = 0; a stage is over with all that it began, and the engines rest.
-    of_sessions: programs play episodes; a stage is over with the episodes that it began.
+    in_step: rollout.overlap = 0; a stage ends with everything it began, and the engines rest.
+    of_sessions: programs play episodes; a stage ends with the episodes it began.
     """
 
     def __init__(self, config: RolloutConfig, *, of_sessions: bool = False) -> None:
         self._config = config
         self.in_step = config.overlap == 0 and not of_sessions
-        self._stages: deque[_Stage] = deque()  # under way, the oldest first
+        self._stages: deque[_Stage] = deque()  # running stages, the oldest first
 
     def begin(self, unfinished: Iterable[Completion | str]) -> None:
-        """A stage begins, with these unfinished."""
+        """Begin a stage with the given unfinished ones."""
         awaited = set(unfinished)
         self._stages.append(_Stage(awaited, len(awaited)))
 
     def segment_ended(self, completion: Completion) -> None:
-        """A completion has come to the end of a segment: each stage waits for one of its own."""
+        """Note the end of a completion's segment: each stage waits for one of its own completions."""
         for stage in self._stages:
             if completion in stage.awaited:
                 stage.awaited.discard(completion)
                 return
 
     def forget(self, completions: Iterable[Completion]) -> None:
-        """They were dropped."""
+        """Drop the given ones."""
         for stage in self._stages:
             stage.awaited.difference_update(completions)
 
     def finished(self, each: Completion | str) -> None:
-        """A completion, or an episode, is over."""
+        """Note the end of a completion or an episode."""
         for stage in self._stages:
             stage.num_finished += each in stage.awaited
             stage.awaited.discard(each)
 
     @property
     def has_share(self) -> bool:
-        """Have as many of the oldest stage finished as need to (rollout.finish_share)?"""
+        """True if enough of the oldest stage has finished (rollout.finish_share)."""
         share = self._config.finish_share
         return share < 1 and self._stages[0].num_finished >= share * self._stages[0].num_awaited
 
     def is_over(self, player: Player) -> bool:
-        """Is the oldest stage over?"""
+        """True if the oldest stage is over."""
         if self.in_step:
             return not player.is_working and (self.has_share or not player.is_busy)
         if self._config.pipeline == "trajectory":
@@ -156,11 +156,11 @@ class StageRule:
         return self.has_share or not self._stages[0].awaited
 
     def end(self) -> None:
-        """The oldest stage has ended."""
+        """End the oldest stage."""
         self._stages.popleft()
 
     def may_begin_early(self, player: Player) -> bool:
-        """May a stage begin while the one before it is under way?"""
+        """True if a stage may begin before the previous one has ended."""
         return not self.in_step and self._config.pipeline == "agentic" and player.has_room
 
 
@@ -173,9 +173,9 @@ class Stages:
         stages.rest(); ... new weights ...; stages.resume({"main": 1})
 
     Args:
-        source: where problems come from; each draw of one is a rollout instance of its own.
-        seed: of the run; every request's and every pick's own seed derives from it.
-        trains_whole: the samples of a rollout instance are trained together, when all of it has ended, with its outcomes.
+        source: of problems; each draw of one is a rollout instance.
+        seed: of the run; seeds of requests and picks derive from it.
+        trains_whole: samples of a rollout instance are trained together, with its outcomes, once all of it has ended.
     """
 
     has_segments, answers_too_long = True, False
@@ -189,44 +189,44 @@ class Stages:
         is_urgent = not self.rule.in_step or config.finish_share < 1
         self.player = Player(team, self, in_step=self.rule.in_step, is_urgent=is_urgent)
         self.state = StagesState(open=self.player.open)
-        self._num_wanted = self._num_played = 0  # batches; stages of the batch in the making
-        # by agent: of completions that have finished
+        self._num_wanted = self._num_played = 0  # batches; stages of the next batch
+        # lengths of finished completions, by agent
         self._lengths: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_KNOWN_LENGTHS))
-        self.on_stage: Callable[[], None] | None = None  # told when a stage begins
-        # told an episode's id when it begins, and (True) when it ends
+        self.on_stage: Callable[[], None] | None = None  # called when a stage begins
+        # called with an episode's id when it begins, and (True) when it ends
         self.on_episode: Callable[[str, bool], None] | None = None
 
     @property
     def num_unfinished(self) -> int:
-        """Samples that have been asked for and are not finished."""
+        """Number of requested, unfinished samples."""
         return len(self._unfinished())
 
     @property
     def is_playing(self) -> bool:
-        """Does anything of what was drawn go on, or wait to be trained?"""
+        """True if any drawn problem is running or waits to be trained."""
         return bool(self.state.instances or self.state.closed or self.state.ready)
 
     # The trainer's side.
 
     def want(self) -> None:
-        """One more batch is wanted: one more stage may begin."""
+        """Request one more batch: one more stage may begin."""
         self._num_wanted += 1
         self._begin_if_due()
 
     def take(self) -> StepBatch | None:
-        """The oldest batch that is ready, or None."""
+        """The oldest ready batch, or None."""
         if not self.state.ready:
             return None
         self.state.num_taken += 1
         return self.state.ready.pop(0)
 
     def rest(self) -> None:
-        """Engines end what they decode, and are free for anything else; see Player.rest."""
+        """Abort decoding; engines are free for other calls; see Player.rest."""
         self.player.rest()
         self._end_if_over()
 
     def resume(self, versions: Mapping[str, int]) -> None:
-        """Go on where `rest` stopped, under these policy versions."""
+        """Resume after `rest`, under the given policy versions."""
         self.player.resume(versions)
         for ask in [ask for ask in self.state.open.values() if self._is_overdue(ask)]:
             self.player.close(ask)
@@ -234,13 +234,13 @@ class Stages:
         self._begin_if_due()
 
     def snapshot(self) -> RolloutState:
-        """State for a checkpoint. A segment under way is not part of it and is decoded again."""
+        """State for a checkpoint. A running segment is not part of it and is decoded again."""
         return RolloutState(self.state.copy(), self.source.state())
 
     def restore(self, state: RolloutState) -> None:
-        """Go on from a checkpoint; before the first `resume`."""
+        """Continue from a checkpoint; before the first `resume`."""
         self.state = state.stages
-        # stages under way go on as one: what is unfinished is of the oldest of them
+        # running stages continue as one: unfinished completions belong to the oldest
         self.state.num_stages = min(self.state.num_stages, self.state.num_batches + 1)
         self.source.load(state.source)
         self._num_wanted = self.state.num_taken
@@ -253,12 +253,12 @@ class Stages:
     # The decoder's side.
 
     def advance(self, timeout_s: float) -> None:
-        """Submit what is due, wait for results (timeout_s at most), and do all that they make possible."""
+        """Submit what is due, wait for results (at most timeout_s), and process them."""
         self.player.submit()
         self.absorb(self.player.collect(timeout_s))
 
     def absorb(self, results: Sequence[DecodeResult]) -> None:
-        """Enter results, with all that follows from them."""
+        """Process results and everything that follows from them."""
         self.player.take(results)
         self._end_if_over()
         self._begin_if_due()
@@ -315,7 +315,7 @@ class Stages:
             self.player.ask(episode, asks)
 
     def ended(self, episode: Episode) -> None:
-        """With the last episode of an instance, what was held of it is trained."""
+        """Release an instance's held samples for training with its last episode."""
         if self.on_episode is not None:
             self.on_episode(episode.id, True)
         self.rule.finished(episode.id)
@@ -333,7 +333,7 @@ class Stages:
         del instance.episodes[episode.id]
         if instance.episodes:
             return
-        groups: dict[tuple[str, str], list[Sample]] = {}  # of one agent each, whatever a team's asks share a name with
+        groups: dict[tuple[str, str], list[Sample]] = {}  # each of one agent, even if a team's asks share names
         for sample in instance.held:
             groups.setdefault((sample.group_id, sample.agent), []).append(sample)
         for (name, agent), samples in sorted(groups.items()):
@@ -355,7 +355,7 @@ class Stages:
         self._end_if_over()
 
     def _begin(self, *, draws: bool) -> None:
-        """A stage begins, with new problems where it draws some, what is left of the last one, and what followed in it."""
+        """Begin a stage: new problems, if it draws any, what is left of the previous one, and its next asks."""
         self._num_played += 1
         if self.on_stage is not None:
             self.on_stage()
@@ -368,7 +368,7 @@ class Stages:
         self._go_on()
 
     def _go_on(self) -> None:
-        """All that is unfinished is of this stage."""
+        """Make everything unfinished part of this stage."""
         unfinished = self._unfinished()
         self.player.due(each for each in unfinished if each.state is State.DUE)
         if self._plays_sessions:
@@ -377,7 +377,7 @@ class Stages:
             self.rule.begin(unfinished)
 
     def _num_new(self) -> int:
-        """New problems of the stage that begins; with rollout.stage_size=total, samples that go on take places of theirs."""
+        """Number of new problems of a stage; with rollout.stage_size=total, continued samples take their places."""
         config, unfinished = self.config, self._unfinished()
         num_carried = len(unfinished) if self.rule.in_step else sum(bool(each.segments) for each in unfinished)
         if num_carried > config.max_unfinished:
@@ -426,7 +426,7 @@ class Stages:
         while state.num_stages > state.num_batches + num_over and self.rule.is_over(self.player):
             self.rule.end()
             num_over += 1
-        for i in range(num_over):  # stages that are over at once share the groups
+        for i in range(num_over):  # stages that end together share the groups
             share = groups[len(groups) * i // num_over : len(groups) * (i + 1) // num_over]
             counts = self.player.counts
             metrics = {**counts, "rollout/stages": self._num_played, "rollout/unfinished": self.num_unfinished}
@@ -438,7 +438,7 @@ class Stages:
         self._begin_if_due()
 
     def _ask_for_waiting(self) -> None:
-        """Open, of what is asked in the next stage, the asks of episodes in which a completion waits."""
+        """Open, of the next stage's asks, those of episodes with waiting completions."""
         while not self.player.is_working:
             pending = [(self._episode(ask), ask) for ask in self.state.pending]
             now = [(episode, ask) for episode, ask in pending if episode.waiting]
@@ -450,7 +450,7 @@ class Stages:
             self.player.settle()
 
     def _note_faults(self) -> None:
-        """Add to the metrics the pools' repairs since the last batch and the counts of tools and judge."""
+        """Add to the metrics the pools' recovered faults since the last batch and the counts of tools and judge."""
         counts = self.player.counts
         for pool in self.team.pools.values():
             faults = pool.take_faults()
@@ -466,17 +466,17 @@ class Stages:
         return [each for ask in self.state.open.values() for each in ask.unfinished]
 
     def _episode(self, ask: Ask) -> Episode:
-        """The episode of an ask that is not over."""
+        """The episode of an open ask."""
         name = ask.episode_id
         return self.state.instances[name.partition(".")[0]].episodes[name]
 
     def _is_overdue(self, ask: OpenAsk) -> bool:
-        """Does the ask go on without its stragglers?"""
+        """True if the ask continues without its stragglers."""
         age = self.player.versions[self.team.agents[ask.ask.agent].policy] - ask.opened_version
         return self.config.group_completion == "drop_stragglers" and age > self.config.max_group_age
 
     def _expected(self, agent: str, known: int, max_new_tokens: int) -> float | None:
-        """A guess, by which the longest are sent first: the mean of what is left of those that got at least this far, capped by
+        """Estimated remaining tokens, to send the longest first: the mean over those that got at least this far, capped by
         the segment; None: none did."""
         lengths = np.asarray(self._lengths[agent])
         longer = lengths[lengths > known]
