@@ -1,4 +1,4 @@
-"""One engine, in this process or in an actor's: what it is made of, and how."""
+"""Specification and construction of one engine, in this process or in an actor's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Engine, Records
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """All that is needed to make one engine, in this process or another."""
+    """Everything needed to build one engine, in this process or another."""
 
     kind: str  # "vllm" or "local"
     model_dir: str
@@ -26,10 +26,10 @@ class EngineSpec:
     local: LocalOptions
     sleeps: bool = False  # shares its GPU with the trainer
     records: Records = NOTHING_RECORDED
-    adapters: Mapping[str, AdapterConfig] = field(default_factory=dict)  # that it serves, by name
+    adapters: Mapping[str, AdapterConfig] = field(default_factory=dict)  # served, by name
 
     def environment(self) -> dict[str, str]:
-        """Environment variables that the serving process needs from its start."""
+        """Environment variables the serving process needs from its start."""
         if self.kind == "vllm":
             from marsrl.rollout.engines.vllm.arguments import vllm_environment
 
@@ -38,12 +38,12 @@ class EngineSpec:
 
 
 def import_library(kind: str) -> None:
-    """Import the library that an engine of this kind decodes with, in a process whose environment is set."""
+    """Import this kind of engine's library, in a process whose environment is set."""
     importlib.import_module("vllm.entrypoints.llm" if kind == "vllm" else "marsrl.rollout.engines.local.engine")
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    """Make the engine in this process, whose environment is spec.environment() already."""
+    """Build the engine in this process, whose environment has spec.environment()."""
     if spec.kind == "vllm":
         from marsrl.rollout.engines.vllm.engine import VllmEngine
 

@@ -1,10 +1,10 @@
-"""A frozen policy behind a server that speaks OpenAI's completions protocol, as an Engine.
+"""A frozen policy behind a server with OpenAI's completions protocol, as an Engine.
 
     DecodeRequest (ids) -> prompt text -> POST base_url/completions -> text -> ids (renderer's tokenizer) -> DecodeResult
 
-The server draws with a tokenizer and weights of its own, so its completions are text: their ids are our encoding of it
-(for parsing, lengths and the log), their log-probs are unknown (NaN), and nothing of it may be trained. What it sends is
-not trusted: sizes are bounded, types checked. A request that fails for good ends as Finish.ERROR, a missing reward.
+The server has its own tokenizer and weights, so its completions are text: their ids are our encoding
+(for parsing, lengths and the log), their log-probs are unknown (NaN), and they must not be trained. Its answers are
+not trusted: sizes are bounded, types checked. A request that keeps failing ends as Finish.ERROR, a missing reward.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from marsrl.rollout.engines.protocol import (
 from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json, read_key
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
-_VERSION = 0  # of weights that never change
-_MOST_STOPS = 4  # the protocol allows no more
+_VERSION = 0  # the weights never change
+_MOST_STOPS = 4  # the protocol's limit
 
 
 class OpenAIEngine:
-    """Sends requests to the server, options.concurrency at a time. See protocol.Engine for the contract.
+    """Sends up to options.concurrency requests at a time. See protocol.Engine for the contract.
 
     engine = OpenAIEngine(OpenAIOptions(base_url="http://judge:8000/v1", model="judge"), ChatRenderer(directory))
     """
@@ -54,13 +54,13 @@ class OpenAIEngine:
         *,
         max_model_len: int | None = None,
     ) -> None:
-        """Nothing is sent yet.
+        """Sends nothing yet.
 
         Args:
-            max_model_len: prompt and completion together, in the renderer's tokens; None: what the server allows.
+            max_model_len: prompt plus completion, in the renderer's tokens; None: the server's limit.
 
         Raises:
-            ValueError: the variable that options.api_key_env names is not set or cannot be a header.
+            ValueError: the variable named by options.api_key_env is unset or not a valid header.
         """
         self._options, self._renderer = options, renderer
         self._max_model_len = max_model_len
@@ -81,7 +81,7 @@ class OpenAIEngine:
         return self._num_decoded
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        """Queue requests; uids under way are different ones."""
+        """Queue requests; uids of running requests are distinct."""
         if version != _VERSION:
             raise WrongVersion(
                 f"OpenAIEngine: asked for policy version {version}, but a server's weights stay {_VERSION}"
@@ -92,7 +92,7 @@ class OpenAIEngine:
                 self._under_way[request.uid] = (request, work)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """Results that have come, waiting timeout_s at most for the first."""
+        """Finished results, waiting at most timeout_s for the first."""
         with self._lock:
             aborted, self._aborted = self._aborted, []
             waiting = {work: uid for uid, (_, work) in self._under_way.items()}
@@ -105,14 +105,14 @@ class OpenAIEngine:
         return [*aborted, *results]
 
     def abort(self) -> None:
-        """End all requests: they come back UNFINISHED and empty, as no part of an answer is known."""
+        """Abort all requests: they return UNFINISHED and empty, as no part of an answer is known."""
         with self._lock:
             for request, work in self._under_way.values():
                 work.cancel()
                 self._aborted.append(DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, _VERSION))
             self._under_way.clear()
             line, self._line = self._line, self._connect()
-        line.cut()  # nobody asks for the results any more
+        line.cut()  # results are no longer needed
 
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         raise RuntimeError("OpenAIEngine: a server's log-probs are not scored; its policy is frozen and needs no probe")
@@ -124,16 +124,16 @@ class OpenAIEngine:
         raise RuntimeError("OpenAIEngine: a server takes no adapters; a policy with one needs engines here")
 
     def forget_prefixes(self) -> None:
-        """A server's cache is its own."""
+        """A no-op: the server manages its cache."""
 
     def sleep(self, keeps_weights: bool) -> None:
-        """A server's memory is its own."""
+        """A no-op: the server manages its memory."""
 
     def wake(self, part: MemoryPart) -> None:
-        """Nothing sleeps."""
+        """A no-op: nothing sleeps."""
 
     def close(self) -> None:
-        """Give up what is under way; may be called twice."""
+        """Drop running requests; may be called twice."""
         self.abort()
         self._line.cut()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -152,11 +152,11 @@ class OpenAIEngine:
         )
 
     def _answer(self, request: DecodeRequest, line: HttpLine) -> DecodeResult:
-        """In a thread: ask until there is an answer or no hope."""
+        """In a thread: retry until there is an answer or a permanent error."""
         if reason := why_not_decodable(request, self._max_model_len, None):
             return DecodeResult.without_tokens(request.uid, Finish.ERROR, _VERSION, reason)
         body, start = self._body(request), time.monotonic()
-        jitter = random.Random(request.seed)  # requests that were refused together do not come back together
+        jitter = random.Random(request.seed)  # jitter: requests refused together do not retry together
         try:
             answered = line.post(body, lambda answer: self._completion(request, answer), jitter)
             return replace(answered, seconds=time.monotonic() - start)
@@ -184,7 +184,7 @@ class OpenAIEngine:
             "stream": False,
         }
         if sampling.top_k > 0:
-            body["top_k"] = sampling.top_k  # not OpenAI's, but the open servers know it
+            body["top_k"] = sampling.top_k  # not OpenAI's, but open servers know it
         return json.dumps(body).encode()
 
     def _completion(self, request: DecodeRequest, answer: bytes) -> DecodeResult:
@@ -195,13 +195,13 @@ class OpenAIEngine:
         elif len(ids) == 0:
             raise Refused("the answer has no text and no end: finish_reason is 'length'")
         is_whole = finish == "stop" and len(ids) <= request.max_new_tokens
-        # its tokens are not ours: our encoding of as many may be longer
+        # its tokens are not ours: our encoding may be longer
         ids, finish = ids[: request.max_new_tokens], Finish.STOP if is_whole else Finish.LENGTH
         return DecodeResult(request.uid, ids, np.full(len(ids), np.nan, np.float32), finish, _VERSION)
 
 
 def _parse(answer: bytes) -> tuple[str, str]:
-    """(text, "stop" or "length") of a completions answer; Refused says what is wrong with another one."""
+    """(text, "stop" or "length") of a completions answer; Refused if it is invalid."""
     value = read_json(answer)
     choices = value.get("choices") if isinstance(value, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
@@ -209,4 +209,4 @@ def _parse(answer: bytes) -> tuple[str, str]:
     text, finish = choices[0].get("text"), choices[0].get("finish_reason")
     if not isinstance(text, str) or finish not in ("stop", "length"):
         raise Refused(f"expected a text and finish_reason stop or length, found {excerpt(choices[0])}")
-    return text.encode("utf-8", "replace").decode("utf-8"), finish  # JSON can spell half of a surrogate pair
+    return text.encode("utf-8", "replace").decode("utf-8"), finish  # JSON can contain half of a surrogate pair

@@ -1,11 +1,11 @@
-"""The interface of an engine, and the types that cross it.
+"""The engine interface and its types.
 
-An engine holds one policy's weights at one version, and low-rank adapters of them, each of a policy of its own at a version of
-its own. It decodes, scores given tokens, and takes new weights:
+An engine holds one policy's weights at one version, and low-rank adapters of them, each of its own policy at its own
+version. It decodes, scores given tokens, and loads new weights:
 
     engine.submit([DecodeRequest, ...], version=3)                             also while it decodes others
-    engine.collect(timeout_s=0.2)                      -> [DecodeResult, ...]  what has ended, in any order
-    engine.abort()                                                             the rest comes back as far as it got
+    engine.collect(timeout_s=0.2)                      -> [DecodeResult, ...]  finished ones, in any order
+    engine.abort()                                                             the rest returns as far as decoded
     engine.update_weights(WeightUpdate(path, version)) -> WeightReceipt        a checksum for every tensor it holds
     engine.update_adapter(AdapterUpdate(name, path, version)) -> WeightReceipt also while it decodes for others
 """
@@ -28,10 +28,10 @@ from marsrl.rollout.weights.layout import EngineShard
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of a request. top_p 1 and top_k -1 leave the distribution whole.
+    """Sampling settings of a request. top_p 1 and top_k -1 do not truncate the distribution.
 
-    stop: texts that end a completion, which keeps them, with whatever else the last token holds.
-    records_kept: say which tokens top_k and top_p kept at each place (DecodeResult.kept_tokens).
+    stop: strings that end a completion; it includes them, with the rest of the last token.
+    records_kept: return the tokens kept by top_k and top_p at each position (DecodeResult.kept_tokens).
     """
 
     temperature: float = 1.0
@@ -43,27 +43,27 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Are tokens left out that have a probability?"""
+        """True if tokens of non-zero probability are excluded."""
         return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRequest:
-    """Go on from these tokens by at most max_new_tokens.
+    """Continue the given tokens by at most max_new_tokens.
 
-    The second segment of the Solver's fourth sample, whose prompt 5 9 4 has got 7 6 2 in the first:
+    The second segment of the Solver's fourth sample, after 7 6 2 for prompt 5 9 4 in the first:
 
         DecodeRequest(
             "000017/solver:3", token_ids=[5, 9, 4, 7, 6, 2], max_new_tokens=4096, sampling=Sampling(temperature=1.0),
             seed=811, affinity="000017/solver",
         )
 
-    token_ids [N] int32: the prompt and what was decoded of the completion in earlier segments.
-    seed: of this request alone, derived from (run seed, sample uid, segment index).
+    token_ids [N] int32: the prompt and the completion decoded in earlier segments.
+    seed: of this request, derived from (run seed, sample uid, segment index).
     affinity: requests with the same key share a prefix and are best served by one engine.
-    expected_new_tokens: a guess, by which a pool sends the longest first; None: max_new_tokens.
-    experts_from: record the experts of the tokens fed to the model from this place on (router replay); None: of none.
-    adapter: name of the one to decode with, at adapter_version; empty: the engine's weights as they are.
+    expected_new_tokens: an estimate, for a pool to send the longest first; None: max_new_tokens.
+    experts_from: record the experts of the tokens fed to the model from this index on (router replay); None: none.
+    adapter: name of the adapter, at adapter_version; empty: the engine's bare weights.
     """
 
     uid: str
@@ -79,7 +79,7 @@ class DecodeRequest:
 
 
 def why_not_decodable(request: DecodeRequest, max_model_len: int | None, vocab_size: int | None) -> str:
-    """Why nothing can follow these tokens, or "". None: not known, of a server."""
+    """Why these tokens cannot be continued, or "". max_model_len None: unknown, of a server."""
     n = len(request.token_ids)
     if n == 0:
         return "the prompt is empty"
@@ -94,15 +94,15 @@ def why_not_decodable(request: DecodeRequest, max_model_len: int | None, vocab_s
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """The result of a request. finish is STOP, LENGTH (max_new_tokens used up), UNFINISHED (aborted on the way) or ERROR;
-    logprobs in nats, at the sampling temperature, of exactly the tokens drawn, among those that top_k and top_p kept.
+    """The result of a request. finish is STOP, LENGTH (max_new_tokens used up), UNFINISHED (aborted) or ERROR;
+    logprobs of the drawn tokens in nats, at the sampling temperature, among the tokens kept by top_k and top_p.
 
         DecodeResult("000017/solver:3", token_ids=[8, 1], logprobs=[-0.7, -0.1], finish=Finish.STOP, version=5)
 
-    routed_experts: of the request's tokens and the new ones from experts_from on, without the last one, which no log-prob
-    rests on; None where none were asked for, or nothing was decoded.
-    kept_tokens: of each new token's place; None where they were not asked for.
-    seconds: this request's part of the engine's time (time_shares.py); of a server, how long it took to answer.
+    routed_experts: of the request's and the new tokens from experts_from on, without the last one, on which no log-prob
+    depends; None if not requested, or nothing was decoded.
+    kept_tokens: at each new token's position; None if not requested.
+    seconds: this request's share of the engine's time (time_shares.py); of a server, its response time.
     """
 
     uid: str
@@ -118,15 +118,15 @@ class DecodeResult:
 
     @classmethod
     def without_tokens(cls, uid: str, finish: Finish, version: int, error: str = "") -> DecodeResult:
-        """The result of a request that nothing was decoded for."""
+        """The result of a request without a decoded token."""
         return cls(uid, np.zeros(0, np.int32), np.zeros(0, np.float32), finish, version, error=error)
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Records beside log-probs that requests will ask for, as is known when the engine starts.
+    """Records besides log-probs that requests will ask for, known when the engine starts.
 
-    kept_tokens: requests with Sampling.records_kept come. experts: requests with DecodeRequest.experts_from do.
+    kept_tokens: some requests set Sampling.records_kept. experts: some set DecodeRequest.experts_from.
     """
 
     kept_tokens: bool = False
@@ -139,11 +139,11 @@ NO_ADAPTERS: Mapping[str, AdapterConfig] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Class and version of the library that serves, for summary.json and `doctor`.
+    """Class and version of the serving library, for summary.json and `doctor`.
 
-    settings: {one of ModelShape.settings(): the different values that its layers compute with}; what it cannot tell is not
-    among them. sampler: who draws its tokens.
-    shards: what each of its workers holds of the model. adapters: names of those that it serves.
+    settings: {one of ModelShape.settings(): the distinct values its layers compute with}, as far as it can tell.
+    sampler: that draws its tokens.
+    shards: of the model, one per worker. adapters: names of those served.
     """
 
     kind: str
@@ -160,9 +160,9 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """New weights of one policy: safetensors with HF names, in a place every engine of this host can read; or, with
-    `receive_plans` (then path is empty), what comes to each shard of this one engine straight from the trainer's ranks: an
-    encoded ReceivePlan each.
+    """New weights of one policy: safetensors with HF names, in a folder readable by every engine of this host; or, with
+    `receive_plans` (then path is empty), an encoded ReceivePlan for each shard of this engine, which receives directly from the
+    trainer's ranks.
 
     WeightUpdate("/dev/shm/marsrl/main/v5", version=5)
     """
@@ -174,11 +174,11 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AdapterUpdate:
-    """New numbers of one adapter: its PEFT directory (rollout/adapter.py), in a place every engine of this host can read.
+    """New weights of one adapter: its PEFT directory (rollout/adapter.py), readable by every engine of this host.
 
     AdapterUpdate("verifier", "/dev/shm/marsrl/verifier/version_5", version=5)
 
-    path: another one for each version; it stays until every engine holds a later one.
+    path: unique to the version; exists until every engine holds a later one.
     """
 
     name: str
@@ -188,14 +188,14 @@ class AdapterUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WeightReceipt:
-    """The weights of an engine after an update. checksums: of each shard {tensor name in its own fused layout: checksum}; of an
-    adapter, {tensor of it: checksum} as rollout.adapter.held_by_shard has them.
+    """An engine's weights after an update. checksums: of each shard {tensor name in its fused layout: checksum}; of an
+    adapter, {tensor: checksum} as in rollout.adapter.held_by_shard.
 
         WeightReceipt(version=5, checksums=[{"model.norm.weight": 0x5EED, ...}], seconds=0.8)
 
-    seconds: of the whole update; checksum_seconds: of the checksums in it.
-    broken: why weights from the trainer's ranks did not arrive whole (then the version is TORN, and nothing is said of what is
-        held); empty: they did.
+    seconds: of the whole update; checksum_seconds: part of it for checksums.
+    broken: why weights from the trainer's ranks did not arrive completely (then the version is TORN, with no checksums);
+        empty: they did.
     """
 
     version: int
@@ -220,11 +220,11 @@ class WrongVersion(RuntimeError):
 
 
 def check_versions(engine: str, held: Mapping[str, int], requests: Sequence[DecodeRequest], version: int) -> None:
-    """Raise WrongVersion unless an engine holds what requests are tagged with.
+    """Raise WrongVersion unless an engine holds the versions that requests are tagged with.
 
     Args:
-        engine: its name, for messages. held: version by adapter; "": of the weights themselves.
-        version: policy version that all are tagged with, beside their adapters.
+        engine: its name, for messages. held: version by adapter; "": of the weights.
+        version: policy version of all requests, besides those of adapters.
     """
     if held[""] != version:
         raise WrongVersion(f"{engine}: asked for policy version {version}, but version {held['']} is loaded")
@@ -239,27 +239,27 @@ def check_versions(engine: str, held: Mapping[str, int], requests: Sequence[Deco
 
 
 class EngineLost(RuntimeError):
-    """Raised by an engine that cannot go on: its pool makes another."""
+    """Raised by an engine that cannot continue: its pool replaces it."""
 
 
 class Engine(Protocol):
-    """One replica of one policy and its adapters. One thread makes it and calls it; `submit`, `abort` and `num_decoded`, which
-    touch no device, may be called by another meanwhile."""
+    """One replica of one policy and its adapters. One thread builds and calls it; `submit`, `abort` and `num_decoded`, which
+    use no device, may be called by other threads meanwhile."""
 
     def info(self) -> EngineInfo: ...
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        """Take more requests, without waiting; raises WrongVersion unless the engine holds `version`, and of each request's
-        adapter the version that it is tagged with."""
+        """Add requests, without waiting; raises WrongVersion unless the engine holds `version`, and of each request's
+        adapter its tagged version."""
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """Decode until some requests have ended (these are returned) or timeout_s has passed; at least one step.
+        """Decode at least one step, until some requests have finished (these are returned) or timeout_s has passed.
 
-        Returns at once where there is nothing to decode.
+        Returns at once if there is nothing to decode.
         """
 
     def abort(self) -> None:
-        """End all requests where they are: the next `collect` returns every one, partial ones as UNFINISHED."""
+        """Abort all requests: the next `collect` returns every one, partial ones as UNFINISHED."""
 
     def num_decoded(self) -> int:
         """Tokens decoded since the engine started (for progress bars)."""
@@ -267,33 +267,33 @@ class Engine(Protocol):
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats, at temperature 1, over the whole vocabulary.
 
-        is_probe: it checks a weight sync, and the caches with it; else a teacher scores samples.
+        is_probe: checks a weight sync and the caches; else a teacher scores samples.
         """
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Load, drop every cached prefix, and report checksums of what is now held, or why the weights did not arrive.
+        """Load, drop all prefix caches, and report checksums of the weights now held, or why they did not arrive.
 
-        Adapters stay as they are.
+        Adapters do not change.
         """
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
-        """Load an adapter in place of its version before, and report checksums of what is now held. Nothing of this adapter is
-        under way; others may decode.
+        """Replace an adapter by its new version, and report checksums of the weights now held. No request of this adapter may be
+        running; others may decode.
 
-        Before the first update an adapter is at version 0: its policy's `adapter.start`, or without one the bare weights.
+        Before the first update an adapter is at version 0: its policy's `adapter.start`, or else the bare weights.
         """
 
     def forget_prefixes(self) -> None:
-        """Drop every cached prefix. Nothing is under way."""
+        """Drop all prefix caches. Nothing may be running."""
 
     def sleep(self, keeps_weights: bool) -> None:
-        """Give the device's memory to others: weights go to the host, caches are dropped. Nothing is under way.
+        """Free the device's memory: weights move to the host, caches are dropped. Nothing may be running.
 
-        Until it is awake again an engine serves nothing; update_weights needs its weights awake.
-        keeps_weights: False where update_weights comes before anything is decoded or scored: weights may be dropped.
+        A sleeping engine serves nothing; update_weights needs its weights awake.
+        keeps_weights: False if update_weights precedes any decoding or scoring: weights may be dropped.
         """
 
     def wake(self, part: MemoryPart) -> None:
-        """Take memory back, one part after the other: weights (as they were, if kept), then the cache; nothing when awake."""
+        """Take memory back, one part after the other: weights (unchanged, if kept), then the cache; a no-op when awake."""
 
     def close(self) -> None: ...

@@ -1,6 +1,6 @@
-"""Settings that engines refuse, each with the nearest one that works: one rule for engines, dry run and planner.
+"""Settings that engines reject, each with the nearest one that works: shared by engines, dry run and planner.
 
-Import-light: no vLLM, no Ray; torch only to count this host's GPUs.
+Imports no vLLM and no Ray; torch only to count this host's GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALL2ALL = "allgather_reducescatter"  # vLLM's default
 
 @dataclass(frozen=True, slots=True)
 class RankHost:
-    """A host of trainer ranks, which hold the first of its GPUs. name: as Ray calls it, the system's host name."""
+    """A host of trainer ranks, which hold its first GPUs. name: the host name, as in Ray."""
 
     name: str
     num_gpus: int
@@ -31,11 +31,11 @@ class RankHost:
 
 @dataclass(frozen=True, slots=True)
 class TrainerHost:
-    """The host of trainer rank 0, where engines stand unless rollout.ray_address names a cluster.
+    """The host of trainer rank 0, where engines run unless rollout.ray_address names a cluster.
 
-    num_gpus: 0 where there are none, and engines run on CPUs. num_ranks: of the trainer on this host, which hold its first
-    GPUs; 0 where nothing is trained. has_others: engines can be on other hosts than this one. rank_hosts: all hosts of
-    ranks, this one too; (): not asked yet.
+    num_gpus: 0: engines run on CPUs. num_ranks: of the trainer on this host, which hold its first
+    GPUs; 0 if nothing is trained. has_others: engines can run on other hosts. rank_hosts: all hosts of
+    ranks, including this one; (): not known yet.
     """
 
     num_gpus: int
@@ -44,9 +44,9 @@ class TrainerHost:
     rank_hosts: tuple[RankHost, ...] = ()
 
     def gpus_for(self, rollouts: Sequence[RolloutConfig]) -> Sequence[int]:
-        """Indices of the GPUs that a Ray started here may give to the engines of all policies (rollouts: of each): those
-        without a trainer rank; all the trainer's with placement colocated. Engines whose KV cache has a size of its own take
-        the others too, where these are too few.
+        """Indices of the GPUs that a Ray started here may give to engines of all policies (rollouts: of each): those
+        without a trainer rank; with placement colocated all of the trainer's. Engines with a KV cache of fixed size take
+        the others too, if these are too few.
         """
         ranks, free = range(min(self.num_ranks, self.num_gpus)), range(self.num_ranks, self.num_gpus)
         if rollouts[0].placement == "colocated":
@@ -58,7 +58,7 @@ class TrainerHost:
 
 
 def this_host(ray_address: str | None, *, trains: bool = True) -> TrainerHost:
-    """As PyTorch, torchrun's variables and the address tell; to be asked on trainer rank 0."""
+    """This host, from PyTorch, torchrun's variables and the address; call it on trainer rank 0."""
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -67,18 +67,18 @@ def this_host(ray_address: str | None, *, trains: bool = True) -> TrainerHost:
 
 
 def names_other_hosts(ray_address: str | None) -> bool:
-    """True if engines can be on other hosts, by the address alone; a cluster started on this one may have some too."""
+    """True if the address allows engines on other hosts; a cluster started on this one may have some too."""
     return ray_address is not None and (is_started_here(ray_address) or not is_this_host(ray_address))
 
 
 def is_this_host(address: str) -> bool:
     """True if host:port (or ray://host:port, or Ray's word auto) is an address of this machine."""
     host = address.removeprefix("ray://").rpartition(":")[0].strip("[]")
-    return not host or address_here(host) is not None  # auto: the cluster that runs here
+    return not host or address_here(host) is not None  # auto: the cluster running here
 
 
 def address_here(host: str) -> str | None:
-    """The IP address behind a name where it is one of this host: one can bind to it."""
+    """The IP address of a name if it belongs to this host: one can bind to it."""
     try:
         for family, kind, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with socket.socket(family, kind) as own:
@@ -90,16 +90,16 @@ def address_here(host: str) -> str | None:
 
 
 def num_engine_gpus(rollouts: Sequence[RolloutConfig]) -> int:
-    """GPUs that the engines of these policies have for themselves, in all."""
+    """Total number of GPUs used only by the engines of these policies."""
     return sum(each.engines * each.vllm.tensor_parallel for each in rollouts if each.placement == "disaggregated")
 
 
 def refusals(rollouts: Sequence[RolloutConfig], host: TrainerHost, *, weight_files: str | None) -> tuple[str, ...]:
-    """Sentences that say what would be refused as the run starts; empty: nothing.
+    """Sentences about settings that the start of the run would reject; empty: none.
 
     Args:
-        rollouts: as each policy has it that has engines here; they differ in their engines at most.
-        weight_files: folder of the files that carry weights to the engines; None: the trainer's ranks send them.
+        rollouts: of each policy with engines here; they differ at most in engines.
+        weight_files: folder of the weight files for engines; None: the trainer's ranks send them.
     """
     if not rollouts:  # servers answer
         return ()
@@ -112,7 +112,7 @@ def refusals(rollouts: Sequence[RolloutConfig], host: TrainerHost, *, weight_fil
 
 
 def why_not_cut(shape: ModelShape, vllm: VllmOptions) -> str | None:
-    """Why an engine cannot hold a model of this shape on its GPUs, with the next number of GPUs that can; None: it can."""
+    """Why an engine cannot shard this model over its GPUs, with the nearest number of GPUs that works; None: it can."""
     if vllm.expert_parallel and not shape.num_experts:
         return f"rollout.vllm.expert_parallel spreads experts, and a {shape.architecture} has none: set it to false"
     if (uneven := _uneven(shape, vllm.tensor_parallel, vllm.expert_parallel)) is None:
@@ -125,7 +125,7 @@ def why_not_cut(shape: ModelShape, vllm: VllmOptions) -> str | None:
 
 
 def _uneven(shape: ModelShape, parts: int, spreads_experts: bool) -> str | None:
-    """The first of its sizes that vLLM cannot cut into so many parts."""
+    """The first of its sizes that vLLM cannot split into so many parts."""
     vocabulary = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     heads = shape.num_kv_heads
     sizes = {
@@ -139,7 +139,7 @@ def _uneven(shape: ModelShape, parts: int, spreads_experts: bool) -> str | None:
 
 
 def wider_than_a_host(tensor_parallel: int, gpus_of_host: int) -> str | None:
-    """Why an engine over so many GPUs cannot stand on a host that has gpus_of_host of them; None: it can."""
+    """Why an engine over so many GPUs does not fit on a host with gpus_of_host; None: it does."""
     if tensor_parallel <= gpus_of_host:
         return None
     return (
@@ -149,7 +149,7 @@ def wider_than_a_host(tensor_parallel: int, gpus_of_host: int) -> str | None:
 
 
 def _not_on_several_gpus(rollout: RolloutConfig, num_policies: int, host: TrainerHost) -> str | None:
-    """Why the engines of a policy cannot be made over rollout.vllm.tensor_parallel GPUs each, whatever is free."""
+    """Why a policy's engines cannot span rollout.vllm.tensor_parallel GPUs each, whatever is free."""
     wide = rollout.vllm.tensor_parallel
     if wide == 1:
         return None
@@ -172,7 +172,7 @@ def _not_on_several_gpus(rollout: RolloutConfig, num_policies: int, host: Traine
             "hold: set rollout.vllm.tensor_parallel=1, or rollout.placement=disaggregated"
         )
     if rollout.ray_address is not None and host.has_others:
-        return None  # engines stand on hosts that Ray knows, and the pool asks it
+        return None  # engines run on hosts known to Ray, which the pool asks
     return wider_than_a_host(wide, host.num_gpus)
 
 
@@ -186,9 +186,9 @@ QUANTIZED = (
 def vllm_refusals(
     options: VllmOptions, device: str, records: Records, *, takes_weights: bool = False
 ) -> tuple[str, ...]:
-    """Sentences about what an engine of vLLM cannot do on "cpu" or "cuda" with these options.
+    """Sentences about options that vLLM does not support on "cpu" or "cuda".
 
-    records: what its requests ask for. takes_weights: of a trained policy, engines get new weights.
+    records: requested per token. takes_weights: True for a trained policy, whose engines get new weights.
     """
     found, sampler = [], options.sampler_on(device)
     if takes_weights and options.quantization is not None:
@@ -214,7 +214,7 @@ def vllm_refusals(
 def adapter_refusals(
     rollout: RolloutConfig, device: str, dtype: str, shape: ModelShape, adapters: Mapping[str, AdapterConfig]
 ) -> tuple[str, ...]:
-    """Sentences about adapters that engines of one pool cannot serve on "cpu" or "cuda". rollout: as the pool has it."""
+    """Sentences about adapters that a pool's engines cannot serve on "cpu" or "cuda". rollout: the pool's settings."""
     of_experts = [name for name, each in adapters.items() if "experts" in each.targets and shape.num_experts]
     found, vllm = [], rollout.vllm
     if rollout.engine != "vllm" or not adapters:
@@ -246,7 +246,7 @@ def adapter_refusals(
 
 
 def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str | None:
-    """Engines of a Ray that is started here do not get GPUs that trainer ranks hold."""
+    """Refusals of a Ray started here with too few GPUs beside those of trainer ranks."""
     rollout, num_policies = rollouts[0], len(rollouts)
     if rollout.placement == "local" or not host.num_gpus or rollout.ray_address:
         return None
@@ -287,8 +287,8 @@ def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str |
 
 
 def _files_out_of_reach(rollouts: Sequence[RolloutConfig], host: TrainerHost, weight_files: str | None) -> str | None:
-    """Files in this host's memory are not seen by engines on other hosts: where the address names these, and where this one
-    has too few GPUs for the engines of a cluster."""
+    """Refusals of files in this host's memory, unseen by engines on other hosts: if the address names these, or if this one
+    has too few GPUs for a cluster's engines."""
     rollout = rollouts[0]
     if weight_files is None or rollout.placement == "local" or rollout.ray_address is None:
         return None

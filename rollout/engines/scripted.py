@@ -1,4 +1,4 @@
-"""An engine without a model, for tests of our own logic: a function says what is answered."""
+"""An engine without a model, for tests of our own logic: a function gives the answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Script = Callable[[DecodeRequest], "str | Sequence[int]"]
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A request, all that is answered to it (None: not asked yet), and how much of that is decoded."""
+    """A request, its whole answer (None: not generated yet), and how much of it is decoded."""
 
     request: DecodeRequest
     answer: DecodeResult | None = None
@@ -40,14 +40,14 @@ class ScriptedEngine:
 
         engine = ScriptedEngine(lambda request: "4 <|end|>", encode=tokenizer.encode)
 
-    The script gives the whole completion (text is encoded), once for a uid: when a request comes back with a part of it
-    behind its prompt, the engine goes on from there, as a model would. A completion that fits gets the first stop token
-    at its end unless it has one; `fail(request)` may name a reason for which a request ends in ERROR. Log-probs are a
-    fixed function of token and position. `score` gives those of the probe (default: the same function).
+    The script gives the whole completion (text is encoded), once per uid: if a request returns with a part of it
+    after its prompt, the engine continues from there, as a model would. A completion that fits gets the first stop token
+    at its end unless it has one; `fail(request)` may give a reason to end a request in ERROR. Log-probs are a
+    fixed function of token and position. `score` gives the probe's (default: the same function).
 
-    decode: finds texts of Sampling.stop; without it they are not looked for.
-    tokens_per_step: of every request under way, at one `collect`; None: all that is left.
-    adapters: names that requests may ask for; the same script answers.
+    decode: to find strings of Sampling.stop; without it they are ignored.
+    tokens_per_step: of each running request per `collect`; None: all the rest.
+    adapters: names that requests may use; the same script answers.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ScriptedEngine:
         self._answers: dict[str, tuple[int, list[int]]] = {}  # uid: (length of the prompt, whole completion)
         self._num_decoded = 0
         self._versions = {"": version, **dict.fromkeys(adapters, 0)}  # by adapter
-        self._asleep: set[MemoryPart] = set()  # it has no memory; whoever calls it should not know
+        self._asleep: set[MemoryPart] = set()  # it uses no memory, but callers should not depend on that
 
     def info(self) -> EngineInfo:
         name, adapters = f"{__name__}.ScriptedEngine", tuple(filter(None, self._versions))
@@ -109,7 +109,7 @@ class ScriptedEngine:
         self._is_aborting = True
 
     def _answer(self, request: DecodeRequest) -> DecodeResult:
-        """All that the script says to a request."""
+        """The script's whole answer to a request."""
         version = self._versions[request.adapter]
         if reason := self._fail(request):
             return DecodeResult.without_tokens(request.uid, Finish.ERROR, version, reason)
@@ -138,7 +138,7 @@ class ScriptedEngine:
         return [*whole, stops[0]] if stops else whole
 
     def _ends(self, drawn: list[int], request: DecodeRequest) -> bool:
-        """Is its last token the end, or does it complete a text that is?"""
+        """True if its last token ends it, or completes a stop string."""
         sampling, none = request.sampling, np.zeros(0, np.int32)
         return drawn[-1] in sampling.stop_token_ids or (
             self._stops is not None and self._stops.is_ended(none, drawn, sampling.stop)
@@ -169,7 +169,7 @@ class ScriptedEngine:
         return WeightReceipt(update.version, ({},), 0.0)
 
     def forget_prefixes(self) -> None:
-        """Nothing is cached."""
+        """A no-op: nothing is cached."""
 
     def sleep(self, keeps_weights: bool) -> None:
         if self._under_way:
