@@ -45,7 +45,7 @@ class Rollout:
         self._error: BaseException | None = None
 
     def listen(self, on_stage: Callable[[], None], on_episode: Callable[[str, bool], None]) -> None:
-        """Set callbacks: on_stage when a stage begins, on_episode(id, has_ended) when an episode does or ends."""
+        """Set callbacks: on_stage when a stage begins, on_episode(id, has_ended) at an episode's begin and end."""
         self.stages.on_stage, self.stages.on_episode = on_stage, on_episode
 
     @property
