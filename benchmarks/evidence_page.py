@@ -282,7 +282,7 @@ CLAIMS = (
             "system_before": "team before",
             "sync/bytes": "bytes a publish",
             "cpu_seconds": "CPU seconds",
-            "peak_bytes": "memory",
+            "peak_bytes": "bytes of memory",
         },
     ),
 )
