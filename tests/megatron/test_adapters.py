@@ -202,22 +202,25 @@ def test_an_adapter_that_does_not_fit_is_refused(
         learner(model, adapter={**ADAPTERS[kind], "start": start, **settings})
 
 
-def test_peft_reads_what_is_exported(tmp_path: Path) -> None:
+def test_peft_scores_an_exported_adapter_as_the_learner_that_trained_it(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     import transformers
 
     for kind in ADAPTERS:
         model = save_model(kind, tmp_path / kind)
         policy = adapted(model, kind, peft_directory(model, tmp_path / "start" / kind, ADAPTERS[kind]))
+        trained(policy)
         save(policy, tmp_path / "saved" / kind)
         export(tmp_path / "saved" / kind, tmp_path / "peft" / kind)
-        bare = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        judge = peft.PeftModel.from_pretrained(bare, tmp_path / "peft" / kind)
+        model_of_hf = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         (sample,) = sequences(1, seed=5)
         (batch,) = micro_batches([sample], 1)
         (found,) = policy.score([batch])
         with torch.no_grad():
+            bare = hf_logprobs(model_of_hf, sample)[0]
+            judge = peft.PeftModel.from_pretrained(model_of_hf, tmp_path / "peft" / kind)
             torch.testing.assert_close(found[batch.mask], hf_logprobs(judge, sample)[0], atol=2e-5, rtol=0)
+        assert (found[batch.mask] - bare).abs().max() > 0.1
         parallel.stop(keep_world=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.parameter import Parameter
 
 from marsrl.kernels import grouped_linear, swiglu
@@ -63,8 +64,8 @@ class GroupedExperts(MegatronModule):
         pairs = [pair for pair in map(self.pair_of, names) if pair is not None]
         if not pairs:
             return out
-        deltas = [grouped_linear(grouped_linear(rows, a, tokens_per_expert), b, tokens_per_expert) for a, b in pairs]
-        return out + torch.cat(deltas, -1)
+        low = grouped_linear(rows, torch.cat([a for a, _ in pairs], 1), tokens_per_expert)
+        return out.add_(grouped_linear(low, _blocks([b for _, b in pairs]), tokens_per_expert))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -88,3 +89,9 @@ class GroupedExperts(MegatronModule):
 
     def backward_dw(self) -> None:
         """megatron's hook for delayed weight gradients; ours are formed in the backward."""
+
+
+def _blocks(matrices: Sequence[Tensor]) -> Tensor:
+    """[E, n out, n r] with n matrices [E, out, r] on its diagonal."""
+    rank, last = matrices[0].shape[-1], len(matrices) - 1
+    return torch.cat([pad(each, (place * rank, (last - place) * rank)) for place, each in enumerate(matrices)], 1)
