@@ -262,8 +262,8 @@ class Sample:
             self,
             prompt_ids=_NO_TOKENS,
             token_ids=_NO_TOKENS,
-            is_sampled=_NO_TOKENS.astype(np.bool_),
-            rollout_logprobs=_NO_TOKENS.astype(np.float32),
+            is_sampled=_NO_BOOLS,
+            rollout_logprobs=_NO_FLOATS,
             full_text=None,
             prompt_text="",
             routed_experts=None,
@@ -272,6 +272,8 @@ class Sample:
 
 
 _NO_TOKENS: IntArray = np.zeros(0, np.int32)
+_NO_BOOLS: BoolArray = np.zeros(0, np.bool_)
+_NO_FLOATS: FloatArray = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)

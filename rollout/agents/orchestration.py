@@ -152,13 +152,12 @@ class Orchestration:
         if compat := self._compats.get(sample.agent):
             return replace(sample, shown=compat.report(sample.text), answer=None, verdict=compat.verdict(sample.text))
         shown = visible(sample.turn_text, sample.in_thought)
-        read = replace(sample, shown=shown or "", answer=None, verdict=None)
-        if shown is None or sample.finish is not Finish.STOP:
-            return read
-        if role in READS:
-            said = prompts.parsers[READS[role]].read(shown)
-            return replace(read, verdict=said) if isinstance(said, bool) else replace(read, answer=said)
-        return read
+        if shown is None or sample.finish is not Finish.STOP or role not in READS:
+            return replace(sample, shown=shown or "", answer=None, verdict=None)
+        said = prompts.parsers[READS[role]].read(shown)
+        if isinstance(said, bool):
+            return replace(sample, shown=shown, answer=None, verdict=said)
+        return replace(sample, shown=shown, answer=said, verdict=None)
 
     def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
         """The agent's own reward of a parsed sample (agentic verifiable rewards, arXiv 2511.11373, section 3).

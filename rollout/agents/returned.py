@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from numbers import Real
+from operator import attrgetter, is_
 from pathlib import Path
 from typing import get_args
 
@@ -20,6 +21,7 @@ from marsrl.rollout.types import Ask, Finish, Message, MessageRole, Reward, Samp
 _ROLES = get_args(MessageRole)
 _PARSED = ("shown", "answer", "verdict", "finish")
 _NOT_PARSED = tuple(each.name for each in fields(Sample) if each.name not in _PARSED)
+_not_parsed = attrgetter(*_NOT_PARSED)
 _PACKAGE = Path(marsrl.rollout.__file__).parent.parent
 
 
@@ -51,7 +53,8 @@ def parsed(found: object, sample: Sample) -> Sample:
     """The value of `parse`: the given sample, of which only parsed fields may differ."""
     if not isinstance(found, Sample):
         raise TypeError(f"expected the given sample, replace(sample, answer=...), found {_shown(found)}")
-    if others := [name for name in _NOT_PARSED if getattr(found, name) is not getattr(sample, name)]:
+    if not all(map(is_, _not_parsed(found), _not_parsed(sample))):
+        others = [name for name in _NOT_PARSED if getattr(found, name) is not getattr(sample, name)]
         raise ValueError(f"expected `parse` to replace {', '.join(_PARSED)} alone, found other {', '.join(others)}")
     _expect("shown", found.shown, str)
     _expect("answer", found.answer, str, None)

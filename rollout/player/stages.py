@@ -33,19 +33,16 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.player.completion import Completion, Instance, OpenAsk, State
+from marsrl.rollout.player.known_lengths import KnownLengths
 from marsrl.rollout.player.player import Player
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Group, Sample
-
-_KNOWN_LENGTHS = 512  # finished completions of an agent used for estimates
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +187,7 @@ class Stages:
         self.player = Player(team, self, in_step=self.rule.in_step, is_urgent=is_urgent)
         self.state = StagesState(open=self.player.open)
         self._num_wanted = self._num_played = 0  # batches; stages of the next batch
-        # lengths of finished completions, by agent
-        self._lengths: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_KNOWN_LENGTHS))
+        self._lengths: dict[str, KnownLengths] = defaultdict(KnownLengths)  # by agent
         self.on_stage: Callable[[], None] | None = None  # called when a stage begins
         # called with an episode's id when it begins, and (True) when it ends
         self.on_episode: Callable[[str, bool], None] | None = None
@@ -277,7 +273,8 @@ class Stages:
             recorded = completion.routed_experts
             more["experts_from"] = 0 if recorded is None else len(recorded)
         if not self.rule.in_step:
-            more["expected_new_tokens"] = self._expected(agent, known, max_new_tokens)
+            rest = self._lengths[agent].expected_rest(known)  # by which the longest are sent first
+            more["expected_new_tokens"] = None if rest is None else min(rest, max_new_tokens)
         seed = derive_seed(self.seed, "decode", completion.uid, known)
         return completion.request(max_new_tokens, self.team.sampling(agent), seed, **more)
 
@@ -292,7 +289,7 @@ class Stages:
     def judged(self, completion: Completion) -> None:
         self.rule.finished(completion)
         if not self.rule.in_step:
-            self._lengths[completion.agent].append(len(completion.token_ids))
+            self._lengths[completion.agent].add(len(completion.token_ids))
 
     def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
         dropped = ask.unfinished
@@ -474,10 +471,3 @@ class Stages:
         """True if the ask continues without its stragglers."""
         age = self.player.versions[self.team.agents[ask.ask.agent].policy] - ask.opened_version
         return self.config.group_completion == "drop_stragglers" and age > self.config.max_group_age
-
-    def _expected(self, agent: str, known: int, max_new_tokens: int) -> float | None:
-        """Estimated remaining tokens, to send the longest first: the mean over those that got at least this far, capped by
-        the segment; None: none did."""
-        lengths = np.asarray(self._lengths[agent])
-        longer = lengths[lengths > known]
-        return min(float(longer.mean()) - known, max_new_tokens) if len(longer) else None
