@@ -1,6 +1,7 @@
 """Seconds and GB/s of a publish, from the trainer's tensors to a verified engine, by backend and part.
 
     python benchmarks/weight_sync.py [--json FILE] [--mib 64 256 1024] [--repeats 3] [--bucket-mib 64]
+                                     [--changed 0.008 0.045 0.2]
 
 The engine is our local one in a process of its own, one thread on either side; versions are published by one backend
 after the other. Without CUDA nccl is measured as gloo (TCP over the loopback), ipc as a file in /dev/shm that both map: their CPU
@@ -10,7 +11,9 @@ written). Bytes that must move, a byte of weights, and so the bound of each back
     shm   write 2, load 2, checksums on both sides 2                                                              = 6
     ipc   pack into the shared bucket 2, copy to its place 2, checksums 2                                         = 6
     nccl  pack 2, into the kernel 2, out of it 2, copy to its place 2, checksums 2 (gloo; NVLink moves it once)   = 10
+    delta pack 2, compare 2, keep what was sent 2, checksums 2, and 6 a byte sent                                 = 8 +
 
+delta is nccl's twin with sync.delta, where --changed of the numbers have changed since the publish before.
 Share: the bound over the measured seconds. `ratio:` is that of shm, for the largest size. The extrapolation to 61 GB is
 proportional to bytes, on this machine's one process: no measurement.
 """
@@ -24,19 +27,29 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-BYTES_MOVED = {"shm": 6, "ipc": 6, "nccl": 10}
-TWINS = {"shm": "shm", "ipc": "ipc's CPU twin (a mapped file)", "nccl": "nccl's CPU twin (gloo, loopback)"}
+BYTES_MOVED = {"shm": 6, "ipc": 6, "nccl": 10, "delta": 8}
+TWINS = {
+    "shm": "shm",
+    "ipc": "ipc's CPU twin (a mapped file)",
+    "nccl": "nccl's CPU twin (gloo, loopback)",
+    "delta": "nccl's CPU twin with sync.delta",
+}
 QWEN3_30B_A3B_BYTES = 61.06e9  # 30.53e9 parameters, bfloat16
 
 
 @dataclass(frozen=True)
 class Row:
-    """One publish. gb_per_s: weights over all seconds; seconds_of: by part (SyncReport)."""
+    """One publish. num_bytes: of the model; gb_per_s: these over all seconds; seconds_of: by part (SyncReport).
+
+    changed: share of the numbers that had changed, where changes alone were sent.
+    """
 
     backend: str
+    changed: float | None
     num_bytes: int
+    sent_bytes: int
     num_tensors: int
     seconds: float
     seconds_of: dict[str, float]
@@ -45,7 +58,12 @@ class Row:
 
     @property
     def bound_s(self) -> float:
-        return BYTES_MOVED[self.backend] * self.num_bytes / (self.copy_gb_per_s * 1e9)
+        moved = BYTES_MOVED[self.backend] * self.num_bytes + (6 * self.sent_bytes if self.backend == "delta" else 0)
+        return moved / (self.copy_gb_per_s * 1e9)
+
+    @property
+    def name(self) -> str:
+        return TWINS[self.backend] + ("" if self.changed is None else f", {100 * self.changed:g}% changed")
 
     @property
     def share(self) -> float:
@@ -91,6 +109,14 @@ class Whole:
         self.hf_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._boxes = [{name: whole_box(shape) for name, shape in self.hf_shapes.items()}]
 
+    def change(self, share: float) -> None:
+        """Flip the last bit of so many numbers of each tensor, others each time."""
+        import torch
+
+        for tensor in self._tensors.values():
+            moves = torch.rand(tensor.shape) < share
+            tensor.view(torch.int16).bitwise_xor_(moves.to(torch.int16))
+
     def export(self) -> Any:
         """A clone a tensor: what the trainer's export costs where nothing is gathered from other ranks."""
         return ((name, tensor.clone()) for name, tensor in self._tensors.items())
@@ -105,8 +131,11 @@ class Whole:
         return self._tensors[name].view(len(self._tensors[name]), -1)
 
 
-def measure(mib: int, repeats: int, bucket_mib: int) -> list[Row]:
-    """Publishes of one model by one backend after the other, the first ones (page faults, lazy imports) left out."""
+def measure(mib: int, repeats: int, bucket_mib: int, shares: list[float]) -> list[Row]:
+    """Publishes of one model by one backend after the other, the first ones (page faults, lazy imports) left out.
+
+    shares: of the numbers that have changed, for publishes of changes.
+    """
     import torch
     from engine_process import EngineProcess
 
@@ -121,23 +150,29 @@ def measure(mib: int, repeats: int, bucket_mib: int) -> list[Row]:
         vocab_size = write_model(model, mib)
         files = WeightFiles(model)
         weights = {name: files[name].clone() for name in files}
+        num_bytes = sum(tensor.nbytes for tensor in weights.values())
         pool = EnginePool(EngineProcess(str(model), "bfloat16"))  # type: ignore[arg-type]
         engines, learner = CheckedEngines(pool, vocab_size=vocab_size), Whole(weights)
-        syncs: dict[str, WeightSync] = {
-            "shm": FileSync(engines, torch.bfloat16, verify_every=repeats + 2),
-            "ipc": DirectSync(engines, torch.bfloat16, "ipc", verify_every=repeats + 2, bucket_bytes=bucket_mib << 20),
-            "nccl": DirectSync(
-                engines, torch.bfloat16, "nccl", verify_every=repeats + 2, bucket_bytes=bucket_mib << 20
-            ),
-        }
-        for kind, sync in syncs.items():  # an engine has one connection at a time
+        common: dict[str, Any] = {"verify_every": repeats + 2, "bucket_bytes": bucket_mib << 20}
+        ways: list[tuple[str, float | None]] = [("shm", None), ("ipc", None), ("nccl", None)]
+        for backend, share in [
+            *ways,
+            *(("delta", share) for share in shares),
+        ]:  # an engine has one connection at a time
+            sync: WeightSync
+            if backend == "shm":
+                sync = FileSync(engines, torch.bfloat16, verify_every=repeats + 2)
+            else:
+                kind: Literal["nccl", "ipc"] = "ipc" if backend == "ipc" else "nccl"
+                sync = DirectSync(engines, torch.bfloat16, kind, delta=share is not None, **common)
             for version in range(1, repeats + 2):
+                learner.change(share or 0.0)
                 report = sync.publish(learner, version)  # type: ignore[arg-type]
                 assert report is not None and report.comparison is None
-                speed = report.num_bytes / report.seconds / 1e9
+                speed = num_bytes / report.seconds / 1e9
                 row = Row(
-                    kind, report.num_bytes, report.num_tensors, report.seconds, dict(report.seconds_of), speed,
-                    copy_gb_per_s(),
+                    backend, share, num_bytes, report.num_bytes, report.num_tensors, report.seconds,
+                    dict(report.seconds_of), speed, copy_gb_per_s(),
                 )  # fmt: skip
                 rows += [row] if version > 1 else []
             sync.close()
@@ -151,6 +186,13 @@ def main() -> int:
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024], help="sizes of the weights, ascending")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--bucket-mib", type=int, default=64, help="what ipc and nccl send at once")
+    parser.add_argument(
+        "--changed",
+        type=float,
+        nargs="*",
+        default=[0.008, 0.045, 0.2],
+        help="shares of the numbers that change: sync.delta",
+    )
     words = parser.parse_args()
     import torch
 
@@ -162,19 +204,20 @@ def main() -> int:
     print(f"Qwen3-MoE, bfloat16, one thread each; checksums by {'csrc/cpu' if slow is None else f'torch ({slow})'}")
     medians: list[Row] = []
     for mib in words.mib:
-        measured = measure(mib, words.repeats, words.bucket_mib)
-        for backend, name in TWINS.items():
-            rows = sorted((row for row in measured if row.backend == backend), key=lambda row: row.seconds)
+        measured = measure(mib, words.repeats, words.bucket_mib, words.changed)
+        for name in dict.fromkeys(row.name for row in measured):
+            rows = sorted((row for row in measured if row.name == name), key=lambda row: row.seconds)
             row = rows[len(rows) // 2]
             medians.append(row)
             print(
-                f"{row.num_bytes / 1e9:.3f} GB by {name}: {row.seconds:.3f} s ({rows[0].seconds:.3f} to "
-                f"{rows[-1].seconds:.3f}), {row.gb_per_s:.2f} GB/s; a copy moves {row.copy_gb_per_s:.1f} GB/s, "
+                f"{row.num_bytes / 1e9:.3f} GB by {name}, {row.sent_bytes / 1e9:.3f} GB sent: {row.seconds:.3f} s "
+                f"({rows[0].seconds:.3f} to {rows[-1].seconds:.3f}), {row.gb_per_s:.2f} GB/s; "
+                f"a copy moves {row.copy_gb_per_s:.1f} GB/s, "
                 f"bound {row.bound_s:.3f} s: {100 * row.share:.0f}% of the memory's bandwidth"
             )
             for part, seconds in row.seconds_of.items():
                 print(f"    {part:<16} {seconds:.3f} s  {row.num_bytes / seconds / 1e9:8.2f} GB/s of weights")
-    last = {row.backend: row for row in medians}
+    last = {row.backend: row for row in medians if row.changed is None}
     at_61 = {backend: row.seconds * QWEN3_30B_A3B_BYTES / row.num_bytes for backend, row in last.items()}
     print(
         "extrapolation, not measured: 61 GB (Qwen3-30B-A3B, bfloat16) at the last size's rate, one process: "

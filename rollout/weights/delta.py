@@ -32,9 +32,8 @@ def encode_delta(flat: Tensor, changed: Tensor, num_changed: int) -> Tensor | No
     if 4 * num_blocks + num_changed * (flat.itemsize + 2) >= flat.nbytes:
         return None
     index = changed.nonzero().view(-1)
-    counts = torch.bincount(index // _BLOCK, minlength=num_blocks).int()
-    places = (index % _BLOCK - _BLOCK // 2).short()  # signed: torch does little with uint16
-    return torch.cat([each.view(torch.uint8) for each in (counts, flat[index], places)])
+    counts = torch.searchsorted(index, _starts(num_blocks + 1, flat.device)).diff().int()
+    return torch.cat([each.view(torch.uint8) for each in (counts, flat[index], index.short())])  # its last 16 bits
 
 
 def decode_delta(message: Tensor, num_elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -42,9 +41,14 @@ def decode_delta(message: Tensor, num_elements: int, dtype: torch.dtype) -> tupl
     num_blocks = _num_blocks(num_elements)
     num_changed = (len(message) - 4 * num_blocks) // (dtype.itemsize + 2)
     counts, values, places = message.split([4 * num_blocks, num_changed * dtype.itemsize, num_changed * 2])
-    starts = torch.arange(num_blocks, device=message.device) * _BLOCK + _BLOCK // 2
-    return starts.repeat_interleave(counts.view(torch.int32)) + places.view(torch.int16), values.view(dtype)
+    inside = places.view(torch.int16).long() & (_BLOCK - 1)
+    starts = _starts(num_blocks, message.device)
+    return starts.repeat_interleave(counts.view(torch.int32)) + inside, values.view(dtype)
 
 
 def _num_blocks(num_elements: int) -> int:
     return -(-num_elements // _BLOCK)
+
+
+def _starts(num_blocks: int, device: torch.device) -> Tensor:
+    return torch.arange(num_blocks, device=device) * _BLOCK

@@ -444,7 +444,7 @@ class GroupSender(DirectSender):
             masks.append(differs(flat[at : at + last.numel()].view(last.shape), last).view(-1))
             at += last.numel()
         changed = torch.cat(masks)
-        num_changed = int(changed.sum())
+        num_changed = int(changed.count_nonzero())
         self.traffic.add(Traffic(num_changed=num_changed, num_compared=len(flat)))
         message = encode_delta(flat, changed, num_changed)
         return flat if message is None else message

@@ -163,6 +163,14 @@ def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str) -> None:
     assert preflight(read_config(None, [*words, "sync.cpu_twin=true"])[0], world_size=1).config.sync.cpu_twin
     with pytest.raises(ConfigError, match="vLLM on a CPU computes with packed copies"):
         preflight(read_config(None, [words[0], "sync.cpu_twin=true", "rollout.engine=vllm"])[0], world_size=1)
+    deltas = read_config(None, [*words, "sync.cpu_twin=true", "sync.delta=true"])[0]
+    if backend == "nccl":
+        assert preflight(deltas, world_size=1).placement[-1].endswith("straight to the engines, what has changed alone")
+    else:
+        with pytest.raises(
+            ConfigError, match="sync.delta=true sends changes over a network, and sync.backend=ipc uses none"
+        ):
+            preflight(deltas, world_size=1)
 
 
 def test_all_policies_that_are_trained_are_cut_alike() -> None:
