@@ -155,7 +155,7 @@ class DeviceChunks(Chunks):
         super().__init__(kernels, head, hidden, rows, wanted)
         dtype, padded = self._gradients.gemms.gradient_dtype, _padded(head)
         at_most = _device_rows(4 * padded, DEVICE_LOGITS_BYTES)
-        waiting = max(at_most, _rows_of_dz(dtype.itemsize * padded, hidden)) if wanted.any else 0
+        waiting = max(at_most, rows_of_dz(dtype.itemsize * padded, hidden)) if wanted.any else 0
         full, rest = divmod(waiting, at_most)
         self._sizes = [at_most] * max(1, full) + [rest] * (rest > 0)
         self._rows_at_once = min(rows.count, at_most)
@@ -226,7 +226,7 @@ def _device_rows(row_bytes: int, num_bytes: int) -> int:
     return min(DEVICE_MAX_ROWS, tiles * DEVICE_ROW_MULTIPLE)
 
 
-def _rows_of_dz(row_bytes: int, hidden: Tensor) -> int:
+def rows_of_dz(row_bytes: int, hidden: Tensor) -> int:
     """Rows of dz that wait for the backward GEMMs on a device."""
     tiles = _device_rows(row_bytes, DEVICE_GRADIENT_BYTES) // DEVICE_ROW_MULTIPLE
     return whole_waves(tiles, ceil(hidden.shape[1] / TILE_COLUMNS), num_multiprocessors(hidden)) * DEVICE_ROW_MULTIPLE

@@ -59,7 +59,7 @@ class HeadGradients:
             return
         rows = _contiguous_or_listed(tokens)
         if self.wanted.hidden:
-            self._put(rows, self.gemms.hidden_gradient(dz))
+            self.put(rows, self.gemms.hidden_gradient(dz))
         if self.wanted.weight:
             self.of_weight = self.gemms.add_weight_gradient(self.of_weight, dz, rows.take(self.hidden))
 
@@ -82,9 +82,10 @@ class HeadGradients:
         dz = None if room is None else room[: rows.count]
         self.gemms.hidden_and_weight_gradient(dz_of, rows.take(self.hidden), of_hidden, self.of_weight, adds, dz)
         if of_hidden is not None:
-            self._put(rows, of_hidden)
+            self.put(rows, of_hidden)
 
-    def _put(self, rows: Rows, gradient: Tensor) -> None:
+    def put(self, rows: Rows, gradient: Tensor) -> None:
+        """Set the rows of of_hidden to the gradient [R, H], in any dtype."""
         if rows.count == self.hidden.shape[0]:  # all rows at once, as with a small vocabulary
             self._of_hidden = gradient.to(self.hidden.dtype)
             return

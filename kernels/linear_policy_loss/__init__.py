@@ -1,6 +1,8 @@
 """linear_policy_loss: from hidden states and the head's weight to the RL loss and its gradient, without storing the logits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from marsrl.kernels.checks import check
 from marsrl.kernels.differentiable import first_derivative_only
-from marsrl.kernels.dispatch import Implementation, Op
+from marsrl.kernels.dispatch import Implementation, Op, late_function
 from marsrl.kernels.head.bad_values import check_values
 from marsrl.kernels.head.chunked_head import head_gradients, head_statistics, policy_gradients
 from marsrl.kernels.head.gradients import HeadGradients, Wanted
@@ -18,6 +20,7 @@ from marsrl.kernels.head.rows.providers import ROW_PROVIDERS, RowProvider
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.support import Support
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
+from marsrl.kernels.linear_policy_loss.quack_head import machine_lacks_quack, why_not_quack
 from marsrl.kernels.linear_policy_loss.reference import linear_policy_loss_reference
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.terms import agent_sums, needs_whole_sequences, policy_terms, total_loss
@@ -87,11 +90,27 @@ class _Call:
     tokens: PolicyTokens
     main_grad: Tensor | None
 
+    @property
+    def wanted(self) -> Wanted:
+        """Nothing in evaluation and in the first forward of activation recomputation, where grad mode is off."""
+        is_differentiable = torch.is_grad_enabled()
+        return Wanted(
+            hidden=is_differentiable and self.hidden.requires_grad,
+            weight=is_differentiable and self.weight.requires_grad,
+            weight_dtype=self.weight.dtype if self.main_grad is None else self.main_grad.dtype,
+        )
+
 
 def _fused_loss(
-    kernels: RowKernels, head: Head, hidden: Tensor, tokens: PolicyTokens, wanted: Wanted
+    kernels: RowKernels,
+    gradients_of: Callable[..., HeadGradients],
+    head: Head,
+    hidden: Tensor,
+    tokens: PolicyTokens,
+    wanted: Wanted,
 ) -> tuple[Statistics, PolicyTerms, HeadGradients | None]:
     """The terms of the loss and, if wanted, the gradients for a grad_output of 1, by the cheapest route the objective allows.
+    gradients_of: policy_gradients or its like.
 
     Masked rows never enter the first GEMM, rows without a coefficient never enter the backward GEMMs: with mask share m
     and active share a it is (2m + 4a) THV FLOPs, and (2m + 6a) THV on the route of whole sequences.
@@ -100,7 +119,7 @@ def _fused_loss(
     if not needs_whole_sequences(tokens):
         statistics = Statistics.zeros(hidden.shape[0], hidden.device)
         terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
-        return statistics, terms, policy_gradients(kernels, head, hidden, rows, statistics, terms, wanted)
+        return statistics, terms, gradients_of(kernels, head, hidden, rows, statistics, terms, wanted)
     statistics = head_statistics(kernels, head, hidden, rows)
     terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
     terms.evaluate(rows.settled())
@@ -182,25 +201,28 @@ def _placeholder_gradient(weight: Tensor) -> Tensor | None:
     return torch.empty_like(weight)
 
 
-def _on_rows(provider: RowProvider) -> Implementation:
-    def run(call: _Call) -> PolicyLoss:
-        hidden, weight = call.hidden, call.weight
-        # In evaluation and in the first forward of activation recomputation grad mode is off: no gradient is formed.
-        is_differentiable = torch.is_grad_enabled()
-        wanted = Wanted(
-            hidden=is_differentiable and hidden.requires_grad,
-            weight=is_differentiable and weight.requires_grad,
-            weight_dtype=weight.dtype if call.main_grad is None else call.main_grad.dtype,
-        )
-        found, terms, gradients = _fused_loss(provider.load(), call.head, hidden.detach(), call.tokens, wanted)
-        sums = terms.sums()
-        loss = _FusedLoss.apply(hidden, weight, gradients, total_loss(sums), call.main_grad)
-        return PolicyLoss(loss, found.logprobs, found.entropy, terms.coefficient, agent_sums(sums))
+def _run(load: Callable[[], RowKernels], gradients_of: Callable[..., HeadGradients], call: _Call) -> PolicyLoss:
+    hidden, wanted = call.hidden.detach(), call.wanted
+    found, terms, gradients = _fused_loss(load(), gradients_of, call.head, hidden, call.tokens, wanted)
+    sums = terms.sums()
+    loss = _FusedLoss.apply(call.hidden, call.weight, gradients, total_loss(sums), call.main_grad)
+    return PolicyLoss(loss, found.logprobs, found.entropy, terms.coefficient, agent_sums(sums))
 
+
+def _on_rows(provider: RowProvider) -> Implementation:
     def why_not(call: _Call) -> str | None:
         return provider.why_not(hidden=call.hidden, weight=call.weight)
 
-    return Implementation(provider.name, run, why_not, provider.machine_lacks)
+    return Implementation(
+        provider.name, partial(_run, provider.load, policy_gradients), why_not, provider.machine_lacks
+    )
+
+
+_gradients_by_quack = late_function("linear_policy_loss.quack_head.gradients", "quack_gradients")
+
+
+def _why_not_quack(call: _Call) -> str | None:
+    return why_not_quack(call.head, call.hidden, call.tokens, call.wanted)
 
 
 def _reference(call: _Call) -> PolicyLoss:
@@ -218,5 +240,11 @@ def _why_not_reference(call: _Call) -> str | None:
 
 _OP = Op(
     "linear_policy_loss",
-    (*map(_on_rows, ROW_PROVIDERS), Implementation("reference", _reference, _why_not_reference)),
+    (
+        Implementation(
+            "quack", partial(_run, ROW_PROVIDERS[0].load, _gradients_by_quack), _why_not_quack, machine_lacks_quack
+        ),
+        *map(_on_rows, ROW_PROVIDERS),
+        Implementation("reference", _reference, _why_not_reference),
+    ),
 )

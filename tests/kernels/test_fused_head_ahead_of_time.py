@@ -1,6 +1,7 @@
 """The Triton kernels of the fused head, at production sizes and constants, for GPUs that are not here."""
 
 import pytest
+import quack_in_torch
 import torch
 from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 from policy_cases import OBJECTIVES
@@ -69,6 +70,23 @@ def test_statistics_and_gradients_of_a_chunk(target, width, stride, columns, is_
         of = {report.kernel: report for report in reports}
         assert of["row_partials"].num_wide_loads and of["row_gradients"].num_wide_loads, of
         assert of["row_gradients"].num_wide_stores, of
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_rows_and_scales_between_the_products_of_quack(is_packed, monkeypatch):
+    quack_in_torch.install(monkeypatch)
+    from marsrl.kernels.linear_policy_loss.quack_head.gradients import prepared
+
+    head, rows = head_of(151936, 151936, is_packed), Rows(ids(4224), 0, 4224) if is_packed else Rows(None, 4224, 4224)
+    slopes = Slopes(Statistics(*(floats(TOKENS) for _ in range(4))), floats(TOKENS), floats(TOKENS))
+    exponentials = floats(4224, 151936, dtype=torch.bfloat16)
+    of_rows = floats(2048, 151936, dtype=torch.bfloat16) if is_packed else exponentials
+    with compiled_launches(90) as reports:
+        prepared(head, rows, slopes, exponentials, floats(4224, 1187), floats(4224, dtype=torch.int32), of_rows)
+    assert [report.kernel for report in reports] == ["prepare_rows", "tile_scales"]
+    for report in reports:
+        # as row_gradients: a double of exact_exp
+        assert_compiled_well(report, dots=False, spill_allowance_bytes=8 if report.kernel == "prepare_rows" else 0)
 
 
 @pytest.mark.parametrize("target", TARGETS)

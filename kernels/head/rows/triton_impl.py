@@ -28,11 +28,24 @@ class TritonRowKernels(RowKernels):
 
     def statistics(self, product: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         pieces = _pieces(product, rows, head)
+        self.finish(pieces, rows, head, out, head.inverse_temperature, head.inverse_temperature_of_all)
+
+    def finish(
+        self,
+        pieces: Tensor,
+        rows: Rows,
+        head: Head,
+        out: Statistics,
+        inverse_temperature: Tensor | None = None,
+        inverse_of_all: float = 1.0,
+    ) -> None:
+        """Fill `out` at the rows from pieces [4, pieces, R] float32 as _pieces has them, of logits that are still to be
+        multiplied by the inverse temperature."""
         block = _join_block(pieces)
         with on_device_of(pieces):
             triton_kernels.finish_rows[(triton.cdiv(rows.count, block["BLOCK"]),)](
                 *(pieces, pieces.shape[1], pieces.shape[2], rows.count, head.num_columns, rows.ids, rows.first),
-                *(head.targets, head.inverse_temperature, head.inverse_temperature_of_all, out.arrays),
+                *(head.targets, inverse_temperature, inverse_of_all, out.arrays),
                 **block,
             )
 
@@ -54,15 +67,8 @@ class TritonRowKernels(RowKernels):
     def gradients(
         self, product: Tensor, rows: Rows, head: Head, slopes: Slopes, out: Tensor, active: Tensor
     ) -> LateCount:
-        place_of = torch.empty(rows.count, dtype=torch.int32, device=active.device)
-        count = torch.empty(1, dtype=torch.int32, device=active.device)
+        place_of, late = list_active(rows, slopes, active)
         with on_device_of(product):
-            triton_kernels.list_active[(1,)](
-                *(rows.count, rows.ids, rows.first, slopes.coefficient, slopes.entropy_coefficient),
-                *(place_of, active, count),
-                BLOCK=BLOCK_TOKENS,
-            )
-            late = LateCount(count)  # its copy is queued before later work, so that the host gets it early
             triton_kernels.row_gradients[(rows.count, triton.cdiv(head.width, PIECE_COLUMNS))](
                 *(_with_padding(product), product.stride(0), head.num_columns),
                 *_token_arguments(rows, head),
@@ -114,6 +120,20 @@ class TritonPolicyTerms:
             shape = (self._tokens.num_agents, len(METRICS))
             return torch.zeros(shape, dtype=torch.float64, device=self._logprobs.device)
         return torch.cat(self._sums).sum(0)
+
+
+def list_active(rows: Rows, slopes: Slopes, active: Tensor) -> tuple[Tensor, LateCount]:
+    """place_of [R] int32, a row's place among those with a coefficient, or -1; and their number. active [>= R] int64 receives
+    their tokens."""
+    place_of = torch.empty(rows.count, dtype=torch.int32, device=active.device)
+    count = torch.empty(1, dtype=torch.int32, device=active.device)
+    with on_device_of(active):
+        triton_kernels.list_active[(1,)](
+            *(rows.count, rows.ids, rows.first, slopes.coefficient, slopes.entropy_coefficient),
+            *(place_of, active, count),
+            BLOCK=BLOCK_TOKENS,
+        )
+        return place_of, LateCount(count)  # its copy is queued before later work, so that the host gets it early
 
 
 def _pieces(logits: Tensor, rows: Rows, head: Head) -> Tensor:

@@ -1,0 +1,63 @@
+"""The head by QuACK's GEMMs for Hopper (github.com/Dao-AILab/quack), whose first product leaves exponentials in place of logits:
+6 bytes a logit cross the memory where cuBLAS and the row kernels move 18. Not run on a GPU here."""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels.head.gradients import Wanted
+from marsrl.kernels.head.objective import PolicyTokens
+from marsrl.kernels.head.vocabulary import Head
+from marsrl.kernels.policy_loss.terms import needs_whole_sequences
+from marsrl.kernels.triton_machine import why_not_triton
+
+ROWS = 128  # of a tile of the products, and of the vocabulary
+
+
+@cache
+def machine_lacks_quack() -> str | None:
+    """None if a GPU is there and QuACK can be imported, else the reason."""
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    if find_spec("quack") is None:
+        return "quack is not installed"
+    try:
+        import_module("marsrl.kernels.linear_policy_loss.quack_head.gemms")
+    except (
+        ImportError,
+        OSError,
+        AttributeError,
+        TypeError,
+    ) as error:  # another release; a CUDA library that is missing
+        return f"quack is installed and does not import: {error}"
+    return None
+
+
+def why_not_quack(head: Head, hidden: Tensor, tokens: PolicyTokens, wanted: Wanted) -> str | None:
+    """None if this head can serve this call, else the reason; after machine_lacks_quack."""
+    weight = head.weight
+    if reason := why_not_triton("hidden", hidden):
+        return reason
+    if not hidden.dtype == weight.dtype == torch.bfloat16:
+        return f"hidden is {hidden.dtype} and weight {weight.dtype}, its products are of bfloat16".replace("torch.", "")
+    major, minor = torch.cuda.get_device_capability(hidden.device)
+    if (major, minor) != (9, 0):
+        return f"the GPU has compute capability {major}.{minor}, its transformed products are for 9.0"
+    if weight.shape[0] % ROWS or weight.shape[1] % 8:
+        return f"weight is {list(weight.shape)}, expected multiples of {ROWS} and 8"
+    if not weight.is_contiguous() or weight.data_ptr() % 16:
+        return "weight is not contiguous, or not at a multiple of 16 bytes"
+    if not wanted.any:
+        return "no gradient is wanted"
+    if head.is_sharded or head.num_columns != head.width:
+        return "the vocabulary is sharded or padded"
+    if head.support is not None:
+        return "support is given"
+    if needs_whole_sequences(tokens):
+        return "the objective needs the log-probs of whole sequences first"
+    if tokens.objective.entropy_coef:
+        return "the objective has an entropy bonus, whose gradient needs the logits"
+    return None

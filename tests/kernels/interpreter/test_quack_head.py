@@ -1,0 +1,129 @@
+"""The head by QuACK's GEMMs, which PyTorch stands in for here, with our Triton kernels between them interpreted."""
+
+import sys
+
+import pytest
+import quack_in_torch
+import torch
+from fused_head import arguments_for, compare_policy_loss, forced, head_case, linear_policy_loss
+from head_tests import PLAIN
+
+from marsrl.kernels import PolicyObjective
+from marsrl.kernels.head import chunked_head
+from marsrl.kernels.linear_policy_loss import _OP, quack_head
+
+BF16 = torch.bfloat16
+OF_GEMMS = "marsrl.kernels.linear_policy_loss.quack_head.gemms"
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """A GPU of compute capability 9.0, and QuACK."""
+    quack_in_torch.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    quack_head.machine_lacks_quack.cache_clear()
+    with forced("quack"):
+        yield
+    quack_head.machine_lacks_quack.cache_clear()
+    sys.modules.pop(OF_GEMMS, None)
+
+
+@pytest.mark.parametrize("name", ["pseudo on-policy", "clip", "strong gate", "cispo", "tis", "icepop", "k3"])
+def test_an_objective_equals_its_definition(name):
+    case = head_case(24, 16, 256)
+    compare_policy_loss(case, arguments_for(case, name), BF16)
+
+
+@pytest.mark.parametrize("temperature", [1.5, "per token"])
+def test_temperature(temperature):
+    case = head_case(12, 8, 384)
+    temperature = torch.rand(12) + 0.5 if temperature == "per token" else temperature
+    compare_policy_loss(case, arguments_for(case, "clip", temperature=temperature), BF16)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_chunks_whose_rows_have_a_coefficient_all_or_few(share, monkeypatch):
+    """128 rows a chunk, the least; few rows are packed."""
+    monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", 1)
+    case = head_case(150, 8, 128)
+    arguments = arguments_for(case, "no gate", advantages=None)
+    arguments["token_advantages"] = torch.randn(150) * (torch.rand(150) < share)
+    compare_policy_loss(case, arguments, BF16)
+
+
+def test_rows_that_are_hard_for_a_softmax():
+    """Usual, large, sure of the target, and targets far below the largest of the row, alone in their tile and not."""
+    z = torch.randn(6, 256)
+    z[1] *= 30
+    z[2, 7] += 40
+    z[3, 200] += 90
+    z[4, :128] += 150
+    z[5, 128:] -= 200
+    case = torch.eye(16)[:6], torch.cat((z.t(), torch.zeros(256, 10)), 1), torch.tensor([3, 5, 7, 1, 130, 200])
+    arguments = {
+        "objective": PLAIN,
+        "token_advantages": torch.tensor([1.0, -2.0, 1.0, 0.5, 1.5, -1.0]),
+        "mask": torch.ones(6, dtype=torch.bool),
+        "cu_seqlens": torch.tensor([0, 6]),
+        "normaliser": 1.0,
+    }
+    compare_policy_loss(case, arguments, BF16)
+
+
+def test_a_row_without_a_coefficient_is_not_read_for_the_gradients():
+    hidden, weight, targets = (each.to(BF16) if each.is_floating_point() else each for each in head_case(6, 8, 128))
+    hidden[2] = torch.nan
+    hidden.requires_grad_(), weight.requires_grad_()
+    arguments = {"objective": PLAIN, "token_advantages": torch.ones(6), "cu_seqlens": torch.tensor([0, 6])}
+    arguments["dropped"] = torch.arange(6) == 2
+    linear_policy_loss(hidden, weight, targets, **arguments, normaliser=1.0).loss.backward()
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all() and not hidden.grad[2].any()
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_one_gradient_alone_is_that_of_both(frozen):
+    grads = {}
+    hidden, weight, targets = (each.to(BF16) if each.is_floating_point() else each for each in head_case(7, 8, 128))
+    arguments = {"objective": PLAIN, "token_advantages": torch.randn(7), "cu_seqlens": torch.tensor([0, 7])}
+    for which in ("both", frozen):
+        leaves = {"hidden": hidden.clone(), "weight": weight.clone()}
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name != which)
+        linear_policy_loss(*leaves.values(), targets, **arguments, normaliser=1.0).loss.backward()
+        grads[which] = leaves
+    (other,) = {"hidden", "weight"} - {frozen}
+    assert torch.equal(grads[frozen][other].grad, grads["both"][other].grad) and grads[frozen][frozen].grad is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float32}, "its products are of bfloat16"),
+        ({"vocab": 131}, "expected multiples of 128"),
+        ({"size": 12}, "expected multiples of 128 and 8"),
+        ({"real_vocab_size": 100}, "padded"),
+        ({"objective": PolicyObjective(entropy_coef=0.1)}, "entropy bonus"),
+        ({"objective": PolicyObjective(ratio="sequence"), "old_logprobs": torch.zeros(6)}, "whole sequences"),
+        ({"frozen": True}, "no gradient is wanted"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_by_name_and_served_by_ours(changes, reason, monkeypatch):
+    dtype, frozen = changes.pop("dtype", BF16), changes.pop("frozen", False)
+    hidden, weight, targets = head_case(6, changes.pop("size", 8), changes.pop("vocab", 128))
+    hidden, weight = hidden.to(dtype).requires_grad_(not frozen), weight.to(dtype)
+    arguments = {"objective": PLAIN, "token_advantages": torch.ones(6), "cu_seqlens": torch.tensor([0, 6]), **changes}
+    with pytest.raises(RuntimeError, match=reason):
+        linear_policy_loss(hidden, weight, targets % 100, **arguments, normaliser=1.0)
+    monkeypatch.delenv("MARSRL_KERNELS")
+    assert linear_policy_loss(hidden, weight, targets % 100, **arguments, normaliser=1.0).loss.isfinite()
+
+
+def test_it_is_preferred_on_hopper_alone(monkeypatch):
+    monkeypatch.delenv("MARSRL_KERNELS")
+    assert _OP.explain(lambda each: each.machine_lacks()).chosen == "quack"
+    monkeypatch.setitem(sys.modules, "quack.epilogue.scaled_exp", None)
+    sys.modules.pop(OF_GEMMS, None)
+    quack_head.machine_lacks_quack.cache_clear()
+    found = _OP.explain(lambda each: each.machine_lacks())
+    assert found.chosen == "triton" and "quack is installed and does not import" in found.reasons["quack"]
