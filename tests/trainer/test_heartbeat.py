@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -10,6 +12,29 @@ import pytest
 import torch.distributed as dist
 
 from marsrl.trainer.runs.heartbeat import Heartbeat, RankLost
+
+LAUNCHED = """
+import os, threading
+import torch.distributed as dist
+from marsrl.trainer.runs.heartbeat import Heartbeat
+ours, launchers = os.pipe()
+if os.fork():  # the launcher, killed once its rank has begun
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(launchers, str(server.port).encode())
+    server.get("beat/0")
+    os._exit(9)
+store, stopped = dist.TCPStore("127.0.0.1", int(os.read(ours, 9))), threading.Event()
+def stop(reason, silent):
+    print(reason, silent, flush=True)
+    stopped.set()
+try:
+    with Heartbeat(store, 0, 1, stop=stop, beat_s=0.2, silence_s=1e9):
+        stopped.wait(60)
+        raise RuntimeError("a collective that broke")
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+os._exit(0)
+"""
 
 
 class Rank:
@@ -56,3 +81,10 @@ def test_a_rank_that_is_done_is_not_missed() -> None:
         with ranks[1].heartbeat:
             pass
         assert not ranks[0].stopped.wait(2.0)
+
+
+def test_a_killed_launcher_interrupts_and_is_no_lost_rank() -> None:
+    done = subprocess.run([sys.executable, "-c", LAUNCHED], capture_output=True, text=True, timeout=120)
+    reason, end = done.stdout.splitlines()
+    assert reason.startswith("torchrun has ended, and its store with it: ") and reason.endswith(" []")
+    assert end == "interrupted"

@@ -66,6 +66,7 @@ class Heartbeat:
         self._beat_s = beat_s if beat_s is not None else min(BEAT_S, silence_s / 8)
         self._watched = [r for r in range(world_size) if r != rank] if rank == 0 else [0]
         self._stop = stop or self._stop_process
+        self._launcher = os.getppid()
         self._left = threading.Event()
         self._counts = dict.fromkeys(self._watched, b"")  # last beats
         self._changed = dict.fromkeys(self._watched, time.monotonic())  # time of each new beat
@@ -155,6 +156,9 @@ class Heartbeat:
 
     def _store_is_gone(self, how: str) -> tuple[str, list[str]]:
         """(reason to stop, rank 0's last beat)."""
+        if os.getppid() != self._launcher:
+            self._is_interrupted = True
+            return f"torchrun has ended, and its store with it: {how}", []
         beat = self._counts.get(0, b"")
         return f"rank 0{_place(beat)} or its machine is gone: {how}", [beat.decode()] if beat else []
 
