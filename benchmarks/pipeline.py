@@ -1,13 +1,14 @@
 """Step time, idle engines, latency and staleness of the agentic pipeline and of segments, simulated on H100s.
 
-    python benchmarks/pipeline.py [--simulate] [--full] [--scale 1] [--json FILE] [--picture FILE]
+    python benchmarks/pipeline.py [--simulate] [--sensitivities | --full] [--scale 1] [--json FILE] [--picture FILE]
 
-The project's player runs with simulated engines on a virtual clock (benchmarks/simulation/): trajectory and agentic with 1, 2, 4
-and 8 segments, and one axis at a time around 64 engines x 512 problems. The constants are printed first; one parameter is fitted.
+The project's player runs with simulated engines on a virtual clock (benchmarks/simulation/): trajectory and agentic with 1 and 4
+segments, 64 engines x 512 problems. The constants are printed first; one parameter is fitted.
 
-    --full      also 4,096 problems: twice the work
-    --scale N   1/N of the engines and problems: less time, and more noise
-    --picture   idle engines by segments, as PNG; needs matplotlib (pip install matplotlib)
+    --sensitivities   also 2 and 8 segments, rollout.overlap, and other numbers of engines and of problems: four times the work
+    --full            the sensitivities with 4,096 problems too: twice their work
+    --scale N         1/N of the engines and problems: less time, and more noise
+    --picture         idle engines by segments, as PNG; needs matplotlib (pip install matplotlib)
 
 `ratio:` is the time per trained sample, trajectory with 1 segment over agentic with 4.
 """
@@ -39,20 +40,24 @@ def draw_idle(found: study.Study, grid: study.Grid, path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", action="store_true", help="all that is done, with this word or without it")
-    parser.add_argument("--full", action="store_true", help="4,096 problems too")
+    more = parser.add_mutually_exclusive_group()
+    more.add_argument("--sensitivities", action="store_true", help="more segments, overlap, engines and problems")
+    more.add_argument("--full", action="store_true", help="the sensitivities with 4,096 problems too")
     parser.add_argument("--scale", type=int, default=1, help="engines and problems by this much fewer")
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--picture", type=Path, help="draw idle engines by segments into this file")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     words = parser.parse_args()
-    grid = study.scaled_grid(study.FULL if words.full else study.Grid(), words.scale)
+    grid = study.FULL if words.full else study.SENSITIVITIES if words.sensitivities else study.Grid()
+    grid = study.scaled_grid(grid, words.scale)
     print(tables.constants_text(), flush=True)
     found = study.begin_study()
     print(tables.fit_text(found.fitted), flush=True)
     study.add_rows(found, grid, lambda line: print(f"  .. {line}", file=sys.stderr, flush=True), words.workers)
     print(tables.pipelines_text(found, grid))
-    print(tables.overlap_text(found, grid))
-    print(tables.axes_text(found, grid))
+    if grid.overlap_at is not None:
+        print(tables.overlap_text(found, grid.overlap_at))
+        print(tables.axes_text(found, grid))
     print(tables.adds_text(found, grid))
     print(f"{sum(found.cpu_s.values()):.0f} s of CPU")
     if words.json:

@@ -207,10 +207,19 @@ def played(
     return groups
 
 
+RANKS = 24  # that train, of CONFIG's 64 GPUs
+
+
 def trained(
-    config: RunConfig, groups: Sequence[Group], parts: Parts, sent: Counter[str], directory: RunDirectory
+    config: RunConfig,
+    groups: Sequence[Group],
+    parts: Parts,
+    sent: Counter[str],
+    directory: RunDirectory,
+    num_ranks: int = RANKS,
 ) -> None:
     """All of rank 0's work on a step's groups except its own part of the update."""
+    data_size = num_ranks // config.policies["main"].layout.tensor
     with parts.of("credit"):
         credited = credit(groups, config.credit, config.agents, success=config.mpt.success)
     average = Average(config.loss.aggregation, config.credit.denominator, config.rollout.max_response_tokens)
@@ -221,7 +230,7 @@ def trained(
     for each in batches:
         with parts.of("micro-batches planned"):
             lengths = [s.num_tokens for s in each.sequences]
-            plan = plan_micro_batches(lengths, data_size(config), config.trainer.max_tokens_per_micro_batch)
+            plan = plan_micro_batches(lengths, data_size, config.trainer.max_tokens_per_micro_batch)
         for data_rank, members in [(data_rank, members) for data_rank, share in enumerate(plan) for members in share]:
             with parts.of("encoding the batch"):
                 data = encode([each.sequences[i] for i in members])
@@ -235,13 +244,6 @@ def trained(
     sent["samples log"] = path.stat().st_size
     with parts.of("metrics"):
         summarise(credited.groups, version=1, advantages=credited.advantages)
-
-
-RANKS = 24  # that train, of CONFIG's 64 GPUs
-
-
-def data_size(config: RunConfig) -> int:
-    return RANKS // config.policies["main"].layout.tensor
 
 
 def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:

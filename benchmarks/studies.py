@@ -53,7 +53,7 @@ ADAPTED = (  # a Solver and a Verifier on one frozen base
 )
 POLICIES = {"shared": ("agents.verifier.policy=solver",), "separate": (), "adapters": ADAPTED}
 TEAM = ("solver", *CRITICS)
-WHOLE_WEIGHTS = ("base=null", "adapter=null", "optimizer.lr=6.0e-4")
+WHOLE_WEIGHTS = ("base=null", "dtype=float32", "adapter=null", "optimizer.lr=6.0e-4")
 STRONG = "warm_start.slip_solver=0.04"  # a Solver that is mostly right from the start, as the papers' is
 
 STUDIES = {

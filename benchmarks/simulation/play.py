@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import MOST_TOKENS, RolloutConfig
 from marsrl.rollout.player.stages import Stages, StepBatch
 from marsrl.rollout.types import Group
 from simulation.cost_model import Constants, CostModel
-from simulation.lengths import Lengths, Outcomes
-from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas, VirtualClock
-from simulation.simulated_team import last_token, problem_stream, simulated_team
+from simulation.lengths import Lengths
+from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas, VirtualClock, Written
+from simulation.simulated_team import one_token_texts, outcomes_of, problem_stream, simulated_team
 
 MAX_TOKENS = 65_536  # of a completion: 64k (MarsRL, UloRL)
 
@@ -30,7 +32,11 @@ StageSize = Literal["new", "total"]
 
 @dataclass(frozen=True)
 class Setting:
-    """One simulated run. The trainer has as many GPUs as the engines: the same ones with overlap 0, its own with more."""
+    """One simulated run.
+
+    trainer_gpus: None: as many as the engines have; the same ones with overlap 0, GPUs of its own with more.
+    max_tokens: of a completion.
+    """
 
     engines: int = 64
     problems: int = 512
@@ -42,6 +48,8 @@ class Setting:
     stage_size: StageSize = "new"
     steps: int = 3  # that are measured
     warmup: int | None = None  # steps before them; default: until every agent of the first problems has played
+    trainer_gpus: int | None = None
+    max_tokens: int = MAX_TOKENS
 
     @property
     def warmup_steps(self) -> int:
@@ -91,31 +99,51 @@ class Step:
     stages: int
 
 
+@dataclass(frozen=True)
+class Texts:
+    """Real texts in place of single tokens. written: an engine's tokens, of which each stands for `grain` of its completion."""
+
+    renderer: ChatRenderer
+    written: Written
+    grain: int
+    question: Callable[[int], str]
+
+
 class Simulation:
     """Stages with simulated engines; `step` plays, trains and publishes once."""
 
-    def __init__(self, setting: Setting, constants: Constants, lengths: Lengths, seed: int = 0) -> None:
+    def __init__(
+        self, setting: Setting, constants: Constants, lengths: Lengths, seed: int = 0, texts: Texts | None = None
+    ) -> None:
         self.cost = CostModel(constants)
         self.clock = VirtualClock()
-        outcomes = Outcomes(constants.solver_accuracy, constants.verifier_agreement, lengths.seed)
-        self.replicas = SimulatedReplicas(
-            setting.engines, self.cost, lengths, lambda uid: last_token(outcomes, uid), self.clock
-        )
+        if texts is None:
+            written, grain, prompt_grain = one_token_texts(outcomes_of(constants, lengths)), TOKEN_GRAIN, TOKEN_GRAIN
+        else:
+            written, grain, prompt_grain = texts.written, texts.grain, 1
+        self.replicas = SimulatedReplicas(setting.engines, self.cost, lengths, written, self.clock, grain, prompt_grain)
         config = RolloutConfig(
             engines=setting.engines,
             prompts_per_step=setting.problems,
             stage_size=setting.stage_size,
             group_size=setting.group_size,
-            max_response_tokens=MAX_TOKENS // TOKEN_GRAIN,
+            max_response_tokens=setting.max_tokens // grain,
             segments=setting.segments,
             pipeline=setting.pipeline,
             overlap=setting.overlap,
             max_unfinished=MOST_TOKENS,  # never reached, so that every row has the same problems a step
         )
-        team = simulated_team(self.replicas, constants, config, is_solver_only=setting.is_solver_only)
-        self.stages = Stages(config, team, problem_stream(), seed=seed)
+        team = simulated_team(
+            self.replicas,
+            constants,
+            config,
+            is_solver_only=setting.is_solver_only,
+            renderer=None if texts is None else texts.renderer,
+        )
+        source = problem_stream() if texts is None else problem_stream(texts.question)
+        self.stages = Stages(config, team, source, seed=seed)
         self._is_beside = setting.overlap > 0
-        self.num_gpus = max(1, round(setting.engines * constants.gpus_per_engine))
+        self.num_gpus = setting.trainer_gpus or max(1, round(setting.engines * constants.gpus_per_engine))
         self.version = 0
 
     def step(self) -> Step:
@@ -123,8 +151,11 @@ class Simulation:
         start = self.clock.now_s
         batch = self._next_batch()
         played_s = self.clock.now_s
+        prompt_grain, grain = self.replicas.prompt_grain, self.replicas.grain
         lengths = [
-            (len(sample.prompt_ids) + len(sample.token_ids)) * TOKEN_GRAIN for g in batch.groups for sample in g.samples
+            len(sample.prompt_ids) * prompt_grain + len(sample.token_ids) * grain
+            for group in batch.groups
+            for sample in group.samples
         ]
         train_s = self.cost.train_s(lengths, self.num_gpus)
         if self._is_beside:
@@ -178,7 +209,9 @@ def play(setting: Setting, constants: Constants, lengths: Lengths) -> Outcome:
     elapsed, num_samples = simulation.clock.now_s - begin, len(latencies)
     if not num_samples:
         raise ValueError(f"no sample was trained in {setting.steps} steps of {setting}; measure more steps")
-    num_gpus = simulation.num_gpus * (2 if setting.overlap else 1)
+    num_gpus = simulation.num_gpus
+    if setting.overlap:  # the engines' are others
+        num_gpus += round(setting.engines * constants.gpus_per_engine)
     return Outcome(
         step_s=elapsed / setting.steps,
         rollout_s=statistics.fmean(step.rollout_s for step in steps),

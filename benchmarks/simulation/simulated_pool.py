@@ -1,12 +1,13 @@
 """Engines without a model on a virtual clock, behind the project's own EnginePool.
 
-A token in the player stands for TOKEN_GRAIN real ones (the arrays would not fit into memory otherwise); the engines count real
+A token in the player stands for several real ones (the arrays would not fit into memory otherwise); the engines count real
 tokens. Only the engines are replaced, nothing of the player, the pool or the team.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,17 @@ import numpy as np
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.pool.replicas import OnLost, Replicas, Timed, ignore_loss
-from marsrl.rollout.types import Finish
+from marsrl.rollout.types import Finish, IntArray
 from simulation.cost_model import CostModel
 from simulation.engine_timeline import EngineTimeline, Job
 from simulation.lengths import Lengths
 
 TOKEN_GRAIN = 128
 """Real tokens that one simulated token stands for: 64k are 512, a length is off by less than 1.6% of 8k."""
+
+Written = Callable[[str, int, int], IntArray]
+"""(uid, number of tokens, those left behind them) -> [N] int32: what an engine decodes next of a completion, its end where none
+is left."""
 
 _TOGETHER_S = 1.0  # results that end this close together are collected at once
 
@@ -41,18 +46,28 @@ class _UnderWay:
 class SimulatedReplicas(Replicas):
     """The engines of one policy. `collect` runs until something ends.
 
-    lengths: whole lengths of completions, in real tokens. last_token: the final token of a finished one, by uid.
-    first_token_s: time of the first token, by uid; readers remove their entries.
+    lengths: whole lengths of completions, in real tokens. written: their tokens. grain, prompt_grain: real tokens that one of a
+        completion, of a prompt, stands for.
+    first_token_s: time of the first token, by uid; readers remove their entries. own_cpu_s: CPU seconds of this simulation.
     """
 
     def __init__(
-        self, num_engines: int, cost: CostModel, lengths: Lengths, last_token: Callable[[str], int], clock: VirtualClock
+        self,
+        num_engines: int,
+        cost: CostModel,
+        lengths: Lengths,
+        written: Written,
+        clock: VirtualClock,
+        grain: int = TOKEN_GRAIN,
+        prompt_grain: int = TOKEN_GRAIN,
     ) -> None:
+        self.grain, self.prompt_grain = grain, prompt_grain
+        self.own_cpu_s = 0.0
         self.engines = [EngineTimeline(cost) for _ in range(num_engines)]
         self.clock = clock
         self.decoded_tokens = 0
         self.first_token_s: dict[str, float] = {}
-        self._lengths, self._last_token = lengths, last_token
+        self._lengths, self._written = lengths, written
         self._left: dict[str, int] = {}  # simulated tokens still to come, by uid of an unfinished completion
         self._cached: dict[str, tuple[int, int]] = {}  # uid or affinity: (replica, version) that holds its prefix
         self._under_way: list[dict[str, _UnderWay]] = [{} for _ in range(num_engines)]
@@ -77,26 +92,31 @@ class SimulatedReplicas(Replicas):
         raise ValueError(f"simulated engines only decode: they hold no weights, and have no {method}")
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
+        begin = time.process_time()
         engine, now_s = self.engines[replica], self.clock.now_s
         assert not engine.run(now_s), "what has ended is collected before more is submitted"
         for request in requests:
             left = self._left.pop(request.uid, None)
             prefix = request.affinity if left is None else request.uid
+            whole = -(-self._lengths.tokens(request.uid) // self.grain)
             if left is None:
-                left = -(-self._lengths.tokens(request.uid) // TOKEN_GRAIN)
-            context = len(request.token_ids) * TOKEN_GRAIN
+                left = whole
+            num_known = whole - left
+            context = (len(request.token_ids) - num_known) * self.prompt_grain + num_known * self.grain
             # New weights start a new prefix cache. Evictions of a waiting prefix by running sequences are ignored.
             cached = context if self._cached.get(prefix) == (replica, version) else 0
             self._cached[prefix] = (replica, version)
             self._under_way[replica][request.uid] = _UnderWay(request, left, version)
-            num_new = min(left, request.max_new_tokens) * TOKEN_GRAIN
+            num_new = min(left, request.max_new_tokens) * self.grain
             engine.add(Job(request.uid, context, cached, num_new), now_s)
         self._next_s[replica] = engine.next_event_s()
+        self.own_cpu_s += time.process_time() - begin
 
     def collect(self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True) -> list[tuple[int, Timed]]:
         if self._aborted:
             cut, self._aborted = self._aborted, {}
             return [(replica, Timed(results, self.clock.now_s, self.clock.now_s)) for replica, results in cut.items()]
+        begin = time.process_time()
         start = self.clock.now_s
         limit = start + timeout_s
         self.clock.now_s = min(limit, min(self._next_s) + _TOGETHER_S)
@@ -111,6 +131,7 @@ class SimulatedReplicas(Replicas):
                 answers.append((replica, Timed(self._results(replica, ended), start, self.clock.now_s)))
         if answers and min(self._next_s) == math.inf:
             self.clock.now_s = last_s  # nothing else can end earlier
+        self.own_cpu_s += time.process_time() - begin
         return answers
 
     def abort(self, busy: Sequence[int]) -> None:
@@ -121,7 +142,7 @@ class SimulatedReplicas(Replicas):
             self._next_s[replica] = math.inf
             results = []
             for uid, decoded in self.engines[replica].abort():
-                results.append(self._result(replica, uid, decoded // TOKEN_GRAIN, is_cut=True))
+                results.append(self._result(replica, uid, decoded // self.grain, is_cut=True))
             self._aborted[replica] = results
 
     def num_decoded(self) -> list[int]:
@@ -143,15 +164,14 @@ class SimulatedReplicas(Replicas):
         first_s = self.engines[replica].first_token_s.pop(uid, None)
         if first_s is not None:  # it was admitted
             self.first_token_s.setdefault(uid, first_s)
-        token_ids = np.zeros(num_new, np.int32)
         is_whole = num_new == under_way.left and not is_cut
+        token_ids = self._written(uid, num_new, under_way.left - num_new)
         if is_whole:
-            token_ids[-1] = self._last_token(uid)
             self._cached.pop(uid, None)
             finish = Finish.STOP
         else:
             self._left[uid] = under_way.left - num_new
             self._cached[uid] = (replica, under_way.version)
             finish = Finish.UNFINISHED if is_cut else Finish.LENGTH
-        self.decoded_tokens += num_new * TOKEN_GRAIN
+        self.decoded_tokens += num_new * self.grain
         return DecodeResult(uid, token_ids, np.zeros(num_new, np.float32), finish, under_way.version)

@@ -19,8 +19,8 @@ from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import IntArray, Message, Problem, Reward
 from simulation.cost_model import Constants
-from simulation.lengths import Outcomes
-from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas
+from simulation.lengths import Lengths, Outcomes
+from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas, Written
 
 _TEXTS = ("", "\\boxed{7}", "\\boxed{8}", "Verdict: correct", "Verdict: wrong")  # by last token; 7 is always right
 
@@ -30,6 +30,22 @@ def last_token(outcomes: Outcomes, uid: str) -> int:
     if uid[uid.rindex("/") + 1 :].startswith("verifier"):
         return 3 if outcomes.says_correct(uid) else 4
     return 1 if outcomes.is_right(uid) else 2
+
+
+def outcomes_of(constants: Constants, lengths: Lengths) -> Outcomes:
+    return Outcomes(constants.solver_accuracy, constants.verifier_agreement, lengths.seed)
+
+
+def one_token_texts(outcomes: Outcomes) -> Written:
+    """Completions of zeros, whose last token represents the text."""
+
+    def written(uid: str, num_tokens: int, num_left: int) -> IntArray:
+        token_ids = np.zeros(num_tokens, np.int32)
+        if not num_left:
+            token_ids[-1] = last_token(outcomes, uid)
+        return token_ids
+
+    return written
 
 
 @dataclass(frozen=True)
@@ -63,10 +79,16 @@ _RIGHT, _WRONG = Reward(1.0, 1.0), Reward(0.0, 0.0)
 
 
 def simulated_team(
-    replicas: SimulatedReplicas, constants: Constants, rollout: RolloutConfig, *, is_solver_only: bool = False
+    replicas: SimulatedReplicas,
+    constants: Constants,
+    rollout: RolloutConfig,
+    *,
+    is_solver_only: bool = False,
+    renderer: ChatRenderer | None = None,
 ) -> Team:
+    """renderer: of real texts; None: a completion's text is its last token."""
     kind = Solver if is_solver_only else VerifierCorrector
     agents = {spec.name: AgentConfig() for spec in kind.agents}
-    renderer = cast(ChatRenderer, StandInRenderer(constants))
+    renderer = renderer or cast(ChatRenderer, StandInRenderer(constants))
     pool = EnginePool(replicas, slots=int(constants.max_num_seqs), clock=lambda: replicas.clock.now_s)
     return Team(agents, kind(agents, "math", rollout=rollout), {"main": renderer}, {"main": pool}, WatchedJudge(judge))

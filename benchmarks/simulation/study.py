@@ -20,18 +20,30 @@ PIPELINES: tuple[Pipeline, ...] = ("trajectory", "agentic")
 
 @dataclass(frozen=True)
 class Grid:
-    """The centre and the axes through it. Reference: trajectory with 1 segment; ours: agentic with 4."""
+    """The centre, and what else is played around it. Reference: trajectory with 1 segment; ours: agentic with 4.
+
+    overlap_at: (engines, problems) where rollout.overlap is compared; None: nowhere. engine_axis, problem_axis: other numbers of
+    engines, of problems.
+    """
 
     engines: int = 64
     problems: int = 512
     group_size: int = 4  # half of the papers' 8, so that the whole grid takes minutes: 36 samples a problem, not 72
-    segments: tuple[int, ...] = (1, 2, 4, 8)
-    overlap_at: tuple[int, int] = (8, 64)  # (engines, problems): as much work for an engine as in the centre
-    engine_axis: tuple[int, ...] = (8, 64, 512)
-    problem_axis: tuple[int, ...] = (128, 512)
+    segments: tuple[int, ...] = (1, 4)
+    overlap_at: tuple[int, int] | None = None
+    engine_axis: tuple[int, ...] = ()
+    problem_axis: tuple[int, ...] = ()
 
 
-FULL = Grid(problem_axis=(128, 512, 4096))
+SENSITIVITIES = Grid(
+    segments=(1, 2, 4, 8),
+    overlap_at=(8, 64),  # as much work for an engine as in the centre
+    engine_axis=(8, 64, 512),
+    problem_axis=(128, 512),
+)
+"""More segments, rollout.overlap, and one axis at a time: four times the work."""
+
+FULL = replace(SENSITIVITIES, problem_axis=(128, 512, 4096))
 """With the settings that take half of the time."""
 
 
@@ -41,13 +53,16 @@ def scaled_grid(grid: Grid, divisor: int) -> Grid:
     def less(value: int) -> int:
         return max(1, value // divisor)
 
+    overlap_at = None
+    if grid.overlap_at is not None:
+        overlap_at = (min(less(grid.engines), grid.overlap_at[0]), min(less(grid.problems), grid.overlap_at[1]))
     return replace(
         grid,
         engines=less(grid.engines),
         problems=less(grid.problems),
         engine_axis=tuple(map(less, grid.engine_axis)),
         problem_axis=tuple(map(less, grid.problem_axis)),
-        overlap_at=(min(less(grid.engines), grid.overlap_at[0]), min(less(grid.problems), grid.overlap_at[1])),
+        overlap_at=overlap_at,
     )
 
 
@@ -85,12 +100,14 @@ def settings(grid: Grid) -> list[Setting]:
     places += [(grid.engines, problems) for problems in grid.problem_axis]
     found = [central(grid, pipeline, segments) for pipeline in PIPELINES for segments in grid.segments]
     found += [setting for place in places for setting in (reference(*place), ours(*place))]
-    return list(dict.fromkeys([*found, *(overlapped(grid, overlap) for overlap in (0, 1))]))
+    if grid.overlap_at is not None:
+        found += [overlapped(grid.overlap_at, overlap) for overlap in (0, 1)]
+    return list(dict.fromkeys(found))
 
 
-def overlapped(grid: Grid, overlap: int) -> Setting:
+def overlapped(place: tuple[int, int], overlap: int) -> Setting:
     """Agentic with 4 segments, twice the warm-up and more steps: batches of overlapping stages vary more."""
-    setting = ours(*grid.overlap_at)
+    setting = ours(*place)
     return replace(setting, overlap=overlap, warmup=2 * setting.warmup_steps, steps=8)
 
 

@@ -28,6 +28,7 @@ def test_every_arm_is_accepted_and_differs_from_the_others(name: str) -> None:
     for arm, config in configs.items():
         assert [other for other in configs if configs[other] == config] == [arm]
         assert {*study.agents, *study.evaluated} <= set(config.agents)
+        assert {policy.dtype for policy in config.policies.values()} == {"float32"}  # not the default of a lost base
 
 
 def test_every_arm_of_a_claim_is_run_and_every_arm_that_is_run_is_of_a_claim() -> None:

@@ -51,8 +51,9 @@ def test_the_whole_study_is_told() -> None:
         found.rows[setting] = play(
             replace(setting, warmup=min(setting.warmup_steps, 8), steps=1), CONSTANTS, Lengths(0.3)
         )
-    parts = (tables.pipelines_text, tables.overlap_text, tables.axes_text, tables.adds_text)
+    parts = (tables.pipelines_text, tables.axes_text, tables.adds_text)
     text = "\n".join([tables.fit_text(fitted), *(part(found, grid) for part in parts)])
+    assert tables.overlap_text(found, (1, 1)).count("%") > 2
     assert "+16% MISS" in text and "-10% within 15%" in text
     assert text.count(f"{found.ratio(2, 2):.2f}") >= 2
     assert tables.record(found)["fit"]["sigma"] == 1.2
