@@ -1,1 +1,1 @@
-"""New weights into running engines: how they are cut, how they travel, what their checksums are."""
+"""New weights for running engines: sharding, transport, checksums."""

@@ -1,15 +1,15 @@
-"""A 64-bit checksum of a tensor: equal on CPU and GPU, sensitive to every bit and to where it stands.
+"""A 64-bit checksum of a tensor: equal on CPU and GPU, sensitive to every bit and its position.
 
     sum over 8-byte words i of mix(word_i xor key_i)  +  hash(dtype, shape)   (mod 2^64),   key_i = (i + 1) * golden ratio
 
 mix is MurmurHash3's 64-bit finaliser (shift-xor, multiply, shift-xor, multiply, shift-xor), a bijection:
-- a change within one word (any flipped bit, any changed element) changes its term, hence the sum: it is always seen;
+- a change within one word (any flipped bit, any changed element) changes its term, hence the sum: always detected;
 - a change of several words (swapped elements, permuted rows or experts, another offset) moves the sum by a difference of
-  mixed words, which is 0 for one in 2^64 of such changes. The last shift-xor is what this rests on: without it, swapping
+  mixed words, which is 0 for one in 2^64 of such changes. This depends on the last shift-xor: without it, swapping
   x and -x moves the sum by 2^63 +- 2^31 twice, which cancels half of the time;
-- a sum is associative: parts of a tensor can be added up in any order, by any number of threads, on any device.
-It finds corruption, not attacks. csrc/cpu computes it at the speed of memory; PyTorch's operations, where that library is
-not built and on GPUs, give the same number.
+- sums are associative: parts of a tensor can be added in any order, by any number of threads, on any device.
+It detects corruption, not attacks. csrc/cpu computes it at memory speed; PyTorch operations, where that library is
+not built and on GPUs, give the same result.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from marsrl.rollout.weights.layout import Box, ShardLayout, fuse
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
-_WORDS = 1 << 15  # words a round of the PyTorch form: 256 KiB, stays in the L2 cache of a CPU core
+_WORDS = 1 << 15  # words per round of the PyTorch form: 256 KiB, fits in a CPU core's L2 cache
 _WORDS_CUDA = 1 << 24
 
 
 def checksum(tensor: Tensor) -> int:
     """The checksum of the tensor's values in row-major order, 0 <= it < 2^64.
 
-    -0.0 and 0.0 differ; so do equal bytes of another dtype or shape.
+    -0.0 and 0.0 differ; so do equal bytes with another dtype or shape.
     """
     total = block_sum(tensor.contiguous().view(1, tensor.numel()), 0, 0, (1, tensor.numel()))
     return checksum_of_sum(total, tensor.dtype, tensor.shape)
@@ -44,7 +44,7 @@ def fused_checksums(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[s
 
 
 class ShardSums:
-    """Checksums of the fused tensors that a shard is to hold, without putting one together: block by block, in any order.
+    """Checksums of a shard's fused tensors without assembling them: block by block, in any order.
 
     sums = ShardSums(layout, torch.bfloat16)
     sums.add("model.layers.0.self_attn.q_proj.weight", box, matrix); ...; sums.merge(another_rank.totals)
@@ -56,7 +56,7 @@ class ShardSums:
         self.totals = dict.fromkeys(layout.shapes, 0)
 
     def add(self, name: str, box: Box, values: Tensor) -> None:
-        """values [rows, columns]: what `box`, a part of the shard's own, holds of an HF tensor."""
+        """Add values [rows, columns] of `box`, a part of the shard's box of an HF tensor."""
         col, places = self.layout.placed(name, box)
         for place in places:
             shape = self.layout.shapes[place.fused]
@@ -65,12 +65,12 @@ class ShardSums:
             self.merge({place.fused: block_sum(values.to(self._dtype), place.row, col, matrix)})
 
     def merge(self, totals: Mapping[str, int]) -> None:
-        """Sums of blocks that another rank has added up."""
+        """Add another rank's sums of blocks."""
         for name, total in totals.items():
             self.totals[name] = (self.totals[name] + total) % (1 << 64)
 
     def checksums(self) -> dict[str, int]:
-        """{fused tensor: checksum}, once every block is in."""
+        """{fused tensor: checksum}, once every block was added."""
         return {n: checksum_of_sum(self.totals[n], self._dtype, shape) for n, shape in self.layout.shapes.items()}
 
 
@@ -81,16 +81,16 @@ def checksum_of_sum(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int
 
 
 def block_sum(block: Tensor, row: int, col: int, matrix: tuple[int, int]) -> int:
-    """A block's share of the checksum of the tensor that it is a part of, whoever holds the rest.
+    """A block's share of its tensor's checksum.
 
     Args:
         block: [R, C], at (row, col) of the tensor seen as a matrix of shape `matrix`.
 
     Raises:
-        ValueError: the block begins or ends within a word of 8 bytes, which then is in nobody's sum.
+        ValueError: the block begins or ends within an 8-byte word, which would be missing from the sum.
     """
     num_rows, num_cols = matrix
-    if block.shape[1] == num_cols:  # its rows lie end to end
+    if block.shape[1] == num_cols:  # its rows are contiguous
         start, length = row * num_cols * block.itemsize, block.nbytes
         data = block.detach().contiguous().view(-1).view(torch.uint8)
         if row + block.shape[0] == num_rows and length % 8:  # the tensor's last word
@@ -117,7 +117,7 @@ def _word_sum(data: Tensor, first_word: int) -> int:
 
 def _word_sum_torch(data: Tensor, first_word: int) -> int:
     if data.storage_offset() % 8 or data.data_ptr() % 8:
-        data = data.clone()  # PyTorch reads words at multiples of 8 bytes only
+        data = data.clone()  # PyTorch reads words only at multiples of 8 bytes
     words = data.view(torch.int64)
     step = min(_WORDS_CUDA if data.is_cuda else _WORDS, max(1, len(words)))
     whole = len(words) // step * step

@@ -1,14 +1,14 @@
-"""The ways of a bucket of weights from a trainer's rank to an engine shard without a file.
+"""Connections that carry buckets of weights from trainer ranks to engine shards without files.
 
     GroupConnection   a process group of all trainer ranks and engine shards: NCCL between GPUs, gloo between CPUs
     SharedBuffer      one buffer that both processes map: CUDA IPC on one GPU, a file in /dev/shm between processes of a CPU
 
-All meet at a TCPStore of trainer rank 0. A connection moves flat tensors of one dtype, at most `max_elements` at a time, and
-that buffer is all the memory that it takes. `gloo` and the file are the CPU twins on which routing and order are tested;
+All meet at a TCPStore of trainer rank 0. A connection moves flat tensors of one dtype, at most `max_elements` at a time;
+that buffer is its only memory. `gloo` and the file are the CPU twins used to test routing and order;
 NCCL and CUDA IPC have not run on a GPU.
 
-Whoever learns that an engine is lost says so at the store (TransferStore.give_up): every wait of the transfer ends within
-GIVE_UP_S, everywhere, and a new one begins with new connections.
+Whoever detects a lost engine reports it to the store (TransferStore.give_up): every wait of the transfer ends within
+GIVE_UP_S, everywhere, and a new transfer uses new connections.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ ConnectionKind = Literal["nccl", "ipc"]
 GIVE_UP_S = 0.2
 """Between two looks of whoever waits whether the transfer has been given up."""
 
-_LOOK_S = 0.02  # between two looks for a key, at most
-_ABORT_S = 5.0  # that an abort of NCCL is waited for: it may wait itself, for CUDA graphs that know the communicator
+_LOOK_S = 0.02  # longest interval between two polls for a key
+_ABORT_S = 5.0  # limit for an NCCL abort, which may itself wait for CUDA graphs using the communicator
 _NCCL_ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch's watchdog ends the process of whoever loses a peer
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it tells every group of the same store to dump, and to end
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a watchdog that an abort holds up ends the process, too
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch's watchdog ends a process that loses a peer
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it tells every group of the same store to dump and exit
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a watchdog held up by an abort ends the process, too
 }
 _GIVEN_UP = "given_up"
 
 
 class TransferBroken(RuntimeError):
-    """The transfer was given up: an engine, or the way to one, is lost."""
+    """The transfer was given up: an engine, or the connection to it, is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The meeting point of trainer ranks and engine shards. session: a new one makes them connect anew.
+    """The meeting point of trainer ranks and engine shards. session: a new one makes them reconnect.
 
     num_ranks: of the trainer; shard t is member num_ranks + t of num_ranks + num_shards.
     timeout_s: a wait that takes longer gives the transfer up.
@@ -94,16 +94,16 @@ class Rendezvous:
 
 
 def site_of(device: torch.device) -> str:
-    """The place of a process's tensors: its host, and the GPU's UUID."""
+    """The location of a process's tensors: its host, and the GPU's UUID."""
     gpu = f" {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
     return socket.gethostname() + gpu
 
 
 def relay_ranks(ranks: Sequence[str], shards: Sequence[str]) -> list[int]:
-    """For each engine shard the trainer rank that shares memory with it: one on its GPU; on a CPU one of its host in turn.
+    """For each engine shard the trainer rank that shares memory with it: on a GPU, one on the same; on a CPU, round robin.
 
     Raises:
-        RuntimeError: a shard has no trainer rank beside it.
+        RuntimeError: a shard has no trainer rank on its GPU or host.
     """
     relays = []
     for number, shard in enumerate(shards):
@@ -118,9 +118,9 @@ def relay_ranks(ranks: Sequence[str], shards: Sequence[str]) -> list[int]:
 
 
 class TransferStore:
-    """A transfer's keys in the store at rank 0, and whether it has been given up; one a process. Nobody blocks its connection.
+    """A transfer's keys in the store at rank 0, and whether it was given up; one per process. Nothing blocks its connection.
 
-    A call that a lost peer may block runs in a thread of its own (`unless_given_up`), left behind where the transfer is given up.
+    A call that a lost peer may block runs in its own thread (`unless_given_up`), abandoned if the transfer is given up.
     """
 
     def __init__(self, rendezvous: Rendezvous, server: TCPStore | None = None) -> None:
@@ -132,7 +132,7 @@ class TransferStore:
         self._keys.set(key, value)
 
     def get(self, key: str) -> str:
-        """The value of a key, once it is there; raises as `wait`."""
+        """The value of a key, once it is set; raises as `wait`."""
         self.wait(key)
         return self._keys.get(key).decode()
 
@@ -140,7 +140,7 @@ class TransferStore:
         self._keys.delete_key(key)
 
     def wait(self, key: str) -> None:
-        """Return once the key is there, by looking again and again, less often the longer; raises as `unless_given_up`."""
+        """Return once the key is set, polling with growing intervals; raises as `unless_given_up`."""
         start = time.monotonic()
         while not self._keys.check([key]):
             self.check()
@@ -150,10 +150,10 @@ class TransferStore:
             time.sleep(min(_LOOK_S, 2e-4 + waited / 16))
 
     def unless_given_up(self, work: Callable[[], _T], what: str, on_give_up: Callable[[], None] = lambda: None) -> _T:
-        """The result of `work`; an error that it raises gives the transfer up, and so does its taking timeout_s.
+        """The result of `work`; its error, or taking longer than timeout_s, gives the transfer up.
 
-        what: the work, in words. on_give_up: called where the transfer is given up before the work has ended, for which nobody
-            waits any more.
+        what: the work, for messages. on_give_up: called if the transfer is given up before the work has ended, which nobody
+            awaits any more.
 
         Raises:
             TransferBroken: the work failed, or the transfer was given up.
@@ -164,7 +164,7 @@ class TransferStore:
         def run() -> None:
             try:
                 done.set_result(work())
-            except Exception as error:  # raised by the caller's thread
+            except Exception as error:  # re-raised in the caller's thread
                 done.set_exception(error)
 
         threading.Thread(target=run, name="marsrl-transfer", daemon=True).start()
@@ -182,7 +182,7 @@ class TransferStore:
         return done.result()
 
     def check(self) -> None:
-        """Raise TransferBroken, with the reason, where the transfer has been given up."""
+        """Raise TransferBroken, with the reason, if the transfer was given up."""
         if self._keys.check([_GIVEN_UP]):
             raise TransferBroken(self._keys.get(_GIVEN_UP).decode())
 
@@ -191,55 +191,55 @@ class TransferStore:
         self.check()
 
     def give_up(self, reason: str) -> None:
-        """Every side ends what it waits for. The first reason stays."""
+        """End every side's waits. The first reason is kept."""
         self._keys.compare_set(_GIVEN_UP, "", reason)
 
 
 class GroupConnection:
-    """Point to point over a process group of all members, who open it at the same time.
+    """Point to point over a process group of all members, opened by all at the same time.
 
-    A receiver has one buffer, which the tensor that `receive` returns lies in until the next one.
+    A receiver has one buffer; the tensor returned by `receive` is a view of it until the next call.
 
-    Where the transfer is given up, NCCL's communicators are aborted, which ends their kernels and who waits for them. gloo has
-    no abort: what it waits for is left to a thread, which ends with the peer's process or with timeout_s; nobody uses what that
-    still moves.
+    If the transfer is given up, NCCL's communicators are aborted, which ends their kernels and waits. gloo has
+    no abort: its wait is left to a thread, which ends with the peer's process or after timeout_s; what it still receives is
+    unused.
     """
 
     def __init__(self, store: TransferStore, member: int, device: torch.device) -> None:
-        """Returns when all members are there. member: a rank, or num_ranks + the number of an engine shard.
+        """Returns once all members have joined. member: a rank, or num_ranks + the number of an engine shard.
 
         Raises:
-            TransferBroken: one of them is not, or the transfer was given up. The same of every method that moves something.
+            TransferBroken: one of them has not, or the transfer was given up. Also raised by methods that move data.
         """
         self._rendezvous, self._device, self._store = store.rendezvous, device, store
         self._group: Any = None
         self._buffer: Tensor | None = None
         if member >= self._rendezvous.num_ranks:
             store.set(f"member{member}")
-        for shard in range(self._rendezvous.num_shards):  # a group whose member never comes cannot be aborted
+        for shard in range(self._rendezvous.num_shards):  # a group with a missing member cannot be aborted
             store.wait(f"member{self._rendezvous.num_ranks + shard}")
         self._group = store.unless_given_up(lambda: _process_group(self._rendezvous, member, device), "connecting")
 
     def send(self, flat: Tensor, shard: int) -> None:
-        """Hand the numbers to an engine shard; returns when the tensor may be reused."""
+        """Send a tensor to an engine shard; returns once it may be reused."""
         self._move(self._group.send, flat, self._rendezvous.num_ranks + shard, f"a send to shard {shard}")
 
     def receive(self, rank: int, num_bytes: int) -> Tensor:
-        """What a trainer rank sends next, [num_bytes] uint8."""
+        """The next message of a trainer rank, [num_bytes] uint8."""
         if self._buffer is None:
             size = max(self._rendezvous.num_bytes, 8)
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-            _finish(self._device)  # the engine's stream may still use this memory: that of _move does not wait for it
+            _finish(self._device)  # the engine's stream may still use this memory; _move's stream does not wait for it
         flat = self._buffer[:num_bytes]
         self._move(self._group.recv, flat, rank, f"waiting for a bucket of rank {rank}")
         return flat
 
     def release(self) -> None:
-        """The last bucket has been copied to its place."""
+        """Release the buffer: the last bucket has been copied."""
         _finish(self._device)
 
     def close(self, *, is_broken: bool = False) -> None:
-        """Leave; is_broken: end what is under way first."""
+        """Leave; is_broken: abort pending transfers first."""
         if is_broken:
             self._abort()
         elif self._group is not None:
@@ -256,7 +256,7 @@ class GroupConnection:
         self._store.unless_given_up(work, what, self._abort)
 
     def _abort(self) -> None:
-        """End NCCL's kernels and what waits for them; does nothing where there is no group yet, or it is gloo's."""
+        """Abort NCCL's kernels and waits; a no-op without a group, or with gloo."""
         if self._group is None or self._device.type != "cuda":
             return
         thread = threading.Thread(target=self._group.abort, name="marsrl-abort", daemon=True)
@@ -268,7 +268,7 @@ class GroupConnection:
 
 
 def _process_group(rendezvous: Rendezvous, member: int, device: torch.device) -> Any:
-    """The group, whose members all make theirs at the same time."""
+    """The group; all members create theirs at the same time."""
     store = PrefixStore(rendezvous.session, rendezvous.client())
     timeout = timedelta(seconds=rendezvous.timeout_s)
     size = rendezvous.num_ranks + rendezvous.num_shards
@@ -278,12 +278,14 @@ def _process_group(rendezvous: Rendezvous, member: int, device: torch.device) ->
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    with environment(**_NCCL_ENVIRONMENT):  # read when a group is made; the trainer's own groups keep torch's ways
+    with environment(
+        **_NCCL_ENVIRONMENT
+    ):  # read when a group is created; the trainer's own groups keep torch's defaults
         return ProcessGroupNCCL(store, member, size, options)
 
 
 class SharedBuffer:
-    """The buffer between one engine shard and the trainer rank beside it (its relay), and who may touch it.
+    """The buffer shared by an engine shard and its trainer rank (its relay), with access in turn.
 
     relay:  fill buffer -> key "full" -> wait for "empty"        shard:   wait for "full" -> copy -> key "empty"
     """
@@ -302,11 +304,11 @@ class SharedBuffer:
         self._buffer, self._dtype = data, rendezvous.torch_dtype
 
     def slot(self, num_elements: int) -> Tensor:
-        """The relay's place for the next bucket, [num_elements]."""
+        """The relay's view for the next bucket, [num_elements]."""
         return self._buffer.view(self._dtype)[:num_elements]
 
     def hand_over(self) -> None:
-        """The relay: tell that the slot is filled, and wait until it has been emptied; TransferBroken: it will not be."""
+        """The relay: announce the filled slot and wait until it is emptied; TransferBroken if it will not be."""
         _finish(self._device)
         self._store.set(self._key(f"full{self._count}"))
         self._store.wait(self._key(f"empty{self._count}"))
@@ -315,7 +317,7 @@ class SharedBuffer:
         self._count += 1
 
     def receive(self, rank: int, num_bytes: int) -> Tensor:
-        """The shard: the next bucket [num_bytes] uint8, in the relay's memory, whichever rank it is from.
+        """The shard: the next bucket [num_bytes] uint8, in the relay's memory, from any rank.
 
         Raises:
             TransferBroken: none comes.
@@ -324,13 +326,13 @@ class SharedBuffer:
         return self._buffer[:num_bytes]
 
     def release(self) -> None:
-        """The shard: what was received last has been copied to its place."""
+        """The shard: the last bucket has been copied."""
         _finish(self._device)
         self._count += 1
         self._store.set(self._key(f"empty{self._count - 1}"))
 
     def close(self, *, is_broken: bool = False) -> None:
-        """Let go of the buffer; the relay's file goes."""
+        """Release the buffer; the relay deletes its file."""
         self._buffer = torch.empty(0)
         if self._path:
             Path(self._path).unlink(missing_ok=True)
@@ -345,7 +347,7 @@ class SharedBuffer:
             return data, [base64.b64encode(each).decode() if isinstance(each, bytes) else each for each in handle]
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         descriptor, self._path = tempfile.mkstemp(prefix="marsrl-bucket-", dir=folder)
-        os.posix_fallocate(descriptor, 0, num_bytes)  # no room is an error here, not a bus error later
+        os.posix_fallocate(descriptor, 0, num_bytes)  # lack of room is an error here, not a bus error later
         os.close(descriptor)
         return self._mapped(self._path, num_bytes), [self._path]
 
@@ -353,7 +355,7 @@ class SharedBuffer:
         if self._device.type != "cuda":
             return self._mapped(str(handle[0]), num_bytes)
         # (device, handle, size, offset, reference counter's handle and offset, event's handle, must wait for the event);
-        # the relay's GPU is ours (relay_ranks), whatever number it has there
+        # the relay's GPU is ours (relay_ranks), whatever its index there
         plain = [base64.b64decode(each) if isinstance(each, str) else each for each in handle]
         storage = torch.UntypedStorage._new_shared_cuda(self._device.index or 0, *plain[1:])
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (num_bytes,), (1,))
@@ -367,6 +369,6 @@ Connection = GroupConnection | SharedBuffer
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for the device's queue: the other side reads memory, not streams."""
+    """Wait for the device: the other side reads memory, not streams."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

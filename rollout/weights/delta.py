@@ -1,11 +1,11 @@
-"""The numbers of a bucket that have changed since the last transfer, and where they stand: what `sync.delta` sends.
+"""Deltas of `sync.delta`: the values of a bucket that have changed since the last transfer, and their positions.
 
 A bucket of n numbers, of which c have changed:
 
     changed numbers of each block of 65536, int32  |  values [c] of the bucket's dtype  |  places [c] in their blocks, 2 bytes
 
-4 bytes a changed number of bfloat16, so less than the bucket while fewer than half have changed. A bitmap in the places'
-stead (n / 8 bytes) would be shorter from a share of 1/16 on; a step of RL changes 1/100 to 1/20.
+4 bytes per changed bfloat16 value, so less than the bucket while fewer than half have changed. A bitmap instead of
+places (n / 8 bytes) would be shorter above a share of 1/16; a step of RL changes 1/100 to 1/20.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BITS = {2: torch.int16, 4: torch.int32}  # by bytes a number
 
 
 def differs(now: Tensor, before: Tensor) -> Tensor:
-    """True where the bits are others, as of 0.0 and -0.0. Same shape and dtype, of 2 or 4 bytes a number."""
+    """True where the bits differ, as for 0.0 and -0.0. Same shape and dtype, of 2 or 4 bytes."""
     bits = _BITS[now.itemsize]
     return now.view(bits) != before.view(bits)
 
@@ -26,7 +26,7 @@ def differs(now: Tensor, before: Tensor) -> Tensor:
 def encode_delta(flat: Tensor, changed: Tensor, num_changed: int) -> Tensor | None:
     """The message [bytes] uint8 for a bucket flat [n], of which the num_changed numbers at changed [n] bool are sent.
 
-    None: it would be no shorter than the bucket.
+    None: it would not be shorter than the bucket.
     """
     num_blocks = _num_blocks(len(flat))
     if 4 * num_blocks + num_changed * (flat.itemsize + 2) >= flat.nbytes:

@@ -4,13 +4,13 @@
     other ranks       agree ................................................ send ........... sums
     engine shard                                       WeightReceiver.receive: bucket after bucket to its place
 
-Who sends which bucket when: layout.py. No rank gathers anything: it packs what it holds, one bucket at a time. With CUDA
-IPC the rank on an engine's GPU (its relay) also takes the others' buckets for that engine, one at a time, into the buffer
-that both map. What an engine must hold in the end is known without putting it together: each rank adds up its parts'
+The order of buckets is in layout.py. No rank gathers anything: it packs its own part, one bucket at a time. With CUDA
+IPC the rank on an engine's GPU (its relay) also receives the others' buckets for that engine, one at a time, into the
+shared buffer. An engine's expected checksums are computed without assembling its weights: each rank adds its parts'
 share of every checksum.
 
-Where an engine is lost on the way the transfer is over for all: it is replaced, everybody connects anew, and everything is
-sent again. Ranks never take back what they send to each other: relays take the rest of the buckets, and drop them.
+If an engine is lost meanwhile, the transfer ends for all: it is replaced, everybody reconnects, and everything is
+sent again. Ranks cannot cancel sends to each other: relays receive the remaining buckets and drop them.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from marsrl.rollout.weights.layout import (
 
 @dataclass(frozen=True, slots=True)
 class ReceivePlan:
-    """The buckets that one shard of an engine receives, in order, and where from.
+    """The buckets that an engine shard receives, in order, with their sources.
 
-    It goes to its engine with every version, encoded once (WeightUpdate.receive_plans). number: of the shard among those of
+    Sent to its engine with every version, encoded once (WeightUpdate.receive_plans). number: of the shard among those of
     all engines. hf_shapes: of the whole model.
     """
 
@@ -85,12 +85,12 @@ class WeightReceiver:
 
     @torch.no_grad()
     def receive(self, plan: ReceivePlan, target: Callable[[str], Tensor | None]) -> Mapping[str, tuple[int, ...]]:
-        """Receive every bucket of the plan and write it to the targets: {fused tensor: shape} of what is there then.
+        """Receive every bucket of the plan and write it to the targets; returns {fused tensor: shape}.
 
-        target: the tensor of a fused name, which may hold more rows (padding) than is sent.
+        target: the tensor of a fused name, which may have more rows (padding) than are sent.
 
         Raises:
-            ValueError: a target is missing or has another shape; nothing was received then.
+            ValueError: a target is missing or has a wrong shape; nothing was received.
             TransferBroken: the transfer was given up; the targets are a mix of two versions.
         """
         layout, targets = shard_layout(plan.hf_shapes, plan.shard), {}
@@ -112,7 +112,7 @@ class WeightReceiver:
         return layout.shapes
 
     def close(self, *, is_broken: bool = False) -> None:
-        """Give the connection up; the next plan opens another."""
+        """Close the connection; the next plan opens another."""
         if self._connection is not None:
             self._connection.close(is_broken=is_broken)
         self._connection, self._session = None, ""
@@ -120,7 +120,7 @@ class WeightReceiver:
     def _opened(self, plan: ReceivePlan) -> Connection:
         rendezvous = plan.rendezvous
         if self._connection is None or self._session != rendezvous.session:
-            self.close(is_broken=True)  # another session: somebody of the old one is gone
+            self.close(is_broken=True)  # another session: a member of the old one is gone
             store = TransferStore(rendezvous)
             if rendezvous.kind == "nccl":
                 self._connection = GroupConnection(store, rendezvous.num_ranks + plan.number, self._device)
@@ -141,7 +141,7 @@ def _next_message(connection: Connection, bucket: WeightBucket, rendezvous: Rend
 def _boxes(
     bucket: WeightBucket, layout: ShardLayout, targets: Mapping[str, Tensor]
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """(first, end, the target [rows, columns]) of numbers of the bucket; a tied embedding's come twice."""
+    """(first, end, target [rows, columns]) of ranges of the bucket; a tied embedding's come twice."""
     end = 0
     for piece in bucket.pieces:
         rows, cols = piece.box.shape
@@ -154,7 +154,7 @@ def _boxes(
 def _write(
     message: Tensor, bucket: WeightBucket, rendezvous: Rendezvous, boxes: Sequence[tuple[int, int, Tensor]]
 ) -> None:
-    """Write a message to the boxes; what a delta leaves out stays there."""
+    """Write a message to the boxes; a delta leaves the rest unchanged."""
     dtype = rendezvous.torch_dtype
     if len(message) == bucket.num_elements * dtype.itemsize:
         for first, end, box in boxes:
@@ -189,7 +189,7 @@ class HeldWeights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The trainer's ranks, as one of them sees them. broadcast: rank 0's bytes, on every rank; gather: everybody's."""
+    """The trainer's ranks from one rank's view. broadcast: rank 0's bytes, on every rank; gather: everybody's."""
 
     rank: int
     size: int
@@ -199,7 +199,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class _Agreement:
-    """Rank 0's word to the others. shards: of all engines, one engine after the other."""
+    """Rank 0's message to the others. shards: of all engines, one engine after the other."""
 
     rendezvous: Rendezvous
     shards: tuple[EngineShard, ...]
@@ -207,8 +207,8 @@ class _Agreement:
 
 @dataclass(slots=True)
 class Traffic:
-    """A transfer in numbers. num_bytes: sent, without lengths; whole_bytes: of everything; num_changed, num_compared: numbers
-    of the weights, 0 where everything was sent without a look at what had changed."""
+    """Statistics of a transfer. num_bytes: sent, without lengths; whole_bytes: of everything; num_changed, num_compared: values
+    of the weights, 0 if everything was sent without a comparison."""
 
     num_bytes: int = 0
     whole_bytes: int = 0
@@ -222,7 +222,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """One rank's share of the checksums' sums, by distinct shard; has_all: nothing is missing of what it sent."""
+    """One rank's share of the checksums' sums, by distinct shard; has_all: everything was sent."""
 
     totals: list[dict[str, int]]
     has_all: bool
@@ -230,11 +230,11 @@ class _Sent:
 
 
 class DirectSender(ABC):
-    """One rank's end of transfers to engines. Made and used on all ranks together.
+    """One rank's end of transfers to engines. Collective.
 
-    sender.agree(held, shards)      whenever the engines are others than before, or a transfer has broken
-    sender.plans                    rank 0 hands them to the engines: the encoded ReceivePlan of each shard
-    expected = sender.send(held)    {fused tensor: checksum} of each shard, when all have theirs
+    sender.agree(held, shards)      whenever engines have changed, or a transfer has broken
+    sender.plans                    for rank 0 to hand to the engines: the encoded ReceivePlan of each shard
+    expected = sender.send(held)    {fused tensor: checksum} of each shard, once all have received
     """
 
     kind: ClassVar[ConnectionKind]
@@ -249,7 +249,7 @@ class DirectSender(ABC):
         timeout_s: float = 600.0,
         host: str = "127.0.0.1",
     ) -> None:
-        """host: rank 0's address, as engines reach it; of rank 0. timeout_s: a wait that takes longer ends the transfer."""
+        """host: rank 0's address for engines; used on rank 0. timeout_s: a longer wait ends the transfer."""
         self._ranks, self._dtype = ranks, dtype
         self._max_elements = max(1, bucket_bytes // dtype.itemsize)  # of a bucket
         self._timeout_s, self._host = timeout_s, host
@@ -269,7 +269,7 @@ class DirectSender(ABC):
         """Make the same plan on all ranks. Collective. shards: of all engines, on rank 0; none: as before.
 
         Raises:
-            ValueError: the ranks' parts do not cover what an engine needs, or a bucket is smaller than a row.
+            ValueError: the ranks' parts do not cover an engine's needs, or a bucket is smaller than a row.
         """
         told, server = None, None
         if self._ranks.rank == 0:
@@ -303,13 +303,13 @@ class DirectSender(ABC):
             ]
 
     def give_up(self, reason: str) -> None:
-        """Any rank, in any thread: nobody waits for the engines any more."""
+        """End all waits for engines; on any rank, in any thread."""
         assert self._store is not None, "agree comes first"
         self._store.give_up(reason)
 
     @torch.no_grad()
     def send(self, held: HeldWeights) -> list[dict[str, int]]:
-        """Send this rank's part of every bucket; {fused tensor: checksum} that each engine shard must report; nothing where
+        """Send this rank's part of every bucket; returns the {fused tensor: checksum} expected of each engine shard; empty if
         the transfer has broken. Collective."""
         assert self._store is not None, "agree comes first"
         self.traffic = Traffic()
@@ -325,7 +325,7 @@ class DirectSender(ABC):
             return self._expected(held)
 
     def close(self, *, is_broken: bool = False) -> None:
-        """Leave the connections; may be called twice. is_broken: end what is under way first."""
+        """Close the connections; may be called twice. is_broken: abort pending transfers first."""
         for connection in self._connections.values():
             connection.close(is_broken=is_broken)
         self._connections.clear()
@@ -333,18 +333,18 @@ class DirectSender(ABC):
 
     @abstractmethod
     def _connect(self, store: TransferStore, device: torch.device) -> None:
-        """Meet the engines, which do the same; does nothing after the first time."""
+        """Connect with the engines, which do the same; a no-op after the first time."""
 
     @abstractmethod
     def _pass_on(self, bucket: WeightBucket, held: HeldWeights) -> None:
-        """This rank's part in getting a bucket to its engine shard."""
+        """This rank's part in moving a bucket to its engine shard."""
 
     @contextlib.contextmanager
     def _unless_broken(self) -> Iterator[None]:
-        """The body ends where the transfer has broken: engines get nothing more."""
+        """Leave the body if the transfer has broken: engines get nothing more."""
         try:
             yield
-        except TransferBroken:  # the engines say why
+        except TransferBroken:  # the engines report why
             self._is_broken = True
 
     def _packed(self, bucket: WeightBucket, held: HeldWeights, flat: Tensor | None = None) -> Tensor:
@@ -362,7 +362,7 @@ class DirectSender(ABC):
         return flat
 
     def _part(self, piece: Piece, held: HeldWeights) -> Tensor:
-        """The piece's numbers [rows, columns], in the trainer's memory."""
+        """The piece [rows, columns], in the trainer's memory."""
         return self._inside(piece, held, held.matrix(piece.name))
 
     def _inside(self, piece: Piece, held: HeldWeights, matrix: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ class DirectSender(ABC):
         return matrix[box.row - own.row : box.row_end - own.row, box.col - own.col : box.col_end - own.col]
 
     def _expected(self, held: HeldWeights) -> list[dict[str, int]]:
-        """The checksums of all shards. Equal shards hold the same, so what goes to the first of them is added up."""
+        """The checksums of all shards. Equal shards hold the same, so only the first of them is summed."""
         sums = {shard: ShardSums(layout, self._dtype) for shard, layout in self._layouts.items()}
         for piece in self._pieces:
             shard = self._shards[piece.target]
@@ -393,9 +393,9 @@ class DirectSender(ABC):
 
 
 class GroupSender(DirectSender):
-    """From every rank to every engine shard, over a process group of all of them; without CUDA it is gloo's.
+    """From every rank to every engine shard, over a process group of all of them (gloo without CUDA).
 
-    With deltas a rank keeps a copy, in the engines' dtype and beside the weights, of what it sent last. Engines that have just
+    With deltas a rank keeps a second copy of its weights, as sent last, in the engines' dtype. Engines that have just
     connected get everything.
     """
 
@@ -404,7 +404,7 @@ class GroupSender(DirectSender):
     def __init__(self, *args: Any, sends_deltas: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
         self.sends_deltas = sends_deltas
-        self._last: dict[str, Tensor] = {}  # by HF name; none: the engines' weights are not known
+        self._last: dict[str, Tensor] = {}  # by HF name; empty: the engines' weights are unknown
 
     @torch.no_grad()
     def send(self, held: HeldWeights) -> list[dict[str, int]]:
@@ -451,10 +451,10 @@ class GroupSender(DirectSender):
 
 
 class SharedSender(DirectSender):
-    """Through memory that an engine shard shares with the rank on its GPU, its relay; without CUDA it is a file's."""
+    """Through memory that an engine shard shares with the rank on its GPU, its relay (a file without CUDA)."""
 
     kind = "ipc"
-    _relays: Sequence[int] = ()  # the rank of each shard; none: the transfer has broken before it was known
+    _relays: Sequence[int] = ()  # the rank of each shard; empty: the transfer broke before it was known
 
     def close(self, *, is_broken: bool = False) -> None:
         super().close(is_broken=is_broken)
@@ -465,7 +465,7 @@ class SharedSender(DirectSender):
             return
         ranks = [told.decode() for told in self._ranks.gather(site_of(device).encode())]
         told = None
-        if self._ranks.rank == 0:  # one rank asks, so that all know the same
+        if self._ranks.rank == 0:  # one rank asks, so that all agree
             told = b""
             with self._unless_broken():
                 told = "\n".join(store.get(f"site{shard}") for shard in range(len(self._shards))).encode()

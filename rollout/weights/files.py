@@ -1,10 +1,10 @@
-"""sync.backend=shm: a version's weights as safetensors files in a folder that the trainer's rank 0 and the engines see.
+"""sync.backend=shm: a version's weights as safetensors files in a folder shared by trainer rank 0 and the engines.
 
     rank 0   FileSender.write: a tensor -> its part of the checksums -> shards      engine   WeightFiles: tensors by name
 
     version_7.partial/shard_00000.safetensors, shard_00001..., index  --rename-->  version_7/
 
-Tensors stream: no more than a shard of them is in memory, and a version is there whole or not at all.
+Tensors are streamed: at most one shard is in memory, and a version is either complete or absent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WrittenWeights:
 
 
 class FileSender:
-    """Writes versions to a private folder (PrivateFolder). The last one stays until `forget_others` says that it may go."""
+    """Writes versions to a private folder (PrivateFolder). Old ones stay until `forget_others`."""
 
     def __init__(self, directory: str | Path | None, dtype: torch.dtype, *, shard_bytes: int = SHARD_BYTES) -> None:
         self._folder, self._dtype, self._shard_bytes = PrivateFolder(directory), dtype, shard_bytes
@@ -60,10 +60,10 @@ class FileSender:
         version: int,
         shards: Sequence[EngineShard],
     ) -> WrittenWeights:
-        """Write a model's HF-named tensors, which have these shapes. shards: of an engine, whose checksums are noted on the way.
+        """Write a model's HF-named tensors of the given shapes. shards: of an engine, whose checksums are computed meanwhile.
 
         Raises:
-            RuntimeError: they cannot be written; what to do about it.
+            RuntimeError: they cannot be written; with advice.
         """
         folder = self._folder.path / f"version_{version}"
         sums_of = {shard: ShardSums(shard_layout(shapes, shard), self._dtype) for shard in shards}
@@ -115,20 +115,20 @@ def not_written(version: int, folder: Path, error: OSError | SafetensorError) ->
 
 
 class PrivateFolder:
-    """A new folder of this process for weights. What a killed process leaves there is found by its lock, which ended with it.
+    """A new folder of this process for weights. Folders left by killed processes are recognised by their released locks.
 
     path: parent/marsrl-weights-<process>-<random>.
     """
 
     def __init__(self, parent: str | Path | None) -> None:
-        """parent None: /dev/shm where there is one, else the temporary directory. Folders of dead processes are removed."""
+        """parent None: /dev/shm if it exists, else the temporary directory. Removes folders of dead processes."""
         where = parent_of(parent)
         for folder in left_behind(where):
             logger.warning("%s is of a process that has died: removed", folder)
             shutil.rmtree(folder, ignore_errors=True)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=where))
-            with suppress(FileNotFoundError):  # as long as it had no lock, another process has removed it
+            with suppress(FileNotFoundError):  # another process removed it before it was locked
                 self._lock = _locked(self.path)
                 break
 
@@ -141,16 +141,16 @@ class PrivateFolder:
 
 
 def parent_of(directory: str | Path | None = None) -> Path:
-    """The folder in which folders of weights are made: sync.directory, or its default."""
+    """The parent of folders of weights: sync.directory, or its default."""
     if directory is not None:
         return Path(directory)
     return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
 def left_behind(parent: Path) -> Iterator[Path]:
-    """Folders of weights under `parent` whose process is gone; the lock of each is held while the caller looks at it.
+    """Folders of weights under `parent` whose process is gone; each is locked while the caller uses it.
 
-    A lock, not a process id: hosts and containers share folders.
+    Locks instead of process ids: hosts and containers share folders.
     """
     for folder in sorted(parent.glob(f"{_PREFIX}*")):
         try:
@@ -165,10 +165,10 @@ def left_behind(parent: Path) -> Iterator[Path]:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that holds the folder's lock. FileNotFoundError: there is no such folder."""
+    """A descriptor holding the folder's lock. FileNotFoundError: no such folder."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # a file system without locks, where nothing is known to be left
+        with suppress(OSError):  # a file system without locks: leftovers cannot be recognised
             fcntl.flock(lock, fcntl.LOCK_EX)
         folder.stat()
     except BaseException:
@@ -178,21 +178,21 @@ def _locked(folder: Path) -> int:
 
 
 def _take(lock: int) -> bool:
-    """False where somebody else holds it, as far as the file system can tell."""
+    """False if somebody else holds it, as far as the file system can tell."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held, or a file system without locks: then nothing is known to be left
+    except OSError:  # held, or a file system without locks
         return False
     return True
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
-    """Write contiguous CPU tensors as `folder`, which replaces a folder of that name; returns their bytes.
+    """Write contiguous CPU tensors to `folder`, replacing one of that name; returns their bytes.
 
-    A shard holds shard_bytes at most, or one tensor that is larger.
+    A shard has at most shard_bytes, or a single larger tensor.
 
     Raises:
-        OSError, SafetensorError: no room is left, or the folder cannot be written; nothing of it stays.
+        OSError, SafetensorError: no room is left, or the folder cannot be written; nothing is left behind.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -216,9 +216,9 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
 
 
 def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """The named tensors in their order, most_bytes at a time at most, or one that is larger; one shard where there are none.
+    """The named tensors in order, in shards of at most most_bytes or a single larger tensor; one empty shard if there are none.
 
-    A shard is emptied when the next is asked for, so that no two are held at once.
+    A shard is emptied when the next is requested, so that only one is in memory.
     """
     shard: dict[str, Tensor] = {}
     num_bytes = 0
@@ -233,7 +233,7 @@ def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterato
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raise OSError where the file system of `folder` has no room for num_bytes more."""
+    """Raise OSError if the file system of `folder` has no room for num_bytes more."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         message = f"{num_bytes / 2**20:,.1f} MiB are to be written and {free / 2**20:,.1f} MiB are free"
@@ -241,7 +241,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, or of an HF directory with one or many of them, read when asked for."""
+    """The tensors of a safetensors file, or of an HF directory with one or more of them, read on demand."""
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)

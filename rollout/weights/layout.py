@@ -1,4 +1,4 @@
-"""The parts of a model's tensors: where an engine has them, and who sends which. Imports no torch.
+"""The sharding of a model's tensors over an engine, and the plan of a transfer. Imports no torch.
 
 Engines fuse the Hugging Face tensors:
 
@@ -8,26 +8,26 @@ Engines fuse the Hugging Face tensors:
     ...mlp.experts.E.down_proj          -> ...mlp.experts.w2_weight       [experts, hidden, width]
     model.embed_tokens.weight           -> also lm_head.weight, where the checkpoint ties them
 
-Everything else keeps its name. An engine over several GPUs cuts them first; a *shard* (EngineShard) has, as vLLM cuts:
+Everything else keeps its name. An engine over several GPUs shards first; a *shard* (EngineShard) has, as in vLLM:
 
     q, gate, up (of every expert)        a share of the rows
-    k, v                                 a share of the rows, whole heads; with fewer heads than shards they are repeated
+    k, v                                 a share of the rows, whole heads; replicated if there are fewer heads than shards
     o_proj, down_proj                    a share of the columns
     embed_tokens, lm_head                a share of the rows, the vocabulary rounded up to a multiple of 64
     norms, router                        all of it
-    experts that are spread              all of some experts, numbered from 0
+    spread experts                       all of some experts, numbered from 0
 
-Our local engine and a vLLM engine on one GPU are the one shard of a whole model. `shard_layout` says all of that for given
-shapes; the trainer asks it about the tensors that it sends, the engine about those that it received and computes with.
+Our local engine and a vLLM engine on one GPU are the single shard of a whole model. `shard_layout` computes this for given
+shapes; used by the trainer for the tensors it sends and by the engine for those it received and computes with.
 
-A transfer without files (direct.py) sends every shard what it needs, by a plan that is a pure function of who holds what:
+A transfer without files (direct.py) sends every shard what it needs, by a plan that is a pure function of the ranks' boxes:
 
-    plan_pieces  -> every number of every need once, each from a rank that has it   (replicas share the work)
-    plan_buckets -> what travels at once, no bucket larger than asked, in one order that all sides follow
+    plan_pieces  -> covers every need exactly once, from ranks that have it          (replicas share the work)
+    plan_buckets -> groups pieces into buckets of limited size, in one order that all sides follow
 
-In round r shard t is served by rank (t + r) mod ranks, so that ranks and shards are busy side by side. Everyone works
-through the buckets that concern him in the one order, one at a time; whoever has the first unfinished bucket of all can
-go on, so nobody waits in a circle.
+In round r shard t is served by rank (t + r) mod ranks, so that ranks and shards are busy concurrently. Everyone works
+through its own buckets in this order, one at a time; whoever has the first unfinished bucket of all can
+proceed, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ VOCAB_MULTIPLE = 64  # vLLM's padding of the vocabulary
 _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _PART = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")
 _PARTS_OF = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "w13": ("gate", "up"), "w2": ("down",), "": ("",)}
-_STACKED = ("w13_weight", "w2_weight")  # a matrix an expert
+_STACKED = ("w13_weight", "w2_weight")  # one matrix per expert
 _ROWS = tuple(f".{part}_proj.{suffix}" for part in ("q", "gate", "up") for suffix in ("weight", "bias"))
 _KV_ROWS = (".k_proj.weight", ".k_proj.bias", ".v_proj.weight", ".v_proj.bias")
 _COLUMNS = (".o_proj.weight", ".down_proj.weight")
-_ROWS_TOGETHER = 8  # a piece is cut at multiples of so many rows, where it can be: words of 8 bytes stay whole
+_ROWS_TOGETHER = 8  # pieces are cut at multiples of so many rows where possible, to keep 8-byte words whole
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -73,14 +73,14 @@ class Box:
         return max(0, self.row_end - self.row) * max(0, self.col_end - self.col)
 
     def overlap(self, other: Box) -> Box:
-        """The part that both cover; num_elements is 0 where there is none."""
+        """The intersection; num_elements is 0 if it is empty."""
         return Box(
             max(self.row, other.row), min(self.row_end, other.row_end),
             max(self.col, other.col), min(self.col_end, other.col_end),
         )  # fmt: skip
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The numbers of a tensor in this box, [rows, columns]. A view."""
+        """This box of a tensor, [rows, columns]. A view."""
         return as_matrix(tensor)[self.row : self.row_end, self.col : self.col_end]
 
 
@@ -96,10 +96,10 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class EngineShard:
-    """Part `part` of `parts` of a model, which one worker of an engine holds; the default is all of it.
+    """Part `part` of `parts` of a model, held by one worker of an engine; by default all of it.
 
-    kv_parts: into how many the key and value heads are cut: fewer than parts where several parts hold the same head.
-    spreads_experts: each expert is whole in one part, instead of cut over all.
+    kv_parts: number of shards of the key and value heads: fewer than parts if several parts hold the same head.
+    spreads_experts: each expert is whole in one part, instead of sharded over all.
     """
 
     part: int = 0
@@ -109,11 +109,11 @@ class EngineShard:
 
     @classmethod
     def of(cls, part: int, parts: int, num_kv_heads: int, *, spreads_experts: bool = False) -> EngineShard:
-        """As vLLM cuts a model with so many key and value heads."""
+        """The shard as in vLLM for a model with so many key and value heads."""
         return cls(part, parts, min(parts, num_kv_heads), spreads_experts)
 
     def experts(self, num_experts: int) -> range:
-        """Experts of which it holds something. Where whole ones do not come out even, the first parts have one more."""
+        """Experts of which it holds a part. If whole ones do not divide evenly, the first parts have one more."""
         if not self.spreads_experts:
             return range(num_experts)
         each, more = divmod(num_experts, self.parts)
@@ -123,7 +123,7 @@ class EngineShard:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A box of an HF tensor in a shard: from `row` on in `fused` seen as a matrix [.., last dimension]."""
+    """Position of an HF tensor's box in a shard: from `row` on in `fused`, viewed as a matrix [.., last dimension]."""
 
     fused: str
     row: int
@@ -133,8 +133,8 @@ class Place:
 class ShardLayout:
     """The tensors of a shard.
 
-    shapes: of its fused tensors. parts: HF tensors that each is made of, one below the other.
-    needs: its box of each HF tensor that it has a part of. places: where that box lies; a tied embedding lies in two.
+    shapes: of its fused tensors. parts: HF tensors of each, concatenated along rows.
+    needs: its box of each HF tensor. places: positions of that box; a tied embedding has two.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -150,11 +150,11 @@ class ShardLayout:
 
 
 def shard_layout(shapes: Mapping[str, tuple[int, ...]], shard: EngineShard = EngineShard()) -> ShardLayout:
-    """The layout of a shard of a model, or of a part of one, whose HF tensors have these shapes.
+    """The layout of a shard of a model, or of a part of one, with HF tensors of these shapes.
 
     Raises:
         ValueError: a part of a fused tensor is missing (q without k) or has another shape than the others, experts are not
-            numbered 0..n-1, or a dimension cannot be cut into so many parts.
+            numbered 0..n-1, or a dimension cannot be split into so many parts.
     """
     num_experts = 1 + max((int(found[2]) for name in shapes if (found := _EXPERT.match(name))), default=-1)
     experts = shard.experts(num_experts)
@@ -181,7 +181,7 @@ def shard_layout(shapes: Mapping[str, tuple[int, ...]], shard: EngineShard = Eng
 
 
 def _fused_parts(names: Iterable[str], experts: range) -> dict[str, tuple[str, ...]]:
-    """{fused tensor: its HF tensors, one below the other}, in the order of first appearance."""
+    """{fused tensor: its HF tensors, in order of rows}, in order of first appearance."""
     groups: dict[tuple[str, str], dict[tuple[int, str], str]] = defaultdict(dict)
     for name in names:
         if found := _EXPERT.match(name):
@@ -207,7 +207,7 @@ def _fused_parts(names: Iterable[str], experts: range) -> dict[str, tuple[str, .
             )
         plan[fused] = tuple(members[each] for each in wanted)
     if EMBEDDING in plan:
-        plan.setdefault(HEAD, plan[EMBEDDING])  # a model without a head of its own has its embedding there
+        plan.setdefault(HEAD, plan[EMBEDDING])  # a model without its own head uses its embedding there
     return plan
 
 
@@ -217,10 +217,10 @@ def fuse(
     device: torch.device | None = None,
     shard: EngineShard = EngineShard(),
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, fused tensor) of a shard one after the other, cast to dtype: only one fused tensor is held at a time.
+    """Yields (name, fused tensor) of a shard, cast to dtype: only one fused tensor is in memory at a time.
 
-    device: where they are made, in memory of their own; None: where the parts are, and a tensor that is fused from
-    nothing may be the part itself. Each number is copied once at most.
+    device: of the fused tensors, in their own memory; None: that of the parts, and a tensor fused from
+    a single part may be the part itself. Each value is copied at most once.
 
     Raises:
         ValueError: see shard_layout.
@@ -278,7 +278,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Pieces that travel at once, laid end to end in this order, each row by row."""
+    """Pieces sent at once, concatenated in this order, each row by row."""
 
     source: int
     target: int
@@ -290,13 +290,13 @@ class WeightBucket:
 
 
 def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[str, Box]]) -> list[Piece]:
-    """Every need covered once. Where several ranks hold the same box, the one that has the least to send takes it.
+    """Cover every need once. If several ranks hold the same box, the one with the least to send takes it.
 
     Args:
-        holders: of each trainer rank {HF name: the box of that tensor that it holds}. needs: the same of each engine shard.
+        holders: of each trainer rank {HF name: its box of that tensor}. needs: the same of each engine shard.
 
     Raises:
-        ValueError: a part of a need is held by nobody, or the boxes of two ranks overlap without being equal.
+        ValueError: a part of a need is held by no rank, or the boxes of two ranks overlap without being equal.
     """
     ranks_of: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, boxes in enumerate(holders):
@@ -325,7 +325,7 @@ def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[st
 
 
 def plan_buckets(pieces: Sequence[Piece], num_ranks: int, max_elements: int) -> list[WeightBucket]:
-    """The pieces in buckets of at most max_elements numbers, in the order in which all sides work through them.
+    """The pieces in buckets of at most max_elements values, in the order that all sides follow.
 
     Raises:
         ValueError: a bucket has no room for one row of a piece.
@@ -349,7 +349,7 @@ def plan_buckets(pieces: Sequence[Piece], num_ranks: int, max_elements: int) -> 
 
 
 def _cut(piece: Piece, max_elements: int) -> list[Piece]:
-    """The piece in runs of rows that fit into a bucket."""
+    """Split the piece into ranges of rows that fit into a bucket."""
     box = piece.box
     num_rows, num_cols = box.shape
     rows = max_elements // num_cols

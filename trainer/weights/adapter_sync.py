@@ -1,7 +1,7 @@
-"""From an adapter's learner to its engines: a PEFT directory a version, in a folder that the engines' hosts see.
+"""From an adapter's learner to its engines: one PEFT directory per version, in a folder visible to the engines' hosts.
 
-Adapters are small (53 MB for attention of Qwen3-30B-A3B at rank 32), so files carry them whatever carries weights. Each publish
-has a folder of its own: engines know cached prefixes by its path. The one before stays until the new one is proven.
+Adapters are small (53 MB for attention of Qwen3-30B-A3B at rank 32), so they always travel as files. Each publish
+has its own folder: engines key cached prefixes by its path. The previous one stays until the new one is proven.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from marsrl.trainer.weights.sync import Delivered, WeightSync, timed_part
 
 
 class AdapterSync(WeightSync):
-    """Publishes one adapter: its policy's engines, which others share, keep their weights and the others' adapters."""
+    """Publishes one adapter: its policy's shared engines keep their weights and the other adapters."""
 
     is_direct = False
 
@@ -37,7 +37,7 @@ class AdapterSync(WeightSync):
         directory: str | Path | None = None,
         **common: Any,
     ) -> None:
-        """base: path of the model that is adapted. directory: of rank 0's PrivateFolder; common: of WeightSync."""
+        """base: path of the adapted model. directory: of rank 0's PrivateFolder; common: of WeightSync."""
         super().__init__(engines, dtype, **common)
         self._base = base
         self._files = PrivateFolder(directory) if engines is not None else None
@@ -45,10 +45,10 @@ class AdapterSync(WeightSync):
         self._folder = Path()
         self._expected: list[Mapping[str, int]] = []
         self._num_bytes = 0
-        self._is_bare = False  # B is 0: the trainer's scores are those of the bare model, too
+        self._is_bare = False  # B is 0: the trainer's scores are also those of the bare model
 
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
-        """Rank 0 writes the tensors, which all ranks gather."""
+        """Gather the tensors from all ranks; rank 0 writes them."""
         with timed_part(seconds_of, "export"):
             held = learner.held_adapter()
             exported = {n: tensor.detach().to("cpu", self._dtype).contiguous() for n, tensor in held.export()}
@@ -85,7 +85,7 @@ class AdapterSync(WeightSync):
         return super()._compare(engines, scores, version)
 
     def _settle(self) -> None:
-        """The version before stayed until this one was proven."""
+        """Remove the previous version, kept until this one was proven."""
         if self._files is not None:
             FileSender.forget_others(self._folder)
 

@@ -1,16 +1,16 @@
-"""The proof of a weight sync: engines hold what was sent (checksums), and compute with it what the trainer computes.
+"""The proof of a weight sync: engines hold what was sent (checksums) and compute with it what the trainer computes.
 
-The comparison: an engine's log-probs of fixed tokens are the trainer's, up to rounding. Messages and metrics call these
-tokens the probe. The trainer scores them twice, as it is and with every result on the way rounded otherwise
-(learner/other_roundings.py). The difference of the two is the *noise*: what rounding makes of this model at these weights.
-An engine is one more correct program, so its differences must be distributed as the noise is:
+The comparison: an engine's log-probs of fixed tokens equal the trainer's up to rounding. Messages and metrics call these
+tokens the probe. The trainer scores them twice, plainly and with every intermediate result perturbed by rounding
+(learner/other_roundings.py). The difference is the *noise*: the effect of rounding on this model at these weights.
+A correct engine's differences must be distributed like the noise:
 
     median        of |trainer - engine|                                     at most 3 x the noise's median
     share         of the tokens beyond twice the noise's 90 % quantile      at most 20 %
     last tokens   of the sequences, beyond the same                         at most half of them
 
-The largest difference is told and never judged: one token whose experts lie close is off by nats in any MoE model.
-docs/weight_sync.md says what was measured.
+The largest difference is reported but never judged: in any MoE model a token with nearly tied experts is off by nats.
+See docs/weight_sync.md for measurements.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from marsrl.trainer.learner.learner import Learner
 
 _NUM_SEQUENCES = 16
 _NUM_TOKENS = 41  # a block of 32 of vLLM's prefix cache on a CPU lies before the last token
-_FIRST, _LATER = 3.0, 2.0  # of the median: times the noise's; times what the first comparison measured
+_FIRST, _LATER = 3.0, 2.0  # bounds of the median: times the noise's; times that of the first comparison
 _SHARE = 0.2
-_DIVERGED = 100.0  # nats: how unlikely half of the probe's random tokens are to a policy that is beyond repair
-_FLOOR = 1e-6  # nats: the spacing of float32 log-probs from -8 to -16
+_DIVERGED = 100.0  # nats: median surprisal of the probe's random tokens under a diverged policy
+_FLOOR = 1e-6  # nats: spacing of float32 log-probs between -8 and -16
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerScores:
-    """The trainer's log-probs [N-1] float32 of tokens 1..N-1 of each sequence, nats: as they are, and rounded otherwise."""
+    """The trainer's log-probs [N-1] float32 of tokens 1..N-1 of each sequence, nats: plain and perturbed."""
 
     logprobs: Sequence[FloatArray]
     rounded: Sequence[FloatArray]
@@ -46,10 +46,10 @@ class TrainerScores:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonReport:
-    """Distance of an engine's log-probs from the trainer's, over num_tokens of them; the farthest engine's of several.
+    """Distance of an engine's log-probs from the trainer's, over num_tokens; of several engines, the farthest.
 
-    largest, median: of |difference|, nats. noise: the median that rounding alone makes, nats.
-    share, num_last: the part of the tokens, and how many of the sequences' last ones, that differ by more than `bound`, which
+    largest, median: of |difference|, nats. noise: the median from rounding alone, nats.
+    share, num_last: share of all tokens, and number of sequences' last ones, that differ by more than `bound`, which
         is twice the 90 % quantile of the noise.
     """
 
@@ -63,7 +63,7 @@ class ComparisonReport:
 
     @property
     def ratio(self) -> float:
-        """The median in units of the noise's."""
+        """The median relative to the noise's."""
         return self.median / (self.noise + _FLOOR)
 
 
@@ -76,9 +76,9 @@ def comparison_sequences(vocab_size: int) -> list[IntArray]:
 def trainer_scores(
     learner: Learner, engine_dtype: torch.dtype, cache_dtype: torch.dtype | None = None
 ) -> TrainerScores:
-    """The learner's scores of the probe; the noise is that of the coarser dtype, its own or the engines'. Collective.
+    """The learner's scores of the probe; the noise is that of the coarser dtype of learner and engines. Collective.
 
-    cache_dtype: of the engines' keys and values, where it is another one (rollout.vllm.kv_cache_dtype).
+    cache_dtype: of the engines' keys and values, if different (rollout.vllm.kv_cache_dtype).
     """
     sequences = comparison_sequences(learner.vocab_size)
     batch = _packed(sequences, learner.align)
@@ -88,7 +88,7 @@ def trainer_scores(
 
 
 def _packed(sequences: Sequence[IntArray], align: int) -> PackedBatch:
-    """Every token after the first of each sequence is to be scored."""
+    """Pack the sequences, scoring every token after the first."""
     every = [
         TrainSequence(
             uid=f"probe/{i}",
@@ -108,13 +108,13 @@ def _packed(sequences: Sequence[IntArray], align: int) -> PackedBatch:
 class EngineComparison:
     """Compares trainer and engines, version after version.
 
-    The first comparison of a process, where both have read the same files or hold the checkpoint that a run goes on from,
-    is judged by the noise alone; it also measures how far these two programs are apart in units of it, which differs
-    by kernels and hardware. Later ones may be twice as far apart (and need not be closer than twice the noise).
+    The first comparison of a process, when both have read the same files or resume from the same checkpoint,
+    is judged by the noise alone; it also measures the distance of the two programs relative to it, which depends
+    on kernels and hardware. Later ones may be twice as far apart (and need not be closer than twice the noise).
     """
 
     def __init__(self) -> None:
-        self._most = _FIRST  # the median allowed, over the noise's
+        self._most = _FIRST  # allowed median over the noise's
         self._is_first = True
 
     def compare(
@@ -123,7 +123,7 @@ class EngineComparison:
         """The report of the engine that differs most.
 
         Raises:
-            RuntimeError: there is nothing to compare, a log-prob is not finite, or an engine's differences are not those of
+            RuntimeError: there is nothing to compare, a log-prob is not finite, or an engine's differences exceed
                 rounding; with the statistic, its value and bound, the engine, and the token that differs most.
         """
         where = f"weight sync: version {version}"
@@ -162,7 +162,7 @@ class EngineComparison:
         return farthest
 
     def _problem(self, found: ComparisonReport, num_sequences: int) -> str:
-        """The statistic that is too large, with its value and bound; empty where there is none."""
+        """The violated statistic, with its value and bound; empty if there is none."""
         if found.ratio > self._most:
             return (
                 f"the median of |difference| over {found.num_tokens} tokens is {found.median:.3g} nats, expected at most "
@@ -184,7 +184,7 @@ class EngineComparison:
 
 
 def _where_to_look(trainer: FloatArray) -> str:
-    """A hint at what may be wrong when the weights have arrived. trainer: its log-probs of the probe, [tokens] nats."""
+    """A hint at what may be wrong although the weights have arrived. trainer: its log-probs of the probe, [tokens] nats."""
     if (median := float(np.median(trainer))) < -_DIVERGED:
         return (
             f"it is not the transfer: the trainer's own log-probs have a median of {median:.4g} nats, so the policy has "
@@ -196,9 +196,9 @@ def _where_to_look(trainer: FloatArray) -> str:
 
 
 def measure(difference: FloatArray, noise: FloatArray, last: IntArray) -> ComparisonReport:
-    """The comparison's report, from the tokens' absolute differences and noise, both [tokens] nats.
+    """The comparison's report from absolute differences and noise, both [tokens] nats.
 
-    last: the places of the sequences' last tokens.
+    last: indices of the sequences' last tokens.
     """
     bound = 2 * (float(np.quantile(noise, 0.9)) + _FLOOR)
     is_beyond = difference > bound
@@ -214,7 +214,7 @@ def measure(difference: FloatArray, noise: FloatArray, last: IntArray) -> Compar
 
 
 def _finite(logprobs: Sequence[FloatArray], whose: str) -> FloatArray:
-    """All of them end to end, [tokens] float64."""
+    """All of them concatenated, [tokens] float64."""
     for sequence, each in enumerate(logprobs):
         if not np.isfinite(each).all():
             bad = np.flatnonzero(~np.isfinite(each))
@@ -227,10 +227,10 @@ def _finite(logprobs: Sequence[FloatArray], whose: str) -> FloatArray:
 
 
 class CheckedEngines:
-    """A pool whose engines must prove what they hold and what they compute with it.
+    """A pool whose engines must prove their weights and their computation.
 
-    adapter: the one that is proven; empty: the weights themselves.
-    shards_of_each: what each worker of an engine holds of the model: the same of all engines.
+    adapter: that is proven; empty: the weights.
+    shards_of_each: the model's shard of each worker of an engine, the same for all engines.
     """
 
     def __init__(
@@ -241,11 +241,11 @@ class CheckedEngines:
         settings: Mapping[str, float] | None = None,
         adapter: str = "",
     ) -> None:
-        """settings: ModelShape.settings() of the trainer's model, compared with what the engines compute with, as far as they
-        tell; None: not.
+        """settings: ModelShape.settings() of the trainer's model, compared with the engines' as far as they can
+        tell; None: not compared.
 
-        The engines score the comparison's sequences once now, so that these prefixes are in their caches when the first
-        update comes: a cache that is not dropped then would be seen.
+        The engines score the comparison's sequences once now, so that the prefixes are cached when the first
+        update comes: a cache that is not dropped then is detected.
 
         Raises:
             ValueError: an engine computes with other settings (a router's top-k, a norm's eps, ...).
@@ -265,9 +265,9 @@ class CheckedEngines:
         pool.score(self._sequences, adapter)
 
     def check(self, expected: Sequence[Mapping[str, int]], receipts: Mapping[int, WeightReceipt], version: int) -> None:
-        """Raise RuntimeError where an engine holds other numbers than were sent; with the tensors' names.
+        """Raise RuntimeError if an engine's weights differ from those sent; with the tensors' names.
 
-        expected: of each shard of an engine {fused tensor: checksum}; receipts: what engines report, by their numbers.
+        expected: of each shard of an engine {fused tensor: checksum}; receipts: of engines, by number.
         """
         for engine, receipt in receipts.items():
             if receipt.version != version:
@@ -286,9 +286,9 @@ class CheckedEngines:
                 )
 
     def compare(self, scores: TrainerScores, version: int, *, bare: bool = False) -> ComparisonReport:
-        """Compare the engines' log-probs with the trainer's; RuntimeError where they differ by more than rounding.
+        """Compare the engines' log-probs with the trainer's; RuntimeError if they differ by more than rounding.
 
-        bare: those without the adapter.
+        bare: engines score without the adapter.
         """
         of_engines = self.pool.score(self._sequences, "" if bare else self.adapter)
         return self._comparison.compare(scores, of_engines, version)
