@@ -46,7 +46,8 @@ TRAINING_MODULES = (
 HEADLINE = "T=16,384, H=2,048, V=151,936"  # all rows active, and half of them masked
 OTHER_HEADS = ("T=1,024", "T=4,096", "T=65,536", "V=75,968", "V=37,984")
 CASES = (
-    "linear_logprob", "swiglu", "rms_norm", "attention_decode", "policy_loss", "group_advantage", "mpt_gate", "packing",
+    "linear_logprob", "swiglu", "rms_norm", "moe_permute", "attention_decode", "policy_loss", "group_advantage", "mpt_gate",
+    "packing",
 )  # fmt: skip
 NEED_MORE_THAN_TORCH = ("tests/engines/test_checksum_and_layout.py", "tests/plan/test_memory.py")
 

@@ -13,6 +13,7 @@ from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyObjectiv
 from marsrl.kernels.head.support import Support
 from marsrl.kernels.linear_logprob import LogProb, linear_logprob
 from marsrl.kernels.linear_policy_loss import linear_policy_loss
+from marsrl.kernels.moe_permute import RowOrder, moe_permute, moe_unpermute
 from marsrl.kernels.mpt_gate import mpt_gate
 from marsrl.kernels.packing import Packed, kept_rows, pack
 from marsrl.kernels.policy_loss import policy_loss
@@ -27,6 +28,7 @@ __all__ = [
     "Packed",
     "PolicyLoss",
     "PolicyObjective",
+    "RowOrder",
     "Support",
     "TokenMarks",
     "attention_decode",
@@ -37,6 +39,8 @@ __all__ = [
     "kept_rows",
     "linear_logprob",
     "linear_policy_loss",
+    "moe_permute",
+    "moe_unpermute",
     "mpt_gate",
     "pack",
     "policy_loss",

@@ -63,8 +63,10 @@ class Recomputed:
         wanted = [leaf for leaf, needed in zip(leaves, needs) if needed]
         with torch.enable_grad():
             outputs = _as_tuple(self._function(*leaves, *args[len(needs) :]))
-        if outputs[0].requires_grad:
-            found = iter(torch.autograd.grad(outputs, wanted, tuple(grads), materialize_grads=True))
+        ends = [(output, grad) for output, grad in zip(outputs, grads) if output.requires_grad]
+        if ends:
+            of_outputs = tuple(grad for _, grad in ends)
+            found = iter(torch.autograd.grad([out for out, _ in ends], wanted, of_outputs, materialize_grads=True))
         else:  # nothing was computed: the batch is empty
             found = map(torch.zeros_like, wanted)
         return [next(found) if needed else None for needed in needs]
@@ -76,12 +78,14 @@ class Gradient:
 
     num_tensors: number of leading arguments that are tensors or None; all are saved, and get a gradient if they require one.
     num_outputs: number of results of Kernels.forward that the caller gets. saves_outputs: the backward reads them too.
+    num_unread: of the tensors, the leading ones of which the backward reads shape and dtype alone; no memory is kept for them.
     """
 
     op: str
     num_tensors: int
     num_outputs: int = 1
     saves_outputs: bool = False
+    num_unread: int = 0
     node: Any = field(init=False)  # a torch.autograd.Function with the op's name: profilers show it
 
     def __post_init__(self) -> None:
@@ -89,7 +93,7 @@ class Gradient:
 
         def forward(ctx: Any, kernels: Kernels, *args: Any) -> Tensor | tuple[Tensor, ...]:
             results = kernels.forward(*args)
-            ctx.save_for_backward(*args[:num_tensors], *results[first_saved:])
+            ctx.save_for_backward(*self.as_saved(args[:num_tensors]), *results[first_saved:])
             ctx.kernels, ctx.constants = kernels, args[num_tensors:]
             return results[0] if num_outputs == 1 else results[:num_outputs]
 
@@ -107,6 +111,11 @@ class Gradient:
     def first_saved(self) -> int:
         """The first result that is saved for the backward."""
         return 0 if self.saves_outputs else self.num_outputs
+
+    def as_saved(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The leading arguments as the backward gets them: without memory where it reads no values."""
+        unread = (each.new_empty(()).expand(each.shape) for each in tensors[: self.num_unread])
+        return (*unread, *tensors[self.num_unread :])
 
     def implementation(
         self,

@@ -65,7 +65,7 @@ def register(
         ctx.mark_non_differentiable(*found[gradient.num_outputs :])
         ctx.is_tensor = [isinstance(each, Tensor) for each in inputs]
         ctx.constants = [each for each in inputs if not isinstance(each, Tensor)]
-        tensors = (each for each in inputs if isinstance(each, Tensor))
+        tensors = gradient.as_saved([each for each in inputs if isinstance(each, Tensor)])
         ctx.num_saved = len(found) - gradient.first_saved
         ctx.save_for_backward(*found[gradient.first_saved :], *tensors)
 

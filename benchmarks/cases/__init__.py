@@ -18,6 +18,7 @@ ORDER = (
     "attention_varlen",
     "attention_decode",
     "grouped_linear",
+    "moe_permute",
     "swiglu",
     "rms_norm",
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 from marsrl.kernels import (
     LossInputs,
     PolicyObjective,
+    RowOrder,
     Support,
     attention_decode,
     attention_varlen,
@@ -18,6 +19,8 @@ from marsrl.kernels import (
     kept_rows,
     linear_logprob,
     linear_policy_loss,
+    moe_permute,
+    moe_unpermute,
     mpt_gate,
     pack,
     policy_loss,
@@ -171,6 +174,16 @@ def _of(function: Callable[..., Any], **words: Any) -> Callable[[Tensors], list[
     return run
 
 
+def _permute(tensors: Tensors) -> list[Tensor]:
+    order = RowOrder.of_map(tensors["routing_map"], 2 * tensors["hidden"].shape[0])
+    return list(moe_permute(tensors["hidden"], tensors["weights"], order))
+
+
+def _unpermute(tensors: Tensors) -> list[Tensor]:
+    rows = tensors["rows"]
+    return [moe_unpermute(rows, RowOrder.of_map(tensors["routing_map"], rows.shape[0]))]
+
+
 def _pack(tensors: Tensors) -> list[Tensor]:
     names = ("token_ids", "is_sampled", "cu_seqlens")
     words = {name: values for name, values in tensors.items() if name not in names}
@@ -272,6 +285,23 @@ OTHERS = {
         _of(grouped_linear),
         lambda: {"x": torch.randn(TOKENS, 16), "weights": torch.randn(2, 16, 16), "counts": _ints(4, 5)},
         ("x", "weights"),
+    ),
+    "moe_permute": Taken(
+        _permute,
+        lambda: {
+            "hidden": torch.randn(TOKENS, SIZE),
+            "weights": torch.rand(TOKENS, 4),
+            "routing_map": _bools(1, 1, 0, 0, 0, 1, 0, 1, 1, 0, 0, 1).view(3, 4).repeat(TOKENS // 3, 1),
+        },
+        ("hidden", "weights"),
+    ),
+    "moe_unpermute": Taken(  # tokens of 1, 2 and 0 rows
+        _unpermute,
+        lambda: {
+            "rows": torch.randn(TOKENS, SIZE),
+            "routing_map": _bools(1, 0, 1, 1, 0, 0).view(3, 2).repeat(TOKENS // 3, 1),
+        },
+        ("rows",),
     ),
     "rms_norm": Taken(
         _of(rms_norm, eps=1e-6), lambda: {"x": torch.randn(TOKENS, SIZE), "weight": torch.randn(SIZE)}, ("x", "weight")

@@ -7,6 +7,7 @@ from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 from marsrl.kernels.attention_decode.triton_impl import attention_decode_triton
 from marsrl.kernels.attention_varlen.triton_impl import TritonAttention
 from marsrl.kernels.grouped_linear.triton_impl import TritonGroupedLinear
+from marsrl.kernels.moe_permute.triton_impl import triton_permute, triton_unpermute
 from marsrl.kernels.rms_norm.triton_impl import TritonRmsNorm
 from marsrl.kernels.sequence_sums.triton_impl import sequence_sums_triton
 from marsrl.kernels.swiglu.triton_impl import TritonSwiglu
@@ -78,6 +79,21 @@ def test_grouped_linear(target):
     names = ["rows_times_matrices", "rows_times_matrices", "matrix_gradients"]
     for report in compiled(target, names, lambda: both_ways(TritonGroupedLinear(), args, (True, True, False))):
         assert_compiled_well(report, dots=True)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("width", [2048, 5120])
+def test_moe_permute(width, target):
+    order = ints(8 * T), ints(8 * T), ints(T + 1)
+
+    def launch():
+        args = of(T, width), of(T, 128, dtype=torch.float32), *order, ints(8 * T)
+        triton_permute().backward(args, (), triton_permute().forward(*args), (True, False))
+        both_ways(triton_unpermute(), (of(8 * T, width), *order), (True,))
+
+    for report in compiled(target, ["copy_tokens", "sum_rows", "sum_rows", "copy_tokens"], launch):
+        assert_compiled_well(report, dots=False)
+        assert report.num_wide_loads and report.num_wide_stores, report
 
 
 @pytest.mark.parametrize("target", TARGETS)

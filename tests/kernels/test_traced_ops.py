@@ -15,11 +15,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from marsrl.kernels import (
     LossInputs,
     PolicyObjective,
+    RowOrder,
     Support,
     attention_varlen,
     grouped_linear,
     linear_logprob,
     linear_policy_loss,
+    moe_permute,
+    moe_unpermute,
     rms_norm,
     swiglu,
 )
@@ -49,6 +52,12 @@ def _head(num_tokens: int, dtype: torch.dtype = torch.float32, **given: Any) -> 
 
 SUPPORT = Support(torch.arange(8, dtype=torch.int32), torch.zeros(6, dtype=torch.int64), torch.full((6,), 8), 8)
 
+
+def _order(num_tokens: int) -> RowOrder:
+    """Of 3 experts, two a token."""
+    return RowOrder.of_map(torch.arange(3)[None] != torch.arange(num_tokens)[:, None] % 3, 2 * num_tokens)
+
+
 # name -> the arguments of torch.ops.marsrl.<first word> for so many tokens
 SCHEMAS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "rms_norm": lambda n: (_leaf(n, 16), _leaf(16), 1e-6, 1.0),
@@ -60,6 +69,9 @@ SCHEMAS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "attention_varlen with keys": lambda n: _attention(n, keys=torch.tensor([0, 2, 2, n], dtype=torch.int32)),
     "attention_varlen both ways": lambda n: _attention(n, causal=False, longest=n),
     "grouped_linear": lambda n: (_leaf(n, 16), _leaf(3, 8, 16), torch.tensor([2, 0, n - 2])),
+    "moe_permute": lambda n: (_leaf(n, 16), _leaf(n, 3), *_order(n)),
+    "moe_permute bfloat16": lambda n: (_leaf(n, 16, dtype=torch.bfloat16), _leaf(n, 3), *_order(n)),
+    "moe_unpermute": lambda n: (_leaf(2 * n, 16), *_order(n)[:3]),
     "linear_logprob": _head,
     "linear_logprob bfloat16": lambda n: _head(n, torch.bfloat16, real=39),
     "linear_logprob per token": lambda n: _head(n, temperature=torch.linspace(0.5, 2, n)),
@@ -111,6 +123,13 @@ def _of_experts(x: Tensor, weight: Tensor) -> Tensor:
     return grouped_linear(x.sin(), weights, torch.tensor([2, x.shape[0] - 2])).cos()
 
 
+def _of_rows(x: Tensor, weight: Tensor) -> Tensor:
+    chosen = torch.arange(3)[None] != torch.arange(x.shape[0])[:, None] % 3
+    order = RowOrder.of_map(chosen, 2 * x.shape[0])
+    rows, weights = moe_permute(x.sin(), (x @ weight).cos()[:, None] * torch.arange(1, 4), order)
+    return moe_unpermute(rows.cos() * weights[:, None], order).cos()
+
+
 def _of_head(x: Tensor, weight: Tensor) -> Tensor:
     head = weight * torch.linspace(-1, 1, 40)[:, None].sin()
     found = linear_logprob(x.sin(), head, torch.ones_like(x[:, 0], dtype=torch.int64), temperature=1.5)
@@ -122,6 +141,7 @@ CALLERS = {
     "swiglu": _of_gate,
     "attention_varlen": _of_attention,
     "grouped_linear": _of_experts,
+    "moe_permute": _of_rows,
     "linear_logprob": _of_head,
 }
 

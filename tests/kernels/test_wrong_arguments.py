@@ -28,6 +28,7 @@ def of_loss():
 
 HEAD = {"hidden": zeros(4, 8), "weight": zeros(40, 8), "targets": ints(4)}
 LOSS = {"objective": PolicyObjective(), "cu_seqlens": tensor([0, 4]), "normaliser": 1.0, "advantages": ones(1)}
+ORDER = kernels.RowOrder.of_map(tensor([[True, False], [True, True]]), 3)
 IDS = zeros(1, dtype=torch.int32)
 FUNCTIONS = {**vars(kernels), "policy_loss": policy_loss, "linear_policy_loss": linear_policy_loss}
 # op -> (arguments that are right, [(what is changed, how the error goes on)])
@@ -103,6 +104,25 @@ WRONG = {
         [
             ({"main_grad": zeros(40, 8).bfloat16()}, "main_grad has dtype bfloat16, expected float32"),
             ({"targets": tensor([0, 0, 0, 40])}, r"targets\[3\] is 40, expected 0..39"),
+        ],
+    ),
+    "moe_permute": (
+        {"hidden": zeros(2, 8), "weights": zeros(2, 2), "order": ORDER},
+        [
+            ({"hidden": zeros(3, 8)}, "hidden has 3 tokens, expected 2 as its order has"),
+            ({"weights": zeros(2)}, r"order.weight_of holds 0..3, expected 0..1"),
+            ({"order": ORDER._replace(row_of=ints(2))}, r"order.token_of has shape \[3\], expected \[2\]"),
+            ({"order": ORDER._replace(token_of=tensor([0, 1, 2]))}, r"order.token_of holds 0..2, expected 0..1"),
+        ],
+    ),
+    "moe_unpermute": (
+        {"rows": zeros(3, 8), "order": ORDER},
+        [
+            ({"rows": zeros(4, 8)}, r"order.token_of has shape \[3\], expected \[4\]"),
+            (
+                {"order": ORDER._replace(bounds=tensor([0, 2, 4]))},
+                r"order.bounds is \[0, 2, 4\], expected to rise from 0 to 3 tokens",
+            ),
         ],
     ),
     "mpt_gate": (

@@ -1,0 +1,175 @@
+"""moe_permute and moe_unpermute: tokens to rows that are sorted by expert, with the router's weights, and back as sums."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from marsrl.kernels.checks import FLOATS, INTEGERS, check, check_cu_seqlens, check_range
+from marsrl.kernels.differentiable import Gradient
+from marsrl.kernels.dispatch import Op, late_object, of_first, why_not_host
+from marsrl.kernels.moe_permute.cpu import cpu_permute, cpu_unpermute
+from marsrl.kernels.moe_permute.reference import moe_permute_reference, moe_unpermute_reference
+from marsrl.kernels.traced_op import register
+from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
+
+
+class RowOrder(NamedTuple):
+    """R rows sorted by expert, those of an expert in the order of their T tokens. All int64, made without waiting for a device.
+
+    token_of [R]: the token of each row. row_of [R]: the rows of token 0 in the order of its experts, then those of token 1.
+    bounds [T+1]: the tokens' first places in row_of, and R. weight_of [R]: of each row's weight in the router's flattened [T, E].
+    """
+
+    token_of: Tensor
+    row_of: Tensor
+    bounds: Tensor
+    weight_of: Tensor
+
+    @classmethod
+    def of_map(cls, routing_map: Tensor, num_rows: int) -> "RowOrder":
+        """The order of routing_map [T, E] bool, true where the token goes to the expert, which it does num_rows times.
+
+        Raises:
+            ValueError: another number of places of a map in host memory is true. On a device that is not looked at: too few
+                are an error of the device's, of too many the last experts' are left out.
+        """
+        check("RowOrder", "routing_map", routing_map, (None, None), (torch.bool,))
+        is_read = routing_map.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_read and (found := int(routing_map.sum())) != num_rows:
+            raise ValueError(f"RowOrder: routing_map has {found} places that are true, expected {num_rows}")
+        expert_of, token_of = torch.nonzero_static(routing_map.t(), size=num_rows).unbind(1)
+        bounds = pad(routing_map.sum(1).cumsum(0), (1, 0))
+        weight_of = token_of * routing_map.shape[1] + expert_of
+        return cls(token_of.contiguous(), token_of.argsort(stable=True), bounds, weight_of)
+
+    @classmethod
+    def of_experts(cls, expert_of: Tensor) -> "RowOrder":
+        """The order in which token t, one of R, has a single row, that of expert_of[t], and weights are [R]."""
+        check("RowOrder", "expert_of", expert_of, (None,), INTEGERS)
+        token_of = expert_of.argsort(stable=True)
+        bounds = torch.arange(expert_of.numel() + 1, device=expert_of.device, dtype=torch.int64)
+        return cls(token_of, token_of.argsort(), bounds, token_of)
+
+
+def moe_permute(hidden: Tensor, weights: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
+    """A row for each expert of each token, and its weight; differentiable.
+
+    The gradient of a token sums those of its rows in float32, in the order of its experts, and is rounded once: the same bits in
+    every run. The backward keeps the order alone, neither hidden nor weights.
+
+    Args:
+        hidden: [T, H] float.
+        weights: [T, E] float, or [R] where the order is of single rows; of any float dtype.
+
+    Returns:
+        [R, H] in the dtype of hidden, and [R] in that of weights.
+
+    Raises:
+        ValueError: names the argument, what was found and what was expected.
+    """
+    check("moe_permute", "hidden", hidden, (None, None), FLOATS)
+    check("moe_permute", "weights", weights, tuple(weights.shape), FLOATS, hidden.device)
+    args = (hidden, weights, *order)
+    found: tuple[Tensor, Tensor] = (
+        torch.ops.marsrl.moe_permute(*args) if torch.compiler.is_compiling() else _PERMUTE(*_permute_args(*args))
+    )
+    return found
+
+
+def moe_unpermute(rows: Tensor, order: RowOrder) -> Tensor:
+    """The sum of each token's rows, 0 of one that has none; differentiable. In float32, in the order of its experts, rounded
+    once: the same bits in every run. The backward keeps the order alone.
+
+    The rows come weighted: swiglu takes the weights where a row is narrower, between the two layers of its expert.
+
+    Args:
+        rows: [R, H] float.
+
+    Returns:
+        [T, H] in the dtype of rows.
+
+    Raises:
+        ValueError: names the argument, what was found and what was expected.
+    """
+    check("moe_unpermute", "rows", rows, (None, None), FLOATS)
+    args = (rows, *order[:3])
+    found: Tensor = (
+        torch.ops.marsrl.moe_unpermute(*args) if torch.compiler.is_compiling() else _UNPERMUTE(*_unpermute_args(*args))
+    )
+    return found
+
+
+def _permute_args(
+    hidden: Tensor, weights: Tensor, token_of: Tensor, row_of: Tensor, bounds: Tensor, weight_of: Tensor
+) -> tuple[Tensor, ...]:
+    _check_order("moe_permute", hidden, row_of.numel(), token_of, row_of, bounds)
+    if bounds.numel() != hidden.shape[0] + 1:
+        raise ValueError(
+            f"moe_permute: hidden has {hidden.shape[0]} tokens, expected {bounds.numel() - 1} as its order has"
+        )
+    check("moe_permute", "order.weight_of", weight_of, (row_of.numel(),), (torch.int64,), hidden.device)
+    check_range("moe_permute", "order.weight_of", weight_of, weights.numel() - 1)
+    return hidden, weights, token_of, row_of, bounds, weight_of
+
+
+def _unpermute_args(rows: Tensor, token_of: Tensor, row_of: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
+    _check_order("moe_unpermute", rows, rows.shape[0], token_of, row_of, bounds)
+    return rows, token_of, row_of, bounds
+
+
+def _check_order(op: str, x: Tensor, num_rows: int, token_of: Tensor, row_of: Tensor, bounds: Tensor) -> None:
+    for name, each in (("token_of", token_of), ("row_of", row_of)):
+        check(op, f"order.{name}", each, (num_rows,), (torch.int64,), x.device)
+    num_tokens = check_cu_seqlens(op, bounds, num_rows, x.device, "order.bounds")
+    check_range(op, "order.token_of", token_of, num_tokens - 1)
+    check_range(op, "order.row_of", row_of, num_rows - 1)
+
+
+def _permute_results(hidden: Tensor, weights: Tensor, token_of: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(token_of.shape[0], hidden.shape[1]), weights.new_empty(token_of.shape[0])
+
+
+def _unpermute_results(rows: Tensor, token_of: Tensor, row_of: Tensor, bounds: Tensor) -> tuple[Tensor]:
+    return (rows.new_empty(bounds.shape[0] - 1, rows.shape[1]),)
+
+
+_OF_PERMUTE = Gradient("moe_permute", num_tensors=6, num_outputs=2, num_unread=2)
+_OF_UNPERMUTE = Gradient("moe_unpermute", num_tensors=4, num_unread=1)
+_PERMUTE = Op(
+    "moe_permute",
+    (
+        _OF_PERMUTE.implementation(
+            "triton",
+            late_object("moe_permute.triton_impl", "triton_permute"),
+            of_first(why_not_triton_float32, "hidden"),
+            machine_lacks_triton,
+        ),
+        _OF_PERMUTE.implementation("cpu", cpu_permute, of_first(why_not_host, "hidden")),
+        _OF_PERMUTE.reference(moe_permute_reference),
+    ),
+)
+_UNPERMUTE = Op(
+    "moe_unpermute",
+    (
+        _OF_UNPERMUTE.implementation(
+            "triton",
+            late_object("moe_permute.triton_impl", "triton_unpermute"),
+            of_first(why_not_triton_float32, "rows"),
+            machine_lacks_triton,
+        ),
+        _OF_UNPERMUTE.implementation("cpu", cpu_unpermute, of_first(why_not_host, "rows")),
+        _OF_UNPERMUTE.reference(moe_unpermute_reference),
+    ),
+)
+_ORDER = "Tensor token_of, Tensor row_of, Tensor bounds"
+register(
+    _PERMUTE,
+    _OF_PERMUTE,
+    f"Tensor hidden, Tensor weights, {_ORDER}, Tensor weight_of",
+    _permute_results,
+    2,
+    _permute_args,
+)
+register(_UNPERMUTE, _OF_UNPERMUTE, f"Tensor rows, {_ORDER}", _unpermute_results, 1, _unpermute_args)

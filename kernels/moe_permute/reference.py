@@ -1,0 +1,22 @@
+"""Tokens to rows and back in plain PyTorch: the definition. Sums are float32 (float64 where the input is), rounded once."""
+
+import torch
+from torch import Tensor
+
+
+def moe_permute_reference(
+    hidden: Tensor, weights: Tensor, token_of: Tensor, row_of: Tensor, bounds: Tensor, weight_of: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[R, H] the token of each row, [R] its weight."""
+    rows = hidden.to(_wide(hidden)).index_select(0, token_of).to(hidden.dtype)
+    return rows, weights.flatten().index_select(0, weight_of)
+
+
+def moe_unpermute_reference(rows: Tensor, token_of: Tensor, row_of: Tensor, bounds: Tensor) -> Tensor:
+    """[T, H] the sum of each token's rows."""
+    sums = torch.zeros(bounds.numel() - 1, rows.shape[1], dtype=_wide(rows), device=rows.device)
+    return sums.index_add(0, token_of, rows.to(sums.dtype)).to(rows.dtype)
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32

@@ -1,0 +1,54 @@
+"""Both ops and their gradients by two moves of rows: what one does forward, the other does backward."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Moves:
+    """copies(tokens [T, H], token_of, row_of, bounds) -> [R, H]. sums(rows [R, H], row_of, bounds) -> [T, H]."""
+
+    copies: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    sums: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Permute:
+    """Kernels of moe_permute."""
+
+    moves: Moves
+
+    def forward(
+        self, hidden: Tensor, weights: Tensor, token_of: Tensor, row_of: Tensor, bounds: Tensor, weight_of: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows = self.moves.copies(hidden, token_of, row_of, bounds)
+        return rows, weights.flatten().index_select(0, weight_of)
+
+    def backward(
+        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        _, weights, _, row_of, bounds, weight_of = args
+        of_hidden = of_weights = None
+        if needs[0]:
+            of_hidden = self.moves.sums(grads[0], row_of, bounds)
+        if needs[1]:
+            of_weights = weights.new_zeros(weights.numel()).index_copy_(0, weight_of, grads[1]).view(weights.shape)
+        return of_hidden, of_weights, None, None, None, None
+
+
+@dataclass(frozen=True)
+class Unpermute:
+    """Kernels of moe_unpermute."""
+
+    moves: Moves
+
+    def forward(self, rows: Tensor, token_of: Tensor, row_of: Tensor, bounds: Tensor) -> tuple[Tensor]:
+        return (self.moves.sums(rows, row_of, bounds),)
+
+    def backward(
+        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        return self.moves.copies(grads[0], *args[1:]), None, None, None
