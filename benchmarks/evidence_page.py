@@ -279,6 +279,7 @@ CLAIMS = (
         (("adapters", "shared weights", "separate weights"),),
         {
             **_TEAM,
+            "corrector1": "Corrector",
             "system_before": "team before",
             "sync/bytes": "bytes a publish",
             "cpu_seconds": "CPU seconds",
