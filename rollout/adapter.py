@@ -102,14 +102,22 @@ def tensor_shapes(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[
     return found
 
 
-def why_not_start(folder: Path, adapter: AdapterConfig) -> str | None:
-    """None where training can start from the numbers of this PEFT directory, else the reason; its tensors are not looked at."""
+def why_not_start(folder: Path, adapter: AdapterConfig, *, is_split: bool = True) -> str | None:
+    """None where training can start from the numbers of this PEFT directory, else the reason; its tensors are not looked at.
+
+    is_split: a pair for each expert is needed.
+    """
     key = f"adapter.start is {folder}"
     if not (folder / CONFIG).is_file() or not (folder / TENSORS).is_file():
         return f"{key}, which has no {CONFIG} or no {TENSORS}; expected a PEFT directory"
     told = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if told.get("peft_type") != "LORA" or any(told.get(name) for name in ("use_dora", "use_rslora", "modules_to_save")):
         return f"{key}, which is no plain LoRA: DoRA, rsLoRA and whole modules (modules_to_save) are not trained"
+    if is_split and told.get("target_parameters"):
+        return (
+            f"{key}, which has one pair for all experts of a layer (PEFT's target_parameters); "
+            f"`marsrl export {folder} NEW` writes a pair for each: start from that"
+        )
     ranks, alphas = told.get("rank_pattern") or {}, told.get("alpha_pattern") or {}
     for pattern in (None, *{**ranks, **alphas}):
         scale = alphas.get(pattern, told["lora_alpha"]) / ranks.get(pattern, told["r"])
@@ -149,6 +157,18 @@ def write_adapter(
     (folder / CONFIG).write_text(json.dumps(told, indent=1), encoding="utf-8")
 
 
+def check_tensors(shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where the tensors are not those of this adapter of this model."""
+    expected = tensor_shapes(shape, adapter)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if wrong := [name for name in {**expected, **found} if found.get(name) != expected.get(name)]:
+        name = wrong[0]
+        raise ValueError(
+            f"adapter: {len(wrong)} of {len(expected)} tensors are not those of this model and these settings, first {name}: "
+            f"found {found.get(name, 'none')}, expected {expected.get(name, 'none')}"
+        )
+
+
 def held_by_shard(
     shape: ModelShape,
     adapter: AdapterConfig,
@@ -164,14 +184,7 @@ def held_by_shard(
     Raises:
         ValueError: the tensors are not those of this adapter of this model.
     """
-    expected = tensor_shapes(shape, adapter)
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if wrong := [name for name in {**expected, **found} if found.get(name) != expected.get(name)]:
-        name = wrong[0]
-        raise ValueError(
-            f"adapter: {len(wrong)} of {len(expected)} tensors are not those of this model and these settings, first {name}: "
-            f"found {found.get(name, 'none')}, expected {expected.get(name, 'none')}"
-        )
+    check_tensors(shape, adapter, tensors)
     matrices = adapted(shape, adapter)
     layout = shard_layout({f"{name}.weight": (out, into) for name, (out, into, _) in matrices.items()}, shard)
     for name, (_, _, rank) in matrices.items():

@@ -63,7 +63,9 @@ GO_ON = r"is whole: go on with .*run\.resume=auto"
 NOTHING_YET = r"there is no checkpoint of it yet"
 RAY_IS_GONE = rf"Ray is gone: .*{GO_ON}"
 STOPPING = "stopping, the last finished step is saved first"  # noted, before the rank heard that another one had died
-STOPS = rf"interrupted.*({GO_ON}|{NOTHING_YET})|interrupted before the run began"
+# a start after remove-latest that is stopped before its first checkpoint still finds none that is named
+STILL_REMOVED = r"latest (is missing|names \w+).*run\.resume=previous"
+STOPS = rf"interrupted.*({GO_ON}|{NOTHING_YET}|{STILL_REMOVED})|interrupted before the run began"
 
 
 def ends(line: str, strike: Callable[[Trial], object]) -> Callable[[Trial], str]:

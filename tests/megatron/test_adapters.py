@@ -224,6 +224,38 @@ def test_peft_scores_an_exported_adapter_as_the_learner_that_trained_it(tmp_path
         parallel.stop(keep_world=True)
 
 
+def test_an_adapter_with_one_pair_for_all_experts_is_started_from_once_it_is_split(tmp_path: Path) -> None:
+    """PEFT with transformers 5 writes such ones."""
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    model, kind = save_model("qwen3_moe", tmp_path / "model"), "qwen3_moe"
+    settings = peft.LoraConfig(
+        r=8,
+        lora_alpha=16,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        rank_pattern={"gate_up_proj": 2, "down_proj": 2},
+        alpha_pattern={"gate_up_proj": 4, "down_proj": 4},
+    )
+    judge = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), settings)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, weight in judge.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=0.1)
+    judge.save_pretrained(tmp_path / "fused")
+    with pytest.raises(ValueError, match="one pair for all experts of a layer .*`marsrl export .*fused NEW` writes"):
+        adapted(model, kind, str(tmp_path / "fused"))
+    export(tmp_path / "fused", tmp_path / "split")
+    policy = adapted(model, kind, str(tmp_path / "split"))
+    (sample,) = sequences(1, seed=5)
+    (batch,) = micro_batches([sample], 1)
+    (found,) = policy.score([batch])
+    with torch.no_grad():
+        torch.testing.assert_close(found[batch.mask], hf_logprobs(judge, sample)[0], atol=2e-5, rtol=0)
+
+
 def test_a_base_is_read_once_and_stays_in_its_files(tmp_path: Path) -> None:
     model = save_model("qwen3", tmp_path / "model")
     policy = adapted(model, "qwen3")

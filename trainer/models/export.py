@@ -1,12 +1,14 @@
 """`marsrl export`: a training checkpoint of any layout -> a Hugging Face directory, in one process, layer by layer.
 
-Of an adapter's checkpoint: a PEFT directory, or with `merge` the whole model, W + s B A of each adapted matrix W.
+Of an adapter's checkpoint: a PEFT directory, or with `merge` the whole model, W + s B A of each adapted matrix W. Of a PEFT
+directory with one pair for all experts of a layer: one with a pair for each.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,15 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from marsrl.rollout.adapter import AdapterConfig, write_adapter
+from marsrl.rollout.adapter import (
+    CONFIG,
+    AdapterConfig,
+    Target,
+    check_tensors,
+    read_tensors,
+    why_not_start,
+    write_adapter,
+)
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.learner.megatron.checkpoint_index import IndexReader
 from marsrl.trainer.learner.megatron.hf_files import HfReader, made_whole, weights_sum, write_hf
@@ -43,7 +53,8 @@ def export(source: str | Path, out: str | Path, policy: str | None = None, *, me
     """Write the weights of a checkpoint as a Hugging Face directory `out`, with config and tokenizer; an adapter as PEFT's.
 
     Args:
-        source: a run directory (its latest checkpoint), a checkpoint (checkpoints/step_N) or one policy's part of it.
+        source: a run directory (its latest checkpoint), a checkpoint (checkpoints/step_N) or one policy's part of it; or a
+            PEFT directory, of which only how experts' pairs are stored changes.
         policy: which of several policies.
         merge: an adapter with its base, as a whole model.
 
@@ -53,6 +64,8 @@ def export(source: str | Path, out: str | Path, policy: str | None = None, *, me
     out = Path(out)
     if out.exists():
         raise ValueError(f"{out} exists and is not overwritten; name a new directory")
+    if (Path(source) / CONFIG).is_file():
+        return _split_by_expert(Path(source), out)
     folder = _policy_folder(Path(source), policy)
     frame = folder / "hf"
     if not frame.is_dir():
@@ -73,6 +86,44 @@ def export(source: str | Path, out: str | Path, policy: str | None = None, *, me
     with made_whole(out) as part:
         write_adapter(part, shape, adapter, tensors, str(base))
     return Exported(folder, out, sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def _split_by_expert(source: Path, out: Path) -> Exported:
+    """A PEFT directory with one pair for all E experts of a layer (PEFT's target_parameters), with a pair for each in `out`.
+
+    A has the rows e r + i and B the columns i E + e of expert e. Gate and up are one matrix there: they share A.
+    """
+    told = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    base = told["base_model_name_or_path"]
+    shape, tensors = read_shape(base, needs_weights=False), dict[str, Tensor]()
+    for name, tensor in read_tensors(source).items():
+        fused = re.fullmatch(r"(.+\.experts)\.(base_layer\.)?lora_([AB])\.weight", name)
+        if fused is None:
+            tensors[name] = tensor
+            continue
+        experts, is_gate_up, letter = fused.groups()
+        num = shape.num_experts
+        each = tensor.unflatten(0, (num, -1)) if letter == "A" else tensor.unflatten(1, (-1, num)).permute(2, 0, 1)
+        parts = {"down_proj": each}
+        if is_gate_up:
+            parts = dict(
+                zip(("gate_proj", "up_proj"), (each, each) if letter == "A" else each.chunk(2, 1), strict=True)
+            )
+        for matrix, of in parts.items():
+            tensors |= {f"{experts}.{e}.{matrix}.lora_{letter}.weight": of[e].clone() for e in range(num)}
+    targets: list[Target] = ["attention"] if any(".self_attn." in name for name in tensors) else []
+    in_experts = next((len(t) for name, t in tensors.items() if ".experts." in name and ".lora_A." in name), None)
+    if in_experts is not None:
+        targets.append("experts")
+    adapter = AdapterConfig(
+        rank=told["r"], expert_rank=in_experts, alpha=told["lora_alpha"], targets=tuple(targets), start=str(source)
+    )
+    if (reason := why_not_start(source, adapter, is_split=False)) is not None:
+        raise ValueError(reason)
+    check_tensors(shape, adapter, tensors)
+    with made_whole(out) as part:
+        write_adapter(part, shape, adapter, tensors, base)
+    return Exported(source, out, sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def _merged(

@@ -46,7 +46,11 @@ def init(
 @command("models", "marsrl export runs/cpu_default-20260101-120000 /models/trained")
 def export(
     source: Annotated[
-        str, Argument(metavar="RUN_OR_CHECKPOINT", help="a run directory (its latest checkpoint) or checkpoints/step_N")
+        str,
+        Argument(
+            metavar="RUN_OR_CHECKPOINT",
+            help="a run directory (its latest checkpoint), checkpoints/step_N or a PEFT directory",
+        ),
     ],
     out: Annotated[str, Argument(help="directory to write; must not exist yet")],
     policy: Annotated[str | None, Option(help="which of several policies (default: the only one)")] = None,
