@@ -115,7 +115,8 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
         """hidden_states [..., H]; routing_map, probs [T, E]. Rows of this rank's tokens by expert, and their weights."""
         self.hidden_shape, self.sums_dtype = hidden_states.shape, probs.dtype
         self.tokens_per_expert = self.preprocess(routing_map)
-        self.order, self.order_of_received = RowOrder.of_map(routing_map, self.num_out_tokens), None
+        self.order = RowOrder.of_map(routing_map, self.num_out_tokens)
+        self.order_of_received: RowOrder | None = None
         if self.ep_size * self.tp_size > 1:
             if self.num_local_experts > 1:
                 self.counts_on_device = self.num_global_tokens_per_local_expert  # the next line sends it to the host
@@ -134,8 +135,8 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
             counts = self.counts_on_device  # [senders, local experts]
             experts = torch.arange(self.num_local_experts, device=counts.device).expand_as(counts)
             of_row = experts.flatten().repeat_interleave(counts.flatten(), output_size=rows.shape[0])
-            self.order_of_received = RowOrder.of_experts(of_row)
-            rows, weights = moe_permute(rows, weights, self.order_of_received)
+            self.order_of_received = order = RowOrder.of_experts(of_row)
+            rows, weights = moe_permute(rows, weights, order)
         return rows, self.tokens_per_expert, weights
 
     def combine_preprocess(self, rows: Tensor) -> Tensor:
@@ -153,5 +154,5 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """[..., H]: the sum of each token's results."""
         out = moe_unpermute(rows, self.order).view(self.hidden_shape)
-        self.order = self.order_of_received = self.tokens_per_expert = None
+        del self.order, self.order_of_received, self.tokens_per_expert
         return out
