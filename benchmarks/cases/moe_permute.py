@@ -51,7 +51,7 @@ def _build(shape: Shape) -> Bench:
         ways.variant("ours", partial(_ours, **given)),
         ways.variant("torch eager", partial(_eager, **given), "sums in the dtype of the rows; waits for a GPU"),
     ]
-    missing = [Missing("TransformerEngine", "it is no library of this project's, and has no CPU kernel")]
+    missing = [Missing("TransformerEngine", "not installed; it has no kernels for a CPU")]
     try:
         from megatron.core.transformer.moe import moe_utils
     except Exception as error:  # a broken peer must not end the benchmark; its reason is printed

@@ -1,4 +1,6 @@
-"""rms_norm: rows divided by the root of their mean square, in one walk over memory each way."""
+"""rms_norm: rows divided by the root of their mean square, and rotated by position, in one walk over memory each way."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +17,13 @@ from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_f
 WIDEST = 16384  # columns of a row that a program of triton_impl.py holds at once
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float, is_zero_centred: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float, is_zero_centred: bool = False, rotation: Tensor | None = None
+) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, differentiable; Zhang and Sennrich, arXiv:1910.07467, equation 4.
+
+    With a rotation rows are rotated behind that, as queries and keys are: columns i and N/2 + i, a pair as Qwen and Llama have
+    them, by angle i of the row's token; Su et al., arXiv:2104.09864, section 3.2.2.
 
     The arithmetic is float32, rounded once at the end, and the backward keeps x, weight and a float32 number a row. The
     gradient of the weight is summed in float32 or wider. Evenly strided rows, such as the key heads in a fused projection, are
@@ -30,6 +37,8 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, is_zero_centred: bool = F
         weight: [N] float, which may have another dtype.
         eps: keeps rows of zeros finite.
         is_zero_centred: rows are multiplied by 1 + weight, as megatron's layernorm_zero_centered_gamma says.
+        rotation: [T, N] float32, where x is [T, ..., N]: the cosines of a token's N/2 angles, then their sines; without a
+            gradient. None: rows are not rotated.
 
     Returns:
         [..., N] in the dtype of x.
@@ -39,31 +48,38 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, is_zero_centred: bool = F
     """
     check("rms_norm", "x", x, (*x.shape[:-1], None), FLOATS)
     check("rms_norm", "weight", weight, (x.shape[-1],), FLOATS, x.device)
-    args = _dense(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, eps, float(is_zero_centred))
+    if rotation is not None:
+        check("rms_norm", "rotation", rotation, (x.shape[0], x.shape[-1]), (torch.float32,), x.device)
+        if x.shape[-1] % 2:
+            raise ValueError(f"rms_norm: x has {x.shape[-1]} columns, expected pairs of them for a rotation")
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    args = _dense(rows, weight, rotation, eps, float(is_zero_centred))
     out: Tensor = torch.ops.marsrl.rms_norm(*args)[0] if torch.compiler.is_compiling() else _OP(*args)
     return out.view(x.shape)
 
 
-def _dense(rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor, float, float]:
-    return rows_dense(rows), weight, eps, offset
+def _dense(
+    rows: Tensor, weight: Tensor, rotation: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor | None, float, float]:
+    return rows_dense(rows), weight, rotation, eps, offset
 
 
-def _results(rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def _results(rows: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """[R, N] in the dtype of rows, and what the backward reads: 1 / sqrt(mean(x^2) + eps) [R] float32."""
     return rows.new_empty(rows.shape), rows.new_empty(rows.shape[0], dtype=torch.float32)
 
 
-def _why_not_cpu(rows: Tensor, weight: Tensor, *_: float) -> str | None:
+def _why_not_cpu(rows: Tensor, weight: Tensor, *_: Any) -> str | None:
     return why_not_float_or_bfloat16("x", rows) or why_not_double("weight", weight)
 
 
-def _why_not_triton(rows: Tensor, weight: Tensor, *_: float) -> str | None:
+def _why_not_triton(rows: Tensor, weight: Tensor, *_: Any) -> str | None:
     if rows.shape[1] > WIDEST:
         return f"x has {rows.shape[1]} columns, the kernels hold rows of up to {WIDEST}"
     return why_not_triton_float32("x", rows) or why_not_double("weight", weight)
 
 
-_GRADIENT = Gradient("rms_norm", num_tensors=2)
+_GRADIENT = Gradient("rms_norm", num_tensors=3)
 _OP = Op(
     "rms_norm",
     (
@@ -77,4 +93,4 @@ _OP = Op(
         _GRADIENT.reference(rms_norm_reference),
     ),
 )
-register(_OP, _GRADIENT, "Tensor rows, Tensor weight, float eps, float offset", _results, 2, _dense)
+register(_OP, _GRADIENT, "Tensor rows, Tensor weight, Tensor? rotation, float eps, float offset", _results, 2, _dense)

@@ -1,4 +1,4 @@
-"""RMSNorm through csrc/cpu/rms_norm.cpp, threads over rows."""
+"""RMSNorm through csrc/cpu/rms_norm.cpp, threads over rows; a rotation by PyTorch, in float32 with the norm."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,12 +7,18 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels.library import cpu_library
+from marsrl.kernels.rms_norm.reference import rotated
 
 
 class CpuRmsNorm:
     """Kernels of rms_norm on the CPU; rows float32 or bfloat16."""
 
-    def forward(self, rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, rows: Tensor, weight: Tensor, rotation: Tensor | None, eps: float, offset: float
+    ) -> tuple[Tensor, Tensor]:
+        if rotation is not None:
+            out, scales = self.forward(rows.float(), weight, None, eps, offset)
+            return rotated(out, rotation).to(rows.dtype), scales
         num_rows, width = rows.shape
         out = torch.empty(num_rows, width, dtype=rows.dtype, device="cpu")
         scales = torch.empty(num_rows, dtype=torch.float32, device="cpu")
@@ -25,9 +31,13 @@ class CpuRmsNorm:
 
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
-    ) -> tuple[Tensor, Tensor]:
-        rows, weight, _, offset = args
+    ) -> tuple[Tensor, Tensor, None]:
+        rows, weight, rotation, eps, offset = args
         grad = grads[0].contiguous()
+        if rotation is not None:
+            unrotated = (rotated(grad.float(), rotation, is_back=True),)
+            of_rows, of_weight, _ = self.backward((rows.float(), weight, None, eps, offset), saved, unrotated, needs)
+            return of_rows.to(rows.dtype), of_weight, None
         num_rows, width = rows.shape
         of_rows = torch.empty(num_rows, width, dtype=rows.dtype, device="cpu")
         of_weight = torch.empty(width, dtype=torch.float32, device="cpu")
@@ -36,7 +46,7 @@ class CpuRmsNorm:
             *(rows, rows.dtype == torch.bfloat16, rows.stride(0), factors, saved[0], grad, num_rows, width),
             *(of_rows, of_weight, torch.get_num_threads()),
         )
-        return of_rows, of_weight.to(weight.dtype)
+        return of_rows, of_weight.to(weight.dtype), None
 
 
 def _as_read(weight: Tensor, offset: float) -> Tensor:

@@ -1,4 +1,5 @@
-"""RMSNorm in Triton: a program holds whole rows; the weight's gradient is summed by programs in a fixed order."""
+"""RMSNorm and a rotation behind it in Triton: a program holds whole rows; the weight's gradient is summed by programs in a fixed
+order."""
 # mypy: disallow-untyped-defs=False
 
 from collections.abc import Sequence
@@ -15,9 +16,20 @@ ELEMENTS = 2048  # of a program at once, where a row has no more: 16 a thread
 PROGRAMS = 512  # of the backward, each with a sum of the weight's gradient: 8 warps a multiprocessor and more
 
 
+@triton.jit
+def _cos_and_sin(rotation, token, column, is_in, half):
+    """Of the angle of each column, the sine with the sign that the column of the pair's other half has in this one's sum."""
+    at = rotation + token * 2 * half + (column % half)[None, :]
+    sin = tl.load(at + half, mask=is_in, other=0.0)
+    return tl.load(at, mask=is_in, other=0.0), tl.where((column < half)[None, :], -sin, sin)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
-def forward_rows(x, stride, weight, out, scales, num_rows, width, eps, offset, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (blocks of rows)."""
+def forward_rows(
+    x, stride, weight, rotation, rows_of_token, out, scales, num_rows, width, half, eps, offset,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of rows). rotation [tokens, width] float32 or None, of rows_of_token rows each; half: of the width."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     is_row = row < num_rows
@@ -28,12 +40,18 @@ def forward_rows(x, stride, weight, out, scales, num_rows, width, eps, offset, R
     scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / width + eps)
     tl.store(scales + row, scale, mask=is_row)
     found = values * scale[:, None] * factor[None, :]
+    if rotation is not None:
+        pair = (column + half) % width
+        others = tl.load(x + own * stride + pair[None, :], mask=is_in, other=0.0).to(tl.float32) * scale[:, None]
+        others *= (tl.load(weight + pair, mask=column < width, other=0.0).to(tl.float32) + offset)[None, :]
+        cos, sin = _cos_and_sin(rotation, own // rows_of_token, column, is_in, half)
+        found = found * cos + others * sin
     tl.store(out + own * width + column[None, :], found.to(out.dtype.element_ty), mask=is_in)
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_of_program"])
 def gradient_rows(
-    x, stride, weight, scales, grad, of_rows, sums, num_rows, rows_of_program, width, offset,
+    x, stride, weight, rotation, rows_of_token, scales, grad, of_rows, sums, num_rows, rows_of_program, width, half, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs), each of which takes rows_of_program rows that follow each other. sums [programs, width] float32."""
@@ -50,6 +68,11 @@ def gradient_rows(
         scale = tl.load(scales + row, mask=is_row, other=0.0)[:, None]
         normed = tl.load(x + own * stride + column[None, :], mask=is_in, other=0.0).to(tl.float32) * scale
         d = tl.load(grad + own * width + column[None, :], mask=is_in, other=0.0).to(tl.float32)
+        if rotation is not None:
+            pair = (column + half) % width
+            others = tl.load(grad + own * width + pair[None, :], mask=is_in, other=0.0).to(tl.float32)
+            cos, sin = _cos_and_sin(rotation, own // rows_of_token, column, is_in, half)
+            d = d * cos - others * sin
         total += d * normed
         d *= factor[None, :]
         mean = tl.sum(d * normed, axis=1) / width
@@ -66,10 +89,17 @@ def _tile(width: int) -> tuple[int, int, int]:
     return rows, block, max(4, rows * block // 512)
 
 
+def _of_tokens(rows: Tensor, rotation: Tensor | None) -> tuple[Tensor | None, int]:
+    """The rotation, and the number of rows that each token's is for."""
+    return (None, 1) if rotation is None else (rotation.contiguous(), rows.shape[0] // rotation.shape[0])
+
+
 class TritonRmsNorm:
     """Kernels of rms_norm on the current stream."""
 
-    def forward(self, rows: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, rows: Tensor, weight: Tensor, rotation: Tensor | None, eps: float, offset: float
+    ) -> tuple[Tensor, Tensor]:
         num_rows, width = rows.shape
         out = torch.empty(num_rows, width, dtype=rows.dtype, device=rows.device)
         scales = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
@@ -77,27 +107,28 @@ class TritonRmsNorm:
             tile, block, warps = _tile(width)
             with on_device_of(rows):
                 forward_rows[(triton.cdiv(num_rows, tile),)](
-                    rows, rows.stride(0), weight.contiguous(), out, scales, num_rows, width, eps, offset,
+                    rows, rows.stride(0), weight.contiguous(), *_of_tokens(rows, rotation), out, scales,
+                    num_rows, width, width // 2, eps, offset,
                     ROWS=tile, BLOCK=block, num_warps=warps,
                 )  # fmt: skip
         return out, scales
 
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
-    ) -> tuple[Tensor, Tensor]:
-        rows, weight, _, offset = args
+    ) -> tuple[Tensor, Tensor, None]:
+        rows, weight, rotation, _, offset = args
         grad = grads[0].contiguous()
         num_rows, width = rows.shape
         of_rows = torch.empty(num_rows, width, dtype=rows.dtype, device=rows.device)
         if not of_rows.numel():
-            return of_rows, torch.zeros_like(weight, memory_format=torch.contiguous_format)
+            return of_rows, torch.zeros_like(weight, memory_format=torch.contiguous_format), None
         tile, block, warps = _tile(width)
         rows_of_program = triton.cdiv(triton.cdiv(num_rows, tile), PROGRAMS) * tile
         programs = triton.cdiv(num_rows, rows_of_program)
         sums = torch.empty(programs, width, dtype=torch.float32, device=rows.device)
         with on_device_of(rows):
             gradient_rows[(programs,)](
-                rows, rows.stride(0), weight.contiguous(), saved[0], grad, of_rows, sums,
-                num_rows, rows_of_program, width, offset, ROWS=tile, BLOCK=block, num_warps=warps,
+                rows, rows.stride(0), weight.contiguous(), *_of_tokens(rows, rotation), saved[0], grad, of_rows, sums,
+                num_rows, rows_of_program, width, width // 2, offset, ROWS=tile, BLOCK=block, num_warps=warps,
             )  # fmt: skip
-        return of_rows, sums.sum(0).to(weight.dtype)
+        return of_rows, sums.sum(0).to(weight.dtype), None

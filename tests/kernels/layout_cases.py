@@ -306,6 +306,15 @@ OTHERS = {
     "rms_norm": Taken(
         _of(rms_norm, eps=1e-6), lambda: {"x": torch.randn(TOKENS, SIZE), "weight": torch.randn(SIZE)}, ("x", "weight")
     ),
+    "rms_norm of heads that are rotated": Taken(
+        lambda tensors: [rms_norm(tensors["x"], tensors["weight"], eps=1e-6, rotation=tensors["rotation"])],
+        lambda: {
+            "x": torch.randn(TOKENS, 3, SIZE),
+            "weight": torch.randn(SIZE),
+            "rotation": torch.randn(TOKENS, SIZE),
+        },
+        ("x", "weight"),
+    ),
     "swiglu": Taken(
         _of(swiglu),
         lambda: {"products": torch.randn(TOKENS, SIZE), "weights": torch.randn(TOKENS)},

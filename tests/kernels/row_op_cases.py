@@ -1,4 +1,4 @@
-"""Value and gradients of rms_norm and swiglu against autograd in float64, for any implementation and device."""
+"""Value and gradients of rms_norm, also rotated, and of swiglu against autograd in float64, for any implementation and device."""
 
 from functools import partial
 
@@ -16,6 +16,34 @@ NAMES = ("output", "first gradient", "second gradient")
 
 def eager_norm(x: Tensor, weight: Tensor, *, eps: float = EPS, is_zero_centred: bool = False) -> Tensor:
     return torch_rms_norm(x, weight.shape, weight + is_zero_centred, eps)
+
+
+def eager_rotated_norm(x: Tensor, weight: Tensor, *, rotation: Tensor, eps: float = EPS) -> Tensor:
+    """As transformers has it: x cos + rotate_half(x) sin, with cos and sin of every pair twice."""
+    normed = eager_norm(x, weight, eps=eps)
+    cos, sin = (
+        torch.cat((each, each), -1).to(x.dtype).view(x.shape[0], *[1] * (x.dim() - 2), -1)
+        for each in rotation.chunk(2, -1)
+    )
+    first, second = normed.chunk(2, -1)
+    return normed * cos + torch.cat((-second, first), -1) * sin
+
+
+def rotation_of(num_tokens: int, width: int, device: str = "cpu") -> Tensor:
+    """[T, N] of positions up to some thousand."""
+    angles = torch.rand(num_tokens, width // 2, device=device) * 4000
+    return torch.cat((angles.cos(), angles.sin()), -1)
+
+
+def compare_rotated_norm(
+    shape: tuple[int, ...], width: int, dtype: torch.dtype, *, step: int = 1, device: str = "cpu"
+) -> None:
+    """As compare_norm, of heads that are rotated by position."""
+    x = torch.randn(*shape[:-1], step * shape[-1], width, device=device).to(dtype)[..., ::step, :]
+    weight, rotation = torch.rand(width, device=device).to(dtype), rotation_of(shape[0], width, device)
+    upstream = torch.randn(*shape, width, device=device).to(dtype)
+    ours = partial(rms_norm, eps=EPS, rotation=rotation)
+    judge(NAMES, ours, partial(eager_rotated_norm, rotation=rotation), [x, weight], [upstream])
 
 
 def eager_swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:

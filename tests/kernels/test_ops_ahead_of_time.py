@@ -60,13 +60,14 @@ def test_swiglu(width, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("width", [128, 2048, 5120])
-def test_rms_norm(width, target):
-    args = of(T, 3 * width)[:, :width], of(width), 1e-6, 0.0  # keys of a fused projection
+@pytest.mark.parametrize("width, is_rotated", [(128, False), (2048, False), (5120, False), (128, True), (64, True)])
+def test_rms_norm(width, is_rotated, target):
+    rotation = of(T // 4, width, dtype=torch.float32) if is_rotated else None
+    args = of(T, 3 * width)[:, :width], of(width), rotation, 1e-6, 0.0  # keys of a fused projection
 
     def launch():
         out, scales = TritonRmsNorm().forward(*args)
-        TritonRmsNorm().backward(args, (scales,), (out,), (True, True))
+        TritonRmsNorm().backward(args, (scales,), (out,), (True, True, False))
 
     for report in compiled(target, ["forward_rows", "gradient_rows"], launch):
         assert_compiled_well(report, dots=False)

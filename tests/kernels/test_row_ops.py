@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from row_op_cases import EPS, compare_norm, compare_swiglu, eager_norm, eager_swiglu
+from row_op_cases import EPS, compare_norm, compare_rotated_norm, compare_swiglu, eager_norm, eager_swiglu
 
 from marsrl.kernels import rms_norm, swiglu
 
@@ -23,6 +23,23 @@ def test_they_are_as_exact_as_plain_pytorch(shape, width, implementation, dtype,
         compare_swiglu(shape, width, dtype, has_weights=has_weights, scale=60.0)  # gates beyond e^88
 
 
+@pytest.mark.parametrize("implementation, dtype", TIERS)
+@pytest.mark.parametrize("shape, width", [((5, 1, 3), 16), ((1, 2), 2), ((70,), 96), ((33, 2), 10)])
+def test_a_rotated_norm_is_as_exact_as_plain_pytorch(shape, width, implementation, dtype, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", implementation)
+    compare_rotated_norm(shape, width, dtype)
+    compare_rotated_norm(shape, width, dtype, step=3)
+
+
+def test_a_rotation_keeps_lengths_and_angles_between_positions():
+    x, weight = torch.randn(1, 2, 8).expand(6, 2, 8), torch.ones(8)
+    angles = torch.arange(6)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])
+    out = rms_norm(x, weight, eps=EPS, rotation=torch.cat((angles.cos(), angles.sin()), -1))
+    torch.testing.assert_close(out[0], rms_norm(x[0], weight, eps=EPS))  # position 0 is not rotated
+    products = (out[:, 0] * out[:, 1].roll(-1, 0)).sum(-1)[:-1]  # of neighbours, wherever they are
+    torch.testing.assert_close(products, products[:1].expand(5), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("shape, width", [((4099,), 768), ((300, 1, 7), 128), ((7,), 33), ((1300,), 5120)])
@@ -30,6 +47,9 @@ def test_on_a_gpu(shape, width, dtype, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", "triton")
     compare_norm(shape, width, dtype, device="cuda")
     compare_norm(shape, width, dtype, step=3, is_zero_centred=True, device="cuda")
+    if width % 2 == 0:
+        compare_rotated_norm(shape, width, dtype, device="cuda")
+        compare_rotated_norm(shape, width, dtype, step=3, device="cuda")
     compare_swiglu(shape, width, dtype, device="cuda")
     compare_swiglu(shape, width, dtype, has_weights=False, device="cuda")
 

@@ -60,9 +60,10 @@ def _order(num_tokens: int) -> RowOrder:
 
 # name -> the arguments of torch.ops.marsrl.<first word> for so many tokens
 SCHEMAS: dict[str, Callable[[int], tuple[Any, ...]]] = {
-    "rms_norm": lambda n: (_leaf(n, 16), _leaf(16), 1e-6, 1.0),
-    "rms_norm bfloat16": lambda n: (_leaf(n, 16, dtype=torch.bfloat16), _leaf(16), 1e-6, 0.0),
-    "rms_norm of columns": lambda n: (torch.randn(16, n).t().requires_grad_(), _leaf(16), 1e-6, 0.0),
+    "rms_norm": lambda n: (_leaf(n, 16), _leaf(16), None, 1e-6, 1.0),
+    "rms_norm bfloat16": lambda n: (_leaf(n, 16, dtype=torch.bfloat16), _leaf(16), None, 1e-6, 0.0),
+    "rms_norm of columns": lambda n: (torch.randn(16, n).t().requires_grad_(), _leaf(16), None, 1e-6, 0.0),
+    "rms_norm rotated": lambda n: (_leaf(2 * n, 16), _leaf(16), torch.randn(n, 16), 1e-6, 0.0),
     "swiglu": lambda n: (_leaf(n, 16), None),
     "swiglu weighted": lambda n: (_leaf(n, 16), _leaf(n)),
     "attention_varlen": _attention,
@@ -108,6 +109,11 @@ def _of_norm(x: Tensor, weight: Tensor) -> Tensor:
     return rms_norm(x.sin(), weight, eps=1e-6).cos()
 
 
+def _of_rotated(x: Tensor, weight: Tensor) -> Tensor:
+    heads = x.sin()[:, None] * torch.arange(1, 4)[None, :, None]
+    return rms_norm(heads, weight, eps=1e-6, rotation=x.detach().cos()).cos()
+
+
 def _of_gate(x: Tensor, weight: Tensor) -> Tensor:
     return swiglu(x.sin(), (x @ weight).sin()).cos()
 
@@ -138,6 +144,7 @@ def _of_head(x: Tensor, weight: Tensor) -> Tensor:
 
 CALLERS = {
     "rms_norm": _of_norm,
+    "rms_norm rotated": _of_rotated,
     "swiglu": _of_gate,
     "attention_varlen": _of_attention,
     "grouped_linear": _of_experts,
@@ -146,7 +153,7 @@ CALLERS = {
 }
 
 
-TIERS = [(name, tier) for name in CALLERS for tier in that_run_here(name)]
+TIERS = [(name, tier) for name in CALLERS for tier in that_run_here(name.split()[0])]
 
 
 @pytest.mark.parametrize("name, tier", TIERS)
@@ -154,7 +161,7 @@ def test_a_compiled_caller_has_one_graph_and_the_gradients_of_eager_code(
     name: str, tier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One graph for all sizes, with the gradients of eager code."""
-    force(monkeypatch, name, tier)
+    force(monkeypatch, name.split()[0], tier)
     caller = CALLERS[name]
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")

@@ -164,6 +164,11 @@ WRONG = {
         [
             ({"x": ints(3, 4)}, "x has dtype int64"),
             ({"weight": ones(3)}, r"weight has shape \[3\], expected \[4\]"),
+            ({"rotation": ones(4, 4)}, r"rotation has shape \[4, 4\], expected \[3, 4\]"),
+            (
+                {"x": ones(3, 5), "weight": ones(5), "rotation": ones(3, 5)},
+                "x has 5 columns, expected pairs of them for a rotation",
+            ),
         ],
     ),
     "swiglu": (

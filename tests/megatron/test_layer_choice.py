@@ -35,7 +35,7 @@ def test_without_a_gpu_ours_are_chosen_and_doctor_says_why() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     assert choose_layers().layers == "ours"
-    fusions = choose_fusions(choose_layers(), has_experts=True)
+    fusions = choose_fusions(choose_layers())
     assert fusions.gradient_accumulation == "PyTorch sees no CUDA device" and fusions.words.startswith("none; off: ")
     told = {finding.name: (finding.is_used, finding.detail) for finding in examine()}
     assert told["layer spec: TransformerEngine"] == (False, "PyTorch sees no CUDA device")
@@ -56,7 +56,7 @@ def test_an_installation_that_does_not_import_is_named(monkeypatch: pytest.Monke
     stand_in(monkeypatch, "fp8_autocast")
     chosen = choose_layers()
     assert chosen.layers == "ours" and "does not import: cannot import name 'FP8GlobalStateManager'" in chosen.why
-    assert f"no {APEX}.wgrad_gemm_accum_fp32" in str(choose_fusions(chosen, has_experts=True).gradient_accumulation)
+    assert f"no {APEX}.wgrad_gemm_accum_fp32" in str(choose_fusions(chosen).gradient_accumulation)
     monkeypatch.delitem(sys.modules, "transformer_engine")
     monkeypatch.setattr(layer_choice, "find_spec", lambda name: None)
     assert choose_layers().why == "transformer_engine is not installed"

@@ -60,9 +60,10 @@ def test_the_head_knows_its_rows_without_the_device(scope: str, tmp_path: Path) 
         policy.score(batches)
         stats = step(policy, batches)
     assert stats.is_updated
-    # The rest is megatron's (the experts' counts), our kernels' for a CPU, which has nothing to wait for, and the step's
-    # own: it waits for what decides whether it is made, and for what it returns.
+    # The rest is our kernels' for a CPU, which has nothing to wait for, and the step's own: it waits for what decides whether
+    # it is made, and for what it returns.
     files = {place.split(":")[0] for place in waits.found}
     of_model = {f"trainer/learner/megatron/{name}.py" for name in ("head", "attention", "context", "experts", "model")}
     assert not files & {"trainer/data/packing.py", *of_model}
+    assert not any("/transformer/" in file for file in files), files  # megatron's layers, with the way to the experts
     assert any(file.endswith(("/step_stats.py", "/optimizer.py")) for file in files), files  # the test sees such waits

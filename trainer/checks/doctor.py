@@ -156,7 +156,7 @@ def _engines(installed: dict[str, str]) -> Iterator[Finding]:
 def _megatron(installed: dict[str, str]) -> Iterator[Finding]:
     chosen = choose_layers()
     has_te = chosen.layers == "transformer_engine"
-    fusions = choose_fusions(chosen, has_experts=True)
+    fusions = choose_fusions(chosen)
     megatron = installed.get("megatron-core", "not installed: nothing trains")
     yield Finding("training", "megatron-core", "megatron-core" in installed, megatron)
     why = f"norms and linear layers: {chosen.why}" if has_te else chosen.why

@@ -1,4 +1,13 @@
-"""The experts of a MoE layer as two grouped linear layers, behind megatron's router and token dispatcher."""
+"""The experts of a MoE layer as two grouped linear layers behind megatron's router, and the way of tokens to them and back.
+
+moe_permute     a row for each expert of a token, sorted by expert
+  all-to-all    over expert parallelism, all-gather over the experts' tensor parallelism     (megatron's)
+    moe_permute what came rank by rank, sorted by this rank's experts
+      GroupedExperts, with the router's weights
+    moe_unpermute
+  reduce-scatter, all-to-all                                                                 (megatron's)
+moe_unpermute   the sum of a token's rows
+"""
 
 from __future__ import annotations
 
@@ -7,15 +16,20 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.parameter import Parameter
 
-from marsrl.kernels import grouped_linear, swiglu
+from marsrl.kernels import RowOrder, grouped_linear, moe_permute, moe_unpermute, swiglu
 
 
 class GroupedExperts(MegatronModule):
@@ -95,3 +109,57 @@ def _blocks(matrices: Sequence[Tensor]) -> Tensor:
     """[E, n out, n r] with n matrices [E, out, r] on its diagonal."""
     rank, last = matrices[0].shape[-1], len(matrices) - 1
     return torch.cat([pad(each, (place * rank, (last - place) * rank)) for place, each in enumerate(matrices)], 1)
+
+
+class TokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """megatron's with the rows moved by kernels.moe_permute: sums in float32, and each row copied once a move.
+
+    The host waits for the device only where ranks send each other rows, for their numbers; megatron's own waits in every layer,
+    also for its masks without TransformerEngine. What a forward has set is dropped at its end.
+    """
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden_states [..., H]; routing_map, probs [T, E]. Rows of this rank's tokens by expert, and their weights."""
+        self.hidden_shape, self.sums_dtype = hidden_states.shape, probs.dtype
+        self.tokens_per_expert = self.preprocess(routing_map)
+        self.order = RowOrder.of_map(routing_map, self.num_out_tokens)
+        self.order_of_received: RowOrder | None = None
+        if self.ep_size * self.tp_size > 1:
+            if self.num_local_experts > 1:
+                self.counts_on_device = self.num_global_tokens_per_local_expert  # the next line sends it to the host
+            self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
+        return moe_permute(hidden_states.flatten(0, -2), probs, self.order)
+
+    def dispatch_postprocess(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows that this rank's experts get, sorted by expert, and their weights; the number of each expert's between them."""
+        if self.tp_size > 1:
+            splits = self.output_splits_tp.tolist()
+            rows, weights = (
+                gather_from_sequence_parallel_region(each, group=self.tp_group, output_split_sizes=splits)
+                for each in (rows, weights)
+            )
+        if self.ep_size * self.tp_size > 1 and self.num_local_experts > 1:
+            counts = self.counts_on_device  # [senders, local experts]
+            experts = torch.arange(self.num_local_experts, device=counts.device).expand_as(counts)
+            of_row = experts.flatten().repeat_interleave(counts.flatten(), output_size=rows.shape[0])
+            self.order_of_received = order = RowOrder.of_experts(of_row)
+            rows, weights = moe_permute(rows, weights, order)
+        return rows, self.tokens_per_expert, weights
+
+    def combine_preprocess(self, rows: Tensor) -> Tensor:
+        """Results in the order in which their rows came; summed over the ranks that share the experts."""
+        if self.order_of_received is not None:
+            rows = moe_unpermute(rows, self.order_of_received)
+        if self.tp_size > 1:
+            splits = self.output_splits_tp.tolist()
+            summed = reduce_scatter_to_sequence_parallel_region(
+                rows.to(self.sums_dtype), group=self.tp_group, input_split_sizes=splits
+            )
+            rows = summed.to(rows.dtype)
+        return rows
+
+    def combine_postprocess(self, rows: Tensor) -> Tensor:
+        """[..., H]: the sum of each token's results."""
+        out = moe_unpermute(rows, self.order).view(self.hidden_shape)
+        del self.order, self.order_of_received, self.tokens_per_expert
+        return out

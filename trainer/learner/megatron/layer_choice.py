@@ -4,14 +4,12 @@
                             our head always does; experts (kernels.grouped_linear) hand theirs to DDP, which adds it
     rope                    rotation of queries and keys in one kernel; angles are gathered by position before (head.py), so that
                             the kernel needs no bounds of sequences
-    permute                 tokens sorted by expert and back, with their weights
 
 The router's fusion stays off: it has no place where router_replay.py could stand. Not run on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -67,7 +65,6 @@ class Fusions:
 
     gradient_accumulation: str | None
     rope: str | None
-    permute: str | None
 
     @property
     def words(self) -> str:
@@ -82,20 +79,17 @@ class Fusions:
         return ", ".join(parts) + (f"; off: {left_out}" if left_out else "")
 
 
-def choose_fusions(
-    layers: LayerChoice, *, has_experts: bool, why_not: Callable[[str, str], str | None] | None = None
-) -> Fusions:
-    """Fusions usable here with these layers; why_not(module, name): None if it can be imported on a GPU."""
-    why_not = why_not or why_not_on_gpu
+def choose_fusions(layers: LayerChoice) -> Fusions:
+    """Fusions usable here with these layers."""
     te = "transformer_engine.pytorch"
     ours = None if layers.layers == "transformer_engine" else "TransformerEngine's, and the layers are ours"
     # Megatron's output layer asks for apex's kernel as it is built, whoever makes the other layers.
-    accumulation = why_not(APEX, "wgrad_gemm_accum_fp32")
+    accumulation = why_not_on_gpu(APEX, "wgrad_gemm_accum_fp32")
     rope = ours or (
-        why_not(f"{te}.attention.rope", "apply_rotary_pos_emb") and why_not(f"{te}.attention", "apply_rotary_pos_emb")
+        why_not_on_gpu(f"{te}.attention.rope", "apply_rotary_pos_emb")
+        and why_not_on_gpu(f"{te}.attention", "apply_rotary_pos_emb")
     )
-    permute = ours or why_not(f"{te}.permutation", "moe_permute_with_probs")
-    return Fusions(accumulation, rope, permute if has_experts else "the model has no experts")
+    return Fusions(accumulation, rope)
 
 
 def why_not_on_gpu(module: str, name: str) -> str | None:

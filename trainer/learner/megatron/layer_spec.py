@@ -7,6 +7,7 @@
                       kernels where it is installed)
     activation        kernels.swiglu: of an MLP as Swiglu below, of experts with the router's weights
     experts           GroupedExperts on kernels.grouped_linear, with both
+    tokens to experts TokenDispatcher (experts.py) on kernels.moe_permute, with both; model.py puts it there
 
 Both norms are one kernel each way, or two, that keep their input and a number a row; neither was timed beside the other, and
 where linear layers are TransformerEngine's its norm is taken with them.

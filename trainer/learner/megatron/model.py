@@ -10,7 +10,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -20,6 +19,7 @@ from marsrl.rollout.engines.local.rope import rotary_frequencies
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.learner.megatron.convert import Converter
+from marsrl.trainer.learner.megatron.experts import TokenDispatcher
 from marsrl.trainer.learner.megatron.head import PolicyModel
 from marsrl.trainer.learner.megatron.layer_choice import choose_fusions, choose_layers
 from marsrl.trainer.learner.megatron.layer_spec import layer_spec
@@ -70,7 +70,7 @@ def to_device(kept: Tensor, device: torch.device) -> Tensor:
 def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> TransformerConfig:
     dtype = torch.bfloat16 if policy.dtype == "bfloat16" else torch.float32
     layers = choose_layers(policy.layers)
-    fusions = choose_fusions(layers, has_experts=bool(shape.num_experts))
+    fusions = choose_fusions(layers)
     moe: dict[str, Any] = {}
     if shape.num_experts:
         has_aux = policy.router_aux_loss > 0
@@ -84,7 +84,6 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
             "moe_router_dtype": "fp32",
             "expert_model_parallel_size": layout.expert,
             "expert_tensor_parallel_size": layout.expert_tensor,
-            "moe_permute_fusion": fusions.permute is None,
         }
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -147,32 +146,14 @@ def bare_model(shape: ModelShape, layout: Layout, config: TransformerConfig) -> 
     rope.inv_freq = rotary_frequencies(shape, rope.inv_freq.device)
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
-            _leave_sorted_rows(layer.mlp.token_dispatcher)
+            layer.mlp.token_dispatcher.__class__ = TokenDispatcher
     return model
-
-
-def _leave_sorted_rows(dispatcher: MoEAlltoAllTokenDispatcher) -> None:
-    """If no other rank sends rows, megatron sorted them by expert as it permuted them. It would still copy them, twice each
-    way, into the order that they have, of every rank with more than one expert; its dispatcher counts them for nothing else."""
-    if dispatcher.ep_size * dispatcher.tp_size == 1:
-        dispatcher.num_local_experts = 1
-
-
-def _forget_routing(layer: MoELayer, inputs: Any, output: Any) -> None:
-    """Drop what the dispatcher of a layer that is made again in the backward would hold until the layer's next forward: the
-    graph, and by it the layer's input and the gradient of that."""
-    dispatcher = layer.token_dispatcher
-    dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
 
 
 def prepare_recompute(model: PolicyModel, policy: PolicyConfig) -> None:
     """Do of policy.recompute what its config does not."""
     if policy.recompute == "full_offload":
         model.decoder.__class__ = OffloadingBlock
-    if policy.recompute in ("full", "full_offload"):
-        for layer in model.decoder.layers:
-            if isinstance(layer.mlp, MoELayer):
-                layer.mlp.register_forward_hook(_forget_routing)
 
 
 def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tuple[PolicyModel, DistributedDataParallel]:
