@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,8 @@ from peers.plain import compiled, eager_logprob_detached, torch_linear_cross_ent
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective, linear_policy_loss
+from marsrl.kernels.dispatch import ENVIRONMENT
+from marsrl.kernels.linear_policy_loss import served_by
 
 CLIP = 0.2
 KEPT_ROWS = ", unmasked rows only"
@@ -32,7 +35,10 @@ KEPT_ROWS = ", unmasked rows only"
 def _build(shape: Shape) -> Bench:
     inputs = make_inputs(shape)
     bare, sentence = floors(inputs, shape)
-    variants, missing = [Variant("ours", partial(_ours, inputs)), *bare], list[Missing]()
+    name = served_by(inputs.hidden, inputs.weight, inputs.targets, _loss_inputs(inputs))
+    variants, missing = [Variant("ours", partial(_ours, inputs), f"by {name}"), *bare], list[Missing]()
+    if name == "quack":
+        variants.append(Variant("ours, triton", partial(_by_triton, inputs), "cuBLAS and row kernels"))
     kept = None if inputs.mask is None else inputs.mask.nonzero()[:, 0]
     baselines = {"torch eager": _eager_loss, "torch.compile": compiled(_eager_loss)}
     for name, loss in baselines.items():
@@ -61,19 +67,7 @@ def _build(shape: Shape) -> Bench:
 
 
 def _ours(inputs: HeadInputs) -> Results:
-    out = linear_policy_loss(
-        inputs.hidden,
-        inputs.weight,
-        inputs.targets,
-        LossInputs(
-            objective=PolicyObjective(clip_low=CLIP, clip_high=CLIP, mpt_probability=None),
-            advantages=inputs.advantages,
-            mask=inputs.mask,
-            cu_seqlens=inputs.cu_seqlens,
-            old_logprobs=inputs.old_logprobs,
-            normaliser=float(inputs.num_trained),
-        ),
-    )
+    out = linear_policy_loss(inputs.hidden, inputs.weight, inputs.targets, _loss_inputs(inputs))
     out.loss.backward()
     return {
         "loss": out.loss.detach(),
@@ -81,6 +75,25 @@ def _ours(inputs: HeadInputs) -> Results:
         "entropy": out.entropy,
         **inputs.gradients(),
     }
+
+
+def _by_triton(inputs: HeadInputs) -> Results:
+    os.environ[ENVIRONMENT] = "linear_policy_loss=triton"
+    try:
+        return _ours(inputs)
+    finally:
+        del os.environ[ENVIRONMENT]
+
+
+def _loss_inputs(inputs: HeadInputs) -> LossInputs:
+    return LossInputs(
+        objective=PolicyObjective(clip_low=CLIP, clip_high=CLIP, mpt_probability=None),
+        advantages=inputs.advantages,
+        mask=inputs.mask,
+        cu_seqlens=inputs.cu_seqlens,
+        old_logprobs=inputs.old_logprobs,
+        normaliser=float(inputs.num_trained),
+    )
 
 
 def _clipped(logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:

@@ -69,6 +69,26 @@ def linear_policy_loss(
     """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg="linear_policy_loss forms its gradient in the forward, and writes main_grad")
+    given = temperature, main_grad, tp_group, real_vocab_size, support
+    return _OP(_checked(hidden, weight, targets, inputs, *given))
+
+
+def served_by(hidden: Tensor, weight: Tensor, targets: Tensor, inputs: LossInputs) -> str:
+    """Name of the implementation that linear_policy_loss takes for these arguments."""
+    return _OP.choose(_checked(hidden, weight, targets, inputs)).name
+
+
+def _checked(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    inputs: LossInputs,
+    temperature: float | Tensor = 1.0,
+    main_grad: Tensor | None = None,
+    tp_group: Any = None,
+    real_vocab_size: int | None = None,
+    support: Support | None = None,
+) -> "_Call":
     head = make_head("linear_policy_loss", hidden, weight, targets, temperature, tp_group, real_vocab_size, support)
     if main_grad is not None:
         check("linear_policy_loss", "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
@@ -76,7 +96,7 @@ def linear_policy_loss(
             raise ValueError("linear_policy_loss: main_grad is expanded, expected memory of its own for each element")
     tokens = policy_tokens("linear_policy_loss", hidden.shape[0], hidden.device, inputs)
     temperature = check_values(head, temperature, inputs.mask)
-    return _OP(_Call(hidden, weight, head, temperature, tokens, main_grad))
+    return _Call(hidden, weight, head, temperature, tokens, main_grad)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from marsrl.trainer.config.keys import all_keys
 
 PICTURES = {
     "docs/own_task.md": "Peru, Lima\n",
-    "docs/kernels.md": "4,096 rows, 32 x 8 = 256 tiles",
     "README.md": "kernels/     fused tensor",
     "docs/prompts.md": "answer: boxed\nverdict:",
     "docs/tools.md": '<tool_call>\n{"name": "convert"',

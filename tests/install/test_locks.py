@@ -12,6 +12,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+import quack_in_torch
 from test_gpu_peers import SIGNATURES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,14 +67,31 @@ def test_a_lock_is_its_own_resolution(device: str, python: str, tmp_path: Path) 
     assert done.stdout.splitlines() == locked(device)
 
 
+def locked_wheel(package: str, folder: Path) -> zipfile.ZipFile:
+    """From PyPI, without what it needs."""
+    (pin,) = (each for each in locked("cuda") if each.startswith(f"{package}=="))
+    words = ["download", "-q", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), pin]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+    (wheel,) = folder.iterdir()
+    return zipfile.ZipFile(wheel)
+
+
+@pytest.mark.slow
+def test_the_locked_quack_has_the_names_that_the_head_calls(tmp_path: Path) -> None:
+    wheel = locked_wheel("quack-kernels", tmp_path)
+    for module, names in quack_in_torch.NAMES.items():
+        file = module.replace(".", "/")
+        text = wheel.read(f"{file}.py" if f"{file}.py" in wheel.namelist() else f"{file}/__init__.py").decode()
+        assert not [name for name in names if not re.search(rf"\b{name}\b", text)], module
+    frontend = ast.parse(wheel.read("quack/epilogue/frontend.py"))
+    (gemm,) = (each for each in ast.walk(frontend) if isinstance(each, ast.FunctionDef) and each.name == "gemm")
+    assert set(quack_in_torch.WORDS) <= {each.arg for each in gemm.args.kwonlyargs}
+
+
 @pytest.mark.slow
 def test_the_locked_flash_attn_takes_what_we_give_it(tmp_path: Path) -> None:
     """SIGNATURES has its first arguments, up to the last that we give."""
-    (pin,) = (each for each in locked("cuda") if each.startswith("flash-attn-4=="))
-    words = ["download", "-q", "--no-deps", "--only-binary", ":all:", "--dest", str(tmp_path), pin]
-    subprocess.run([sys.executable, "-m", "pip", *words], check=True)
-    (wheel,) = tmp_path.iterdir()
-    tree = ast.parse(zipfile.ZipFile(wheel).read("flash_attn/cute/interface.py"))
+    tree = ast.parse(locked_wheel("flash-attn-4", tmp_path).read("flash_attn/cute/interface.py"))
     found = next(each for each in tree.body if getattr(each, "name", None) == "flash_attn_varlen_func")
     for each in found.args.args:
         each.annotation = None

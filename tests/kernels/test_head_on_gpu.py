@@ -16,6 +16,7 @@ from nonfinite_cases import FEW, check_given_logprobs
 from policy_cases import OBJECTIVES
 
 from marsrl.kernels import PolicyObjective, linear_logprob, raise_bad_values
+from marsrl.kernels.linear_policy_loss.quack_head import machine_lacks_quack
 from marsrl.kernels.triton_machine import machine_lacks_triton
 
 pytestmark = [
@@ -39,6 +40,21 @@ class TestHead(HeadTests):
     @pytest.fixture(params=[FP32, BF16], ids=str)
     def tier(self, request):
         return Tier("triton", (request.param,), (200, 64, 1021), SHAPES, use_device_chunks, "cuda")
+
+
+@pytest.mark.parametrize("name", ["clip", "strong gate", "k3", "cispo"])
+@pytest.mark.parametrize("shape", [(769, 2048, 151936), (4500, 256, 32256), (129, 896, 1024), (1, 64, 128)])
+def test_by_quack(shape, name):
+    """The last of several chunks is not whole; its rows are packed where they are few."""
+    with forced("quack"):
+        reason = machine_lacks_quack() or (torch.cuda.get_device_capability() != (9, 0) and "it is for Hopper")
+        if reason:
+            pytest.skip(reason)
+        case = head_case(*shape, device="cuda")
+        arguments = arguments_for(case, name)
+        compare_policy_loss(case, arguments, BF16, "cuda")
+        arguments["advantages"][1:] = 0
+        compare_policy_loss(case, arguments, BF16, "cuda")
 
 
 def test_float16():

@@ -101,7 +101,7 @@ def step_time(
     swept = hw.POSITIVE_SHARE.value if sweeps_entropy else 0.0
     head = head_flops(work.trained * (1 + swept), work.trained, shape.hidden_size, shape.vocab_size) / replicas
     head -= 2 * work.trained * shape.hidden_size * shape.vocab_size / replicas if setup.adapters else 0.0
-    head /= layout.tensor * layout.context * flops * hw.HEAD_SHARE.value
+    head /= layout.tensor * layout.context * flops * _head_share(setup, gpu)
 
     num_layers = shape.num_layers / layout.pipeline
     micro_batches = max(1.0, tokens / setup.tokens)
@@ -147,6 +147,12 @@ def step_time(
 def head_flops(trained_rows: float, active_rows: float, hidden: int, columns: int) -> float:
     """(2 m + 4 a) T H V: logits of the trained rows, dX and dW of the active ones."""
     return (2 * trained_rows + 4 * active_rows) * hidden * columns
+
+
+def _head_share(setup: Training, gpu: hw.Gpu) -> float:
+    """Of the peak; QuACK takes whole vocabularies of whole tiles in bfloat16."""
+    is_whole = setup.layout.tensor == 1 and setup.shape.vocab_size % 128 == 0 and setup.size == 2
+    return gpu.head if is_whole else hw.HEAD_SHARE.value
 
 
 def _largest_adapter(setup: Training) -> RankElements:

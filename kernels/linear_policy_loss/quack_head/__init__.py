@@ -26,12 +26,7 @@ def machine_lacks_quack() -> str | None:
         return "quack is not installed"
     try:
         import_module("marsrl.kernels.linear_policy_loss.quack_head.gemms")
-    except (
-        ImportError,
-        OSError,
-        AttributeError,
-        TypeError,
-    ) as error:  # another release; a CUDA library that is missing
+    except (ImportError, OSError, AttributeError, TypeError) as error:  # another release; a library that is missing
         return f"quack is installed and does not import: {error}"
     return None
 
@@ -48,8 +43,8 @@ def why_not_quack(head: Head, hidden: Tensor, tokens: PolicyTokens, wanted: Want
         return f"the GPU has compute capability {major}.{minor}, its transformed products are for 9.0"
     if weight.shape[0] % ROWS or weight.shape[1] % 8:
         return f"weight is {list(weight.shape)}, expected multiples of {ROWS} and 8"
-    if not weight.is_contiguous() or weight.data_ptr() % 16:
-        return "weight is not contiguous, or not at a multiple of 16 bytes"
+    if not weight.is_contiguous() or weight.data_ptr() % 16 or hidden.data_ptr() % 16:
+        return "weight is not contiguous, or it or hidden does not begin at a multiple of 16 bytes"
     if not wanted.any:
         return "no gradient is wanted"
     if head.is_sharded or head.num_columns != head.width:

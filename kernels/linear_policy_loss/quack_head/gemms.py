@@ -19,6 +19,7 @@ from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect
 from quack.epilogue.scaled_exp import MaxLog2
 from quack.operand_transform import a_transform
 from quack.operand_transform.host import transform_a_operand
+from torch import Tensor
 
 TILE = 128  # columns that share a k; V = 151,936 is no multiple of 192 or 256
 LOG2_E = 1 / math.log(2)
@@ -63,7 +64,17 @@ def _times_tile_of_transposed(x, u):
     return x * u
 
 
-def exponentials(hidden, weight, inverse_temperature, targets, out, maxima, totals, weighted, target_logits):
+def exponentials(
+    hidden: Tensor,
+    weight: Tensor,
+    inverse_temperature: Tensor,
+    targets: Tensor,
+    out: Tensor,
+    maxima: Tensor,
+    totals: Tensor,
+    weighted: Tensor,
+    target_logits: Tensor,
+) -> None:
     """out [R, V] bfloat16 and, of each row and tile [R, V / TILE] float32: k, sum e^d, sum d log2(e) e^d with d = z - k ln 2.
 
     hidden [R, H], weight [V, H] bfloat16; inverse_temperature [R] float32; targets [R] int64. target_logits [R] float32: z of
@@ -90,14 +101,14 @@ def exponentials(hidden, weight, inverse_temperature, targets, out, maxima, tota
     )
 
 
-def hidden_gradient(exponentials, scales, v, weight, out):
+def hidden_gradient(exponentials: Tensor, scales: Tensor, v: Tensor, weight: Tensor, out: Tensor) -> None:
     """out [n, H] = v [n] float32 * (u * exponentials [n, V]) @ weight; scales: u of 64 columns each, [V / 64, n] bfloat16."""
     left = transform_a_operand(_times_tile, exponentials, {"u": scales}, 128, 64)
     words = {"transform_a": _times_tile, "cluster_M": 2, "cluster_N": 1, **_BACKWARD}
     _times_row.gemm(left, weight.mT, out, epi_args={"v": v.unsqueeze(0)}, **words)
 
 
-def weight_gradient(exponentials, scales, scaled_hidden, out, adds):
+def weight_gradient(exponentials: Tensor, scales: Tensor, scaled_hidden: Tensor, out: Tensor, adds: bool) -> None:
     """out [V, H] float32 = (u * exponentials [n, V]).T @ scaled_hidden [n, H] bfloat16, v * hidden; adds: to what is there, by a
     reduction in the memory that touches each element once."""
     left = transform_a_operand(_times_tile_of_transposed, exponentials.t(), {"u": scales}, 128, 64)

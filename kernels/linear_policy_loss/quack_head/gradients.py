@@ -12,6 +12,7 @@ from math import ceil, log
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import pad
 
 from marsrl.kernels.head.chunked_head import DEVICE_ROW_MULTIPLE, rows_of_dz
 from marsrl.kernels.head.gradients import HeadGradients, Wanted
@@ -60,26 +61,26 @@ def _exponentials(
     kernels: TritonRowKernels,
     out: Tensor,
 ) -> Tensor:
-    """k [R, tiles] float32; fills out, and statistics at the rows of the chunk."""
-    tiles = head.width // gemms.TILE
-    maxima, totals, weighted = torch.empty(3, chunk.count, tiles, dtype=torch.float32, device=hidden.device).unbind()
-    target_logits = torch.zeros(chunk.count, dtype=torch.float32, device=hidden.device)
+    """k [R, tiles] float32; fills out, whose rows are whole tiles, and statistics at the rows of the chunk."""
+    device, tiles, lacking = hidden.device, head.width // gemms.TILE, out.shape[0] - chunk.count
+    maxima, totals, weighted = (torch.empty(out.shape[0], tiles, dtype=torch.float32, device=device) for _ in range(3))
+    target_logits = torch.zeros(out.shape[0], dtype=torch.float32, device=device)
     gemms.exponentials(
-        hidden,
+        pad(hidden, (0, 0, 0, lacking)),
         head.weight,
-        head.inverse_temperature_at(chunk),
-        chunk.take(head.targets),
-        out[: chunk.count],
+        pad(head.inverse_temperature_at(chunk), (0, lacking)),
+        pad(chunk.take(head.targets), (0, lacking), value=-1),
+        out,
         maxima,
         totals,
         weighted,
         target_logits,
     )
-    pieces = torch.zeros(4, tiles, chunk.count, dtype=torch.float32, device=hidden.device)
-    torch.mul(maxima.t(), log(2), out=pieces[0])
-    pieces[1].copy_(totals.t())
-    torch.mul(weighted.t(), log(2), out=pieces[2])
-    pieces[3, 0] = target_logits
+    pieces = torch.zeros(4, tiles, chunk.count, dtype=torch.float32, device=device)
+    torch.mul(maxima[: chunk.count].t(), log(2), out=pieces[0])
+    pieces[1].copy_(totals[: chunk.count].t())
+    torch.mul(weighted[: chunk.count].t(), log(2), out=pieces[2])
+    pieces[3, 0] = target_logits[: chunk.count]
     kernels.finish(pieces, chunk, head, statistics)
     return maxima
 
