@@ -253,7 +253,7 @@ CLAIMS = (
         {"grad_norm_max": "largest gradient norm", **_WHOLE, "grad_spikes": "spikes"},
         "nothing is told apart, and one step of 42 trainings spikes. The agents' mean rewards differ by .2 to .3, for "
         "which the paper's lemma predicts an inflation of 0.8 to 1.15: little could explode.",
-        seen_of="9df91828",
+        seen_of="9e0ab92e",
     ),
     Claim(
         "System 1 and System 2",
@@ -285,6 +285,9 @@ CLAIMS = (
             "cpu_seconds": "CPU seconds",
             "peak_bytes": "bytes of memory",
         },
+        "every seed gains .32 or more with adapters, the team is not told from those of whole weights, and a publish is a ninth "
+        "of the bytes. With adapters the team ends below its Solver on all seeds, and on seed 2 the first Corrector breaks (.043).",
+        seen_of="58169295",
     ),
 )
 
