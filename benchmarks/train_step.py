@@ -218,7 +218,7 @@ def main() -> int:
         print(f"experts implementation of the reference: {experts}" + (f" ({decided})" if decided else ""))
         results = {}
         for label, extra in tables(model_dir, words).items():
-            chosen = ADAPTER_VARIANTS if words.adapters else VARIANTS
+            chosen: tuple[str, ...] = ADAPTER_VARIANTS if words.adapters else VARIANTS
             if "--mpt-entropy" in extra:
                 chosen = tuple(variant for variant in VARIANTS if variant != MEGATRON)
             rows = {variant: measure(variant, model_dir, experts, extra, words) for variant in chosen}
