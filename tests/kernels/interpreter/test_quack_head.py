@@ -49,10 +49,12 @@ def test_chunks_whose_rows_have_a_coefficient_all_or_few(share, monkeypatch):
     case = head_case(150, 8, 128)
     arguments = arguments_for(case, "no gate", advantages=None)
     arguments["token_advantages"] = torch.randn(150) * (torch.rand(150) < share)
+    arguments["mask"] = torch.arange(150) != 3
     compare_policy_loss(case, arguments, BF16)
 
 
-def test_rows_that_are_hard_for_a_softmax():
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_rows_that_are_hard_for_a_softmax(is_packed):
     """Usual, large, sure of the target, and targets far below the largest of the row, alone in their tile and not."""
     z = torch.randn(6, 256)
     z[1] *= 30
@@ -63,7 +65,7 @@ def test_rows_that_are_hard_for_a_softmax():
     case = torch.eye(16)[:6], torch.cat((z.t(), torch.zeros(256, 10)), 1), torch.tensor([3, 5, 7, 1, 130, 200])
     arguments = {
         "objective": PLAIN,
-        "token_advantages": torch.tensor([1.0, -2.0, 1.0, 0.5, 1.5, -1.0]),
+        "token_advantages": torch.tensor([*([0.0] * 3 if is_packed else [1.0, -2.0, 1.0]), 0.5, 1.5, -1.0]),
         "mask": torch.ones(6, dtype=torch.bool),
         "cu_seqlens": torch.tensor([0, 6]),
         "normaliser": 1.0,
