@@ -206,6 +206,13 @@ class VllmOptions(Settings):
         "async scheduling); marsrl: ours, whose draws repeat bitwise whatever else is in the batch (in the older Model Runner "
         "V1). auto: engine on GPUs, marsrl on CPUs",
     )
+    draft_tokens: int = Field(
+        0,
+        ge=0,
+        le=32,
+        description="GPUs: tokens that vLLM guesses at once, those that followed when the last five came before (n-gram); the "
+        "policy accepts or rejects them so that draws stay its own; 0: none (docs/weight_sync.md)",
+    )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = Field(
         "auto",
         description="of the KV cache; auto: the engine's dtype. fp8 holds twice the tokens, and log-probs differ from the "

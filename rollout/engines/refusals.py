@@ -193,6 +193,13 @@ def vllm_refusals(
     found, sampler = [], options.sampler_on(device)
     if takes_weights and options.quantization is not None:
         found.append(QUANTIZED.format(options.quantization))
+    if options.draft_tokens and (sampler == "marsrl" or device == "cpu"):
+        why = (
+            "on a CPU vLLM 0.32 runs V1, which fails at drafts beside top_p and top_k: set rollout.engine=local"
+            if device == "cpu"
+            else "rollout.vllm.sampler=marsrl draws one token at a time: set rollout.vllm.sampler=engine"
+        )
+        found.append(f"rollout.vllm.draft_tokens is {options.draft_tokens}, and {why}, or draft_tokens=0")
     if records.experts and (sampler == "marsrl" or device == "cpu"):
         why = (
             "rollout.vllm.sampler=marsrl draws in Model Runner V1: set rollout.vllm.sampler=engine"
@@ -219,6 +226,11 @@ def adapter_refusals(
     found, vllm = [], rollout.vllm
     if rollout.engine != "vllm" or not adapters:
         return ()
+    if vllm.draft_tokens:
+        found.append(
+            f"rollout.vllm.draft_tokens is {vllm.draft_tokens}, and drafts beside adapters ({', '.join(adapters)}) have not been "
+            "tried: set it to 0"
+        )
     if device == "cuda" and dtype == "float32":
         found.append(
             f"vLLM's kernels for adapters ({', '.join(adapters)}) refuse float32 on GPUs: set rollout.vllm.dtype or the policy's "

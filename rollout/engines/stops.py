@@ -45,3 +45,9 @@ class StopTexts:
             tail = [*known[len(known) - (most - len(tail)) :].tolist(), *tail]
         whole, before = (self._decode(np.asarray(ids, np.int32)) for ids in (tail, tail[:-1]))
         return any(whole.count(text) > before.count(text) for text in stop)
+
+    def first_end(self, known: IntArray, drawn: Sequence[int], stop: Sequence[str], start: int) -> int | None:
+        """Number of the tokens drawn with the first one from `start` on that completes one of the texts; None: none does."""
+        most = max((len(text.encode()) for text in stop), default=0)
+        tails = ((end, drawn[max(0, end - most) : end]) for end in range(start + 1, len(drawn) + 1))
+        return next((end for end, tail in tails if self.is_ended(known, tail, stop)), None)

@@ -1,9 +1,10 @@
-"""vLLM as GPUs run it: Model Runner V2, its sampler, async scheduling; kernels by Triton's interpreter, 40 s of one process."""
+"""vLLM as GPUs run it: Model Runner V2, its sampler, async scheduling; kernels by Triton's interpreter, 60 s of one process."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_cases import ROUNDING, assert_drawn_from, decoded, perturbed, tensors_of
+from safetensors.torch import save_file
 
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.types import Finish
@@ -24,11 +27,33 @@ def told(checkpoint: Any, judge: Any, tmp_path_factory: pytest.TempPathFactory) 
     directory, out = checkpoint("qwen3_moe"), tmp_path_factory.mktemp("v2") / "told"
     judge.model(directory, perturbed(tensors_of(directory), "self_attn"))  # which saves them beside it
     changed = directory.parent / (directory.name + "_changed")
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "v2_worker.py"), directory, changed, out]
+    cycle = shutil.copytree(directory, out.parent / "cycle")
+    save_file(in_a_cycle(tensors_of(directory)), cycle / "model.safetensors", metadata={"format": "pt"})
+    worker = Path(__file__).parent / "v2_worker.py"
+    command = [sys.executable, "-W", "ignore", str(worker), directory, changed, cycle, out]
     done = subprocess.run(command, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = pickle.loads(out.read_bytes())
-    return found
+    return found | {"cycle": cycle}
+
+
+def joined(ask: Any, result: Any) -> Any:
+    return np.concatenate([ask.token_ids, result.token_ids])
+
+
+def next_of(tokens: Any) -> Any:
+    """The token that CYCLE mostly draws after each: 10 to 16 in a circle, and 10 after all others."""
+    return 10 + np.where((tokens >= 10) & (tokens < 16), tokens - 9, 0)
+
+
+def in_a_cycle(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a model that sees the last token alone, and draws next_of it most of the time."""
+    changed = {n: t * 0 if n.endswith(("o_proj.weight", "down_proj.weight")) else t for n, t in tensors.items()}
+    embedded, head = changed["model.embed_tokens.weight"].clone(), changed["lm_head.weight"].clone()
+    embedded[:10] = embedded[17:] = embedded[9].clone()  # those outside look alike
+    for token in range(9, 17):
+        head[next_of(token)] += 0.87 * embedded[token] / embedded[token].norm()
+    return changed | {"model.embed_tokens.weight": embedded, "lm_head.weight": head}
 
 
 def test_the_runner_is_that_of_gpus(told: dict[str, Any]) -> None:
@@ -58,7 +83,11 @@ def test_experts_are_those_of_our_engine(name: str, told: dict[str, Any], checkp
     if name == "whole":
         assert all(result.routed_experts is None for result in results)  # not asked for
         return
-    local = LocalEngine(checkpoint("qwen3_moe"), dtype="float32", max_model_len=256)
+    assert_our_experts(checkpoint("qwen3_moe"), asks, results)
+
+
+def assert_our_experts(model: Path, asks: Any, results: Any) -> None:
+    local = LocalEngine(model, dtype="float32", max_model_len=256)
     for ask, result in zip(asks, results, strict=True):
         whole = np.concatenate([ask.token_ids, result.token_ids[:-1]])
         of_ours = type(ask)(ask.uid, whole, 1, ask.sampling, 0, "", experts_from=ask.experts_from)
@@ -88,6 +117,42 @@ def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], check
     model = judge.model(checkpoint("qwen3_moe"), changed)
     for ask, result in zip(asks, results, strict=True):
         assert_drawn_from(model, ask, result)
+
+
+def test_drafts_are_accepted_and_tokens_stay_those_of_the_policy(told: dict[str, Any], judge: Any) -> None:
+    """Log-probs and kept tokens are of the distribution drawn from, and what drafts guess comes as often as it says."""
+    assert told["drafts_by"] == "ngram_gpu" and told["drafts_async"]
+    model = judge.model(told["cycle"], None)
+    for ask, result in (*zip(*told["guessed_cut"], strict=True), *zip(*told["guessed"], strict=True)):
+        assert_drawn_from(model, ask, result)
+    assert told["num_steps"] <= 10  # for 24 tokens, where top_p leaves little but what is guessed
+    with torch.no_grad():
+        right = model(torch.arange(160)[:, None]).logits[:, 0].softmax(-1).numpy()
+    asks, results = told["guessed"]
+    last = np.concatenate([joined(*pair)[len(pair[0].token_ids) - 1 : -1] for pair in zip(asks, results, strict=True)])
+    expected = right[last, next_of(last)]
+    assert 0.5 < expected.mean() < 0.95  # some are rejected
+    found = np.concatenate([result.token_ids for result in results]) == next_of(last)
+    assert abs(found.sum() - expected.sum()) < 4 * np.sqrt((expected * (1 - expected)).sum())
+
+
+def test_experts_and_scores_beside_drafts_are_those_of_our_engine(told: dict[str, Any], judge: Any) -> None:
+    assert_our_experts(told["cycle"], *told["guessed_cut"])
+    whole = [joined(*pair) for pair in zip(*told["guessed_cut"], strict=True)]
+    for score, right in zip(told["guessed_scores"], judge(told["cycle"], None, whole), strict=True):
+        np.testing.assert_allclose(score, right, atol=ROUNDING, rtol=0)
+
+
+def test_a_text_among_the_tokens_of_a_draft_ends_a_completion_there(told: dict[str, Any]) -> None:
+    for ask, result, whole in zip(*told["stopped"], told["guessed_cut"][1], strict=True):
+        n = len(result.token_ids)
+        np.testing.assert_array_equal(result.token_ids, whole.token_ids[:n])
+        assert result.finish is Finish.STOP and len(result.logprobs) == len(result.kept_tokens.counts) == n
+        assert len(result.routed_experts) == len(ask.token_ids) + n - 1 - ask.experts_from
+        pairs = [
+            tuple(joined(ask, result)[i : i + 2]) for i in range(len(ask.token_ids) - 1, len(ask.token_ids) + n - 1)
+        ]
+        assert pairs.index((13, 14)) == len(pairs) - 1
 
 
 def test_temperatures_that_vllm_would_change_are_refused(told: dict[str, Any]) -> None:

@@ -154,6 +154,9 @@ def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, 
         "attention": _attention(made),
         "kv_cache": made.cache_config.cache_dtype,
         "batched": made.scheduler_config.max_num_batched_tokens,
+        "async": made.scheduler_config.async_scheduling,
+        "drafts": made.speculative_config
+        and [made.speculative_config.method, made.speculative_config.num_speculative_tokens],
         "adapters": lora
         and [lora.max_loras, lora.max_lora_rank, lora.target_modules, str(lora.lora_dtype), lora.fully_sharded_loras],
         "dynamo_off": os.environ.get("TORCHDYNAMO_DISABLE"),
@@ -198,6 +201,7 @@ def variants(config: Any, folder: Path) -> dict[str, Any]:
         "marsrl": with_vllm(sampler="marsrl"),
         "R3": config.model_copy(update={"trainer": replays}),
         "fp8": with_vllm(kv_cache_dtype="fp8"),
+        "drafts": with_vllm(draft_tokens=4),
         "extra": with_vllm(extra={"max_num_batched_tokens": 12345}),
     }
     return {name: engine_config(each, folder) for name, each in asked.items()}

@@ -77,6 +77,7 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
     assert ours["runner"] == "V1" and ours["processors"] == ["DrawTokens"] and ours["graphs"] == "FULL_AND_PIECEWISE"
     assert found["R3"] == plain | {"experts": True}
     assert found["fp8"] == plain | {"kv_cache": "fp8"}
+    assert found["drafts"] == plain | {"drafts": ["ngram_gpu", 4]} and plain["drafts"] is None and plain["async"]
     assert found["extra"] == plain | {"batched": 12345} != plain
 
 
@@ -224,6 +225,15 @@ EXPERTS, KEPT = Records(experts=True), Records(kept_tokens=True)
         ({}, "cpu", EXPERTS, True, "on a CPU vLLM runs V1: set rollout.engine=local"),
         ({"sampler": "engine"}, "cpu", KEPT, True, "^loss.truncation=.* set rollout.vllm.sampler=marsrl"),
         ({}, "cuda", Records(kept_tokens=True, experts=True), True, None),
+        ({"draft_tokens": 4}, "cuda", Records(kept_tokens=True, experts=True), True, None),
+        ({"draft_tokens": 4}, "cpu", Records(), True, "draft_tokens is 4, and on a CPU .* or draft_tokens=0"),
+        (
+            {"draft_tokens": 4, "sampler": "marsrl"},
+            "cuda",
+            Records(),
+            True,
+            "draws one token at a time: .*sampler=engine",
+        ),
         ({"sampler": "marsrl"}, "cuda", KEPT, True, None),
         ({}, "cpu", KEPT, True, None),
         ({"quantization": "fp8"}, "cuda", Records(), False, None),
@@ -243,6 +253,7 @@ def test_other_arguments_of_vllm_are_checked_against_its_own() -> None:
     for extra, says in (
         ({"max_num_batched_token": 1}, r"extra.max_num_batched_token is no field .* like it: max_num_batched_tokens"),
         ({"max_num_batched_tokens": "many"}, r"extra.max_num_batched_tokens is 'many', which .* valid integer"),
+        ({"speculative_config": {}}, r"to vLLM itself: set rollout.vllm.draft_tokens instead"),
         ({"tensor_parallel_size": 2}, r"marsrl gives to vLLM itself: set rollout.vllm.tensor_parallel instead"),
         ({"enable_prefix_caching": False}, r"marsrl gives to vLLM itself: it has to be as it is"),
     ):
@@ -263,6 +274,7 @@ DENSE, MOE = (find_shape(name) for name in ("Qwen3-0.6B", "Qwen3-30B-A3B"))
         ({}, "cpu", "float32", MOE, ("attention", "experts"), "policies.verifier.adapter.targets .* rollout.engine=local"),
         (WIDE, "cpu", "float32", MOE, ("attention",), "set rollout.vllm.tensor_parallel=1, or rollout.engine=local"),
         ({}, "cuda", "float32", DENSE, ("attention",), r"adapters \(verifier\) refuse float32 on GPUs: .* bfloat16"),
+        ({"vllm": {"draft_tokens": 4}}, "cuda", "bfloat16", DENSE, ("attention",), r"drafts beside adapters \(verifier\)"),
         (
             {"vllm": {"tensor_parallel": 2, "expert_parallel": True, "extra": {"all2all_backend": "deepep_low_latency"}}},
             "cuda", "bfloat16", MOE, ("experts",), "all2all_backend is deepep_low_latency.* allgather_reducescatter",

@@ -41,6 +41,7 @@ OWN_ARGUMENTS = {
     "logits_processors": "rollout.vllm.sampler",
     "logprobs_mode": "rollout.vllm.sampler",
     "async_scheduling": "rollout.vllm.sampler",
+    "speculative_config": "rollout.vllm.draft_tokens",
     "return_sampling_mask": "loss.truncation",
     "enable_return_routed_experts": "trainer.router_replay",
     "enable_lora": "policies.<name>.adapter",
@@ -124,6 +125,7 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "worker_extension_cls": "marsrl.rollout.engines.vllm.worker.WorkerExtension",
         **_sampler_arguments(options.sampler_on(device), device, records),
+        **_draft_arguments(options.draft_tokens),
         **lora_arguments(model_dir, adapters),
         **(_cpu_arguments(options) if device == "cpu" else _gpu_arguments(options)),
         **checked_extra(options.extra),
@@ -143,6 +145,13 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
     if records.experts:
         arguments["enable_return_routed_experts"] = True
     return arguments
+
+
+def _draft_arguments(num_tokens: int) -> dict[str, Any]:
+    if not num_tokens:
+        return {}
+    # Model Runner V2 makes n-grams on the GPU under either name; with "ngram" vLLM would give up async scheduling
+    return {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": num_tokens}}
 
 
 def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:
@@ -209,7 +218,8 @@ def who_draws(options: VllmOptions, device: str) -> str:
     if options.sampler_on(device) == "marsrl":
         return f"marsrl draws tokens (bitwise the same again), on vLLM's Model Runner V1{_is_eager(options, device)}"
     runner = "V2, with async scheduling" if device == "cuda" else "V1"
-    return f"vLLM's own sampler draws tokens, on its Model Runner {runner}{_is_eager(options, device)}"
+    drafts = f", after drafts of {options.draft_tokens}" if options.draft_tokens else ""
+    return f"vLLM's own sampler draws tokens{drafts}, on its Model Runner {runner}{_is_eager(options, device)}"
 
 
 def _is_eager(options: VllmOptions, device: str) -> str:

@@ -62,13 +62,21 @@ NO_SLEEP_ON_CPU = (
 
 @dataclass(slots=True)
 class _Running:
-    """A request in vLLM, and what it has decoded. told: outputs of its steps, kept where they hold more than tokens."""
+    """A request in vLLM, and what it has decoded. told: outputs of its steps, kept where they hold more than tokens.
+    num_watched: tokens that were looked through for texts of Sampling.stop.
+    """
 
     key: str
     request: DecodeRequest
     token_ids: list[int] = field(default_factory=list)
+    num_watched: int = 0
     num_cached_tokens: int = 0
     told: list[EngineCoreOutput] = field(default_factory=list)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.request.token_ids) + len(self.token_ids)
 
 
 @dataclass(slots=True)
@@ -384,6 +392,12 @@ class VllmEngine:
                 running.told.append(output)
             if output.finish_reason is not None:
                 ended[running.key] = Finish.STOP if str(output.finish_reason) == "stop" else Finish.LENGTH
+                if (
+                    running.key in self._watched
+                    and self._is_cut(running)
+                    and len(running.token_ids) < running.num_watched
+                ):
+                    ended[running.key] = Finish.STOP  # by a text before the last of a step's tokens
         return self._results(ended)
 
     def _results(self, ended: Mapping[str, Finish]) -> list[DecodeResult]:
@@ -400,7 +414,7 @@ class VllmEngine:
                 num_cached_tokens=each.num_cached_tokens,
                 routed_experts=None
                 if each.request.experts_from is None
-                else experts_told(each.told, self._num_experts),
+                else experts_told(each.told, each.num_known - 1 - each.request.experts_from, self._num_experts),
                 kept_tokens=kept if each.request.sampling.records_kept else None,
                 seconds=self._shares.end(each.request.uid),
             )
@@ -408,16 +422,17 @@ class VllmEngine:
         ]
 
     def _stopped(self) -> list[DecodeResult]:
-        """Results of requests whose last token completed a text of Sampling.stop; vLLM has no tokenizer here and goes on."""
-        watched = [self._under_way[key] for key in self._watched]
-        return self._end_here(
-            [
-                running.key
-                for running in watched
-                if self._stops.is_ended(running.request.token_ids, running.token_ids, running.request.sampling.stop)
-            ],
-            Finish.STOP,
-        )
+        """Results of requests with a token that completed a text of Sampling.stop; vLLM has no tokenizer here and goes on."""
+        return self._end_here([key for key in self._watched if self._is_cut(self._under_way[key])], Finish.STOP)
+
+    def _is_cut(self, running: _Running) -> bool:
+        """Drop what follows the first token that completed a text; a step after drafts tells several tokens."""
+        drawn, request = running.token_ids, running.request
+        end = self._stops.first_end(request.token_ids, drawn, request.sampling.stop, running.num_watched)
+        running.num_watched = len(drawn)
+        if end is not None:
+            del drawn[end:]
+        return end is not None
 
     def _give_up(self) -> list[DecodeResult]:
         """Results of all requests as far as they got; leaves an engine that can go on."""
@@ -441,7 +456,8 @@ class VllmEngine:
     def _drawn(self, ended: Sequence[_Running]) -> list[tuple[FloatArray, KeptTokens | None]]:
         """Log-probs [n] of each one's tokens, nats, and what was kept at their places, where that was asked for."""
         if self._draws == "engine":
-            return [(logprobs_told(each.told), kept_tokens_told(each.told, self._vocab_size)) for each in ended]
+            lengths_of = [(each.told, len(each.token_ids)) for each in ended]
+            return [(logprobs_told(*each), kept_tokens_told(*each, self._vocab_size)) for each in lengths_of]
         lengths = {each.key: len(each.token_ids) for each in ended if each.token_ids}
         taken: list[Any] = []
         if lengths:

@@ -58,19 +58,20 @@ def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> 
     return asked
 
 
-def logprobs_told(told: Sequence[EngineCoreOutput]) -> FloatArray:
-    """[n] float32, nats, of the tokens that were drawn: the first of what vLLM lists at each place."""
-    return np.concatenate([_NONE, *(output.new_logprobs.logprobs[:, 0] for output in told if output.new_logprobs)])
+def logprobs_told(told: Sequence[EngineCoreOutput], num_tokens: int) -> FloatArray:
+    """[num_tokens] float32, nats, of the first tokens that were drawn: the first of what vLLM lists at each place."""
+    listed = (output.new_logprobs.logprobs[:, 0] for output in told if output.new_logprobs)
+    return np.concatenate([_NONE, *listed])[:num_tokens]
 
 
-def kept_tokens_told(told: Sequence[EngineCoreOutput], vocab_size: int) -> KeptTokens | None:
+def kept_tokens_told(told: Sequence[EngineCoreOutput], num_tokens: int, vocab_size: int) -> KeptTokens | None:
     """Ids that top_k and top_p kept at each place; None where the engine does not say."""
     masks = [output.new_sampling_mask for output in told if output.new_sampling_mask]
-    places = [np.asarray(ids, np.int32) for mask in masks for ids in mask.to_nested_list()]
+    places = [np.asarray(ids, np.int32) for mask in masks for ids in mask.to_nested_list()][:num_tokens]
     return KeptTokens.of([ids if len(ids) < vocab_size else ids[:0] for ids in places]) if masks else None
 
 
-def experts_told(told: Sequence[EngineCoreOutput], num_experts: int) -> ExpertArray | None:
-    """[tokens, layers, top_k] from the request's experts_from on, but for the last token; None: nothing was decoded."""
+def experts_told(told: Sequence[EngineCoreOutput], num_tokens: int, num_experts: int) -> ExpertArray | None:
+    """[num_tokens, layers, top_k] from the request's experts_from on, but for the last token; None: nothing was decoded."""
     experts = [output.routed_experts for output in told if output.routed_experts is not None]
-    return np.concatenate(experts).astype(expert_dtype(num_experts)) if experts else None
+    return np.concatenate(experts)[:num_tokens].astype(expert_dtype(num_experts)) if experts else None
