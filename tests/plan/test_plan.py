@@ -113,7 +113,16 @@ def test_time_follows_the_work_and_the_ranks() -> None:
     twice = step_time(
         SETUP, replace(WORK, sequences=2048, tokens=2 * WORK.tokens, trained=2 * WORK.trained), H100, True
     )
-    for name in ("linear", "experts", "attention", "head", "elementwise", "tensor_parallel", "expert_parallel"):
+    for name in (
+        "linear",
+        "experts",
+        "attention",
+        "head",
+        "elementwise",
+        "permute",
+        "tensor_parallel",
+        "expert_parallel",
+    ):
         assert getattr(twice, name) == pytest.approx(2 * getattr(once, name)), name
     assert (twice.optimizer, twice.data_parallel) == (once.optimizer, once.data_parallel)
     more = step_time(replace(SETUP, world_size=64), WORK, H100, True)
@@ -123,6 +132,9 @@ def test_time_follows_the_work_and_the_ranks() -> None:
     assert step_time(replace(SETUP, recompute="none"), WORK, H100, True).linear == pytest.approx(0.75 * once.linear)
     assert step_time(SETUP, WORK, hw.GPUS["a100-80g"], True).total > once.total
     assert once.total == pytest.approx(sum(vars(once).values()))
+    # 48 layers, 6 moves: 8 rows a token and the token, and 2 x 8 as others send rows; 2048 bfloat16 each
+    bytes_of_rank = 6 * 48 * (8 + 1 + 2 * 8) * 2048 * 2 * WORK.tokens / 32
+    assert once.permute == pytest.approx(bytes_of_rank / (3.35e12 * hw.MEMORY_SHARE.value))
 
 
 def test_kv_cache_of_the_published_model() -> None:

@@ -43,6 +43,7 @@ class StepTime:
     attention: float
     head: float
     elementwise: float
+    permute: float
     tensor_parallel: float
     expert_parallel: float
     context_parallel: float
@@ -68,6 +69,8 @@ def step_time(
     attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal
     head        V H (6 trained + 2 swept) / (...)                frozen: 4 trained
     elementwise 3 x what layers keep / memory bandwidth          written, read, and once more on the way
+    permute     4 (+ 2) moves a layer of R H e + T/t H e through memory, rows of experts and tokens; where others send rows
+                as many of 2 R H e
     TP          5 or 10 (+ 2, 4) collectives a layer of T/CP H e (t-1)/t
     EP          4 (+ 2) exchanges a layer of R H e (EP-1)/EP
     CP          2 (+ 1) exchanges a layer of keys and values, 2 T K D e / TP (CP-1)/CP
@@ -112,18 +115,21 @@ def step_time(
     collectives = 5 + 2 * again if shape.num_experts else 10 + 4 * again
     tensor_link = _link(gpu, layout.tensor)
     tensor_parallel = collectives * of_layers * (layout.tensor - 1) / layout.tensor / tensor_link
-    expert_parallel = 0.0
+    expert_parallel = permute = 0.0
     if shape.num_experts:
         rows = of_layers / layout.tensor * shape.experts_per_token
         exchanges = 4 + 2 * again
         across = layout.expert * layout.expert_tensor
         expert_parallel = exchanges * rows * (layout.expert - 1) / layout.expert / _link(gpu, across)
         gathered = rows * (layout.expert_tensor - 1)
+        moved = rows + of_layers / layout.tensor + (2 * (rows + gathered) if across > 1 else 0)
+        permute = exchanges * moved / (gpu.bandwidth * hw.MEMORY_SHARE.value)
         expert_parallel += exchanges * gathered / _link(gpu, layout.expert_tensor)
     keys = 2 * tokens * shape.num_kv_heads * shape.head_size / layout.tensor * e * num_layers
     context_parallel = (2 + again) * keys * (layout.context - 1) / layout.context
     context_parallel /= _link(gpu, layout.tensor * layout.context)  # such a group spans the tensor groups
-    busy = linear + experts + attention + head + elementwise + tensor_parallel + expert_parallel + context_parallel
+    busy = linear + experts + attention + head + elementwise + permute
+    busy += tensor_parallel + expert_parallel + context_parallel
     bubble = busy * (layout.pipeline - 1) / max(1.0, micro_batches)
     return StepTime(
         linear=linear,
@@ -131,6 +137,7 @@ def step_time(
         attention=attention,
         head=head,
         elementwise=elementwise,
+        permute=permute,
         tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel,
         context_parallel=context_parallel,
@@ -162,11 +169,11 @@ def _largest_adapter(setup: Training) -> RankElements:
 
 
 def scoring_time(setup: Training, work: Work, gpu: hw.Gpu) -> float:
-    """A forward pass that gives the log-probs of the trained tokens: of a step without recomputation a third of the
-    linear layers, experts, head and elementwise work, 1 of 3.5 of attention, 2 of 5 collectives, half of the exchanges."""
+    """A forward pass that gives the log-probs of the trained tokens: of a step without recomputation a third of the linear
+    layers, experts, head and elementwise work, 1 of 3.5 of attention, 2 of 5 collectives, half of exchanges and permutations."""
     step = step_time(replace(setup, recompute="none"), work, gpu, sweeps_entropy=False)
     thirds = step.linear + step.experts + step.head + step.elementwise
-    halves = step.expert_parallel + step.context_parallel
+    halves = step.expert_parallel + step.permute + step.context_parallel
     busy = thirds / 3 + step.attention / 3.5 + 0.4 * step.tensor_parallel + halves / 2
     waiting = step.bubble / (step.total - step.bubble - step.data_parallel - step.optimizer)
     return busy * (1 + waiting)
