@@ -16,9 +16,17 @@ from marsrl.trainer.config.read import CONFIGS, ConfigError, read_config
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.command import show
-from marsrl.trainer.plan.engines import EngineSetup, engine_memory, kv_bytes_per_token, publish_bytes
+from marsrl.trainer.plan.engines import (
+    Demand,
+    EngineSetup,
+    engine_memory,
+    kv_bytes_per_token,
+    publish_bytes,
+    rollout_time,
+)
 from marsrl.trainer.plan.memory import Training, head_bytes
 from marsrl.trainer.plan.models import KNOWN
+from marsrl.trainer.plan.needs import shortages
 from marsrl.trainer.plan.plan import Plan, make_plan
 from marsrl.trainer.plan.ranking import step_seconds
 from marsrl.trainer.plan.speed import Work, step_time
@@ -37,6 +45,7 @@ PLANNED_ON = {
     "mars_qwen2.5_7b": 8,
     "mars_qwen3_8b": 8,
     "single_gpu": 1,
+    "single_gpu_colocated": 1,
     "cpu_default": 2,
     "cpu_adapters": 2,
     "qwen3_30b_a3b_adapters_8gpu": 8,
@@ -85,14 +94,14 @@ def test_no_preset_is_left_out() -> None:
 
 
 AGREED = {
-    "qwen3_8b 8": "57.2 0.0 612.8 2464.2 0.29 385450",
-    "drmas_math 8": "57.0 0.0 79.8 170.5 0.29 385450",
-    "mars_qwen3_8b 8": "58.8 0.0 468.5 4579.3 0.29 385450",
-    "ulorl 64": "58.4 0.0 659.8 1548.2 2.41 4921972",
-    "single_gpu 1": "65.8 6.4 52.7 405.8 2.29 201103",
-    "cpu_default 2": "2.9 0.0 0.0 1.1 0.01 174762",
-    "qwen3_30b_a3b_8xh100 8": "53.0 569.4 631.5 1789.7 1.31 4921972",
-    "qwen3_30b_a3b 64": "54.6 0.0 2074.7 3262.5 2.41 4921972",
+    "qwen3_8b 8": "57.9 0.0 730.2 1722.7 0.29 385450",
+    "drmas_math 8": "57.7 0.0 98.3 93.3 0.29 385450",
+    "mars_qwen3_8b 8": "59.5 0.0 549.9 1888.2 0.29 385450",
+    "ulorl 64": "59.8 0.0 752.9 1591.4 2.41 4921972",
+    "single_gpu 1": "65.8 6.4 64.4 216.7 2.29 201103",
+    "cpu_default 2": "3.1 0.0 1.3 1.0 0.01 174762",
+    "qwen3_30b_a3b_8xh100 8": "53.7 569.4 907.9 2063.5 1.31 4921972",
+    "qwen3_30b_a3b 64": "56.0 0.0 2547.9 4144.0 2.41 4921972",
 }
 
 
@@ -119,7 +128,7 @@ def test_time_follows_the_work_and_the_ranks() -> None:
         "attention",
         "head",
         "elementwise",
-        "permute",
+        "permutation",
         "tensor_parallel",
         "expert_parallel",
     ):
@@ -132,9 +141,9 @@ def test_time_follows_the_work_and_the_ranks() -> None:
     assert step_time(replace(SETUP, recompute="none"), WORK, H100, True).linear == pytest.approx(0.75 * once.linear)
     assert step_time(SETUP, WORK, hw.GPUS["a100-80g"], True).total > once.total
     assert once.total == pytest.approx(sum(vars(once).values()))
-    # 48 layers, 6 moves: 8 rows a token and the token, and 2 x 8 as others send rows; 2048 bfloat16 each
-    bytes_of_rank = 6 * 48 * (8 + 1 + 2 * 8) * 2048 * 2 * WORK.tokens / 32
-    assert once.permute == pytest.approx(bytes_of_rank / (3.35e12 * hw.MEMORY_SHARE.value))
+    # 48 layers, 3 passes of 9 copies of 8 rows a token, 1.3 times as many on the busiest rank; 2048 bfloat16 each
+    bytes_of_rank = 48 * 3 * 9 * 8 * 1.3 * 2048 * 2 * WORK.tokens / 32
+    assert once.permutation == pytest.approx(bytes_of_rank / (3.35e12 * hw.MEMORY_SHARE.value))
 
 
 def test_kv_cache_of_the_published_model() -> None:
@@ -154,11 +163,71 @@ def test_kv_cache_of_the_published_model() -> None:
 
 def test_an_engine_that_does_not_fit_says_by_how_much() -> None:
     plan = planned("qwen3_30b_a3b", 64, "rollout.vllm.kv_cache_mib=90000")
-    assert any("kv_cache_mib take 105.1 GiB a GPU of 79.1; lower kv_cache_mib" in note for note in plan.notes)
+    said = "cache take 105.1 GiB a GPU of 79.1, and NCCL's communicators 0.8; lower rollout.vllm.kv_cache_mib"
+    assert any(said in note for note in plan.notes)
     own = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304, cache_bytes=4096.0 * 2**20)
     assert not engine_memory(own, H100).fits  # below one sequence
     assert engine_memory(replace(own, cache_bytes=2.0**34), H100).fits
     assert not engine_memory(replace(own, cache_bytes=2.0**36), H100).fits  # more than the GPU has beside the weights
+
+
+MIB = 2.0**20
+
+
+def test_publishes_by_nccl_take_memory_at_both_ends() -> None:
+    far, near = planned("qwen3_30b_a3b", 64), planned("qwen3_30b_a3b_8xh100", 8)
+    (policy,) = far.policies
+    one = (2 + 3 * 4) * 2 * MIB + 4 * 2 * MIB  # four channels between hosts
+    assert policy.rank_transfer_bytes == far.num_engine_gpus * one
+    assert policy.engines.transfer_bytes == far.num_trainers * one
+    pairs = far.num_trainers * far.num_engine_gpus
+    assert pairs == 960 and f"{pairs} communicators of two: 1.4 GiB of a rank's GPU, 0.8 GiB of" in shown(far, 200)
+    (policy,) = near.policies
+    small = (2 + 3 * 32) * 2 * MIB  # 32 channels over NVLink, whose buffers the receiver has
+    assert policy.rank_transfer_bytes == near.num_engine_gpus * small
+    assert policy.engines.transfer_bytes == near.num_trainers * (small + 32 * 10 * MIB)
+    (files,) = planned("qwen3_30b_a3b_8xh100", 8, "sync.backend=shm").policies
+    assert files.engines.transfer_bytes == files.rank_transfer_bytes == 0
+    assert policy.configured is not None and files.configured is not None
+    assert policy.configured.needed == files.configured.needed + policy.rank_transfer_bytes
+
+
+def test_nccl_is_named_where_only_its_memory_is_too_much() -> None:
+    (policy,) = planned("qwen3_30b_a3b_8xh100", 8).policies
+    assert policy.configured is not None
+    for too_much, named in ((1.0, True), (2 * policy.rank_transfer_bytes, False)):
+        smaller = replace(policy.gpu, memory_bytes=policy.configured.needed - too_much)
+        short = replace(policy, gpu=smaller, configured=replace(policy.configured, fits=False))
+        assert any("sync.backend=shm would fit" in note for note in shortages(short)) == named
+
+
+def test_a_stage_waits_for_its_longest_completion_and_with_overlap_for_none() -> None:
+    setup = EngineSetup(MOE, 2, 2, "bfloat16", 0.9, 256, 8192)
+    memory = engine_memory(setup, H100)
+    alone = Demand(64, 100, 2000, 8, 1, 8000, False)  # all at once
+    time = rollout_time(setup, memory, H100, alone)
+    assert time.concurrency == pytest.approx(32 * 2000 / 8000)  # the longest alone at the end
+    segmented = replace(alone, segments=4, tokens_per_stage=2000)
+    assert segmented.parts == 1.5 and segmented.waiting == pytest.approx(2000 - 2000 / 1.5)
+    beside = replace(alone, overlaps=True)
+    assert rollout_time(setup, memory, H100, beside).concurrency == 32
+    assert (
+        rollout_time(setup, memory, H100, beside).seconds
+        < rollout_time(setup, memory, H100, segmented).seconds
+        < time.seconds
+    )
+    assert alone.length == 100 + 1000 * 1.5 and replace(alone, tokens_per_stage=2000).length == 100 + 1000
+
+
+def test_an_engine_that_sleeps_shares_the_gpu_with_a_trainer_at_rest() -> None:
+    (asleep,), (awake,) = planned("single_gpu_colocated", 1).policies, planned("single_gpu", 1).policies
+    assert asleep.configured is not None and awake.configured is not None
+    assert (
+        asleep.sync.backend == "ipc" and asleep.sync.total < awake.sync.total / 5
+    )  # nothing through the host's memory
+    rest = asleep.configured.memory.static + asleep.engine.taken
+    assert asleep.configured.needed == pytest.approx(rest + hw.PROCESS_BYTES.value)
+    assert asleep.engine.kv_tokens > 1.3 * awake.engine.kv_tokens and asleep.fits
 
 
 def test_overlap_takes_the_longer_of_decoding_and_training() -> None:

@@ -183,9 +183,22 @@ def _engines(policy: PolicyPlan) -> Table:
             f"{rollout.prefilled / 1e6:.1f} M tokens read in {_duration(rollout.prefill)} of these: a group's once, and what "
             "goes on in another stage or under new weights again",
         ),
+        *_communicators(policy),
         ("weight sync", _sync_words(sync)),
     ]
     return _table("engines and weight sync", ("", ""), rows, show_header=False)
+
+
+def _communicators(policy: PolicyPlan) -> list[tuple[str, str]]:
+    """A line about NCCL's memory for publishes by nccl."""
+    engines, ranks = policy.engines, policy.job.training.world_size
+    if not engines.transfer_bytes:
+        return []
+    words = (
+        f"{ranks * engines.num_gpus} communicators of two: {_gib(policy.rank_transfer_bytes)} GiB of a rank's GPU, "
+        f"{_gib(engines.transfer_bytes)} GiB of an engine's"
+    )
+    return [("NCCL", words)]
 
 
 def _where_experts_lie(engines: EngineSetup) -> list[tuple[str, str]]:

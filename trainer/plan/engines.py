@@ -28,7 +28,7 @@ class EngineSetup:
 
     kv_cache: fp8 stores keys and values in one byte a number; auto: in dtype. cache_bytes: size of the cache on each GPU,
     regardless of memory_share; None: what memory_share leaves. spreads_experts: each expert is whole on one of the engine's GPUs.
-    adapters: those that it serves, a slot each.
+    adapters: those that it serves, a slot each. transfer_bytes: NCCL's on each GPU, for publishes, beside memory_share.
     """
 
     shape: ModelShape
@@ -42,6 +42,7 @@ class EngineSetup:
     cache_bytes: float | None = None
     spreads_experts: bool = False
     adapters: tuple[AdapterConfig, ...] = ()
+    transfer_bytes: float = 0.0
 
     @property
     def experts_of_gpu(self) -> int:
@@ -91,15 +92,33 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class Demand:
-    """A step's completions. response: mean tokens of one; group_size: samples of a prompt, whose keys are computed once;
-    overlaps: decoding continues while new weights arrive."""
+    """A step's completions. prompt, response: mean tokens of one; group_size: samples of a prompt, whose keys are computed
+    once; tokens_per_stage: most that one decodes in a stage; overlaps: decoding continues while new weights arrive."""
 
     samples: float
+    prompt: float
     response: float
     group_size: int
     segments: int
     tokens_per_stage: int
     overlaps: bool
+
+    @property
+    def parts(self) -> float:
+        """Stages that a completion spans, on average."""
+        return 1.0 if self.segments == 1 else self.response / self.tokens_per_stage + 0.5
+
+    @property
+    def waiting(self) -> float:
+        """Iterations in which a stage waits for its longest completions: the longest part less the mean one. With overlap the
+        next stage's fill the engines meanwhile."""
+        return 0.0 if self.overlaps else max(0.0, self.tokens_per_stage - self.response / self.parts)
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a request while it is decoded; a long one is there for longer."""
+        longest = self.tokens_per_stage * self.segments
+        return self.prompt + self.response / 2 * min(hw.LENGTH_SPREAD.value, longest / self.response)
 
 
 @dataclass(frozen=True)
@@ -133,7 +152,7 @@ def engine_memory(setup: EngineSetup, gpu: hw.Gpu) -> EngineMemory:
         cache = gpu.memory_bytes * setup.memory_share - weights - workspace
     per_token = kv_bytes_per_token(setup.shape, setup.dtype if setup.kv_cache == "auto" else "fp8")
     tokens = max(0, int(cache // (per_token / setup.kv_parts)))
-    taken = weights + workspace + cache
+    taken = weights + workspace + cache + setup.transfer_bytes
     return EngineMemory(
         weights, workspace, cache, taken, taken <= gpu.memory_bytes, per_token, tokens, tokens / setup.longest
     )
@@ -142,25 +161,30 @@ def engine_memory(setup: EngineSetup, gpu: hw.Gpu) -> EngineMemory:
 def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: Demand) -> RolloutTime:
     """Decoding bound by memory traffic or by arithmetic, whichever is slower, and prompts by arithmetic, one after the other.
 
-    iteration = host + max(bytes / bandwidth, 2 P_active c / peak) + collectives
-    bytes     = of a GPU: weights that c tokens touch + c length KV;  experts touched: 1 - (1 - k/E)^c
+    iterations = samples response / (engines most) + waiting      most: requests that an engine can decode at once
+    c          = samples response / (engines iterations)          those that it does, on average
+    iteration  = host + c of a request + max(bytes / bandwidth, 2 P_active c / peak) + collectives
+    bytes      = of a GPU: weights that c tokens touch + c length KV;  experts touched: 1 - (1 - k/E)^c
     experts that lie whole on the GPUs: those of the busiest, touched and products times the imbalance (read once each at most)
     collectives = 2 L (latency + 2 c H e (t-1)/t / NVLink)            attention and MLP of each layer, t = TP > 1
-    seconds   = tail(segments) samples response / (engines c / iteration) + prefill
-    prefilled = samples prompt / group + samples max(0, response / stage - 1/2) length (+ engines c length with overlap)
-    prefill   = prefilled (2 P_active + 2 N D L length) / (engines t peak)
+    seconds    = iterations iteration + prefill
+    prefilled  = samples prompt / group + samples max(0, parts - 1) length (+ engines c length with overlap)
+    prefill    = prefilled (2 P_active + 2 N D L length) / (engines t peak)
 
     A completion that continues in another stage is read again, as are all running ones at a publish: new weights empty the
-    cache. A completion spans response / stage - 1/2 ends of stages on average.
+    cache. UloRL's seconds of a step with 1, 2 and 4 segments, 1240, 774 and 601 (arXiv 2507.19766), have a part that halves with
+    them, as `waiting` nearly does.
     """
-    shape, tensor = setup.shape, setup.tensor_parallel
-    length = hw.MEAN_PROMPT.value + demand.response / 2 * hw.LENGTH_SPREAD.value
-    concurrency = max(1.0, min(setup.max_num_seqs, memory.kv_tokens / length, demand.samples / setup.num_engines))
+    shape, tensor, length = setup.shape, setup.tensor_parallel, demand.length
+    of_engine = demand.samples * demand.response / setup.num_engines
+    most = max(1.0, min(setup.max_num_seqs, memory.kv_tokens / length, demand.samples / setup.num_engines))
+    iterations = of_engine / most + demand.waiting
+    concurrency = of_engine / iterations
     touched = 1 - (1 - shape.experts_per_token / shape.num_experts) ** concurrency if shape.num_experts else 0.0
     touched = min(1.0, touched * setup.imbalance)
     traffic = _cut_bytes(setup, touched) + _whole_bytes(setup)
     traffic += concurrency * length * memory.kv_bytes_per_token / setup.kv_parts
-    by_memory = traffic / (gpu.bandwidth * hw.DECODE_SHARE.value)
+    by_memory = traffic / (gpu.bandwidth * hw.MEMORY_SHARE.value)
     peak = tensor * gpu.flops * hw.GEMM_SHARE.value
     active = active_elements(shape) + (setup.imbalance - 1) * active_expert_elements(shape)
     by_flops = 2 * active * concurrency / peak
@@ -168,18 +192,15 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
     if tensor > 1:
         num_bytes = 2 * concurrency * shape.hidden_size * SIZE[setup.dtype] * (tensor - 1) / tensor
         collectives = 2 * shape.num_layers * (hw.ALL_REDUCE_S.value + num_bytes / (gpu.nvlink * hw.LINK_SHARE.value))
-    iteration = hw.ITERATION_S.value + max(by_memory, by_flops) + collectives
+    iteration = hw.ITERATION_S.value + concurrency * hw.REQUEST_S.value + max(by_memory, by_flops) + collectives
     iteration *= hw.ADAPTED_DECODING.value if setup.adapters else 1.0
     rate = concurrency / iteration
-    prefilled = demand.samples * hw.MEAN_PROMPT.value / demand.group_size
-    if demand.segments > 1:
-        prefilled += demand.samples * max(0.0, demand.response / demand.tokens_per_stage - 0.5) * length
+    prefilled = demand.samples * (demand.prompt / demand.group_size + max(0.0, demand.parts - 1) * length)
     if demand.overlaps:
         prefilled += setup.num_engines * concurrency * length
     scores = 2 * shape.num_heads * shape.head_size * shape.num_layers * length
     prefill = prefilled * (2 * active + scores) / (setup.num_engines * peak)
-    decode = hw.tail(demand.segments) * demand.samples * demand.response / (setup.num_engines * rate)
-    return RolloutTime(decode + prefill, concurrency, rate, prefill, prefilled)
+    return RolloutTime(iterations * iteration + prefill, concurrency, rate, prefill, prefilled)
 
 
 def _cut_bytes(setup: EngineSetup, touched: float) -> float:
@@ -268,6 +289,19 @@ class SyncTime:
     @property
     def total(self) -> float:
         return self.gather + self.write + self.load + self.send + self.copy + self.checksum
+
+
+def transfer_bytes(backend: SyncBackend, peers: int, num_gpus: int, *, receives: bool) -> float:
+    """NCCL's bytes on a GPU for publishes by nccl: a communicator with each of its peers, engine GPUs or trainer ranks.
+
+    peers ((2 + 3 channels) 2 MiB + channels buffers)      on one host only who receives has buffers
+    """
+    if backend != "nccl":
+        return 0.0
+    is_one_host = num_gpus <= hw.GPUS_PER_NODE.value
+    channels = hw.NCCL_CHANNELS.value if is_one_host else hw.NCCL_CHANNELS_ACROSS.value
+    buffers = (hw.NCCL_BUFFER.value if receives else 0.0) if is_one_host else hw.NCCL_SHARED.value
+    return peers * ((hw.NCCL_SMALL.value + 3 * channels) * 2 * 2.0**20 + channels * buffers)
 
 
 def sync_time(

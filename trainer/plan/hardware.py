@@ -76,15 +76,16 @@ def _assumed(name: str, value: float, unit: str = "", why: str = "") -> Constant
     return Constant(name, value, unit, f"assumption, not measured{why}")
 
 
-GEMM_SHARE = _assumed("share of the peak, linear layers", 0.65, "", f"; a large bare GEMM: 0.81 ({_MEASURED})")
-EXPERT_SHARE = _assumed("share of the peak, experts", 0.45, "", ": grouped GEMMs of a few hundred rows")
+_PRIME = "fitted to prime-rl's updates of Qwen3-4B on 8 H100, sequences of 16k and 64k, benchmarks/baselines"
+GEMM_SHARE = Constant("share of the peak, linear layers", 0.5, "", f"{_PRIME}; a large bare GEMM: 0.81 ({_MEASURED})")
+UPDATE_S = Constant("host's work of an update beside the model", 1.15, "s", _PRIME)
+EXPERT_SHARE = _assumed(
+    "share of the peak, experts", 0.35, "", ": grouped GEMMs of a few hundred rows, 0.7 of large ones"
+)
 HEAD_SHARE = Constant(
     "share of the peak, output head by cuBLAS", 0.81 * 0.85, "", f"85 % (our target) of a bare GEMM; {_MEASURED}"
 )
 MEMORY_SHARE = Constant("share of the memory bandwidth", 0.9, "", _MEASURED)
-DECODE_SHARE = _assumed(
-    "share of the memory bandwidth, decoding", 0.7, "", f": many small reads; a large copy: 0.9 ({_MEASURED})"
-)
 LINK_SHARE = _assumed("share of NVLink, network and PCIe", 0.8, "", ": large messages")
 ALL_REDUCE_S = _assumed("sum of a token's layer over an engine's GPUs", 15e-6, "s", ": start of two rounds")
 BLOCKS = Constant("blocks of a deterministic attention backward", 132, "", "multiprocessors of an H100; A100: 108")
@@ -104,7 +105,15 @@ HEAD_ROWS = Constant(
 PROCESS_BYTES = _assumed("CUDA context, NCCL and cuBLAS", 2.5 * _GIB, "bytes")
 FRAGMENTATION = _assumed("lost to fragmentation", 0.05, "share of the peak")
 ENGINE_WORKSPACE = _assumed("engine's activations and graphs", 3 * _GIB, "bytes")
-ITERATION_S = _assumed("engine's host time an iteration", 0.004, "s", ": CUDA graphs")
+_FITTED = "fitted to vLLM's Qwen3-8B on one H100 with 8 to 474 requests, ML.ENERGY leaderboard"
+ITERATION_S = Constant("engine's host time an iteration", 0.0025, "s", _FITTED)
+REQUEST_S = Constant("engine's host time a request and iteration", 74e-6, "s", _FITTED)
+LAUNCH_S = Constant(
+    "launching a layer with experts, forward and backward",
+    5.9e-3,
+    "s",
+    "Megatron-Bridge 25.11, Qwen3-30B-A3B on B200, 4,096 tokens: 9.2 ms, of which 3.3 are work by these formulas",
+)
 HOST_BANDWIDTH = _assumed("host memory, one process", 8e9, "bytes/s", ": copy and write of a file in /dev/shm")
 CHECKSUM = Constant(
     "checksum of weights, one process", 4.2e9, "bytes/s", "measured on one core of a busy 2.5 GHz Xeon, bound by memory"
@@ -112,19 +121,19 @@ CHECKSUM = Constant(
 CHECKSUM_MOVES = Constant(
     "bytes moved a byte of a checksum on a GPU", 31, "", "PyTorch's operations of rollout/weights/checksum.py, counted"
 )
+_NCCL = "NCCL's source: init.cc, channel.cc, transport/net.cc and p2p.cc"
+NCCL_CHANNELS = _assumed("channels of a communicator of two GPUs, one host", 32, "", ": as NCCL reports of 8 H100")
+NCCL_CHANNELS_ACROSS = _assumed("channels of a communicator of two GPUs, two hosts", 4)
+NCCL_BUFFER = Constant("receiver's buffers of a channel on one host, of all protocols", 10 * 2.0**20, "bytes", _NCCL)
+NCCL_SHARED = Constant("buffers of a channel between hosts: 16 chunks of 128 KiB", 2 * 2.0**20, "bytes", _NCCL)
+NCCL_SMALL = Constant("allocations of a communicator (and 3 a channel), each rounded up to 2 MiB", 2, "", _NCCL)
 PIECE_S = _assumed("host time of a piece of a tensor that is sent", 50e-6, "s", ": some ten operations of PyTorch")
 HOST_ADAM = _assumed("AdamW in CPU memory, one GPU's share", 25e9, "bytes/s", ": 200 GB/s a node of eight")
 GPUS_PER_NODE = Constant("GPUs a node", 8, "", "DGX and HGX boards")
 POSITIVE_SHARE = _assumed("samples that DMMPT's entropy pass visits", 0.5, "share", ": the rewarded ones")
 MEAN_RESPONSE = _assumed("mean completion over rollout.max_response_tokens", 0.35, "", "; --mean-response sets it")
-LENGTH_SPREAD = _assumed("E[length^2] / E[length]^2", 1.5)
+LENGTH_SPREAD = _assumed("E[length^2] / E[length]^2", 1.5, "", "; at most the longest over the mean")
 MEAN_PROMPT = _assumed("mean prompt", 2048, "tokens", ": problem, solution and report without their thinking")
-# Step times at 64k for 1, 2 and 4 segments, 1240, 774 and 601 s, give the cost of waiting for the longest completions.
-TAILS = {1: 1240 / 601, 2: 774 / 601}
-TAIL = Constant(
-    "waiting for the longest completions, 1 / 2 / 4 segments", TAILS[1], "x (1.29, 1.0)", "UloRL, arXiv 2507.19766"
-)
-
 ASSUMPTIONS = tuple(each for each in list(globals().values()) if isinstance(each, Constant))
 
 
@@ -156,8 +165,3 @@ def constants(gpu: Gpu) -> list[Constant]:
         for label, unit, source in [_GPU_SOURCES[field.name]]
     ]
     return [*of_gpu, *ASSUMPTIONS]
-
-
-def tail(segments: int) -> float:
-    """Factor of a rollout's time for waiting for its longest completions."""
-    return TAILS.get(segments, TAILS[2] if segments == 3 else 1.0)

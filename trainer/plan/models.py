@@ -55,11 +55,14 @@ _LLAMA_8B = replace(
 )
 _LLAMA_SMALL = replace(_LLAMA_8B, is_tied=True, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192.0))
 
+_DENSE_4B = _like(_DENSE_8B, 36, 2560, 32, 8, 9728, is_tied=True)
 KNOWN = {
     "Qwen3-30B-A3B": _MOE_30B,
     "Qwen3-30B-A3B-Thinking-2507": replace(_MOE_30B, max_positions=262144, rope_theta=1e7),
+    "Qwen3-32B": _like(_DENSE_8B, 64, 5120, 64, 8, 25600),
     "Qwen3-8B": _DENSE_8B,
-    "Qwen3-4B": _like(_DENSE_8B, 36, 2560, 32, 8, 9728, is_tied=True),
+    "Qwen3-4B": _DENSE_4B,
+    "Qwen3-4B-Instruct-2507": replace(_DENSE_4B, max_positions=262144, rope_theta=5e6),
     "Qwen3-1.7B": _like(_DENSE_8B, 28, 2048, 16, 8, 6144, is_tied=True),
     "Qwen3-0.6B": _like(_DENSE_8B, 28, 1024, 16, 8, 3072, is_tied=True),
     "Qwen2.5-7B": replace(_QWEN25_7B, max_positions=131072),

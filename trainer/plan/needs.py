@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.routed_experts import expert_dtype
@@ -11,7 +11,15 @@ from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.learner.megatron.layout import Layout, nearest, resolve, why_not, why_not_context
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.batch_plan import longest_sequence, samples_of_a_step
-from marsrl.trainer.plan.engines import Demand, EngineMemory, EngineSetup, Load, engine_memory, publish_bytes
+from marsrl.trainer.plan.engines import (
+    Demand,
+    EngineMemory,
+    EngineSetup,
+    Load,
+    engine_memory,
+    publish_bytes,
+    transfer_bytes,
+)
 from marsrl.trainer.plan.memory import SIZE, Training
 from marsrl.trainer.plan.models import find_shape
 from marsrl.trainer.plan.parameters import elements
@@ -26,7 +34,8 @@ _TWO_CONTEXTS = Layout(1, 1, 1, 1, context=2)
 class Needs:
     """GPU and host memory that one policy takes. configured: the config's layout, None if invalid (see why_not_configured).
 
-    weight_files: bytes of files for the engines in the memory of rank 0's host, two versions.
+    weight_files: bytes of files for the engines in the memory of rank 0's host, two versions. rank_transfer_bytes: NCCL's on
+    a rank's GPU, for publishes.
     routed_experts: bytes there of the experts recorded for a step's samples (trainer.router_replay=rollout).
     """
 
@@ -40,6 +49,7 @@ class Needs:
     load: Load
     weight_files: float
     routed_experts: float
+    rank_transfer_bytes: float
 
     @property
     def work(self) -> Work:
@@ -77,11 +87,17 @@ def needs_of(
     policy, rollout = config.policies[name], config.rollout
     longest = longest_sequence(config, name)
     response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
-    work = _work(config, name, response)
+    prompt = min(hw.MEAN_PROMPT.value, _longest_prompt(config, name))
+    work = _work(config, name, prompt, response)
     setup = _engine_setup(config, name, shape, longest)
+    backend, num_gpus = config.sync.backend if not setup.adapters else "shm", trainers + setup.num_gpus
+    setup = replace(setup, transfer_bytes=transfer_bytes(backend, trainers, num_gpus, receives=True))
+    rank_transfer = transfer_bytes(backend, setup.num_gpus, num_gpus, receives=False)
     memory = engine_memory(setup, gpu)
-    kept = 0.0 if rollout.placement == "disaggregated" else memory.taken
+    kept = {"disaggregated": rank_transfer, "colocated": hw.ENGINE_WORKSPACE.value}.get(rollout.placement, memory.taken)
     job = _job(config, name, shape, trainers, work, kept)
+    if rollout.placement == "colocated":
+        job = replace(job, between_bytes=memory.taken)
     layout = job.training.layout
     problem = why_not(layout, shape, trainers)
     if problem is not None:
@@ -95,7 +111,9 @@ def needs_of(
         published = elements(shape).total * SIZE[policy.dtype]
     of_token = shape.num_layers * shape.experts_per_token * expert_dtype(shape.num_experts).itemsize if replays else 0
     overlaps = rollout.overlap > 0
-    demand = Demand(work.sequences, response, rollout.group_size, rollout.segments, rollout.tokens_per_stage, overlaps)
+    demand = Demand(
+        work.sequences, prompt, response, rollout.group_size, rollout.segments, rollout.tokens_per_stage, overlaps
+    )
     return Needs(
         name=name,
         policy=policy,
@@ -107,6 +125,7 @@ def needs_of(
         load=Load(setup, memory, demand),
         weight_files=2.0 * published if in_memory or setup.adapters else 0.0,
         routed_experts=work.tokens * of_token,
+        rank_transfer_bytes=rank_transfer,
     )
 
 
@@ -117,10 +136,11 @@ def shortages(needs: Needs) -> Iterator[str]:
     has_own_cache = needs.engines.cache_bytes is not None
     room = "rollout.vllm.kv_cache_mib" if has_own_cache else "rollout.vllm.gpu_memory_utilization"
     if not engine.has_room:
+        nccl = needs.engines.transfer_bytes
         yield (
-            f"an engine of policy {name} does not fit: its weights, workspace and rollout.vllm.kv_cache_mib take "
-            f"{engine.taken / GIB:.1f} GiB a GPU of {gpu.memory_bytes / GIB:.1f}; lower kv_cache_mib, raise "
-            "rollout.vllm.tensor_parallel, or take larger GPUs"
+            f"an engine of policy {name} does not fit: its weights, workspace and cache take "
+            f"{(engine.taken - nccl) / GIB:.1f} GiB a GPU of {gpu.memory_bytes / GIB:.1f}, and NCCL's communicators "
+            f"{nccl / GIB:.1f}; lower {room}, raise rollout.vllm.tensor_parallel, or take larger GPUs"
         )
     elif not engine.kv_tokens and not has_own_cache:
         yield (
@@ -139,6 +159,11 @@ def shortages(needs: Needs) -> Iterator[str]:
             f"policy {name}: layout {configured.layout.words} with recompute {needs.policy.recompute} needs "
             f"{configured.needed / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.1f}: {configured.why_not}"
         )
+        if configured.needed - needs.rank_transfer_bytes <= gpu.memory_bytes:
+            yield (
+                f"policy {name}: {needs.rank_transfer_bytes / GIB:.1f} GiB of that are NCCL's, for publishes: "
+                "sync.backend=shm would fit, and takes longer"
+            )
     if needs.host_bytes > gpu.host_memory:
         yield (
             f"policy {name}: a node of trainer ranks needs {needs.host_bytes / GIB:.0f} GiB of memory for what is offloaded "
@@ -157,13 +182,21 @@ def shortages_here(config: RunConfig, name: str, shape: ModelShape, trainers: in
     return [f"{sentence} (by the formulas of marsrl plan)" for sentence in found]
 
 
-def _work(config: RunConfig, name: str, response: float) -> Work:
-    """One step's training work of a policy, for completions of this mean length."""
-    of_policy = [each for each in config.agents if config.agents[each].policy in config.policies_in(name)]
+def _agents_of(config: RunConfig, name: str) -> list[str]:
+    return [each for each in config.agents if config.agents[each].policy in config.policies_in(name)]
+
+
+def _longest_prompt(config: RunConfig, name: str) -> int:
+    return max(config.agents[each].max_input_tokens for each in _agents_of(config, name))
+
+
+def _work(config: RunConfig, name: str, prompt: float, response: float) -> Work:
+    """One step's training work of a policy, for prompts and completions of these mean lengths."""
     of_agent, _ = samples_of_a_step(config)
-    samples = sum(of_agent[each] for each in of_policy)
-    prompt = min(hw.MEAN_PROMPT.value, max(config.agents[each].max_input_tokens for each in of_policy))
-    return Work(samples, samples * (prompt + response), samples * response)
+    samples = sum(of_agent[each] for each in _agents_of(config, name))
+    longest = prompt + config.rollout.max_response_tokens
+    updates = config.trainer.updates_per_step
+    return Work(samples, samples * (prompt + response), samples * response, longest, updates)
 
 
 def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int) -> EngineSetup:

@@ -265,8 +265,8 @@ def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:
         notes.append(f"sync.directory={config.sync.directory}: planned as if it were as fast as the host's memory")
     if config.rollout.placement == "colocated":
         notes.append(
-            "rollout.placement=colocated: engines give their memory back while the trainer trains; planned as if they kept "
-            "rollout.vllm.gpu_memory_utilization of it, as they do while the trainer waits for them"
+            "rollout.placement=colocated: engines give their memory back while the trainer trains, and have to fit beside its "
+            "weights, gradients and optimizer state while it waits for them"
         )
     if config.rollout.placement == "local" and num_gpus > 1:
         notes.append("rollout.placement=local decodes on trainer rank 0's GPU alone; the others wait meanwhile")

@@ -14,7 +14,7 @@ from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import SyncBackend
 from marsrl.trainer.learner.megatron.layout import Layout, fitting
 from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.engines import EngineSetup, Load, engine_memory, rollout_time, sync_time
+from marsrl.trainer.plan.engines import EngineSetup, Load, engine_memory, rollout_time, sync_time, transfer_bytes
 from marsrl.trainer.plan.memory import RankMemory, Recompute, Training, most_loaded_rank
 from marsrl.trainer.plan.speed import StepTime, Work, step_time
 
@@ -27,14 +27,16 @@ _MAX_NUM_SEQS = 256  # vLLM's default; more requests lengthen its steps, without
 class Job:
     """A training job: `training` in any layout and recompute mode.
 
-    shared_bytes: used on the same GPU beside this policy's training (an engine in the same process). scored: the models with a
-    forward pass before the update. cuts_sequences: context parallelism is possible.
+    shared_bytes: used on the same GPU beside this policy's training (an engine in the same process). between_bytes: used there
+    while it rests (an engine that is asleep otherwise). scored: the models with a forward pass before the update.
+    cuts_sequences: context parallelism is possible.
     """
 
     training: Training
     work: Work
     sweeps_entropy: bool
     shared_bytes: float
+    between_bytes: float = 0.0
     scored: tuple[ModelShape, ...] = ()
     cuts_sequences: bool = True
 
@@ -83,7 +85,8 @@ def options(job: Job, gpu: hw.Gpu) -> list[Option]:
 def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Option:
     """Memory and time of one layout.
 
-    needed = peak (1 + fragmentation) + CUDA context, NCCL, cuBLAS + what else lives on this GPU
+    needed = peak (1 + fragmentation) + CUDA context, NCCL, cuBLAS + what else lives on this GPU, or between updates, if more,
+             weights, gradients and optimizer state instead of the peak
     """
     training = job.training
     replicas = layout.data(training.world_size)
@@ -95,7 +98,8 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
         expert_imbalance=hw.IMBALANCE.value if training.shape.num_experts and layout.expert > 1 else 1.0,
     )
     memory = most_loaded_rank(setup)
-    needed = memory.peak * (1 + hw.FRAGMENTATION.value) + hw.PROCESS_BYTES.value + job.shared_bytes
+    most = max(memory.peak * (1 + hw.FRAGMENTATION.value) + job.shared_bytes, memory.static + job.between_bytes)
+    needed = most + hw.PROCESS_BYTES.value
     time = step_time(setup, job.work, gpu, job.sweeps_entropy, job.scored)
     return Option(layout, recompute, memory, needed, needed <= gpu.memory_bytes, time)
 
@@ -136,17 +140,26 @@ def splits(job: Job, load: Load, backend: SyncBackend, overlap: int, num_gpus: i
 
     Ways: GPUs an engine, KV cache in the policy's dtype or FP8. Trainers: whole nodes if there are several.
     """
+    backend = "shm" if load.setup.adapters else backend  # theirs go as files
     of_node = int(hw.GPUS_PER_NODE.value)
     unit = of_node if num_gpus > of_node else 1
-    updates = {count: _fastest(job, count, gpu) for count in range(unit, num_gpus, unit)}
+    updates = {
+        count: _fastest(
+            replace(job, shared_bytes=transfer_bytes(backend, num_gpus - count, num_gpus, receives=False)), count, gpu
+        )
+        for count in range(unit, num_gpus, unit)
+    }
     best: dict[tuple[object, ...], Split] = {}
     for setup in _setups(load.setup):
-        memory = engine_memory(setup, gpu)
         for count, update in updates.items():
             num_engines = (num_gpus - count) // setup.tensor_parallel
-            if update is None or not memory.fits or num_engines * setup.tensor_parallel != num_gpus - count:
+            if update is None or num_engines * setup.tensor_parallel != num_gpus - count:
                 continue
-            engines = replace(setup, num_engines=num_engines)
+            transfer = transfer_bytes(backend, count, num_gpus, receives=True)
+            engines = replace(setup, num_engines=num_engines, transfer_bytes=transfer)
+            memory = engine_memory(engines, gpu)
+            if not memory.fits:
+                continue
             time = rollout_time(engines, memory, gpu, load.demand)
             sync = sync_time(backend, engines, memory, count, num_gpus, gpu)
             seconds = step_seconds([time.seconds], [update.time.total], [sync.total], overlap)

@@ -6,6 +6,7 @@ in memory.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,38 +19,47 @@ from marsrl.trainer.plan.parameters import RankElements, adapter_elements, eleme
 
 @dataclass(frozen=True)
 class Work:
-    """The data of one update, over all ranks.
+    """The data of one step, over all ranks.
 
-    sequences: samples; tokens: prompt and completion of all of them; trained: of these, completion tokens.
+    sequences: samples; tokens: prompt and completion of all of them; trained: of these, completion tokens; longest: tokens of
+    the longest sample; updates: of the optimizer, each on its part of the samples.
     """
 
     sequences: int
     tokens: float
     trained: float
+    longest: float = math.inf
+    updates: int = 1
 
     @property
     def mean_length(self) -> float:
         """Mean sequence length over tokens, so longer sequences weigh more."""
-        return self.tokens / self.sequences * hw.LENGTH_SPREAD.value
+        return min(self.tokens / self.sequences * hw.LENGTH_SPREAD.value, self.longest)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of the parts of one update. bubble: idle time of pipeline ranks. scoring: forward passes before it (reference, old
-    log-probs). offloading: of layers' inputs, both ways."""
+    """Seconds of the parts of a step's updates.
+
+    permutation: rows to their experts and back. launching: kernels of layers with experts, by the host. host: its other work.
+    bubble: idle time of pipeline ranks. scoring: forward passes before them (reference, old log-probs). offloading: of layers'
+    inputs, both ways.
+    """
 
     linear: float
     experts: float
     attention: float
     head: float
     elementwise: float
-    permute: float
+    permutation: float
+    launching: float
     tensor_parallel: float
     expert_parallel: float
     context_parallel: float
     bubble: float
     data_parallel: float
     optimizer: float
+    host: float
     scoring: float
     offloading: float
 
@@ -61,7 +71,7 @@ class StepTime:
 def step_time(
     setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool, scored: Sequence[ModelShape] = ()
 ) -> StepTime:
-    """Seconds of one update of one policy. scored: the models with a forward pass before it.
+    """Seconds of a step's updates of one policy. scored: the models with a forward pass before them.
 
     linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute; experts the same;
                 2 + r where P is frozen, and 3 + r for the largest adapter's own numbers
@@ -69,14 +79,15 @@ def step_time(
     attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal
     head        V H (6 trained + 2 swept) / (...)                frozen: 4 trained
     elementwise 3 x what layers keep / memory bandwidth          written, read, and once more on the way
-    permute     4 (+ 2) moves a layer of R H e + T/t H e through memory, rows of experts and tokens; where others send rows
-                as many of 2 R H e
+    permutation 5 (+ 4 where ranks send rows) (2 + r) R H e a layer / memory bandwidth    gathered, added up, put in order twice,
+                as in the trainers of published.yaml: kernels.moe_permute moves less, which no GPU has measured
+    launching   L / PP x micro-batches x 1 (+ r / 3)             in turn with the rest: the host waits for the router in each
     TP          5 or 10 (+ 2, 4) collectives a layer of T/CP H e (t-1)/t
     EP          4 (+ 2) exchanges a layer of R H e (EP-1)/EP
     CP          2 (+ 1) exchanges a layer of keys and values, 2 T K D e / TP (CP-1)/CP
-    bubble      (PP - 1) / micro-batches of the above
+    bubble      (PP - 1) / micro-batches of an update, of the above
     DP          4 B of gradients reduced and e of weights gathered a number, (n-1)/n of them, over the slowest link
-    optimizer   30 B a number of this rank's share through memory; offloaded: PCIe and CPU memory
+    optimizer   30 B a number of this rank's share through memory; offloaded: PCIe and CPU memory; DP and this once an update
     offloading  2 L T/t H e over PCIe, in turn with the rest
     """
     shape, layout, e = setup.shape, setup.layout, setup.size
@@ -115,35 +126,39 @@ def step_time(
     collectives = 5 + 2 * again if shape.num_experts else 10 + 4 * again
     tensor_link = _link(gpu, layout.tensor)
     tensor_parallel = collectives * of_layers * (layout.tensor - 1) / layout.tensor / tensor_link
-    expert_parallel = permute = 0.0
+    expert_parallel = permutation = launching = 0.0
     if shape.num_experts:
         rows = of_layers / layout.tensor * shape.experts_per_token
+        copies = 5 + (4 if layout.expert * layout.expert_tensor > 1 else 0)
+        moved = rows * layout.expert_tensor * hw.IMBALANCE.value
+        permutation = copies * (2 + again) * moved / (gpu.bandwidth * hw.MEMORY_SHARE.value)
+        launching = num_layers * micro_batches * (1 + again / 3) * hw.LAUNCH_S.value
         exchanges = 4 + 2 * again
         across = layout.expert * layout.expert_tensor
         expert_parallel = exchanges * rows * (layout.expert - 1) / layout.expert / _link(gpu, across)
         gathered = rows * (layout.expert_tensor - 1)
-        moved = rows + of_layers / layout.tensor + (2 * (rows + gathered) if across > 1 else 0)
-        permute = exchanges * moved / (gpu.bandwidth * hw.MEMORY_SHARE.value)
         expert_parallel += exchanges * gathered / _link(gpu, layout.expert_tensor)
     keys = 2 * tokens * shape.num_kv_heads * shape.head_size / layout.tensor * e * num_layers
     context_parallel = (2 + again) * keys * (layout.context - 1) / layout.context
     context_parallel /= _link(gpu, layout.tensor * layout.context)  # such a group spans the tensor groups
-    busy = linear + experts + attention + head + elementwise + permute
-    busy += tensor_parallel + expert_parallel + context_parallel
-    bubble = busy * (layout.pipeline - 1) / max(1.0, micro_batches)
+    links = tensor_parallel + expert_parallel + context_parallel
+    busy = linear + experts + attention + head + elementwise + permutation + launching + links
+    bubble = busy * (layout.pipeline - 1) / max(1.0, micro_batches / work.updates)
     return StepTime(
         linear=linear,
         experts=experts,
         attention=attention,
         head=head,
         elementwise=elementwise,
-        permute=permute,
+        permutation=permutation,
+        launching=launching,
         tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel,
         context_parallel=context_parallel,
         bubble=bubble,
-        data_parallel=_data_parallel(setup, gpu),
-        optimizer=_optimizer(setup, gpu),
+        data_parallel=_data_parallel(setup, gpu) * work.updates,
+        optimizer=_optimizer(setup, gpu) * work.updates,
+        host=hw.UPDATE_S.value * work.updates,
         scoring=sum(scoring_time(replace(setup, shape=each), work, gpu) for each in scored),
         offloading=2 * of_layers / layout.tensor / (gpu.pcie * hw.LINK_SHARE.value)
         if setup.recompute == "full_offload"
@@ -169,13 +184,14 @@ def _largest_adapter(setup: Training) -> RankElements:
 
 
 def scoring_time(setup: Training, work: Work, gpu: hw.Gpu) -> float:
-    """A forward pass that gives the log-probs of the trained tokens: of a step without recomputation a third of the linear
-    layers, experts, head and elementwise work, 1 of 3.5 of attention, 2 of 5 collectives, half of exchanges and permutations."""
+    """A forward pass that gives the log-probs of the trained tokens: of a step without recomputation a third of the
+    linear layers, experts, head, elementwise work and launching, 1 of 3.5 of attention, 2 of 5 collectives, half of the
+    exchanges and of the permutation."""
     step = step_time(replace(setup, recompute="none"), work, gpu, sweeps_entropy=False)
-    thirds = step.linear + step.experts + step.head + step.elementwise
-    halves = step.expert_parallel + step.permute + step.context_parallel
+    thirds = step.linear + step.experts + step.head + step.elementwise + step.launching
+    halves = step.permutation + step.expert_parallel + step.context_parallel
     busy = thirds / 3 + step.attention / 3.5 + 0.4 * step.tensor_parallel + halves / 2
-    waiting = step.bubble / (step.total - step.bubble - step.data_parallel - step.optimizer)
+    waiting = step.bubble / (step.total - step.bubble - step.data_parallel - step.optimizer - step.host)
     return busy * (1 + waiting)
 
 
