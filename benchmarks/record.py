@@ -20,7 +20,7 @@ from gpu_state import gpu_state
 from marsrl.trainer.machine import commit, device_name, library_versions
 
 LIBRARIES = (
-    "torch", "triton", "numpy", "liger-kernel", "cut-cross-entropy", "quack-kernels", "verl", "flash-attn",
+    "torch", "triton", "numpy", "liger-kernel", "cut-cross-entropy", "quack-kernels", "verl", "flash-attn", "flash-attn-4",
     "transformer-engine", "megatron-core",
 )  # fmt: skip
 
