@@ -118,3 +118,7 @@ def test_a_text_that_was_there_before_ends_nothing(tmp_path):
     assert [stops.is_ended(known, drawn[: i + 1].tolist(), ("Answer:", "fix")) for i in range(3)] == [True, True, False]
     assert not stops.is_ended(known, [], ("fix",)) and not stops.is_ended(known, drawn.tolist(), ())
     assert not stops.is_ended(known, drawn.tolist(), ("fix",))
+    ends = [
+        stops.first_end(known, drawn.tolist(), ("Answer:", "fix"), start) for start in range(4)
+    ]  # of several at once
+    assert ends == [1, 2, None, None]
