@@ -1,4 +1,5 @@
-"""rms_norm: of hidden states, and of the heads of keys where they lie in a fused projection; forward and backward."""
+"""rms_norm: of hidden states, and of the heads of keys where they lie in a fused projection, with their rotation by position;
+forward and backward."""
 
 from __future__ import annotations
 
@@ -16,24 +17,34 @@ EPS = 1e-6
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
     """hidden: N of a row. heads: of queries and keys together that a token has in the projection, one of which is the key's;
-    0: rows that follow each other."""
+    0: rows that follow each other. note: "rotated": by an angle of each row's own."""
     if quick:
         return [Shape(device, tokens=64, hidden=32, heads=5), Shape(device, tokens=64, hidden=33)]
     if device == "cpu":
         return [
             Shape(device, tokens=2048, hidden=256),
             Shape(device, tokens=4096, hidden=32, heads=6),
+            Shape(device, tokens=4096, hidden=32, heads=6, note="rotated"),
             Shape(device, tokens=2048, hidden=2048),
             Shape(device, "bfloat16", tokens=2048, hidden=2048),
         ]
     return [
         Shape(device, "bfloat16", tokens=16384, hidden=2048),
         Shape(device, "bfloat16", tokens=65536, hidden=128, heads=10),  # 16,384 tokens, 4 key heads
+        Shape(device, "bfloat16", tokens=65536, hidden=128, heads=10, note="rotated"),
     ]
 
 
 def _eager(x: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(x, weight.shape, weight, EPS)
+
+
+def _eager_rotated(x: Tensor, weight: Tensor, rotation: Tensor) -> Tensor:
+    """As transformers has it: cos and sin of the dtype of x, of every pair twice."""
+    cos, sin = (torch.cat((each, each), -1).to(x.dtype) for each in rotation.chunk(2, -1))
+    normed = _eager(x, weight)
+    first, second = normed.chunk(2, -1)
+    return normed * cos + torch.cat((-second, first), -1) * sin
 
 
 def _build(shape: Shape) -> Bench:
@@ -43,14 +54,19 @@ def _build(shape: Shape) -> Bench:
     weight = randn(shape.hidden).to(dtype).requires_grad_()
     gradient = randn(shape.tokens, shape.hidden).to(dtype)
     ways = BothWays({"dx": x, "dw": weight}, gradient)
+    rotation, eager = None, _eager
+    if shape.note:
+        angles = randn(shape.tokens, shape.hidden // 2) * 1000
+        rotation = torch.cat((angles.cos(), angles.sin()), -1)
+        eager = partial(_eager_rotated, rotation=rotation)
     variants = [
-        ways.variant("ours", partial(rms_norm, eps=EPS)),
-        ways.variant("torch eager", _eager),
-        ways.variant("torch.compile", compiled(_eager)),
+        ways.variant("ours", partial(rms_norm, eps=EPS, rotation=rotation)),
+        ways.variant("torch eager", eager),
+        ways.variant("torch.compile", compiled(eager)),
     ]
     # read and written once each: forward 2 numbers of a column, backward 3
-    num_bytes = 5.0 * gradient.nbytes
-    return Bench(variants, [], partial(ways.judge, _eager), 12.0 * gradient.numel(), num_bytes, 2 * gradient.nbytes)
+    num_bytes = 5.0 * gradient.nbytes + (0 if rotation is None else 2 * rotation.nbytes)
+    return Bench(variants, [], partial(ways.judge, eager), 12.0 * gradient.numel(), num_bytes, 2 * gradient.nbytes)
 
 
 CASE = Case("rms_norm", _shapes, _build)

@@ -171,10 +171,11 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
 
         norms      2 T/t (H e + 4) [input and a number a row]; QK-norm: T/t (N D e + 4 (N + K)) [keys are a view of qkv]
         inputs     2 T/t H e                                          of the QKV projection and of the MLP or router
-        attention  T/t D e (N + 2K [qkv] + N + K [rotated q, k] + N [output]) + 4 T D e [angles] + 4 T N/t [statistics]
+        attention  T/t D e (N + 2K [qkv] + N + K [rotated q, k] + N [output]) + 4 T N/t [statistics]
+                   + 4 T D e [angles; with QK-norm all layers share theirs]
                    with CP, for rotated k: 2 CP + 1 of K [keys and values that the rank's queries see]
         dense MLP  T/t F e 3 [gate, up, product]
-        experts    R (H e [rows] + F/ETP e 3 [gate, up, weighted product] + 4) + T/t (20 k + 10 E) [routing]
+        experts    R (H e [rows] + F/ETP e 3 [gate, up, weighted product] + 4) + T/t (36 k + 8) [choice and order of rows]
                    + T/t 4 E [scores that replayed experts are taken from]
 
     selective: of the two norms the input, T/t H e each; no inputs, no dense MLP, of the experts' F gate and up.
@@ -196,12 +197,12 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
     if s.has_qk_norm:
         total += tokens * (s.head_size * heads * e + 4 * (heads + kv))
     keys = kv if layout.context == 1 else (2 * layout.context + 1) * kv
-    total += tokens * s.head_size * e * (3 * heads + 2 * kv + keys + 4)
+    total += tokens * s.head_size * e * (3 * heads + 2 * kv + keys + (0 if s.has_qk_norm else 4))
     total += tokens * heads * 4
     if s.num_experts:
         width = s.ffn_size / layout.expert_tensor
         total += setup.rows * (s.hidden_size * e + (2 if is_selective else 3) * width * e + 4)
-        total += local * (20 * s.experts_per_token + (10 if setup.router_replay == "none" else 14) * s.num_experts)
+        total += local * (36 * s.experts_per_token + 8 + (0 if setup.router_replay == "none" else 4 * s.num_experts))
     elif not is_selective:
         total += tokens * s.ffn_size / t * e * 3
     return round(total + adapters_bytes(setup))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -95,3 +96,22 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """[..., N], of this rank's tokens; rows may lie apart, as the heads of the keys do."""
         return rms_norm(x, self.weight, eps=self._eps, is_zero_centred=self.is_zero_centred)
+
+
+class HeadNorm(RMSNorm):
+    """The norm of queries or keys, which rotates them by position too: megatron would read and write them once more for that."""
+
+    rotation: Tensor | None = None  # of the micro-batch, set by the layer's attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, 1, N, D] of this rank's heads."""
+        return rms_norm(x, self.weight, eps=self._eps, is_zero_centred=self.is_zero_centred, rotation=self.rotation)
+
+
+class NormedAttention(SelfAttention):
+    """megatron's, where queries and keys have a HeadNorm."""
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:
+        """rotary_pos_emb: the rotation [T, D] that kernels.rms_norm takes, in place of megatron's angles."""
+        self.q_layernorm.rotation = self.k_layernorm.rotation = rotary_pos_emb
+        return super().forward(*args, **options)

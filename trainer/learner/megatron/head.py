@@ -84,8 +84,11 @@ class PolicyModel(GPTModel):
             embedded = self.embedding(input_ids=batch.token_ids[None], position_ids=batch.position_ids[None])
             if active is not None and torch.is_grad_enabled():
                 embedded.requires_grad_()  # else what is made again in the backward has no gradient either
-        # [T, 1, 1, D] angles: those of the longest sequence, gathered by position.
+        # [T, 1, 1, D] angles, each twice: those of the longest sequence, gathered by position.
         angles = self.rotary_pos_emb(batch.max_seqlen, packed_seq=True)[batch.position_ids]
+        if self.config.qk_layernorm:  # NormedAttention rotates
+            once = angles.flatten(1).chunk(2, dim=-1)[0]
+            angles = torch.cat((once.cos(), once.sin()), dim=-1)
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,

@@ -2,6 +2,7 @@
 
                       TransformerEngine             ours
     norms             TENorm                        RMSNorm (attention.py) on kernels.rms_norm
+    of q and k        HeadNorm on the same, with the rotation by position
     linear layers     TE{Column,Row}ParallelLinear  megatron's
     attention         PackedAttention: packed sequences and context parallelism on kernels.attention_varlen (flash-attn's
                       kernels where it is installed)
@@ -29,11 +30,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from marsrl.kernels import swiglu
-from marsrl.trainer.learner.megatron.attention import PackedAttention, RMSNorm
+from marsrl.trainer.learner.megatron.attention import HeadNorm, NormedAttention, PackedAttention, RMSNorm
 from marsrl.trainer.learner.megatron.experts import GroupedExperts
-
-# Below it TENorm on queries and keys harms convergence (megatron-core, extensions/transformer_engine_spec_provider.py).
-_TE_WITH_QK_NORM = "1.9.0"
 
 
 class Swiglu(MegatronModule):
@@ -60,16 +58,17 @@ def layer_spec(config: TransformerConfig, *, has_mlp_bias: bool) -> TransformerB
     else:
         layer.mlp.submodules.activation_func = Swiglu
     if config.transformer_impl == "transformer_engine":
-        norm, qk_norm = _take_transformer_engine(layer)
+        norm = _take_transformer_engine(layer)
     else:
-        norm = qk_norm = RMSNorm
+        norm = RMSNorm
     if has_mlp_bias != config.add_bias_linear and not config.num_moe_experts:
         mlp = layer.mlp.submodules
         mlp.linear_fc1, mlp.linear_fc2 = (_biased(each, has_mlp_bias) for each in (mlp.linear_fc1, mlp.linear_fc2))
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if config.qk_layernorm:
+        layer.self_attention.module = NormedAttention
         attention = layer.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = qk_norm
+        attention.q_layernorm = attention.k_layernorm = HeadNorm
     return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=norm)
 
 
@@ -83,10 +82,9 @@ def _biased(linear: Any, has_bias: bool) -> type:
     return Linear
 
 
-def _take_transformer_engine(layer: Any) -> tuple[type, type]:
-    """Put its linear layers into the layer; (norm, norm of queries and keys)."""
+def _take_transformer_engine(layer: Any) -> type:
+    """Put its linear layers into the layer; returns its norm."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
-    from megatron.core.utils import is_te_min_version
 
     attention = layer.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = TEColumnParallelLinear, TERowParallelLinear
@@ -94,4 +92,5 @@ def _take_transformer_engine(layer: Any) -> tuple[type, type]:
     if dense is not None:
         layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
         layer.mlp.submodules.linear_fc2 = TERowParallelLinear
-    return TENorm, TENorm if is_te_min_version(_TE_WITH_QK_NORM) else RMSNorm
+    norm: type = TENorm
+    return norm
