@@ -6,7 +6,7 @@
 #SBATCH --exclusive
 # The first TRAINERS hosts of the job train, with RANKS ranks each; the others lend themselves to the engines. Its words are
 # those of trainer/main.py:
-#   TRAINERS=3 sbatch docs/slurm.sh --config configs/qwen3_30b_a3b.yaml \
+#   TRAINERS=2 sbatch docs/slurm.sh --config configs/qwen3_30b_a3b.yaml \
 #     policies.main.model=/models/Qwen3-30B-A3B-Thinking-2507 data.train=problems.jsonl run.name=first
 # Submitted once more with run.resume=auto behind them it goes on. From the checkout, with .venv/bin on PATH.
 set -euo pipefail

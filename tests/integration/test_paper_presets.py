@@ -28,7 +28,8 @@ from marsrl.trainer.report.summary import load_summary
 
 MACHINE = (
     "run.device=cpu", "run.steps=2", "run.evaluate=false", "policies.main.dtype=float32", "policies.main.recompute=none",
-    "policies.main.layout={tensor: 1, expert: 1}", "rollout.engine=local", "rollout.placement=local", "rollout.engines=1",
+    "policies.main.layout={tensor: 1, expert: 1, pipeline: 1, context: 1}",
+    "rollout.engine=local", "rollout.placement=local", "rollout.engines=1",
     "rollout.ray_address=null", "rollout.vllm.tensor_parallel=1", "rollout.prompts_per_step=2",
 )  # fmt: skip
 TOKENS = 4096  # of any prompt, of any completion

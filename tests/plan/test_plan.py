@@ -38,6 +38,7 @@ WORK = Work(1024, 1024 * 20_000.0, 1024 * 18_000.0)
 PLANNED_ON = {
     "qwen3_30b_a3b": 64,
     "qwen3_30b_a3b_8xh100": 8,
+    "qwen3_30b_a3b_8xh200": 8,
     "qwen3_8b": 8,
     "drmas_math": 8,
     "ulorl": 64,
@@ -57,7 +58,8 @@ PLANNED_ON = {
 NEEDS_A_MODEL = {"math_default", "qa_default"}
 
 
-def planned(preset: str, num_gpus: int, *words: str, gpu: str = "h100-80g") -> Plan:
+def planned(preset: str, num_gpus: int, *words: str, gpu: str | None = None) -> Plan:
+    gpu = gpu or ("h200-141g" if "h200" in preset else "h100-80g")
     return make_plan(read_config(preset, words)[0], num_gpus, gpu)
 
 
@@ -71,7 +73,7 @@ def shown(plan: Plan, width: int) -> str:
 @pytest.mark.parametrize("preset", sorted(PLANNED_ON))
 def test_every_preset_fits_where_it_says(preset: str) -> None:
     config, _ = read_config(CONFIGS / f"{preset}.yaml")
-    plan = make_plan(config, PLANNED_ON[preset], "h100-80g")
+    plan = planned(preset, PLANNED_ON[preset])
     assert plan.fits, plan.notes
     assert plan.step_s is not None and plan.step_s > 0
     assert [policy.name for policy in plan.policies] == [
@@ -94,14 +96,16 @@ def test_no_preset_is_left_out() -> None:
 
 
 AGREED = {
-    "qwen3_8b 8": "57.9 0.0 730.2 1722.7 0.29 385450",
-    "drmas_math 8": "57.7 0.0 98.3 93.3 0.29 385450",
-    "mars_qwen3_8b 8": "59.5 0.0 549.9 1888.2 0.29 385450",
-    "ulorl 64": "59.8 0.0 752.9 1591.4 2.41 4921972",
-    "single_gpu 1": "65.8 6.4 64.4 216.7 2.29 201103",
+    "qwen3_8b 8": "57.9 0.0 729.7 1722.7 0.29 385450",
+    "drmas_math 8": "57.7 0.0 98.2 93.3 0.29 385450",
+    "mars_qwen3_8b 8": "59.5 0.0 549.6 1888.2 0.29 385450",
+    "ulorl 64": "69.6 0.0 1107.4 1394.0 4.20 4921972",
+    "single_gpu 1": "65.8 6.4 64.3 216.7 2.29 201103",
     "cpu_default 2": "3.1 0.0 1.3 1.0 0.01 174762",
-    "qwen3_30b_a3b_8xh100 8": "53.7 569.4 907.9 2063.5 1.31 4921972",
-    "qwen3_30b_a3b 64": "56.0 0.0 2547.9 4144.0 2.41 4921972",
+    "qwen3_30b_a3b_8xh100 8": "53.7 569.4 906.6 1636.9 1.52 1840068",
+    "single_gpu_colocated 1": "70.9 0.0 64.3 200.1 0.11 312187",
+    "qwen3_30b_a3b_8xh200 8": "79.4 574.5 854.2 862.2 2.49 1530276",
+    "qwen3_30b_a3b 64": "73.5 0.0 3359.5 3459.0 4.20 4921972",
 }
 
 
@@ -162,7 +166,7 @@ def test_kv_cache_of_the_published_model() -> None:
 
 
 def test_an_engine_that_does_not_fit_says_by_how_much() -> None:
-    plan = planned("qwen3_30b_a3b", 64, "rollout.vllm.kv_cache_mib=90000")
+    plan = planned("qwen3_30b_a3b", 64, "rollout.vllm.kv_cache_mib=90000", "rollout.engines=10")
     said = "cache take 105.1 GiB a GPU of 79.1, and NCCL's communicators 0.8; lower rollout.vllm.kv_cache_mib"
     assert any(said in note for note in plan.notes)
     own = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304, cache_bytes=4096.0 * 2**20)
@@ -172,10 +176,11 @@ def test_an_engine_that_does_not_fit_says_by_how_much() -> None:
 
 
 MIB = 2.0**20
+FIRST = ["policies.main.layout={tensor: 4, expert: 8, pipeline: 1, context: 1}", "rollout.engines=10"]
 
 
 def test_publishes_by_nccl_take_memory_at_both_ends() -> None:
-    far, near = planned("qwen3_30b_a3b", 64), planned("qwen3_30b_a3b_8xh100", 8)
+    far, near = planned("qwen3_30b_a3b", 64, *FIRST), planned("qwen3_30b_a3b_8xh100", 8)
     (policy,) = far.policies
     one = (2 + 3 * 4) * 2 * MIB + 4 * 2 * MIB  # four channels between hosts
     assert policy.rank_transfer_bytes == far.num_engine_gpus * one
@@ -261,7 +266,7 @@ def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], t
     config = str(CONFIGS / "qwen3_30b_a3b.yaml")
     out = tmp_path / "plan.json"
     assert cli.main(["plan", "--config", config, "--gpus", "64", "--gpu", "h200-141g", "--json", str(out)]) == 0
-    assert "64 x h200-141g: 24 train, 40 decode" in capsys.readouterr().out
+    assert "64 x h200-141g: 16 train, 48 decode" in capsys.readouterr().out
     written = json.loads(out.read_text())
     (policy,) = written["policies"]
     assert policy["parameters"] == 30_532_122_624 and written["fits"] is True
@@ -296,8 +301,8 @@ OTHER = ["agents.verifier1.policy=judge", "policies.judge={model: Qwen3-4B, engi
     ("words", "says"),
     [
         (["--gpus", "64", "--gpu", "tpu"], "--gpu tpu is not known; presets: h100-80g, a100-80g, a100-40g, h200-141g"),
-        (["--gpus", "8"], "10 engines x 4 GPUs = 40 GPUs, and --gpus is 8: none is left to train on"),
-        (["--gpus", "52", *OTHER], "10 engines x 4 GPUs + 3 engines x 4 GPUs = 52 GPUs, and --gpus is 52"),
+        (["--gpus", "8"], "12 engines x 4 GPUs = 48 GPUs, and --gpus is 8: none is left to train on"),
+        (["--gpus", "60", *OTHER], "12 engines x 4 GPUs + 3 engines x 4 GPUs = 60 GPUs, and --gpus is 60"),
         (["--gpus", "8", "rollout.engines=9"], "or give more (rollout.engines: command line)"),
         (
             ["--gpus", "64", "policies.main.model=Llama-7B"],

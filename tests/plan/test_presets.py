@@ -85,7 +85,7 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
 def test_vllm_accepts_adapters_and_changes_nothing_else(preset: str, told: dict[str, Any]) -> None:
     """Slots for the matrices that are adapted alone, of the next rank that it has kernels for."""
     plain, found = told[preset]["engine"], told[preset]["adapted"]
-    is_moe = preset in {*ON_SEVERAL_GPUS, "cpu_default"}
+    is_moe = preset in {*ON_SEVERAL_GPUS, "qwen3_30b_a3b_8xh200", "cpu_default"}
     of_mlp = ["experts"] if is_moe else ["gate_up_proj", "down_proj"]
     assert found == plain | {"adapters": [5, 32, ["qkv_proj", "o_proj", *of_mlp], plain["dtype"], False]}
     assert plain["adapters"] is None
