@@ -89,7 +89,10 @@ class TeacherConfig(Settings):
 
     policy: str = Field(description="name under `policies`, frozen and with engines of its own")
     coef: float = Field(
-        1.0, gt=0, le=MOST, description="of log p_teacher - log p_rollout, which is added to each token's advantage"
+        1.0,
+        gt=0,
+        le=MOST,
+        description="of log p_teacher - log p_rollout, less a mean of it, which is added to each token's advantage",
     )
 
 

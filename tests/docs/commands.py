@@ -35,7 +35,7 @@ TESTS = (
         "external/test_programs.py::test_a_program_is_trained_and_evaluated",
     ),
     (
-        ".* --config examples/teacher/run.yaml.*",
+        ".* --config examples/teacher/.*",
         "integration/test_teacher.py::test_a_small_solver_learns_from_a_larger_one_as_the_example_says",
     ),
     (".* --config examples/.*", "docs/test_examples.py::test_an_example_trains"),

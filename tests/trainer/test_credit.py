@@ -339,12 +339,33 @@ def test_a_teacher_adds_its_part_to_each_sampled_token_and_to_nothing_else() -> 
     plain = credit(groups, CreditConfig(), {"solver": AgentConfig(loss_weight=0.5)})
     assert credited.advantages == plain.advantages and credited.counted == plain.counted
     assert [s.uid for s in credited.sequences] == ["0/solver:0", "0/solver:1", "1/solver:0", "1/solver:1", "2/solver:1"]
+    sure, unsure = (1 - math.exp(-1)) ** 2, (1 - math.exp(-2)) ** 2
+    baseline = (sure * 0.5 - unsure * 2) / (sure + unsure)
     for sequence, of_reward in zip(credited.sequences, (0.5, -0.5, 0, 0, 0), strict=True):
         assert sequence.token_advantages is not None
-        assert sequence.token_advantages.tolist() == pytest.approx([of_reward + 1, of_reward - 4, 0], abs=1e-5)
+        of_teacher = [2 * (0.5 - baseline), 2 * (-2 - baseline)]
+        assert sequence.token_advantages.tolist() == pytest.approx([*(of_reward + a for a in of_teacher), 0], abs=1e-5)
     assert [s.is_positive for s in credited.sequences] == [True, False, False, False, False]
     metrics = teacher_metrics([s for g in groups for s in g.samples], known)
     assert metrics == {"teacher/solver/kl": pytest.approx((-0.5 + 2) / 2)}
+
+
+def test_a_teachers_baseline_is_of_the_agents_other_samples() -> None:
+    """Or a token would lower its own advantage; one that cannot be compared spoils no other sample."""
+    agents = {name: AgentConfig(loss_weight=0, teacher=TeacherConfig(policy="big")) for name in ("solver", "verifier1")}
+    student = np.full(3, -1, np.float32)
+    groups = [
+        group("0/solver", [1, 0, 0], rollout_logprobs=student),
+        group("0/solver:0/verifier1", [1], "verifier1", rollout_logprobs=student),
+    ]
+    uids = [s.uid for g in groups for s in g.samples]
+    differences = ([-1, -2, -3], [4, 4, 4], [math.nan, 6, 6], [1, 2, 3])
+    known = {uid: student + np.array(d, np.float32) for uid, d in zip(uids, differences, strict=True)}
+    found = [s.token_advantages for s in credit(groups, CreditConfig(), agents, teacher_logprobs=known).sequences]
+    baselines = ((3 * 4 + 2 * 6) / 5, (2 * 6 - 6) / 5, (3 * 4 - 6) / 6, 0)
+    for advantages, own, baseline in zip(found, differences, baselines, strict=True):
+        assert advantages is not None
+        assert advantages.tolist() == pytest.approx([d - baseline for d in own], abs=1e-5, nan_ok=True)
 
 
 def test_without_a_reward_of_its_own_no_sample_is_positive() -> None:

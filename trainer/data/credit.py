@@ -87,16 +87,13 @@ def credit(
         group_size: to which credit.balance brings an agent's samples of a rollout instance, drawn by `seed`.
         teacher_logprobs: [N] nats, by uid, of the tokens of samples whose agents have teachers.
 
-    A teacher adds coef x (log p_teacher - log p_rollout) to the advantage of each token, p_rollout of the weights that drew it,
-    whichever version these were. The gradient is that of each place's reverse KL on the student's own samples, estimated at
-    the token drawn (GKD, arXiv:2306.13649, which does not backpropagate through the sampling of earlier tokens; the single-step
-    part of MiniLLM's, arXiv:2306.08543). Rewards, the statistics of groups, and whether a sample is positive (the gate's) know
-    nothing of it.
+    A teacher adds its part (_teachers_parts) to the advantage of each token. Rewards, the statistics of groups, and whether a
+    sample is positive (the gate's) know nothing of it.
 
     A sample without a reward is in no statistic, sequence or denominator. A sample with an advantage of exactly 0 (in a group
     without spread, or alone) is not packed.
     """
-    names, teachers = list(agents), teacher_logprobs or {}
+    names = list(agents)
     if config.reward_scheme == "outcome":
         groups = outcome_rewards(groups)
     samples = [s for g in groups for s in g.samples]
@@ -105,6 +102,7 @@ def credit(
     advantage = _advantages(samples, config)
     trained = [(s, float(a)) for s, a in zip(samples, advantage) if not s.reward.is_missing and config.trains(s.agent)]
     copies = balanced([sample for sample, _ in trained], group_size, seed) if config.balance == "uniform" else {}
+    of_teachers = _teachers_parts([sample for sample, _ in trained], teacher_logprobs or {}, agents)
     sequences = []
     counted: dict[str, int] = {}
     advantages: dict[str, float] = {}
@@ -112,7 +110,7 @@ def credit(
         advantages[sample.uid] = value
         if copies.get(sample.uid, 1) == 0:
             continue
-        of_teacher = teachers.get(sample.uid)
+        of_teacher = of_teachers.get(sample.uid)
         enters = value != 0.0 or keep_zero or of_teacher is not None
         if enters or config.count_zero_groups:
             counted[sample.uid] = int(sample.is_sampled.sum())
@@ -122,7 +120,10 @@ def credit(
                 value > 0 and sample.reward.correct >= success and (of_teacher is None or agent.loss_weight > 0)
             )
             sequence = _sequence(sample, value, agent, names.index(sample.agent), is_positive)
-            sequences.append(sequence if of_teacher is None else _taught(sequence, of_teacher, agent))
+            if of_teacher is not None:
+                of_tokens = np.where(sequence.is_sampled, sequence.advantage + of_teacher, 0).astype(np.float32)
+                sequence = replace(sequence, token_advantages=of_tokens)
+            sequences.append(sequence)
     several = {uid: number for uid, number in copies.items() if number > 1}
     return Credited(tuple(groups), tuple(sequences), counted, several, advantages)
 
@@ -180,12 +181,34 @@ def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, 
     )
 
 
-def _taught(sequence: TrainSequence, teacher_logprobs: FloatArray, agent: AgentConfig) -> TrainSequence:
-    """The sequence with an advantage for each token, the teacher's part in it. teacher_logprobs: [N] nats."""
-    assert agent.teacher is not None and sequence.rollout_logprobs is not None, sequence.uid
-    own = agent.teacher.coef * (teacher_logprobs - sequence.rollout_logprobs)
-    of_tokens = np.where(sequence.is_sampled, sequence.advantage + own, 0).astype(np.float32)
-    return replace(sequence, token_advantages=of_tokens)
+def _teachers_parts(
+    samples: Sequence[Sample], teacher_logprobs: Mapping[str, FloatArray], agents: Mapping[str, AgentConfig]
+) -> dict[str, npt.NDArray[np.float64]]:
+    """{uid: [N]} of samples with a teacher: coef x (d - b) for each token, d = log p_teacher - log p_rollout.
+
+    p_rollout is of the weights that drew the token, whichever version. The gradient is that of each place's reverse KL on the
+    student's own samples, estimated at the token drawn (GKD, arXiv:2306.13649, which does not backpropagate through the sampling
+    of earlier tokens; the single-step part of MiniLLM's, arXiv:2306.08543).
+
+    b, a mean of d over the agent's other samples (0 for an only one), leaves the expected gradient as it is and takes variance
+    off it: a weak student draws mostly wrong tokens, whose d is far below 0. Tokens weigh (1 - p_rollout)^2, as their squared
+    gradients do: the constant of least variance (Greensmith et al., JMLR 5:1471, 2004).
+    """
+    parts: dict[str, npt.NDArray[np.float64]] = {}
+    for name, agent in agents.items():
+        own = [sample for sample in samples if sample.agent == name and sample.uid in teacher_logprobs]
+        if agent.teacher is None or not own:
+            continue
+        differences = [(teacher_logprobs[s.uid] - s.rollout_logprobs).astype(np.float64) for s in own]
+        known = [s.is_sampled & np.isfinite(d) for s, d in zip(own, differences, strict=True)]
+        squares = [np.expm1(s.rollout_logprobs[k].astype(np.float64)) ** 2 for s, k in zip(own, known, strict=True)]
+        weights = np.array([w.sum() for w in squares])
+        sums = np.array([w @ d[k] for w, d, k in zip(squares, differences, known, strict=True)])
+        others = weights.sum() - weights
+        has_others = others > 1e-9 * weights.sum()  # below it the difference is rounding
+        baselines = np.divide(sums.sum() - sums, others, out=np.zeros_like(others), where=has_others)
+        parts |= {s.uid: agent.teacher.coef * (d - b) for s, d, b in zip(own, differences, baselines, strict=True)}
+    return parts
 
 
 def teacher_metrics(samples: Iterable[Sample], teacher_logprobs: Mapping[str, FloatArray]) -> dict[str, float]:
