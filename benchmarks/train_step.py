@@ -4,11 +4,11 @@
     python benchmarks/train_step.py --layout tensor=2 expert=2          # ours and Megatron on so many ranks
     python benchmarks/train_step.py --model qwen3_30b_a3b_slice         # one GPU: full width, 128 experts, 4 layers
     python benchmarks/train_step.py --model slice_tiny                  # the same way on a CPU
-    python benchmarks/train_step.py --adapters                          # adapters of four agents on one base
+    python benchmarks/train_step.py --adapter                           # adapters of four agents on one base
     python benchmarks/train_step.py --profile                           # also the kernels that ours spends its time in
 
 Ours: packed sequences, groups without spread left out, fused head (no full logits). The others compute the same update
-(the gradient norms are compared first: no number for a wrong step). With --adapters ours, of all agents in one micro-batch,
+(the gradient norms are compared first: no number for a wrong step). With --adapter ours, of all agents in one micro-batch,
 are beside PEFT's in that loop, one after the other, and beside our step of all weights, another update. Each variant
 runs in processes of its own, on a CPU with one thread a rank.
 
@@ -187,7 +187,7 @@ def main() -> int:
         "--profile", action="store_true", help="also the kernels that ours spends its time in, on one rank"
     )
     parser.add_argument("--no-dmmpt", action="store_true", help="leave out the second table, with DMMPT on")
-    parser.add_argument("--adapters", action="store_true", help="adapters of four agents in place of all weights")
+    parser.add_argument("--adapter", dest="adapters", action="store_true", help="adapters of four agents in place of all weights")
     parser.add_argument("--adapter-dirs", nargs="+", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--targets", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)

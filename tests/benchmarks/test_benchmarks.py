@@ -68,7 +68,7 @@ def test_a_step_on_two_ranks_is_that_of_megatron_and_of_the_reference(tmp_path: 
 @pytest.mark.slow
 def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
     """The gradient norms, of four adapters together, are compared before anything is printed; all weights are another update."""
-    words = ["--adapters", "--model", "slice_tiny", "--repeats", "1", "--json", str(tmp_path / "train_step.json")]
+    words = ["--adapter", "--model", "slice_tiny", "--repeats", "1", "--json", str(tmp_path / "train_step.json")]
     done = call(str(BENCHMARKS / "train_step.py"), *words)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "train_step.json").read_text())["results"]
