@@ -47,6 +47,7 @@ def pretend_vllm_on_cuda() -> None:
     from vllm.platforms.cuda import NonNvmlCudaPlatform
 
     NonNvmlCudaPlatform.device_count = classmethod(lambda cls: num_gpus)  # type: ignore[method-assign, assignment]
+    NonNvmlCudaPlatform.is_cumem_allocator_available = lambda self: True  # type: ignore[method-assign]  # a sleeping engine's
     platforms._current_platform = NonNvmlCudaPlatform()
     import vllm.config.vllm as config_module
 
