@@ -187,7 +187,9 @@ def main() -> int:
         "--profile", action="store_true", help="also the kernels that ours spends its time in, on one rank"
     )
     parser.add_argument("--no-dmmpt", action="store_true", help="leave out the second table, with DMMPT on")
-    parser.add_argument("--adapter", dest="adapters", action="store_true", help="adapters of four agents in place of all weights")
+    parser.add_argument(
+        "--adapter", dest="adapters", action="store_true", help="adapters of four agents in place of all weights"
+    )
     parser.add_argument("--adapter-dirs", nargs="+", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--targets", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
