@@ -226,12 +226,12 @@ def adapters_bytes(setup: Training) -> float:
 def adapters_working_bytes(setup: Training) -> int:
     """Temporary bytes of what adapters add to a layer, before it is added; their number of copies is measured.
 
-    T e 1.5 (N + 2K) D / t of q, k, v; T e F/t of a dense MLP's gate and up; R e 4 F of the experts'.
+    T e 1.5 (N + 2K) D / t of q, k, v; T e F/t of a dense MLP's gate and up; R e F of the experts'.
     """
     s, tokens = setup.shape, setup.tokens_of_rank
     targets = {target for each in setup.adapters for target in each.targets}
     of_attention = 1.5 * tokens * s.head_size * (s.num_heads + 2 * s.num_kv_heads) / setup.layout.tensor
-    of_mlp = setup.rows * 4 * s.ffn_size if s.num_experts else tokens * s.ffn_size / setup.layout.tensor
+    of_mlp = setup.rows * s.ffn_size if s.num_experts else tokens * s.ffn_size / setup.layout.tensor
     wide = of_attention * ("attention" in targets)
     wide += of_mlp * (("experts" if s.num_experts else "mlp") in targets)
     return round(wide * setup.size)
