@@ -135,7 +135,8 @@ def _take_megatrons_head(learner: Any) -> None:
             advantage = batch.advantages.repeat_interleave(lengths, output_size=batch.num_tokens)
             # The gradient of the ratio at 1 is that of the log-prob.
             terms = nll[:, 0] * advantage * batch.mask
-            of_agent = terms.detach().sum()[None]
+            agents = batch.agent_of.long().repeat_interleave(lengths, output_size=batch.num_tokens)
+            of_agent = terms.new_zeros(NUM_AGENTS).index_add_(0, agents, terms.detach())
             zeros = torch.zeros_like(of_agent)
             sums = {**dict.fromkeys(METRICS, zeros), "loss": of_agent}
             logprobs = torch.where(batch.mask, -nll[:, 0].detach(), 0.0)

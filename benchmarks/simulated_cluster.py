@@ -1,6 +1,6 @@
 """64 to 1,024 GPUs, simulated event by event: rank 0's part of a step, and what pipeline and overlap give.
 
-    python benchmarks/cluster.py [--gpus 64 256 1024] [--json FILE]
+    python benchmarks/simulated_cluster.py [--gpus 64 256 1024] [--json FILE]
 
 The project's player, pool and team run with simulated H100s on a virtual clock (benchmarks/simulation/). Five agents, 64k: 128
 problems a step, of at most 72 samples, for 64 GPUs, and as many for each GPU of more; rollout.overlap=1, 4 segments; 40 of 64

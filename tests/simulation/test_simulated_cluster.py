@@ -12,7 +12,7 @@ from dataclasses import asdict
 sys.path[0] = "benchmarks"
 import costless_engines
 costless_engines.VOCABULARY = 1000
-import cluster
+import simulated_cluster as cluster
 cluster.YOUNG, cluster.PROBLEMS = 4, 2
 print(json.dumps([asdict(cluster.measure(64, grain)) for grain in (cluster.COARSE, cluster.FINE)]))
 """
