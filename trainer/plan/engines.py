@@ -62,6 +62,10 @@ class EngineSetup:
     def num_gpus(self) -> int:
         return self.num_engines * self.tensor_parallel
 
+    def carried_by(self, backend: SyncBackend) -> SyncBackend:
+        """The backend by which a publish travels: adapters always go as files."""
+        return "shm" if self.adapters else backend
+
     @property
     def words(self) -> str:
         """`10 x 4 GPUs, fp8 cache`."""
@@ -323,9 +327,9 @@ def sync_time(
     Adapters go as files, one after the other, and every GPU reads all of each; M and S are then the sum of theirs.
     """
     model, shard = float(elements(setup.shape).total * SIZE[setup.dtype]), memory.weights
+    backend = setup.carried_by(backend)
     if setup.adapters:
-        backend, model = "shm", sum(float(publish_bytes(setup, each)) for each in setup.adapters)
-        shard = model
+        model = shard = sum(float(publish_bytes(setup, each)) for each in setup.adapters)
     link = (gpu.nvlink if num_gpus <= hw.GPUS_PER_NODE.value else gpu.network) * hw.LINK_SHARE.value
     pcie, bandwidth = gpu.pcie * hw.LINK_SHARE.value, gpu.bandwidth * hw.MEMORY_SHARE.value
     summed = hw.CHECKSUM_MOVES.value / bandwidth  # seconds a byte

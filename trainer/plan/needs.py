@@ -90,7 +90,7 @@ def needs_of(
     prompt = min(hw.MEAN_PROMPT.value, _longest_prompt(config, name))
     work = _work(config, name, prompt, response)
     setup = _engine_setup(config, name, shape, longest)
-    backend, num_gpus = config.sync.backend if not setup.adapters else "shm", trainers + setup.num_gpus
+    backend, num_gpus = setup.carried_by(config.sync.backend), trainers + setup.num_gpus
     setup = replace(setup, transfer_bytes=transfer_bytes(backend, trainers, num_gpus, receives=True))
     rank_transfer = transfer_bytes(backend, setup.num_gpus, num_gpus, receives=False)
     memory = engine_memory(setup, gpu)

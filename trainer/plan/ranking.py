@@ -140,7 +140,7 @@ def splits(job: Job, load: Load, backend: SyncBackend, overlap: int, num_gpus: i
 
     Ways: GPUs an engine, KV cache in the policy's dtype or FP8. Trainers: whole nodes if there are several.
     """
-    backend = "shm" if load.setup.adapters else backend  # theirs go as files
+    backend = load.setup.carried_by(backend)
     of_node = int(hw.GPUS_PER_NODE.value)
     unit = of_node if num_gpus > of_node else 1
     updates = {
