@@ -54,8 +54,9 @@ class ChatRenderer:
             raise ValueError(f"{directory}: the tokenizer knows no text: tokenizer.json is missing; found {found}")
         if not self._tokenizer.chat_template:
             raise ValueError(f"{directory}: the tokenizer has no chat template (chat_template.jinja); add one")
-        # None: a tokenizer written in Python. It splits control words since the encoding above.
-        self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)  # None: a tokenizer written in Python
+        if self._fast is not None:
+            self._fast.encode_special_tokens = True  # as split_special_tokens: control words in a text are split
         self._unknown_id: int | None = self._tokenizer.unk_token_id
         # All added tokens, not only those marked special: <think> and <tool_call> steer parsing too.
         self._control = {token.content: index for index, token in self._tokenizer.added_tokens_decoder.items()}
