@@ -49,10 +49,8 @@ from marsrl.trainer.runs.directory import RunDirectory
 
 BASE = 64  # GPUs that the numbers below are of; more have as much for each
 PROBLEMS, TRAINING, GROUP = 128, 24, 8
-YOUNG, STEADY = (
-    6,
-    24,
-)  # steps before a measured one: until all five agents play; until the samples of a step grow no more
+YOUNG = 6  # steps before a measured one, until all five agents play
+STEADY = 24  # the same, until the samples of a step grow no more
 COARSE, FINE = 64, 4  # real tokens that one of a completion stands for
 LONG = 32_768  # tokens of the comparison with overlap
 DIVISIONS = (0.5, 0.625, 0.75)  # shares of the GPUs that decode

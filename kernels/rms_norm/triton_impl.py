@@ -18,7 +18,7 @@ PROGRAMS = 512  # of the backward, each with a sum of the weight's gradient: 8 w
 
 @triton.jit
 def _cos_and_sin(rotation, token, column, is_in, half):
-    """Of the angle of each column, the sine with the sign that the column of the pair's other half has in this one's sum."""
+    """Cosine and sine of each column's angle; the sine has the sign with which the pair's other half enters the column."""
     at = rotation + token * 2 * half + (column % half)[None, :]
     sin = tl.load(at + half, mask=is_in, other=0.0)
     return tl.load(at, mask=is_in, other=0.0), tl.where((column < half)[None, :], -sin, sin)

@@ -30,7 +30,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self | None:
-        """Of a tokenizers.Tokenizer; None where its decoder is not the byte-level one."""
+        """The table of a tokenizers.Tokenizer; None if its decoder is not the byte-level one."""
         if type(tokenizer.decoder).__name__ != "ByteLevel":
             return None
         byte_of = _bytes_by_character()

@@ -172,7 +172,7 @@ def head_flops(trained_rows: float, active_rows: float, hidden: int, columns: in
 
 
 def _head_share(setup: Training, gpu: hw.Gpu) -> float:
-    """Of the peak; QuACK takes whole vocabularies of whole tiles in bfloat16."""
+    """Share of the peak for the head; QuACK takes whole vocabularies of whole tiles in bfloat16."""
     is_whole = setup.layout.tensor == 1 and setup.shape.vocab_size % 128 == 0 and setup.size == 2
     return gpu.head if is_whole else hw.HEAD_SHARE.value
 

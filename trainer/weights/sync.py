@@ -96,7 +96,7 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What engines were sent and what they hold.
+    """A transfer to engines: what was sent, and their receipts.
 
     expected: {fused tensor: checksum} of each shard of an engine. receipts: by engine. num_bytes, changed_share: of SyncReport.
     """
