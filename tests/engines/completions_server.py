@@ -28,7 +28,7 @@ class Handler(BaseHTTPRequestHandler):
     reply: Reply
     server_record: Server
     lock: threading.Lock
-    now: list[int]
+    under_way: list["Handler"]
 
     def do_POST(self) -> None:
         self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -41,17 +41,22 @@ class Handler(BaseHTTPRequestHandler):
             before = sum(earlier == body for earlier in self.server_record.bodies)
             self.server_record.bodies.append(body)
             self.server_record.headers.append({"path": self.path, **dict(self.headers)})
-            self.now[0] += 1
-            self.server_record.most_at_once = max(self.server_record.most_at_once, self.now[0])
+            self.under_way.append(self)
+            self.server_record.most_at_once = max(self.server_record.most_at_once, len(self.under_way))
         try:
             type(self).reply(self, body, before)
         except (BrokenPipeError, ConnectionResetError):
             pass  # the client gave up, as some tests want
         finally:
-            with self.lock:
-                self.now[0] -= 1
+            self._no_longer_under_way()
+
+    def _no_longer_under_way(self) -> None:
+        with self.lock:
+            if self in self.under_way:
+                self.under_way.remove(self)
 
     def send(self, status: int, body: bytes, **headers: str) -> None:
+        self._no_longer_under_way()  # before the client can know of the answer, and ask again
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
@@ -68,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def completions_server(reply: Reply, tls: SSLContext | None = None) -> Iterator[Server]:
     record = Server("")
-    names = {"reply": staticmethod(reply), "server_record": record, "lock": threading.Lock(), "now": [0]}
+    names = {"reply": staticmethod(reply), "server_record": record, "lock": threading.Lock(), "under_way": []}
     with ThreadingHTTPServer(("127.0.0.1", 0), type("Scripted", (Handler,), names)) as server:
         server.daemon_threads = True
         if tls is not None:
