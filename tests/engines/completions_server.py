@@ -28,7 +28,7 @@ class Handler(BaseHTTPRequestHandler):
     reply: Reply
     server_record: Server
     lock: threading.Lock
-    under_way: list["Handler"]
+    under_way: list[Handler]
 
     def do_POST(self) -> None:
         self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
