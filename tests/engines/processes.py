@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import psutil
 
 
@@ -12,5 +14,9 @@ def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
 
 def actors() -> list[psutil.Process]:
     """Processes of engines that Ray has started for this process, oldest first."""
-    found = [process for process in descendants() if process.name().startswith("ray::Engine")]
+    found = []
+    for process in descendants():
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if process.name().startswith("ray::Engine"):
+                found.append(process)
     return sorted(found, key=lambda process: process.create_time())

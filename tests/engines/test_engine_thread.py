@@ -14,26 +14,32 @@ SOON_S = 60.0  # by the engine's clock, and far more than a test takes
 
 
 class Steps(ScriptedEngine):
-    """A token a step; stops before the step `halt` until it is let go. threads: that have called it."""
+    """A token a step; stops before each of the steps `halts` until it is let go. threads: that have called it."""
 
-    def __init__(self, halt=0):
+    def __init__(self, *halts):
         super().__init__(lambda r: [5] * 100, tokens_per_step=1)
-        self.now, self.halt, self.go = 0, halt, threading.Event()
+        self.now, self.go = 0, {step: threading.Event() for step in halts}
         self.threads, self.is_lost = set(), False
+        self.on_clock = lambda: None  # called when somebody has read the clock
+
+    def clock(self):
+        now = float(self.now)
+        self.on_clock()
+        return now
 
     def collect(self, timeout_s):
         self.threads.add(threading.get_ident())
         if self.is_lost:
             raise EngineLost("gone")
-        if self.now + 1 == self.halt:
-            assert self.go.wait(60)
+        if self.now + 1 in self.go:
+            assert self.go[self.now + 1].wait(60)
         time.sleep(0.005)  # whoever would take too early has the time for it
         self.now += 1
         return super().collect(timeout_s)
 
 
 def thread_of(engine):
-    thread = EngineThread(clock=lambda: float(engine.now))
+    thread = EngineThread(clock=engine.clock)
     thread.start(lambda: engine)
     return thread
 
@@ -47,22 +53,24 @@ def lengths_of(collected):
 
 
 def test_a_result_waits_for_others_for_a_tenth_of_the_time_that_it_took():
-    engine = Steps(halt=30)
+    engine = Steps(30)
     thread = thread_of(engine)
     thread.submit(asks(20, 21, 22, 40), version=0)
     assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [20, 21, 22]  # of step 20, due at 22
-    engine.go.set()
+    engine.go[30].set()
     assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [40]  # the last: nothing else is under way
 
 
 def test_results_that_nothing_follows_from_come_all_together():
-    engine = Steps()
+    engine = Steps(41, 130)
     thread = thread_of(engine)
     thread.submit(asks(3, 9, 20, 40), version=0)
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [3, 9, 20, 40]
     thread.submit(asks(5, 90), version=0)
+    engine.on_clock = engine.go[41].set  # the time that is given begins before the next step
     assert lengths_of(thread.collect(60.0, is_urgent=False)) == [5]  # but not for longer than the time that was given
     assert thread.collect(0.0, is_urgent=True).value == []
+    engine.go[130].set()
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [90]
 
 

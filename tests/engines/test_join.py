@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ports import free_port
 
 from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
 from marsrl.trainer.commands.cli import main
@@ -103,12 +104,6 @@ def programs(home: Path) -> Iterator[Callable[..., Lines]]:
                     process.kill()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.mark.slow
 def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_third_lends_its_own(
     checkpoint: Callable[[str], Path], tmp_path: Path
@@ -131,7 +126,7 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
         processes = psutil.Process(second.process.pid).children(recursive=True)
         assert any("EngineActor" in " ".join(process.cmdline()) for process in processes)
         second.process.send_signal(signal.SIGINT)
-        assert second.process.wait(300) == 130 and not psutil.wait_procs(processes, timeout=0)[1]
+        assert second.process.wait(300) == 130 and not psutil.wait_procs(processes, timeout=60)[1]
         seen = len(head.lines)
         head.say("play")
         head.wait_for("no host has a place for it: the run goes on without it until one has", seen)
@@ -158,8 +153,10 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
 def test_what_does_not_answer_and_what_is_no_token_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        address = f"127.0.0.1:{free_port()}"
-        assert main(["join", address, "--wait", "0"]) == 1
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+            assert main(["join", address, "--wait", "0"]) == 1
         said = capsys.readouterr().err
         assert f"no cluster at {address} within --wait 0 s (no Ray listens there)" in said
         assert main(["join", address, "--token-file", str(tmp_path / "none")]) == 1

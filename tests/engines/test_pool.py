@@ -84,8 +84,7 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
             np.testing.assert_array_equal(one.token_ids, other.token_ids)
         long = [request(f"long{i}.0", prompt(10), 118, seed=i) for i in range(4)]
         pool.submit(long, version=0)
-        pool.collect(0.05)
-        parts = pool.drain()
+        parts = pool.collect(0.05) + pool.drain()
         assert {r.uid for r in parts} == {r.uid for r in long} and pool.num_under_way == 0
         assert all(len(r.token_ids) == len(r.logprobs) for r in parts)
         assert [info.kind for info in pool.infos()] == ["local", "local"]
@@ -112,10 +111,9 @@ def test_an_address_where_nobody_listens_is_named(checkpoint):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
-    with pytest.raises(RuntimeError, match=f"rollout.ray_address is {address}, but nothing answers"):
-        make_pool(
-            "main", str(checkpoint("qwen3")), local_config(ray_address=address), dtype="float32", max_model_len=64
-        )
+        config = local_config(ray_address=address)
+        with pytest.raises(RuntimeError, match=f"rollout.ray_address is {address}, but nothing answers"):
+            make_pool("main", str(checkpoint("qwen3")), config, dtype="float32", max_model_len=64)
 
 
 def test_a_missing_library_is_an_error_that_says_what_to_install(checkpoint, monkeypatch):
