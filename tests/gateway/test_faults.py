@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from completions_server import Handler, completions_server
 from ports import free_port
 from programs import playing, program, rollout_config
 
-from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
@@ -236,6 +236,26 @@ def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, t
     }
 
 
+class SolverLast(ScriptedEngine):
+    """The Solver's answer comes when its session asks the Verifier a second time."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: [5, 6])
+        self.asked = set[str]()
+        self.kept: list[DecodeResult] = []
+
+    def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
+        self.asked |= {request.uid for request in requests}
+        super().submit(requests, version=version)
+
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        found, self.kept = [*self.kept, *super().collect(timeout_s)], []
+        for each in found:
+            if "/solver:" in each.uid and each.uid.replace("solver", "verifier#1") not in self.asked:
+                self.kept.append(each)
+        return [each for each in found if each.uid not in {kept.uid for kept in self.kept}]
+
+
 def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path) -> None:
     text = """
     import http.client, json, urllib.parse
@@ -248,14 +268,16 @@ def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path) -
         line.request("POST", "/v1/chat/completions", body, {"authorization": "Bearer " + client.api_key})
         line.sock.close()
         line.close()
+        client.chat("verifier", [problem.question])  # when this is answered, the gateway knows that nobody listens
         client.chat("verifier", [problem.question])
         return 1.0
     """
-    with playing(model, rollout_config(prompts_per_step=1), {"function": program(tmp_path, text)}) as played:
+    external = {"function": program(tmp_path, text)}
+    with playing(model, rollout_config(prompts_per_step=1), external, engine=SolverLast()) as played:
         samples = played.samples()
-    read = {uid for uid, sample in samples.items() if sample.reward.value == 1.0}
-    assert read == {"000001.0/verifier:0", "000001.1/verifier:0"}
-    assert all("not read its last turn" in samples[uid].reward.note for uid in samples.keys() - read)
+    unread = {uid for uid, sample in samples.items() if sample.reward.value != 1.0}
+    assert unread == {"000001.0/solver:0", "000001.1/solver:0"} and len(samples) == 6
+    assert all("not read its last turn" in samples[uid].reward.note for uid in unread)
 
 
 TWO_CALLS = """
