@@ -1,12 +1,11 @@
 """Replicas here and in Ray: about 15 s, most of it Ray's start."""
 
-import socket
-
 import numpy as np
 import psutil
 import pytest
 import torch
 from engine_cases import ROUNDING, generate, perturbed, pool_of, prompt, request, tensors_of
+from held_port import held_port
 from processes import descendants
 
 from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
@@ -108,9 +107,8 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
 
 
 def test_an_address_where_nobody_listens_is_named(checkpoint):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
+    with held_port() as port:
+        address = f"127.0.0.1:{port}"
         config = local_config(ray_address=address)
         with pytest.raises(RuntimeError, match=f"rollout.ray_address is {address}, but nothing answers"):
             make_pool("main", str(checkpoint("qwen3")), config, dtype="float32", max_model_len=64)

@@ -141,7 +141,8 @@ def test_checksums_are_of_what_the_kernels_hold_and_b_is_scaled(served: Served) 
 
 
 def test_files_of_versions_before_are_not_needed(served: Served) -> None:
-    """Neither by requests that go on, nor by those of others, nor once the weights were loaded again, which drops adapters."""
+    """Neither by requests that go on, nor by those of others, nor once the weights were loaded again: vLLM then drops all
+    adapters, and reads each again from the path that a request names."""
     before, others = served.folders["a"], served.asks("b", "", "b")
     undisturbed = decoded(served.engine, others)
     pool = pool_of(served.engine)
@@ -155,12 +156,6 @@ def test_files_of_versions_before_are_not_needed(served: Served) -> None:
     for result in undisturbed:
         np.testing.assert_array_equal(found[result.uid].token_ids, result.token_ids)
         np.testing.assert_allclose(found[result.uid].logprobs, result.logprobs, atol=1e-5)
-    served.engine.update_weights(WeightUpdate(str(served.model), 0))
-    served.assert_right("a", "b", "")
-
-
-def test_weights_that_are_loaded_again_keep_their_names_and_adapters(served: Served) -> None:
-    """vLLM drops all adapters, and reads each again from the path that a request names."""
     receipt = served.engine.update_weights(WeightUpdate(str(served.model), 0))
     assert not [name for name in receipt.checksums[0] if "base_layer" in name]
     served.assert_right("a", "b", "")

@@ -97,22 +97,28 @@ def test_a_restarted_engine_holds_the_weights_of_now() -> None:
 
 
 class Mistaken(MortalReplicas):
-    """A restarted engine finds other weights in the file than were sent."""
+    """A restarted engine finds other weights, and another adapter, in the files than were sent."""
 
     def restart(self, replica: int) -> Lost | None:
         lost, engine = super().restart(replica), self.engines[replica]
-        loads = engine.update_weights
-        engine.update_weights = lambda update: loads(replace(update, path="other"))  # type: ignore[method-assign]
+        weights, adapter = engine.update_weights, engine.update_adapter
+        engine.update_weights = lambda update: weights(replace(update, path="other"))  # type: ignore[method-assign]
+        engine.update_adapter = lambda update: adapter(replace(update, path="other"))  # type: ignore[method-assign]
         return lost
 
 
-def test_other_weights_in_a_restarted_engine_end_the_run() -> None:
-    replicas = Mistaken(2)
+@pytest.mark.parametrize("what", ["weights", "adapter a"])
+def test_other_numbers_in_a_restarted_engine_end_the_run(what: str) -> None:
+    replicas = Mistaken(2, adapters=["a"])
     pool = replicas.pool()
-    pool.update_weights(WeightUpdate("version_1", 1))
+    if what == "weights":
+        pool.update_weights(WeightUpdate("version_1", 1))
+    else:
+        pool.update_adapter(AdapterUpdate("a", "a/1", 1))
     replicas.dead.add(1)
-    with pytest.raises(RuntimeError, match=r"engine 1 was restarted .* version 1.*1 of 1 tensors differ, first name"):
-        served(pool, asks(4), "slots", version=1)
+    said = rf"engine 1 was restarted with the {what} of version 1.*1 of 1 tensors differ, first name"
+    with pytest.raises(RuntimeError, match=said):
+        served(pool, asks(4), "slots", version=int(what == "weights"))
 
 
 def of_adapters(requests: list[DecodeRequest], versions: dict[str, int]) -> list[DecodeRequest]:
@@ -151,25 +157,6 @@ def test_an_engine_that_is_lost_as_an_adapter_comes_gets_it_too() -> None:
     replicas.dead.add(1)
     results = served(pool, of_adapters(asks(8), {"a": 2}), "slots")
     assert all(map(is_whole, results)) and replicas.restarts == [0, 1]
-
-
-def test_another_adapter_in_a_restarted_engine_ends_the_run() -> None:
-    replicas = MistakenInAdapters(2, adapters=["a"])
-    pool = replicas.pool()
-    pool.update_adapter(AdapterUpdate("a", "a/1", 1))
-    replicas.dead.add(1)
-    with pytest.raises(RuntimeError, match=r"restarted with the adapter a of version 1.*1 of 1 tensors differ"):
-        served(pool, asks(4), "slots")
-
-
-class MistakenInAdapters(MortalReplicas):
-    """A restarted engine finds another adapter in the file than was sent."""
-
-    def restart(self, replica: int) -> Lost | None:
-        lost, engine = super().restart(replica), self.engines[replica]
-        loads = engine.update_adapter
-        engine.update_adapter = lambda update: loads(replace(update, path="other"))  # type: ignore[method-assign]
-        return lost
 
 
 @pytest.mark.parametrize(("is_beyond_repair", "reason"), [(False, "its process has died"), (True, "no such node")])
