@@ -34,7 +34,7 @@ def test_two_hosts_train_what_one_trains_and_name_the_host_that_is_gone(box: Box
     lend(box.hosts[2], join, tmp_path)
     words = ("policies.main.layout.tensor=2", "run.steps=100", "run.silence_s=20", *BY_WIRE)
     run = train(box, by_hand, "first", tmp_path, *words, ranks=1)
-    run.until(3)
+    run.until(3, 1200)
     assert "within" in same_metrics(alone.rows(), run.rows()[:3])
     box.hosts[0].power_off()
     assert run.ended(300, "host2") == {"host2": 1}

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from held_port import held_port
+from processes import actors
 
 from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
 from marsrl.trainer.commands.cli import main
@@ -122,7 +123,7 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
         alone = head.wait_for("tokens [[")
         # Ctrl-C at the second host leaves nothing of it; the other engine has all there is to do
         processes = psutil.Process(second.process.pid).children(recursive=True)
-        assert any("EngineActor" in " ".join(process.cmdline()) for process in processes)
+        assert actors(psutil.Process(second.process.pid))
         second.process.send_signal(signal.SIGINT)
         assert second.process.wait(300) == 130 and not psutil.wait_procs(processes, timeout=60)[1]
         seen = len(head.lines)

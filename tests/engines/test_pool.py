@@ -63,9 +63,9 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
     here = make_pool("main", str(directory), local_config(placement="local"), dtype="float32", max_model_len=128)
     alone = generate(here, asks, version=0)
     config = local_config(engines=2, object_store_mib=80)
-    before = {process.pid for process in descendants()}  # of other tests
+    before = set(descendants())  # of other tests
     pool = make_pool("main", str(directory), config, dtype="float32", max_model_len=128)
-    children = {process.pid for process in descendants()} - before
+    children = set(descendants()) - before
     try:
         progress = []
         results = generate(pool, asks, version=0, progress=progress.append)
@@ -102,7 +102,7 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
                 pool.collect(1.0)
     finally:
         pool.close()
-    _, left = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=600)
+    _, left = psutil.wait_procs(children, timeout=600)
     assert not left
 
 
