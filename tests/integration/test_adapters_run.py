@@ -74,7 +74,7 @@ def test_a_run_that_is_killed_between_two_adapters_publishes_goes_on_to_the_same
     """One had the new version already, in engines that are gone: both come from the checkpoint of the step before."""
     whole = train_here(tmp_path / "whole", setting.words)
     command = [sys.executable, "-W", "ignore", str(WORKER), str(tmp_path / "killed"), setting.model, *setting.words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     resumed = train_here(tmp_path / "killed", [*setting.words, "run.resume=auto"])
     assert drawn(resumed) == drawn(whole)

@@ -165,8 +165,8 @@ def test_the_default_run_starts_as_it_is_written(command: str, first_run: Path, 
     found = read_config(run / "config.yaml")[0]
     if file is None:
         assert found.model_dump() == with_backend(read_config(None, SEED)[0], on_gpus=False).model_dump()
-        samples = [sample for path in sample_files(RunDirectory(run)).values() for sample in read_samples(path)]
-        assert step.values["actor/empty_steps"] == (not any(sample.advantage for sample in samples))
+        of_step_1 = read_samples(sample_files(RunDirectory(run))[1])  # a second one may have ended before Ctrl-C came
+        assert step.values["actor/empty_steps"] == (not any(sample.advantage for sample in of_step_1))
     else:
         room = found.agents["judge"].max_input_tokens + found.rollout.max_response_tokens
         assert list(found.agents) == ["first", "second", "judge"] and room == 1024  # the policy's positions
@@ -199,20 +199,22 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     directory = runner.folder / "stopped"
     latest, metrics = directory / "checkpoints" / "latest", directory / "metrics.jsonl"
     deadline = time.monotonic() + 900
+    finds_raylet = False  # there is something to leave behind
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[0][-4000:]
-        time.sleep(0.1)
+        finds_raylet = finds_raylet or any("raylet" in command for command in left_behind())
+        time.sleep(0.05)
     assert metrics.exists() and not latest.exists()  # a step has ended, and no checkpoint was due
-    assert any("raylet" in command for command in left_behind())  # it finds what there is to leave behind
     process.send_signal(signal.SIGINT)
     stopping = time.monotonic()
     output, _ = process.communicate(timeout=900)
     elapsed = time.monotonic() - stopping  # 10 s are promised; a slow machine is as slow in starting
+    assert finds_raylet
     assert elapsed < max(60, stopping - began), f"stopped after {elapsed:.0f} s, started in {stopping - began:.0f} s"
     assert process.returncode != 0
     assert "is whole: go on with run.name=stopped run.resume=auto" in output, output[-4000:]  # Ray left us our SIGTERM
     assert "Fatal Python error" not in output and "*** SIGTERM received" not in output
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while left_behind() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left_behind() == []
