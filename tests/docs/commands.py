@@ -41,9 +41,10 @@ TESTS = (
     (".* --config examples/.*", "docs/test_examples.py::test_an_example_trains"),
     ("(torchrun|python) .* --config (configs/|mars).*", "docs/test_commands.py::test_a_run_on_gpus_passes_its_checks"),
     (
-        "torchrun .* preset=cpu_solver_verifier.*",
-        "integration/test_miniatures.py::test_a_miniature_trains_every_policy_that_it_has",
+        "torchrun .* preset=cpu_solver_verifier policies.solver.shape=cpu_default",
+        "integration/test_miniatures.py::test_a_solver_and_a_verifier_of_their_own_sizes_train",
     ),
+    ("torchrun .* preset=cpu_solver_verifier.*", "docs/test_commands.py::test_another_team_passes_its_checks"),
     (
         "torchrun .* preset=cpu_adapters",
         "integration/test_miniatures.py::test_the_five_adapters_in_miniature_train",

@@ -193,7 +193,10 @@ def dry_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[
 
 TEAMS = {
     "orchestration=solver": (["solver"], "one agent: 64 samples a step"),
-    "orchestration=solver_verifier": (["solver", "verifier"], "128 samples of solver"),
+    **dict.fromkeys(
+        ("orchestration=solver_verifier", "preset=cpu_solver_verifier"),
+        (["solver", "verifier"], "128 samples of solver"),
+    ),
     "orchestration=debate": (["debater"], "one agent: 384 samples a step"),
     "orchestration=team.py:Checked": (["solver", "verifier", "corrector"], "at most 192 samples a step"),
     "own_task.yaml": (["solver", "verifier1", "corrector1", "verifier2", "corrector2"], "576 samples a step"),

@@ -34,9 +34,18 @@ from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import DirectSync
 
 
+def children(name: str) -> list[psutil.Process]:
+    """Our children whose name begins so."""
+    found = []
+    for child in descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if child.name().startswith(name):
+                found.append(child)
+    return found
+
+
 def kill(name: str) -> None:
-    """SIGKILL for our children of this name."""
-    for child in descendants(name=name):
+    for child in children(name):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
 
@@ -123,7 +132,7 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
         struck_later = strikes(run)
         train(run)
     struck_later.join()
-    assert psutil.wait_procs(descendants(name="ray"), timeout=300)[1] == []
+    assert psutil.wait_procs(children("ray"), timeout=300)[1] == []
     rows = {row.step: row.values for row in read_metrics(directory.metrics)}
     last = max(rows)
     assert sorted(rows) == list(range(1, last + 1)) and last >= 4
