@@ -145,7 +145,7 @@ class SimulatedReplicas(Replicas):
                 results.append(self._result(replica, uid, decoded // self.grain, is_cut=True))
             self._aborted[replica] = results
 
-    def num_decoded(self) -> list[int]:
+    def num_decoded(self, within_s: float) -> list[int]:
         return [self.decoded_tokens] + [0] * (len(self.engines) - 1)
 
     def close(self) -> None:

@@ -223,9 +223,9 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def infos(self) -> list[EngineInfo]:
         return self._call("info")
 
-    def num_decoded(self) -> list[int]:
-        """Tokens decoded since the start, by replica, serving or not."""
-        return self._replicas.num_decoded()
+    def num_decoded(self, within_s: float = 1.0) -> list[int]:
+        """Tokens decoded since the start, by replica, serving or not; the last known number if one does not answer within_s."""
+        return self._replicas.num_decoded(within_s)
 
     @property
     def num_under_way(self) -> int:

@@ -23,7 +23,6 @@ from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, call_one
 
 _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # batching time of results that trigger nothing: at most this much is lost with an engine
-_HEARD_S = 1.0  # timeout of an engine's progress report
 _GRACE_S = 30.0  # for an engine to report itself that it has passed the deadline
 _LONGEST_START = 10  # times the deadline, as long as its process answers
 _PICKLE = 5  # pickle protocol for lists with an array or two per request: Ray's default keeps each array as a buffer
@@ -181,10 +180,9 @@ class RayReplicas(Replicas):
         for replica, answer in self._answers(calls, "abort", within_s=within_s).items():
             self._note(replica, answer)
 
-    def num_decoded(self) -> list[int]:
-        """Tokens so far, by replica; the last known number if an engine does not answer at once."""
+    def num_decoded(self, within_s: float) -> list[int]:
         calls = {actor.num_decoded.remote(): replica for replica, actor in list(self._actors.items())}
-        for call in ray.wait(list(calls), num_returns=len(calls), timeout=_HEARD_S)[0]:
+        for call in ray.wait(list(calls), num_returns=len(calls), timeout=within_s)[0]:
             with contextlib.suppress(RayError):  # `collect` reports the loss
                 self._decoded[calls[call]] = ray.get(call)
         return [before + now for before, now in zip(self._decoded_before, self._decoded, strict=True)]

@@ -106,7 +106,8 @@ class Replicas(ABC):
         """Have every request of these replicas return with the next results, as far as decoded."""
 
     @abstractmethod
-    def num_decoded(self) -> list[int]: ...
+    def num_decoded(self, within_s: float) -> list[int]:
+        """Tokens so far, by replica; the last known number of an engine that does not answer within_s."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -156,7 +157,7 @@ class LocalReplicas(Replicas):
         for replica in busy:
             self.engines[replica].abort()
 
-    def num_decoded(self) -> list[int]:
+    def num_decoded(self, within_s: float) -> list[int]:
         return [engine.num_decoded() for engine in self.engines]
 
     def close(self) -> None:

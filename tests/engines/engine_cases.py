@@ -167,14 +167,6 @@ def prompt(length: int, seed: int = 0, vocab_size: int = 160) -> np.ndarray:
     return np.random.default_rng(seed).integers(2, vocab_size, length).astype(np.int32)
 
 
-def until(condition: Callable[[], bool], limit_s: float = 300.0) -> None:
-    """Returns when the condition holds."""
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def after(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
     """A thread that waits for the condition, and acts."""
 
