@@ -85,6 +85,13 @@ def test_a_server_that_sends_too_much_is_cut_off_and_serves_on() -> None:
         assert ask(pool, "greet") == ToolOutput("hello world")
 
 
+def test_of_too_long_an_answer_by_a_command_the_end_is_dropped_and_it_serves_on() -> None:
+    with pool_of(command=STDIO, timeout_s=15) as pool:
+        assert ask(pool, "flood", mib=5).text == "error: files did not answer within 15 s"
+        assert ask(pool, "greet") == ToolOutput("hello world")
+        assert pool.take_counts()["tools/files/restarts"] == 0
+
+
 def test_a_call_that_hangs_is_an_error_and_others_are_answered() -> None:
     with pool_of(command=STDIO, timeout_s=5) as pool:
         assert ask(pool, "hang").text == "error: files did not answer within 5 s"
