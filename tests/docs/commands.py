@@ -26,12 +26,9 @@ TESTS = (
     ("marsrl try .*/library.py.*", "docs/test_examples.py::test_a_reader_reads_what_a_tool_found"),
     ("marsrl plan .*", "docs/test_commands.py::test_a_command_does_what_it_says"),
     ("python -m venv .*", "external/test_programs.py::test_an_environment_has_what_its_programs_import"),
+    ("marsrl sft --config examples/.*", "external/test_programs.py::test_a_clerk_is_taught_to_hand_off"),
     (
-        ".* --config examples/external/openai_agents.yaml",
-        "external/test_programs.py::test_a_handoff_of_openai_agents_is_played_by_two_policies",
-    ),
-    (
-        ".* --config examples/(external/(openai_loop|langgraph_team|verifiers_env).yaml|own_environment/run.yaml)",
+        "python .* --config examples/(external/(open|lang|veri).*|own_environment/run).yaml",
         "external/test_programs.py::test_a_program_is_trained_and_evaluated",
     ),
     (
