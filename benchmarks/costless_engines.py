@@ -106,7 +106,7 @@ class CostlessEngines(Replicas):
     ) -> dict[int, Timed]:
         raise ValueError(f"engines of a benchmark only decode: they have no {method}")
 
-    def abort(self, busy: Sequence[int]) -> None:
+    def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
         if busy:
             raise NotImplementedError("nothing is interrupted here")
 

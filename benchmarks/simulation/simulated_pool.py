@@ -134,7 +134,8 @@ class SimulatedReplicas(Replicas):
         self.own_cpu_s += time.process_time() - begin
         return answers
 
-    def abort(self, busy: Sequence[int]) -> None:
+    def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
+        assert adapter is None, "one policy without adapters is simulated"
         for replica in busy:
             assert not self.engines[replica].run(self.clock.now_s), (
                 "what has ended is collected before the rest is aborted"

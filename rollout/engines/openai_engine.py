@@ -104,8 +104,8 @@ class OpenAIEngine:
         self._num_decoded += sum(len(result.token_ids) for result in results)
         return [*aborted, *results]
 
-    def abort(self) -> None:
-        """Abort all requests: they return UNFINISHED and empty, as no part of an answer is known."""
+    def abort(self, adapter: str | None = None) -> None:
+        """Abort all requests, as a server has no adapters: they return UNFINISHED and empty, as no part of an answer is known."""
         with self._lock:
             for request, work in self._under_way.values():
                 work.cancel()

@@ -5,7 +5,7 @@ version. It decodes, scores given tokens, and loads new weights:
 
     engine.submit([DecodeRequest, ...], version=3)                             also while it decodes others
     engine.collect(timeout_s=0.2)                      -> [DecodeResult, ...]  finished ones, in any order
-    engine.abort()                                                             the rest returns as far as decoded
+    engine.abort()                                                             what is under way returns as far as decoded
     engine.update_weights(WeightUpdate(path, version)) -> WeightReceipt        a checksum for every tensor it holds
     engine.update_adapter(AdapterUpdate(name, path, version)) -> WeightReceipt also while it decodes for others
 """
@@ -76,6 +76,10 @@ class DecodeRequest:
     experts_from: int | None = None
     adapter: str = ""
     adapter_version: int = 0
+
+    def uses(self, adapter: str | None) -> bool:
+        """True if it decodes with this adapter (empty: with the bare weights; None: whatever it decodes with)."""
+        return adapter is None or adapter == self.adapter
 
 
 def why_not_decodable(request: DecodeRequest, max_model_len: int | None, vocab_size: int | None) -> str:
@@ -258,8 +262,11 @@ class Engine(Protocol):
         Returns at once if there is nothing to decode.
         """
 
-    def abort(self) -> None:
-        """Abort all requests: the next `collect` returns every one, partial ones as UNFINISHED."""
+    def abort(self, adapter: str | None = None) -> None:
+        """Abort the requests that use the adapter (None: all): the next `collect` returns every one, partial ones as UNFINISHED.
+
+        The others decode on.
+        """
 
     def num_decoded(self) -> int:
         """Tokens decoded since the engine started (for progress bars)."""
@@ -267,7 +274,7 @@ class Engine(Protocol):
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats, at temperature 1, over the whole vocabulary.
 
-        is_probe: checks a weight sync and the caches; else a teacher scores samples.
+        is_probe: checks a weight sync and the caches; else a teacher scores samples. Requests that are running decode on.
         """
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:

@@ -64,7 +64,7 @@ class ScriptedEngine:
     ) -> None:
         self._tokens_per_step = tokens_per_step
         self._under_way: deque[_UnderWay] = deque()  # submit may come from another thread
-        self._is_aborting = False
+        self._aborts: deque[str | None] = deque()  # adapters; abort may too
         self._script, self._encode, self._fail, self._score = script, encode, fail, score
         self._stops = StopTexts(decode) if decode is not None else None
         self._answers: dict[str, tuple[int, list[int]]] = {}  # uid: (length of the prompt, whole completion)
@@ -86,12 +86,13 @@ class ScriptedEngine:
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         results = []
-        is_last, self._is_aborting = self._is_aborting, False
+        aborts = {self._aborts.popleft() for _ in range(len(self._aborts))}
         for _ in range(len(self._under_way)):
             work = self._under_way.popleft()
             if work.answer is None:
                 work.answer = self._answer(work.request)
             answer, before = work.answer, work.num_done
+            is_last = any(map(work.request.uses, aborts))
             if not is_last:
                 work.num_done = min(len(answer.token_ids), before + (self._tokens_per_step or len(answer.token_ids)))
             self._num_decoded += work.num_done - before
@@ -105,8 +106,8 @@ class ScriptedEngine:
                 self._under_way.append(work)
         return results
 
-    def abort(self) -> None:
-        self._is_aborting = True
+    def abort(self, adapter: str | None = None) -> None:
+        self._aborts.append(adapter)
 
     def _answer(self, request: DecodeRequest) -> DecodeResult:
         """The script's whole answer to a request."""
@@ -165,6 +166,10 @@ class ScriptedEngine:
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
         """Note the version: there is no model to adapt."""
         self._need("weights")
+        if any(work.request.uses(update.name) for work in self._under_way):
+            raise RuntimeError(
+                f"ScriptedEngine.update_adapter: requests of {update.name} are under way; abort them first"
+            )
         self._versions[update.name] = update.version
         return WeightReceipt(update.version, ({},), 0.0)
 

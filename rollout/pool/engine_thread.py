@@ -24,7 +24,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine
 from marsrl.rollout.pool.replicas import Timed
 
 _WAIT_SHARE = 0.1
-_DECODE_S = 1.0  # of one call of the engine's collect if nothing ends
+_DECODE_S = 0.1  # of one call of the engine's collect if nothing ends: the longest wait of `call` beside decoding
 
 Returned = TypeVar("Returned")
 
@@ -90,10 +90,10 @@ class EngineThread:
             self._error = error
             self._changed.notify_all()
 
-    def abort(self) -> None:
-        """Stop all requests where they are: they are due at once."""
+    def abort(self, adapter: str | None = None) -> None:
+        """Stop the requests that use the adapter (None: all) where they are: they are due at once."""
         with self._changed:
-            self._engine.abort()
+            self._engine.abort(adapter)
             self._decode_on()  # an engine drops an abort if nothing is under way
 
     def _decode_on(self) -> None:
@@ -103,8 +103,7 @@ class EngineThread:
 
     def _decode(self) -> None:
         try:
-            while self._is_decoding:
-                self._gather(self._engine.collect(_DECODE_S))
+            self._gather(self._engine.collect(_DECODE_S))
         except BaseException as error:
             with self._changed:
                 self._is_decoding = False
@@ -117,5 +116,7 @@ class EngineThread:
                 self._due = min(self._due, now + _WAIT_SHARE * (now - self._began.pop(result.uid)))
             self._gathered += results
             self._is_decoding = bool(self._began)
+            if self._is_decoding:
+                self._executor.submit(self._decode)  # behind the calls that wait
             if (results and is_first) or now >= self._wake_at or not self._is_decoding:
                 self._changed.notify_all()

@@ -72,8 +72,8 @@ class EngineActor:
         return replace(gathered, value=pickle.dumps(gathered.value, _PICKLE))
 
     @ray.method(concurrency_group=_REQUESTS)
-    def abort(self) -> None:
-        self._thread.abort()
+    def abort(self, adapter: str | None) -> None:
+        self._thread.abort(adapter)
 
 
 class RayReplicas(Replicas):
@@ -175,8 +175,8 @@ class RayReplicas(Replicas):
         self._lost = {}
         return answers
 
-    def abort(self, busy: Sequence[int]) -> None:
-        calls = {self._actors[replica].abort.remote(): replica for replica in busy if replica not in self._lost}
+    def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
+        calls = {self._actors[replica].abort.remote(adapter): replica for replica in busy if replica not in self._lost}
         within_s = min(self._pulse.silence_s, self._deadline_s)
         for replica, answer in self._answers(calls, "abort", within_s=within_s).items():
             self._note(replica, answer)

@@ -2,13 +2,15 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from engine_cases import prompt, request
 
-from marsrl.rollout.engines.protocol import EngineLost, WrongVersion
+from marsrl.rollout.engines.protocol import AdapterUpdate, EngineLost, WrongVersion
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.engine_thread import EngineThread
+from marsrl.rollout.types import Finish
 
 SOON_S = 60.0  # by the engine's clock, and far more than a test takes
 
@@ -17,7 +19,7 @@ class Steps(ScriptedEngine):
     """A token a step; stops before the step `halt` until it is let go. threads: that have called it."""
 
     def __init__(self, halt=0):
-        super().__init__(lambda r: [5] * 100, tokens_per_step=1)
+        super().__init__(lambda r: [5] * 100, tokens_per_step=1, adapters=["a"])
         self.now, self.halt, self.go = 0, halt, threading.Event()
         self.threads, self.is_lost = set(), False
 
@@ -64,6 +66,22 @@ def test_results_that_nothing_follows_from_come_all_together():
     assert lengths_of(thread.collect(60.0, is_urgent=False)) == [5]  # but not for longer than the time that was given
     assert thread.collect(0.0, is_urgent=True).value == []
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [90]
+
+
+def test_an_engine_is_called_between_two_steps_of_what_it_decodes():
+    engine = Steps()
+    thread = thread_of(engine)
+    own, other = asks(60, 100)
+    thread.submit([replace(own, adapter="a"), other], version=0)
+    while engine.num_decoded() < 10:
+        time.sleep(0.001)
+    thread.abort("a")
+    (result,) = thread.collect(SOON_S, is_urgent=True).value
+    assert result.uid == own.uid and result.finish is Finish.UNFINISHED and 0 < len(result.token_ids) < 60
+    update = AdapterUpdate("a", "", 5)
+    assert thread.call(lambda: engine.update_adapter(update)).version == 5
+    assert engine.num_decoded() < 60 + 100  # the other one is under way
+    assert lengths_of(thread.collect(2 * SOON_S, is_urgent=True)) == [100]
 
 
 def test_an_engine_is_called_in_one_thread_and_what_it_raises_is_raised_to_who_collects():

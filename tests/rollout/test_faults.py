@@ -153,6 +153,55 @@ def test_an_engine_that_is_lost_as_an_adapter_comes_gets_it_too() -> None:
     assert all(map(is_whole, results)) and replicas.restarts == [0, 1]
 
 
+@pytest.mark.parametrize("fault", ["dead", "hung"])
+@pytest.mark.parametrize("when", ["drained", "updated", "scored"])
+def test_an_engine_that_is_lost_while_an_adapter_comes_loses_no_request(when: str, fault: str) -> None:
+    """Those of the other adapter are decoded again, and those of this one go on under its new version."""
+    replicas = MortalReplicas(2, adapters=["a", "b"])
+    pool = replicas.pool(slots=4)
+    requests = of_adapters(asks(24), {"a": 0, "b": 0})
+    pool.submit(requests, version=0)
+    ended = {result.uid: result for result in pool.collect(0.0)}
+    strike = getattr(replicas, fault).add
+    if when == "drained":
+        strike(0)
+    parts = {result.uid: result for result in pool.drain("a")}
+    own = [request for request in requests if request.uid in parts and request.adapter == "a"]
+    ended |= {uid: result for uid, result in parts.items() if uid not in {request.uid for request in own}}
+    if when == "updated":
+        strike(1)
+    pool.update_adapter(AdapterUpdate("a", "a/1", 1))
+    if when == "scored":
+        strike(1)
+    pool.score([np.arange(5, dtype=np.int32)], "a")
+    assert replicas.restarts and own
+    again = [
+        replace(each, token_ids=np.concatenate([each.token_ids, parts[each.uid].token_ids]), adapter_version=1)
+        for each in own
+        if parts[each.uid].finish is Finish.UNFINISHED
+    ]
+    pool.submit(again, version=0)
+    while pool.num_under_way:
+        ended |= {result.uid: result for result in pool.collect(0.0)}
+    for request in requests:
+        known = parts[request.uid].token_ids.tolist() if request in own else []
+        said = known + (ended[request.uid].token_ids.tolist() if request.uid in ended else [])
+        assert said == completion(request.uid), request.uid
+    assert {ended[each.uid].version for each in again} == {1}
+
+
+def test_a_request_that_is_given_up_as_an_adapter_comes_is_told() -> None:
+    replicas = MortalReplicas(adapters=["a"])
+    pool = replicas.pool(attempts=1)
+    (request,) = asks(1)
+    pool.submit([request], version=0)
+    replicas.dead.add(0)
+    pool.update_adapter(AdapterUpdate("a", "a/1", 1))
+    assert pool.num_under_way == 1
+    (result,) = pool.collect(0.0)
+    assert result.finish is Finish.ERROR and pool.num_under_way == 0
+
+
 def test_another_adapter_in_a_restarted_engine_ends_the_run() -> None:
     replicas = MistakenInAdapters(2, adapters=["a"])
     pool = replicas.pool()

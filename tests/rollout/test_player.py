@@ -50,7 +50,7 @@ class Hand:
     def collect(self, timeout_s: float, *, is_urgent: bool) -> list[DecodeResult]:
         return []
 
-    def drain(self) -> list[DecodeResult]:
+    def drain(self, adapter: str | None = None) -> list[DecodeResult]:
         cut = [DecodeResult.without_tokens(uid, Finish.UNFINISHED, 3) for uid in self.sent]
         self.sent.clear()
         return cut

@@ -87,7 +87,7 @@ class LocalEngine:
                 self._load_adapter(name, adapter.start)
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
         self._batch: DecodeBatch | None = None
-        self._is_aborting = False
+        self._aborts: deque[str | None] = deque()  # adapters; abort() may come from another thread
         self._num_decoded = 0
         self._shares = TimeShares()
 
@@ -116,7 +116,7 @@ class LocalEngine:
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         end = time.monotonic() + timeout_s
         while True:
-            if self._is_aborting:
+            if self._aborts:
                 return self._billed(self._give_up())
             start = time.perf_counter()
             results = self._admit()
@@ -126,8 +126,8 @@ class LocalEngine:
             if results or self._batch is None or time.monotonic() >= end:
                 return self._billed(results)
 
-    def abort(self) -> None:
-        self._is_aborting = True
+    def abort(self, adapter: str | None = None) -> None:
+        self._aborts.append(adapter)
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
@@ -158,8 +158,7 @@ class LocalEngine:
         return WeightReceipt(update.version, (checksums,), end - start, end - loaded)
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
-        rows = self._batch.rows if self._batch is not None else []
-        if any(each.adapter == update.name for each in (*self._inbox, *(row.request for row in rows))):
+        if any(request.uses(update.name) for request in (*self._inbox, *(row.request for row in self._going()))):
             raise RuntimeError(
                 f"LocalEngine.update_adapter: requests of {update.name} are being decoded; abort them first"
             )
@@ -296,13 +295,25 @@ class LocalEngine:
         return ended
 
     def _give_up(self) -> list[DecodeResult]:
-        """Results of all requests as far as decoded."""
-        self._is_aborting = False
-        rows = [row for row in self._batch.rows if row.finish is None] if self._batch else []
-        self._batch = None
-        while self._inbox:
-            rows.append(Row(self._inbox.popleft(), 0))
-        return [self._result(row) for row in rows]
+        """Results of the aborted requests as far as decoded."""
+        ended: list[Row] = []
+        while self._aborts:
+            adapter = self._aborts.popleft()
+            ended += [row for row in self._going() if row.request.uses(adapter)]
+            for row in ended:
+                row.finish = Finish.UNFINISHED
+            for _ in range(len(self._inbox)):
+                request = self._inbox.popleft()
+                if request.uses(adapter):
+                    ended.append(Row(request, 0))
+                else:
+                    self._inbox.append(request)
+        if not self._going():
+            self._batch = None
+        return [self._result(row) for row in ended]
+
+    def _going(self) -> list[Row]:
+        return [row for row in self._batch.rows if row.finish is None] if self._batch is not None else []
 
     def _result(self, row: Row, error: str = "") -> DecodeResult:
         return row.result(self._versions[row.request.adapter], error)

@@ -18,6 +18,7 @@ from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import Sampler, VllmOptions, problems_of
 from marsrl.rollout.engines.protocol import NO_ADAPTERS, NOTHING_RECORDED, Records
 from marsrl.rollout.engines.vllm.adapters import lora_arguments
+from marsrl.rollout.engines.vllm.scoring import SEATS
 
 _BLOCK_CPU = 32  # tokens of a KV block; the CPU kernels want a multiple of 32, larger ones would miss short prefixes
 _KV_CACHE_CPU_MIB = 256
@@ -111,7 +112,7 @@ def engine_arguments(
         "dtype": dtype,
         "seed": seed,
         "max_model_len": max_model_len,
-        "max_num_seqs": options.max_num_seqs,
+        "max_num_seqs": options.max_num_seqs + (SEATS if adapters else 0),
         "kv_cache_dtype": options.kv_cache_dtype,
         "quantization": options.quantization,
         "skip_tokenizer_init": True,

@@ -48,11 +48,11 @@ from marsrl.rollout.engines.vllm.adapters import LoadedAdapters
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
 from marsrl.rollout.engines.vllm.own_sampler import experts_told, kept_tokens_told, logprobs_told
 from marsrl.rollout.engines.vllm.requests import RequestMaker
+from marsrl.rollout.engines.vllm.scoring import Scored
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreOutput
 
 NO_SLEEP_ON_CPU = (
@@ -142,7 +142,10 @@ class VllmEngine:
         self._under_way: dict[str, _Running] = {}  # by the key that vLLM knows it by
         self._watched: set[str] = set()  # of those, with texts of Sampling.stop
         self._keys = itertools.count()
-        self._is_aborting = False
+        self._aborts: deque[str | None] = deque()  # adapters; abort() may come from another thread
+        self._most = options.max_num_seqs if adapters else None  # in vLLM; the seats beside them are of what is scored
+        self._scoring: Scored | None = None
+        self._ended: list[DecodeResult] = []  # while something was scored
         self._num_decoded = 0  # tokens
         self._untried = set[str]()  # of _versions: those that are new, and nothing was computed with yet
         self._device, self._options, self._records = device, options, records
@@ -210,8 +213,8 @@ class VllmEngine:
         self._check_workers()
         end = time.monotonic() + timeout_s
         while True:
-            results = self._admit()
-            if self._is_aborting:
+            results, self._ended = [*self._ended, *self._admit()], []
+            if self._aborts:
                 return results + self._give_up()
             if results or not self._under_way:
                 return results
@@ -219,8 +222,8 @@ class VllmEngine:
             if results or time.monotonic() >= end:
                 return results
 
-    def abort(self) -> None:
-        self._is_aborting = True
+    def abort(self, adapter: str | None = None) -> None:
+        self._aborts.append(adapter)
 
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
@@ -231,27 +234,27 @@ class VllmEngine:
         Raises:
             RuntimeError: right after an update, vLLM finds a prefix in its cache: it is of older weights.
         """
-        from vllm import SamplingParams
-
-        once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
-        if self._records.kept_tokens:  # vLLM wants draws then, and a top_k
-            once |= {"temperature": 1, "top_k": self._vocab_size, "seed": 0}
         if not is_probe:
-            asked = [(each, SamplingParams(prompt_logprobs=0, **once)) for each in sequences]
-            outputs = self._outputs(asked, adapter)
-            return [_prompt_logprobs(each, output) for each, output in zip(sequences, outputs, strict=True)]
-        asked = [(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences]
-        last = self._outputs(asked, adapter)
+            return self._scored(sequences, adapter, by_prefill=True).logprobs()
+        last = self._scored(sequences, adapter, by_prefill=False)
         none_has_anothers_prefix = len({tuple(s[:8]) for s in sequences}) == len(sequences)
         if adapter in self._untried and none_has_anothers_prefix:
-            self._refuse_old_prefixes(last, adapter)
+            self._refuse_old_prefixes(max(last.num_cached_tokens, default=0), adapter)
         self._untried.discard(adapter)
-        first = self._outputs([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences], adapter)
-        scores = []
-        for sequence, prefill, step in zip(sequences, first, last, strict=True):
-            known = step.outputs[0].logprobs[0][int(sequence[-1])].logprob
-            scores.append(np.append(_prompt_logprobs(sequence[:-1], prefill), np.float32(known)))
-        return scores
+        first = self._scored([s[:-1] for s in sequences], adapter, by_prefill=True)
+        return [np.concatenate(each) for each in zip(first.logprobs(), last.logprobs(), strict=True)]
+
+    def _scored(self, sequences: Sequence[IntArray], adapter: str, *, by_prefill: bool) -> Scored:
+        """The sequences scored, while what is under way decodes on."""
+        top_k = self._vocab_size if self._records.kept_tokens else None  # vLLM wants draws then, and a top_k
+        keys = [str(next(self._keys)) for _ in sequences]
+        self._scoring = scoring = Scored(dict(zip(keys, sequences, strict=True)), by_prefill=by_prefill, top_k=top_k)
+        for request in scoring.requests(self._adapters.of(adapter)):
+            self._core.add_request(request)
+        while not scoring.is_over:
+            self._ended += self._step() + self._stopped()
+        self._scoring = None
+        return scoring
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Load the file, or receive the buckets, drop every cached prefix, and report checksums of what the kernels hold."""
@@ -344,18 +347,17 @@ class VllmEngine:
                 "those of the old ones); requests are still running"
             )
 
-    def _refuse_old_prefixes(self, outputs: Sequence[Any], adapter: str) -> None:
-        cached = [output.num_cached_tokens or 0 for output in outputs]
-        if any(cached):
+    def _refuse_old_prefixes(self, num_cached_tokens: int, adapter: str) -> None:
+        if num_cached_tokens:
             raise RuntimeError(
-                f"VllmEngine.score: right after the update to version {self._versions[adapter]}, vLLM took up to {max(cached)} "
-                "tokens of a sequence from its prefix cache, which are of older weights: it was not emptied"
+                f"VllmEngine.score: right after the update to version {self._versions[adapter]}, vLLM took up to "
+                f"{num_cached_tokens} tokens of a sequence from its prefix cache, which are of older weights: it was not emptied"
             )
 
     def _admit(self) -> list[DecodeResult]:
         """Give vLLM what was submitted; the results of those that it would refuse."""
         refused = []
-        while self._inbox:
+        while self._inbox and (self._most is None or len(self._under_way) < self._most):
             request = self._inbox.popleft()
             if reason := self._maker.why_not(request):
                 version = self._versions[request.adapter]
@@ -382,7 +384,9 @@ class VllmEngine:
         keeps_told = self._draws == "engine" or self._records.experts
         for output in outputs:
             running = self._under_way.get(output.request_id)
-            if running is None:  # it was given up while the step ran
+            if running is None:  # it is scored, or it was given up while the step ran
+                if self._scoring is not None:
+                    self._scoring.take(output)
                 continue
             if output.prefill_stats is not None and not running.token_ids:
                 running.num_cached_tokens = output.prefill_stats.num_cached_tokens
@@ -435,12 +439,23 @@ class VllmEngine:
         return end is not None
 
     def _give_up(self) -> list[DecodeResult]:
-        """Results of all requests as far as they got; leaves an engine that can go on."""
-        self._is_aborting = False
-        results = self._end_here(list(self._under_way), Finish.UNFINISHED)
-        self._settle()
-        if self._draws == "marsrl":
-            self._llm.collective_rpc("marsrl_forget_draws")
+        """Results of the aborted requests as far as they got; leaves an engine that can go on."""
+        results: list[DecodeResult] = []
+        while self._aborts:
+            adapter = self._aborts.popleft()
+            keys = [key for key, running in self._under_way.items() if running.request.uses(adapter)]
+            results += self._end_here(keys, Finish.UNFINISHED)
+            if self._draws == "marsrl":
+                self._llm.collective_rpc("marsrl_forget_draws", args=(keys,))
+            for _ in range(len(self._inbox)):
+                request = self._inbox.popleft()
+                if request.uses(adapter):
+                    version = self._versions[request.adapter]
+                    results.append(DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, version))
+                else:
+                    self._inbox.append(request)
+        if not self._under_way:
+            self._settle()
         return results
 
     def _end_here(self, keys: list[str], finish: Finish) -> list[DecodeResult]:
@@ -464,18 +479,6 @@ class VllmEngine:
             (taken, *_) = self._llm.collective_rpc("marsrl_take_draws", args=(list(lengths), list(lengths.values())))
         draws = dict(zip(lengths, taken, strict=True))
         return [draws.get(each.key, (np.zeros(0, np.float32), None)) for each in ended]
-
-    def _outputs(self, work: Sequence[tuple[IntArray, SamplingParams]], adapter: str) -> list[Any]:
-        """Finished RequestOutputs in the order of work; nothing else is under way."""
-        prompts = [{"prompt_token_ids": token_ids.tolist()} for token_ids, _ in work]
-        of, all_params = self._adapters.of(adapter), [params for _, params in work]
-        return list(self._llm.generate(prompts, all_params, use_tqdm=False, lora_request=of))
-
-
-def _prompt_logprobs(sequence: IntArray, output: Any) -> FloatArray:
-    """[N-1] float32 log-probs of tokens 1..N-1 of a prompt, nats."""
-    known = zip(sequence[1:].tolist(), output.prompt_logprobs[1:], strict=True)
-    return np.array([of_place[token].logprob for token, of_place in known], np.float32)
 
 
 def _together(settings: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:

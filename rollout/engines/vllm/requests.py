@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from marsrl.rollout.config import Sampler
 from marsrl.rollout.engines.protocol import DecodeRequest, Records, Sampling, why_not_decodable
 from marsrl.rollout.engines.vllm.own_sampler import asked_of_vllm, why_not_drawn
+from marsrl.rollout.types import IntArray
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -33,19 +34,7 @@ class RequestMaker:
 
     def made(self, key: str, request: DecodeRequest, adapter: LoRARequest | None) -> EngineCoreRequest:
         """The request that vLLM knows by `key`. adapter: as it was loaded; None: the bare weights."""
-        from vllm.v1.engine import EngineCoreRequest
-
-        return EngineCoreRequest(
-            request_id=key,
-            prompt_token_ids=request.token_ids.tolist(),
-            sampling_params=self._sampling_params(key, request),
-            arrival_time=time.time(),
-            mm_features=None,
-            pooling_params=None,
-            lora_request=adapter,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        return core_request(key, request.token_ids, self._sampling_params(key, request), adapter)
 
     def _sampling_params(self, key: str, request: DecodeRequest) -> SamplingParams:
         if self._draws == "engine":
@@ -73,3 +62,21 @@ class RequestMaker:
             skip_clone=True,  # nobody else has it: vLLM need not copy it deeply
             **drawn,
         )
+
+
+def core_request(
+    key: str, token_ids: IntArray, params: SamplingParams, adapter: LoRARequest | None
+) -> EngineCoreRequest:
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=key,
+        prompt_token_ids=token_ids.tolist(),
+        sampling_params=params,
+        arrival_time=time.time(),
+        mm_features=None,
+        pooling_params=None,
+        lora_request=adapter,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )

@@ -12,6 +12,7 @@ processors: the drawn token's logit is raised above all others, and vLLM takes t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,8 +108,9 @@ class _Alive:
         self.greedy.discard(slot)
         return slot, self.kept.pop(slot, None)
 
-    def clear(self) -> None:
-        for key in list(self._slots):
+    def forget(self, keys: Iterable[str]) -> None:
+        """Free the slots of those that have one."""
+        for key in self._slots.keys() & keys:
             self.free(key)
 
 
@@ -173,9 +175,9 @@ class DrawTokens(LogitsProcessor):
             for row, (_, kept), length in zip(drawn, freed, lengths, strict=True)
         ]
 
-    def forget(self) -> None:
-        """Drop what aborted requests left; none of ours is running."""
-        self._alive.clear()
+    def forget(self, keys: Iterable[str]) -> None:
+        """Drop what aborted requests left."""
+        self._alive.forget(keys)
 
     @staticmethod
     def _record(batch: _Batch, scaled: Tensor) -> None:

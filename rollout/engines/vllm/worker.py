@@ -133,9 +133,9 @@ class WorkerExtension:
         """Log-probs [n] of the first n tokens of finished requests that DrawTokens drew, and what was kept at their places."""
         return self._drawer().take(keys, lengths)
 
-    def marsrl_forget_draws(self) -> None:
+    def marsrl_forget_draws(self, keys: list[str]) -> None:
         """Drop what aborted requests left in DrawTokens."""
-        self._drawer().forget()
+        self._drawer().forget(keys)
 
     def _drawer(self) -> DrawTokens:
         from marsrl.rollout.engines.vllm.sampling import DrawTokens
