@@ -3,7 +3,7 @@
     trainer's thread                         "marsrl-rollout"
     next_batch: want, wait for a batch  <--  loop: submit what is due -> collect (unlocked) -> absorb
     train
-    with resting(new versions):  --------->  pauses, engines idle, all decoded tokens kept
+    with resting(new versions):  --------->  pauses, engines idle (or without one adapter's requests), decoded tokens kept
         publish, evaluate
     snapshot (any time)
 

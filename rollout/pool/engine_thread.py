@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine
 from marsrl.rollout.pool.replicas import Timed
+from marsrl.rollout.types import Finish
 
 _WAIT_SHARE = 0.1
 _DECODE_S = 0.1  # of one call of the engine's collect if nothing ends: the longest wait of `call` beside decoding
@@ -112,11 +113,14 @@ class EngineThread:
     def _gather(self, results: Sequence[DecodeResult]) -> None:
         with self._changed:
             now, is_first = self._clock(), not self._gathered
+            is_aborted = any(result.finish is Finish.UNFINISHED for result in results)
             for result in results:
                 self._due = min(self._due, now + _WAIT_SHARE * (now - self._began.pop(result.uid)))
+            if is_aborted:
+                self._due = now
             self._gathered += results
             self._is_decoding = bool(self._began)
             if self._is_decoding:
                 self._executor.submit(self._decode)  # behind the calls that wait
-            if (results and is_first) or now >= self._wake_at or not self._is_decoding:
+            if (results and is_first) or is_aborted or now >= self._wake_at or not self._is_decoding:
                 self._changed.notify_all()

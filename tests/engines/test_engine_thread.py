@@ -76,7 +76,8 @@ def test_an_engine_is_called_between_two_steps_of_what_it_decodes():
     while engine.num_decoded() < 10:
         time.sleep(0.001)
     thread.abort("a")
-    (result,) = thread.collect(SOON_S, is_urgent=True).value
+    (result,) = thread.collect(SOON_S, is_urgent=True).value  # at once
+    assert engine.num_decoded() < 60 + 60
     assert result.uid == own.uid and result.finish is Finish.UNFINISHED and 0 < len(result.token_ids) < 60
     update = AdapterUpdate("a", "", 5)
     assert thread.call(lambda: engine.update_adapter(update)).version == 5
