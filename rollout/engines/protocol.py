@@ -64,6 +64,7 @@ class DecodeRequest:
     expected_new_tokens: an estimate, for a pool to send the longest first; None: max_new_tokens.
     experts_from: record the experts of the tokens fed to the model from this index on (router replay); None: none.
     adapter: name of the adapter, at adapter_version; empty: the engine's bare weights.
+    text_from: return the text of these tokens from this index on, and of the new ones behind them; None: no text.
     """
 
     uid: str
@@ -76,6 +77,7 @@ class DecodeRequest:
     experts_from: int | None = None
     adapter: str = ""
     adapter_version: int = 0
+    text_from: int | None = None
 
 
 def why_not_decodable(request: DecodeRequest, max_model_len: int | None, vocab_size: int | None) -> str:
@@ -103,6 +105,7 @@ class DecodeResult:
     depends; None if not requested, or nothing was decoded.
     kept_tokens: at each new token's position; None if not requested.
     seconds: this request's share of the engine's time (time_shares.py); of a server, its response time.
+    text: as requested by text_from (texts.py); None if not, or the request was aborted or has failed.
     """
 
     uid: str
@@ -115,6 +118,7 @@ class DecodeResult:
     routed_experts: ExpertArray | None = None
     kept_tokens: KeptTokens | None = None
     seconds: float = 0.0
+    text: str | None = None
 
     @classmethod
     def without_tokens(cls, uid: str, finish: Finish, version: int, error: str = "") -> DecodeResult:

@@ -239,7 +239,7 @@ class Player:
             each.extend(result)
             each.finish, each.error = self._finish(each, result), result.error
             if each.finish is not Finish.UNFINISHED:
-                each.num_decoded = 0
+                each.num_decoded, each.text = 0, result.text
                 ended.append(each)
                 continue
             each.state = State.DUE

@@ -39,9 +39,6 @@ class LetterRenderer:
     def decode(self, token_ids: np.ndarray) -> str:
         return "".join(chr(t) for t in token_ids.tolist() if t != END)
 
-    def decode_all(self, completions: Sequence[np.ndarray]) -> list[str]:
-        return [self.decode(token_ids) for token_ids in completions]
-
 
 class WeighedEngine(ScriptedEngine):
     """Its weights are the name of the file that it was sent; their checksum is a sum over the name."""

@@ -41,7 +41,7 @@ from marsrl.rollout.engines.protocol import (
     why_not_decodable,
 )
 from marsrl.rollout.engines.sampler import draw_from, truncated
-from marsrl.rollout.engines.stops import StopTexts
+from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
@@ -76,7 +76,7 @@ class LocalEngine:
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
         self._device = torch.device(device)
         self._model = LocalModel(self._shape, WeightFiles(model_dir), self._dtype, self._device)
-        self._stops = StopTexts.of_model(model_dir)
+        self._texts = Texts.of_model(model_dir)
         self._receiver = WeightReceiver(self._device)
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": the weights
@@ -275,7 +275,7 @@ class LocalEngine:
             row.logprobs.append(logprob)
             self._num_decoded += 1
             sampling = row.request.sampling
-            if token in sampling.stop_token_ids or self._stops.is_ended(
+            if token in sampling.stop_token_ids or self._texts.is_ended(
                 row.request.token_ids, row.tokens, sampling.stop
             ):
                 row.finish = Finish.STOP
@@ -305,7 +305,7 @@ class LocalEngine:
         return [self._result(row) for row in rows]
 
     def _result(self, row: Row, error: str = "") -> DecodeResult:
-        return row.result(self._versions[row.request.adapter], error)
+        return self._texts.told(row.request, row.result(self._versions[row.request.adapter], error))
 
     def _prefill_last(
         self, prompts: Sequence[IntArray], adapters: Sequence[str], cache: Cache, *, records: bool

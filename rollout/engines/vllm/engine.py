@@ -6,8 +6,8 @@
     results = engine.collect(timeout_s=1.0)
 
 Our own loop over the steps of vLLM's engine core, so that requests can be taken, given up and counted between two steps: what
-vLLM's LLMEngine makes of a step's tokens (texts, RequestOutputs) nobody here needs. vLLM is imported when an engine is made,
-never with this file.
+vLLM's LLMEngine makes of every step's tokens (texts, RequestOutputs) nobody here needs. vLLM is imported when an engine is
+made, never with this file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from marsrl.rollout.engines.protocol import (
     check_versions,
 )
 from marsrl.rollout.engines.refusals import QUANTIZED, vllm_refusals
-from marsrl.rollout.engines.stops import StopTexts
+from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.engines.vllm.adapters import LoadedAdapters
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
@@ -138,7 +138,7 @@ class VllmEngine:
         self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": of the weights
         self._adapters = LoadedAdapters(adapters)
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
-        self._stops = StopTexts.of_model(model_dir)
+        self._texts = Texts.of_model(model_dir)
         self._under_way: dict[str, _Running] = {}  # by the key that vLLM knows it by
         self._watched: set[str] = set()  # of those, with texts of Sampling.stop
         self._keys = itertools.count()
@@ -405,18 +405,21 @@ class VllmEngine:
         running = [self._under_way.pop(key) for key in ended]
         self._watched.difference_update(ended)
         return [
-            DecodeResult(
-                uid=each.request.uid,
-                token_ids=np.asarray(each.token_ids, np.int32),
-                logprobs=logprobs,
-                finish=ended[each.key],
-                version=self._versions[each.request.adapter],
-                num_cached_tokens=each.num_cached_tokens,
-                routed_experts=None
-                if each.request.experts_from is None
-                else experts_told(each.told, each.num_known - 1 - each.request.experts_from, self._num_experts),
-                kept_tokens=kept if each.request.sampling.records_kept else None,
-                seconds=self._shares.end(each.request.uid),
+            self._texts.told(
+                each.request,
+                DecodeResult(
+                    uid=each.request.uid,
+                    token_ids=np.asarray(each.token_ids, np.int32),
+                    logprobs=logprobs,
+                    finish=ended[each.key],
+                    version=self._versions[each.request.adapter],
+                    num_cached_tokens=each.num_cached_tokens,
+                    routed_experts=None
+                    if each.request.experts_from is None
+                    else experts_told(each.told, each.num_known - 1 - each.request.experts_from, self._num_experts),
+                    kept_tokens=kept if each.request.sampling.records_kept else None,
+                    seconds=self._shares.end(each.request.uid),
+                ),
             )
             for each, (logprobs, kept) in zip(running, self._drawn(running), strict=True)
         ]
@@ -428,7 +431,7 @@ class VllmEngine:
     def _is_cut(self, running: _Running) -> bool:
         """Drop what follows the first token that completed a text; a step after drafts tells several tokens."""
         drawn, request = running.token_ids, running.request
-        end = self._stops.first_end(request.token_ids, drawn, request.sampling.stop, running.num_watched)
+        end = self._texts.first_end(request.token_ids, drawn, request.sampling.stop, running.num_watched)
         running.num_watched = len(drawn)
         if end is not None:
             del drawn[end:]
