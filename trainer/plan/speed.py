@@ -79,8 +79,8 @@ def step_time(
     attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal
     head        V H (6 trained + 2 swept) / (...)                frozen: 4 trained
     elementwise 3 x what layers keep / memory bandwidth          written, read, and once more on the way
-    permutation 5 (+ 4 where ranks send rows) (2 + r) R H e a layer / memory bandwidth    gathered, added up, put in order twice,
-                as in the trainers of published.yaml: kernels.moe_permute moves less, which no GPU has measured
+    permutation (2 + r) (2 (1 + 1/k) R + 4 R') H e a layer / memory bandwidth    kernels.moe_permute: a token is read once and
+                its k rows written, and back; R' rows that came from other ranks, put in order by experts, and back
     launching   L / PP x micro-batches x 1 (+ r / 3)             in turn with the rest: the host waits for the router in each
     TP          5 or 10 (+ 2, 4) collectives a layer of T/CP H e (t-1)/t
     EP          4 (+ 2) exchanges a layer of R H e (EP-1)/EP
@@ -129,12 +129,12 @@ def step_time(
     expert_parallel = permutation = launching = 0.0
     if shape.num_experts:
         rows = of_layers / layout.tensor * shape.experts_per_token
-        copies = 5 + (4 if layout.expert * layout.expert_tensor > 1 else 0)
-        moved = rows * layout.expert_tensor * hw.IMBALANCE.value
-        permutation = copies * (2 + again) * moved / (gpu.bandwidth * hw.MEMORY_SHARE.value)
+        across = layout.expert * layout.expert_tensor
+        received = rows * layout.expert_tensor * hw.IMBALANCE.value if across > 1 else 0.0
+        moved = 2 * (1 + 1 / shape.experts_per_token) * rows + 4 * received
+        permutation = (2 + again) * moved / (gpu.bandwidth * hw.MEMORY_SHARE.value)
         launching = num_layers * micro_batches * (1 + again / 3) * hw.LAUNCH_S.value
         exchanges = 4 + 2 * again
-        across = layout.expert * layout.expert_tensor
         expert_parallel = exchanges * rows * (layout.expert - 1) / layout.expert / _link(gpu, across)
         gathered = rows * (layout.expert_tensor - 1)
         expert_parallel += exchanges * gathered / _link(gpu, layout.expert_tensor)
