@@ -76,5 +76,5 @@ def _build(kind: Any, value: Any) -> Any:
         return tuple(_build(a, v) for a, v in zip(inner, value, strict=True))
     if is_dataclass(kind):
         hints = _hints(kind)  # type: ignore[arg-type]
-        return kind(**{name: _build(hints[name], value[name]) for name in _names(kind)})
+        return kind(**{name: _build(hints[name], value[name]) for name in _names(kind)})  # type: ignore[operator, arg-type]
     return kind(value) if isinstance(kind, type) and issubclass(kind, str) else value
