@@ -18,7 +18,7 @@ from letters import (
     make_team,
     next_batch,
 )
-from mortal import MortalReplicas, asks, is_whole
+from mortal import MortalReplicas, Places, asks, is_whole
 
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, DecodeResult, WeightUpdate
@@ -80,6 +80,32 @@ def test_losses_are_forgotten_once_a_request_came_back() -> None:
         replicas.doomed.add(0)
         assert all(map(is_whole, served(pool, asks(1), "slots")))
     assert pool.take_faults().engine_restarts == 5
+
+
+def test_a_pool_has_room_until_its_slots_are_taken() -> None:
+    pool = MortalReplicas(2).pool(slots=3)
+    assert pool.num_slots == 6
+    for number, request in enumerate(asks(8)):
+        assert pool.has_room == (number < 6)
+        pool.submit([request], version=0)
+    unlimited = MortalReplicas(2).pool()
+    assert unlimited.num_slots is None and not unlimited.has_room
+
+
+def test_a_place_for_an_engine_that_was_lost_with_its_host_is_looked_for_every_five_seconds() -> None:
+    replicas = MortalReplicas(2)
+    replicas.places = Places()
+    pool = replicas.pool()
+    replicas.now = 100.0
+    replicas.dead.add(1)
+    assert all(map(is_whole, served(pool, asks(6), "slots")))
+    assert pool.engines == [0] and not pool.is_whole
+    replicas.places.free = 1
+    for now, engines in ((104.9, [0]), (105.0, [0, 1])):
+        replicas.now = now
+        pool.collect(0.0)
+        assert pool.engines == engines and pool.is_whole == (len(engines) == 2)
+    assert all(map(is_whole, served(pool, asks(6), "slots"))) and replicas.had[1]
 
 
 def test_a_restarted_engine_holds_the_weights_of_now() -> None:
