@@ -97,15 +97,15 @@ def test_a_place_for_an_engine_that_was_lost_with_its_host_is_looked_for_every_f
     replicas.places = Places()
     pool = replicas.pool()
     replicas.now = 100.0
-    replicas.dead.add(1)
+    replicas.dead.add(0)
     assert all(map(is_whole, served(pool, asks(6), "slots")))
-    assert pool.engines == [0] and not pool.is_whole
+    assert pool.engines == [1] and not pool.is_whole
     replicas.places.free = 1
-    for now, engines in ((104.9, [0]), (105.0, [0, 1])):
+    for now, engines in ((104.9, [1]), (105.0, [0, 1])):
         replicas.now = now
         pool.collect(0.0)
         assert pool.engines == engines and pool.is_whole == (len(engines) == 2)
-    assert all(map(is_whole, served(pool, asks(6), "slots"))) and replicas.had[1]
+    assert all(map(is_whole, served(pool, asks(6), "slots"))) and replicas.had[0]
 
 
 def test_a_restarted_engine_holds_the_weights_of_now() -> None:
