@@ -16,17 +16,14 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from marsrl.rollout.gateway import chat_api, completions_api, messages_api, responses_api
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
@@ -67,15 +64,18 @@ APIS = {
 }
 
 
-def make_app(gateway: Gateway, key: str) -> Starlette:
+def make_app(gateway: Gateway, key: str) -> FastAPI:
     """The application. key: the workers'."""
+    app = FastAPI(title="marsrl gateway", docs_url=None, redoc_url=None, openapi_url=None)
 
-    async def refused(_: Request, error: Refused) -> Response:
+    @app.exception_handler(Refused)
+    def refused(_: Request, error: Refused) -> Response:
         said = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
         headers = {"x-should-retry": "false"} if error.status == 429 else None
         return JSONResponse({"error": said}, error.status, headers)
 
-    async def failed(request: Request, error: Exception) -> Response:
+    @app.exception_handler(Exception)
+    def failed(request: Request, error: Exception) -> Response:
         if not isinstance(error, CallLost):
             _log.warning("%s fails: %r", request.url.path, error, exc_info=error)
         return JSONResponse({"error": {"message": "the gateway has failed", "type": "server_error"}}, 500)
@@ -103,10 +103,10 @@ def make_app(gateway: Gateway, key: str) -> Starlette:
         digest = hashlib.blake2b(request.scope["path"].encode() + data, digest_size=16).digest()
         return known(request), body, digest, len(data) > _LONG  # it may have ended meanwhile
 
-    async def hand_out(request: Request) -> Response:
+    @app.get("/next")
+    async def hand_out(request: Request, worker: str, most: int) -> Response:
         if not secrets.compare_digest(_key_of(request).encode(), key.encode()):
             raise Refused(401, "this is not the workers' key")
-        worker, most = request.query_params["worker"], int(request.query_params["most"])
         sessions, over = gateway.hand_out(worker, most)
         for _ in range(_POLLS):
             if sessions or over:
@@ -121,45 +121,42 @@ def make_app(gateway: Gateway, key: str) -> Starlette:
         ]
         return JSONResponse({"sessions": given, "over": over})
 
+    @app.post("/end")
     async def end(request: Request) -> Response:
         session, body, *_ = await session_of(request)
         gateway.end(session, body)
         return JSONResponse({})
 
+    @app.get("/v1/models")
     async def models(request: Request) -> Response:
         known(request)
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "marsrl"} for name in gateway.agents]
         return JSONResponse({"object": "list", "data": data})
 
-    def call_of(api: Api) -> Callable[[Request], Awaitable[ASGIApp]]:
-        async def call(request: Request) -> ASGIApp:
+    def add(path: str, api: Api) -> None:
+        async def call(request: Request) -> Response:
             session, body, digest, is_long = await session_of(request)
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             ask = api.read(body, gateway.agents)
             task = await session.ask(ask, digest, is_retry=is_retry, is_long=is_long)
             streams, quiet_s = bool(body.get("stream")), _quiet_s(request)
 
-            async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-                """Send the answer after keep-alive blanks; once sent, it is noted as read. Cut off if there is none."""
-                media_type = b"text/event-stream" if streams else b"application/json"
-                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", media_type)]})
+            async def parts() -> AsyncIterator[bytes]:
+                """The answer after keep-alive blanks; once sent, it is noted as read. Cut off if there is none."""
                 while not (await asyncio.wait([task], timeout=quiet_s))[0]:
-                    blank = b": waiting\n\n" if streams else b" "
-                    await send({"type": "http.response.body", "body": blank, "more_body": True})
-                found = task.result()
-                parts = api.events(found, body) if streams else [json.dumps(api.reply(found, body)).encode()]
-                if not await request.is_disconnected():
-                    await send({"type": "http.response.body", "body": b"".join(parts)})
-                    session.note_read(task)
+                    yield b": waiting\n\n" if streams else b" "
+                answer = task.result()
+                for part in api.events(answer, body) if streams else [json.dumps(api.reply(answer, body)).encode()]:
+                    yield part
+                session.note_read(task)
 
-            return answer
+            return StreamingResponse(parts(), media_type="text/event-stream" if streams else "application/json")
 
-        return call
+        app.add_route(path, call, methods=["POST"])  # bypasses FastAPI's request handling, which is unused here
 
-    routes = [Route("/next", hand_out), Route("/end", end, methods=["POST"]), Route("/v1/models", models)]
-    routes += [Route(path, call_of(api), methods=["POST"]) for path, api in APIS.items()]
-    handlers: dict[Any, Any] = {Refused: refused, Exception: failed}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    for path, api in APIS.items():
+        add(path, api)
+    return app
 
 
 def _quiet_s(request: Request) -> float:
@@ -213,8 +210,7 @@ def open_gateway(config: ExternalConfig, agents: Mapping[str, Agent], key: str |
 
         def run() -> None:
             try:
-                with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
-                    runner.run(answer())
+                asyncio.run(answer())
             except BaseException as error:
                 gateway.fail(f"the gateway has failed: {type(error).__name__}: {error}")
                 raise
