@@ -28,7 +28,7 @@ from marsrl.rollout.team import Prompt, Team
 from marsrl.rollout.types import Ask, Finish, Reward, Sample, ToolCall, ToolOutput
 
 NOTHING_OPEN = "it waits, and nothing was asked for that is not answered"
-_BESIDE_S = 0.01  # timeout of one collect while judges or tools work and an engine could take what follows from them
+_BESIDE_S = 0.01  # timeout of one collect while judges or tools work
 _TOO_LONG = Prompt(np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
 
 
@@ -223,8 +223,7 @@ class Player:
             futures: list[Future[Any]] = [each for each in self._judging.values() if each is not None]
             wait([*futures, *self._calling], timeout_s, FIRST_COMPLETED)
             return []
-        has_slot = any(pool.has_room for pool in self.team.pools.values())
-        if self._is_urgent and has_slot and (self._judging or self._calling):
+        if self._is_urgent and (self._judging or self._calling):
             timeout_s = min(timeout_s, _BESIDE_S)
         timeout_s /= len(pools)
         return [result for pool in pools for result in pool.collect(timeout_s, is_urgent=self._is_urgent)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -43,14 +42,12 @@ class Hand:
         return len(self.sent)
 
     has_room = False
-    waited_s = 0.0
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int, at_once: bool) -> None:
         assert version == VERSION["main"] and not at_once
         self.sent.update((request.uid, request) for request in requests)
 
     def collect(self, timeout_s: float, *, is_urgent: bool) -> list[DecodeResult]:
-        self.waited_s = timeout_s
         return []
 
     def drain(self) -> list[DecodeResult]:
@@ -275,15 +272,3 @@ def test_a_copy_of_the_state_is_equal_in_everything_and_stays_so() -> None:
     for each in (state.pending, state.closed, state.ready, state.open):
         each.clear()
     assert encode(copied) == taken
-
-
-def test_full_engines_are_not_interrupted_for_what_a_judge_may_bring() -> None:
-    hand = Hand()
-    config = letter_config()
-    team = letter_team(config, judge=lambda problem, answer: Future())[0]
-    stages = Stages(config, replace(team, pools={"main": hand}), letter_problems(9), seed=5)  # type: ignore[dict-item]
-    first, *_ = begun(stages)
-    says(stages, first.completions[0], "\\boxed{7}")
-    for hand.has_room, waited_s in ((False, 0.2), (True, 0.01)):  # type: ignore[misc]
-        stages.player.collect(0.2)
-        assert hand.waited_s == waited_s
