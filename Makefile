@@ -31,7 +31,7 @@ TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 MODULE ?= trainer/data/packing.py
 TESTS ?= tests/trainer/test_packing.py
 
-.PHONY: help install lock train test test-triton cluster parity mutations check bench clean
+.PHONY: help install lock train test interpreted compiled test-triton cluster parity mutations check bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,9 +57,14 @@ test: install $(OTHER_TRITON)  ## all tests that need no GPU (as root on Debian 
 	tests/report/chromium.sh install
 	tests/apt.sh bwrap bubblewrap "so no sandboxes are tested"
 	tests/apt.sh ip iproute2 "so no cluster in a box"
-	$(INTERPRETED)
-	$(COMPILED)
+	$(MAKE) --output-sync -j 2 interpreted compiled
 	$(PYTEST) -n 4 --dist loadscope --no-loadscope-reorder -m "not gpu and not multi_gpu" $(OTHERS) --durations=20
+
+interpreted:
+	$(INTERPRETED)
+
+compiled:
+	$(COMPILED)
 
 $(OTHER_TRITON):
 	python -m pip install -q --no-deps --target $@ triton==$(TRITON)
@@ -86,8 +91,7 @@ mutations: install  ## mistakes put into MODULE, one at a time: which ones its T
 check: install  ## ruff, types, and the fast tests
 	ruff check .
 	mypy
-	$(INTERPRETED)
-	$(COMPILED)
+	$(MAKE) --output-sync -j 2 interpreted compiled
 	python -m pytest -m "not slow and not gpu and not multi_gpu" $(OTHERS) -q
 
 bench: install  ## benchmarks on this machine, and the default run on three seeds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import pickle
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,12 @@ from typing import Any
 
 import numpy as np
 from simulation.lengths import Lengths, Outcomes
+from simulation.simulated_pool import PICKLE
 from simulation.simulated_team import last_token
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.pool.replicas import OnLost, Replicas, Timed, ignore_loss
 from marsrl.rollout.types import Finish
 
@@ -48,10 +51,10 @@ def write_tokenizer(folder: str) -> None:
 
 
 class CostlessEngines(Replicas):
-    """Engines on a virtual clock. own_cpu_s: CPU seconds that they use in this process.
+    """Engines on a virtual clock. own_cpu_s: CPU seconds that they use in this process, for texts and their ends of messages too.
 
     num_long: number of next completions with a drawn length; the others get the shortest. now_s: virtual time.
-    received, returned: bytes of arrays sent to them and back.
+    received, returned: bytes of the messages to them and back.
     """
 
     def __init__(self, num_engines: int, lengths: Lengths, shorten: int, longest: int, renderer: ChatRenderer) -> None:
@@ -70,7 +73,7 @@ class CostlessEngines(Replicas):
         )
         self._ends = [renderer.encode_trusted(f"</think>\n{text}<|im_end|>") for text in texts]
         assert max(map(len, self._ends)) < SHORTEST
-        self._outcomes = Outcomes(0.5, 0.7)
+        self._outcomes, self._texts = Outcomes(0.5, 0.7), Texts(renderer.decode)
         self._left: dict[str, int] = {}  # tokens of a completion that has begun
         self._due: list[tuple[float, int, int, DecodeResult]] = []
         self._ticket = 0
@@ -79,9 +82,10 @@ class CostlessEngines(Replicas):
         return self._num_engines
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
+        message = pickle.dumps(requests, PICKLE)
         begin = time.thread_time()
-        for request in requests:
-            self.received += request.token_ids.nbytes
+        self.received += len(message)
+        for request in pickle.loads(message):
             self._ticket += 1
             result = self._result(request, version)
             due = self.now_s + len(result.token_ids) / TOKENS_PER_S
@@ -96,21 +100,22 @@ class CostlessEngines(Replicas):
         while self._due and self._due[0][0] <= self.now_s:
             _, _, replica, result = heapq.heappop(self._due)
             answers.setdefault(replica, []).append(result)
-            self.returned += result.token_ids.nbytes + result.logprobs.nbytes
             self.num_results += 1
+        messages = {replica: pickle.dumps(results, PICKLE) for replica, results in answers.items()}
+        self.returned += sum(map(len, messages.values()))
         self.own_cpu_s += time.thread_time() - begin
-        return [(replica, Timed(results, 0.0, 0.0)) for replica, results in answers.items()]
+        return [(replica, Timed(pickle.loads(each), 0.0, 0.0)) for replica, each in messages.items()]
 
     def call(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
     ) -> dict[int, Timed]:
         raise ValueError(f"engines of a benchmark only decode: they have no {method}")
 
-    def abort(self, busy: Sequence[int]) -> None:
+    def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
         if busy:
             raise NotImplementedError("nothing is interrupted here")
 
-    def num_decoded(self) -> list[int]:
+    def num_decoded(self, within_s: float) -> list[int]:
         return [0] * self._num_engines
 
     def close(self) -> None:
@@ -134,4 +139,5 @@ class CostlessEngines(Replicas):
             tokens[-len(end) :] = end[-num_new:]
         is_over = uid not in self._left
         logprobs = np.full(num_new, -0.5, np.float32)
-        return DecodeResult(uid, tokens, logprobs, Finish.STOP if is_over else Finish.LENGTH, version)
+        finish = Finish.STOP if is_over else Finish.LENGTH
+        return self._texts.told(request, DecodeResult(uid, tokens, logprobs, finish, version))

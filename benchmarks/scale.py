@@ -160,7 +160,7 @@ def measure(problems: int, shorten: int, overlap: int) -> Scale:
 
 
 PLAYED = ("books and pool", "prompts", "texts")  # they grow with the number of samples, picks included
-PARTS_OF_RENDERER = {"render": "prompts", "decode_all": "texts"}
+PARTS_OF_RENDERER = {"render": "prompts", "decode": "texts"}
 
 
 def played(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -82,9 +82,9 @@ class SpoiledVllm(VllmEngine):
         self._set(self, "_reset_prefix_cache", lambda: None)
         self._set(self, "_refuse_old_prefixes", self._keep_refusal)
 
-    def _keep_refusal(self, outputs: Sequence[Any], adapter: str) -> None:
+    def _keep_refusal(self, num_cached_tokens: int, adapter: str) -> None:
         try:
-            VllmEngine._refuse_old_prefixes(self, outputs, adapter)
+            VllmEngine._refuse_old_prefixes(self, num_cached_tokens, adapter)
         except RuntimeError as refusal:
             self._refusals.append(str(refusal))
 

@@ -129,6 +129,7 @@ class HttpLine:
     def _ask(self, *, extensions: Mapping[str, object] | None = None, **request: Any) -> bytes:
         """The answer's bytes, at most max_response_kib of them."""
         end = time.monotonic() + self._timeout_s
+        late = f"no whole answer within {self._section}{self._timeout_key} = {self._timeout_s:g} s"
         received = bytearray()
         try:
             with self._client.stream(**request, extensions={"trace": self._trace, **(extensions or {})}) as response:
@@ -138,9 +139,10 @@ class HttpLine:
                         kib = self._most_bytes >> 10
                         raise Refused(f"the answer is larger than {self._section}max_response_kib = {kib} KiB")
                     if time.monotonic() > end:
-                        key = f"{self._section}{self._timeout_key}"
-                        raise _Again(f"no whole answer within {key} = {self._timeout_s:g} s")
+                        raise _Again(late)
                 status, retry_after = response.status_code, response.headers.get("retry-after")
+        except httpx.TimeoutException as error:  # nothing came for so long
+            raise _Again(f"{late} ({type(error).__name__})") from None
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: the client was closed
             raise _Again(f"{type(error).__name__}: {error}"[:_MOST_SHOWN]) from None
         if self._hidden:

@@ -16,6 +16,12 @@ State = TypeVar("State")
 _hints = functools.cache(get_type_hints)  # of a class; reading them takes longer than building one of it
 
 
+@functools.cache
+def _names(kind: type) -> tuple[str, ...]:
+    """Fields of a dataclass that are stored."""
+    return tuple(f.name for f in fields(kind) if f.init)
+
+
 def encode(value: object) -> bytes:
     """Dataclasses as maps by field name, arrays as (dtype, shape, bytes); exact, floats included (NaN too).
 
@@ -38,7 +44,7 @@ def decode(kind: type[State], data: bytes | memoryview) -> State:
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init}
+        return {name: _plain(getattr(value, name)) for name in _names(type(value))}
     if isinstance(value, np.ndarray):
         data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data  # no copy
         return [value.dtype.str, list(value.shape), data]
@@ -70,5 +76,5 @@ def _build(kind: Any, value: Any) -> Any:
         return tuple(_build(a, v) for a, v in zip(inner, value, strict=True))
     if is_dataclass(kind):
         hints = _hints(kind)  # type: ignore[arg-type]
-        return kind(**{f.name: _build(hints[f.name], value[f.name]) for f in fields(kind) if f.init})  # type: ignore[operator]
+        return kind(**{name: _build(hints[name], value[name]) for name in _names(kind)})  # type: ignore[operator, arg-type]
     return kind(value) if isinstance(kind, type) and issubclass(kind, str) else value

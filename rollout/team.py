@@ -290,19 +290,13 @@ class Team:
 
     def samples(self, completions: Sequence[Completion]) -> list[Sample]:
         """Ended or paused completions as parsed Samples, not yet judged; error samples if the orchestration's parser raises."""
-        places: dict[str, list[int]] = {}
-        for place, each in enumerate(completions):
-            places.setdefault(self.agents[each.agent].policy, []).append(place)
-        texts = [""] * len(completions)
-        for policy, own in places.items():
-            decoded = self.renderers[policy].decode_all([completions[place].token_ids for place in own])
-            for place, text in zip(own, decoded, strict=True):
-                texts[place] = text
-        return [self._sample(each, text) for each, text in zip(completions, texts, strict=True)]
+        return [self._sample(each) for each in completions]
 
-    def _sample(self, each: Completion, text: str) -> Sample:
+    def _sample(self, each: Completion) -> Sample:
         episode, ask, prompt_text, finish = each.episode, each.of.ask, each.of.prompt_text, each.finish
-        turn_start, in_thought = present_turn(self.renderer(ask.agent), prompt_text, each, text)
+        renderer = self.renderer(ask.agent)
+        text = renderer.decode(each.token_ids) if each.text is None else each.text  # None after a restart or an error
+        turn_start, in_thought = present_turn(renderer, prompt_text, each, text)
         sample = Sample(
             uid=each.uid,
             rollout_id=episode.rollout_id,

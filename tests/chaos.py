@@ -51,7 +51,8 @@ from trial import NO_STEP, NUM_WORKERS, SILENCE_S, WORDS, Trial
 
 from marsrl.trainer.report.metrics import read_metrics
 
-GRACE_S = 10.0  # a silent rank's run is over so long after run.silence_s, and what torchrun and Ray take
+GRACE_S = 10.0  # a silent rank's run is over so long after run.silence_s, and what torchrun and Ray take:
+LOADED_S = 60.0  # on a loaded machine
 START_S = 600.0  # for a run to come to its first step on a loaded machine
 END_S = 300.0  # for one to end after a fault that ends it
 SURVIVE_S = 400.0  # for one to train again after a fault that it survives
@@ -120,7 +121,7 @@ def stop_rank(run: Trial) -> str:
     silent.suspend()
     struck = time.monotonic()
     line = run.ended(END_S, rf"silent for run\.silence_s = {SILENCE_S:g} s: rank \d.*{GO_ON}|does not answer.*{GO_ON}")
-    if (elapsed := time.monotonic() - struck) > SILENCE_S + GRACE_S + 15:
+    if (elapsed := time.monotonic() - struck) > SILENCE_S + GRACE_S + LOADED_S:
         raise Loss(f"a silent rank ended the run after {elapsed:.0f} s")
     return line
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,11 +76,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """What a test or a run in this process sets for itself, variables, working directory and threads, is not that of the next
-    test, nor of what it starts."""
+    """What a test or a run in this process sets for itself, variables, working directory, threads and the answer to SIGTERM, is
+    not that of the next test, nor of what it starts."""
     torch, before, folder = sys.modules.get("torch"), dict(os.environ), os.getcwd()
-    num_threads = torch.get_num_threads() if torch else 0
+    num_threads, on_sigterm = torch.get_num_threads() if torch else 0, signal.getsignal(signal.SIGTERM)
     yield
+    signal.signal(signal.SIGTERM, on_sigterm)
     if torch and torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
     if os.environ != before:

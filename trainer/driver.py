@@ -22,6 +22,8 @@ from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_
 from marsrl.trainer.schools.schools import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import WarmStart
 
+_ANSWER_S = 60.0  # for an engine to report its tokens when the run is over
+
 
 @dataclass(slots=True)
 class Driver:
@@ -125,7 +127,7 @@ class Driver:
                 dtype=info.dtype,
                 sampler=info.sampler,
             ),
-            tokens_per_engine=tuple(count for pool in self.team.all_pools for count in pool.num_decoded()),
+            tokens_per_engine=tuple(count for pool in self.team.all_pools for count in pool.num_decoded(_ANSWER_S)),
             verified_syncs=self.num_syncs,
             warm_start=self._warm_start(config, started) if started else None,
             timings=dict(seconds),

@@ -334,16 +334,18 @@ class Run:
 
     def _sync(self, policy: str) -> None:
         """Send the policy's current weights to its engines and verify them; rank 0 logs the time. Collective."""
-        at_rest = nullcontext() if self.driver is None else self.driver.rollout.resting(self.versions)
+        driver = self.driver
+        adapter = policy if driver is not None and policy in driver.team.adapters else None
+        at_rest = nullcontext() if driver is None else driver.rollout.resting(self.versions, adapter)
         report = self.syncs[policy].publish(self.learners[policy], self.versions[policy], at_rest, self.standby.during)
-        if self.driver is None or report is None:
+        if driver is None or report is None:
             return
         end = time.monotonic()
         parts = {f"{part}_s": round(seconds, 4) for part, seconds in report.seconds_of.items()}
         arguments = {"version": report.version, "bytes": report.num_bytes, **parts}
         self.trace.add(f"sync/{policy}", "publish", end - report.seconds, end, arguments)
-        self.driver.num_syncs += 1
-        self.driver.log.note(report.metrics)
+        driver.num_syncs += 1
+        driver.log.note(report.metrics)
 
     def evaluate_if_due(self, step: int) -> None:
         """If due, evaluate into rank 0's metrics of this step, as eval/{agent} and eval/system. Collective."""

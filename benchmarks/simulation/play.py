@@ -16,6 +16,7 @@ from typing import Literal
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import MOST_TOKENS, RolloutConfig
+from marsrl.rollout.engines.texts import Texts as EngineTexts
 from marsrl.rollout.player.stages import Stages, StepBatch
 from marsrl.rollout.types import Group
 from simulation.cost_model import Constants, CostModel
@@ -121,7 +122,10 @@ class Simulation:
             written, grain, prompt_grain = one_token_texts(outcomes_of(constants, lengths)), TOKEN_GRAIN, TOKEN_GRAIN
         else:
             written, grain, prompt_grain = texts.written, texts.grain, 1
-        self.replicas = SimulatedReplicas(setting.engines, self.cost, lengths, written, self.clock, grain, prompt_grain)
+        of_engines = None if texts is None else EngineTexts(texts.renderer.decode)
+        self.replicas = SimulatedReplicas(
+            setting.engines, self.cost, lengths, written, self.clock, grain, prompt_grain, of_engines
+        )
         config = RolloutConfig(
             engines=setting.engines,
             prompts_per_step=setting.problems,

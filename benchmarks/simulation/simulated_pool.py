@@ -7,6 +7,7 @@ tokens. Only the engines are replaced, nothing of the player, the pool or the te
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.pool.replicas import OnLost, Replicas, Timed, ignore_loss
 from marsrl.rollout.types import Finish, IntArray
 from simulation.cost_model import CostModel
@@ -27,6 +29,9 @@ TOKEN_GRAIN = 128
 Written = Callable[[str, int, int], IntArray]
 """(uid, number of tokens, those left behind them) -> [N] int32: what an engine decodes next of a completion, its end where none
 is left."""
+
+PICKLE = 5
+"""Pickle protocol of requests and results, which travel between rank 0 and engines."""
 
 _TOGETHER_S = 1.0  # results that end this close together are collected at once
 
@@ -48,7 +53,8 @@ class SimulatedReplicas(Replicas):
 
     lengths: whole lengths of completions, in real tokens. written: their tokens. grain, prompt_grain: real tokens that one of a
         completion, of a prompt, stands for.
-    first_token_s: time of the first token, by uid; readers remove their entries. own_cpu_s: CPU seconds of this simulation.
+    texts: of completions; None: engines return none. first_token_s: time of the first token, by uid; readers remove their
+        entries. own_cpu_s: CPU seconds of this simulation, texts and the engines' ends of messages included.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class SimulatedReplicas(Replicas):
         clock: VirtualClock,
         grain: int = TOKEN_GRAIN,
         prompt_grain: int = TOKEN_GRAIN,
+        texts: Texts | None = None,
     ) -> None:
         self.grain, self.prompt_grain = grain, prompt_grain
         self.own_cpu_s = 0.0
@@ -67,11 +74,11 @@ class SimulatedReplicas(Replicas):
         self.clock = clock
         self.decoded_tokens = 0
         self.first_token_s: dict[str, float] = {}
-        self._lengths, self._written = lengths, written
+        self._lengths, self._written, self._texts = lengths, written, texts
         self._left: dict[str, int] = {}  # simulated tokens still to come, by uid of an unfinished completion
         self._cached: dict[str, tuple[int, int]] = {}  # uid or affinity: (replica, version) that holds its prefix
         self._under_way: list[dict[str, _UnderWay]] = [{} for _ in range(num_engines)]
-        self._aborted: dict[int, list[DecodeResult]] = {}
+        self._aborted: dict[int, bytes] = {}
         self._next_s = [math.inf] * num_engines  # when each engine's batch changes next
 
     @property
@@ -92,10 +99,11 @@ class SimulatedReplicas(Replicas):
         raise ValueError(f"simulated engines only decode: they hold no weights, and have no {method}")
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
+        message = pickle.dumps(requests, PICKLE)
         begin = time.process_time()
         engine, now_s = self.engines[replica], self.clock.now_s
         assert not engine.run(now_s), "what has ended is collected before more is submitted"
-        for request in requests:
+        for request in pickle.loads(message):
             left = self._left.pop(request.uid, None)
             prefix = request.affinity if left is None else request.uid
             whole = -(-self._lengths.tokens(request.uid) // self.grain)
@@ -115,12 +123,15 @@ class SimulatedReplicas(Replicas):
     def collect(self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True) -> list[tuple[int, Timed]]:
         if self._aborted:
             cut, self._aborted = self._aborted, {}
-            return [(replica, Timed(results, self.clock.now_s, self.clock.now_s)) for replica, results in cut.items()]
+            return [
+                (replica, Timed(pickle.loads(each), self.clock.now_s, self.clock.now_s))
+                for replica, each in cut.items()
+            ]
         begin = time.process_time()
         start = self.clock.now_s
         limit = start + timeout_s
         self.clock.now_s = min(limit, min(self._next_s) + _TOGETHER_S)
-        answers, last_s = [], start
+        answers, last_s = list[tuple[int, bytes]](), start
         for replica in busy:
             ended: list[str] = []
             while self._next_s[replica] <= self.clock.now_s:
@@ -128,13 +139,14 @@ class SimulatedReplicas(Replicas):
                 ended += self.engines[replica].run(self.clock.now_s)
                 self._next_s[replica] = self.engines[replica].next_event_s()
             if ended:
-                answers.append((replica, Timed(self._results(replica, ended), start, self.clock.now_s)))
+                answers.append((replica, pickle.dumps(self._results(replica, ended), PICKLE)))
         if answers and min(self._next_s) == math.inf:
             self.clock.now_s = last_s  # nothing else can end earlier
         self.own_cpu_s += time.process_time() - begin
-        return answers
+        return [(replica, Timed(pickle.loads(each), start, self.clock.now_s)) for replica, each in answers]
 
-    def abort(self, busy: Sequence[int]) -> None:
+    def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
+        assert adapter is None, "one policy without adapters is simulated"
         for replica in busy:
             assert not self.engines[replica].run(self.clock.now_s), (
                 "what has ended is collected before the rest is aborted"
@@ -143,9 +155,9 @@ class SimulatedReplicas(Replicas):
             results = []
             for uid, decoded in self.engines[replica].abort():
                 results.append(self._result(replica, uid, decoded // self.grain, is_cut=True))
-            self._aborted[replica] = results
+            self._aborted[replica] = pickle.dumps(results, PICKLE)
 
-    def num_decoded(self) -> list[int]:
+    def num_decoded(self, within_s: float) -> list[int]:
         return [self.decoded_tokens] + [0] * (len(self.engines) - 1)
 
     def close(self) -> None:
@@ -174,4 +186,5 @@ class SimulatedReplicas(Replicas):
             self._cached[uid] = (replica, under_way.version)
             finish = Finish.UNFINISHED if is_cut else Finish.LENGTH
         self.decoded_tokens += num_new * self.grain
-        return DecodeResult(uid, token_ids, np.zeros(num_new, np.float32), finish, under_way.version)
+        result = DecodeResult(uid, token_ids, np.zeros(num_new, np.float32), finish, under_way.version)
+        return result if self._texts is None else self._texts.told(under_way.request, result)

@@ -61,8 +61,8 @@ class StandInRenderer:
         tokens = self.constants.solver_prompt + num_shown * self.constants.shown_tokens
         return np.zeros(-(-int(tokens) // TOKEN_GRAIN), np.int32), ""
 
-    def decode_all(self, completions: Sequence[IntArray]) -> list[str]:
-        return [_TEXTS[ids[-1]] if len(ids) else "" for ids in completions]
+    def decode(self, ids: IntArray) -> str:
+        return _TEXTS[ids[-1]] if len(ids) else ""
 
 
 def problem_stream(text: Callable[[int], str] = lambda n: "?", answer: str = "7") -> NumberedProblems:

@@ -33,7 +33,6 @@ _PLACEHOLDER_PATTERN = re.compile(r"MARSRLCONTENT(\d+)ENDCONTENT")
 _HERMES = re.compile(r"<tool_call>\s*\{")
 _ANSWER = "MARSRLANSWER"  # placeholder for a completion in a chat rendered only for the text after it
 _BYTES = (1, 2, 3, 4)  # of a character in UTF-8
-_TOKENS_TOGETHER = 1 << 20  # ids decoded at once: as Python ints they take 36 bytes each
 _NO_CLASS = re.compile(r'"tokenizer_class":\s*"TokenizersBackend"')  # transformers' own word for it
 
 
@@ -244,30 +243,14 @@ class ChatRenderer:
 
     def decode(self, ids: IntArray) -> str:
         """A completion's text, control words included, without the stop token at its end."""
-        return self.decode_all([ids])[0]
-
-    def decode_all(self, completions: Sequence[IntArray]) -> list[str]:
-        """`decode` of each. Byte-level vocabularies take a table; others all cores, unless the tokenizer is written in Python."""
-        if self._token_bytes is not None:
-            return [self._token_bytes.text(self._without_stop(ids)) for ids in completions]
-        texts: list[str] = []
-        numbers: list[list[int]] = []
-        num_tokens = 0
-        for ids in completions:
-            numbers.append(self._without_stop(ids).tolist())
-            num_tokens += len(ids)
-            if num_tokens > _TOKENS_TOGETHER:
-                texts += self._texts(numbers)
-                numbers, num_tokens = [], 0
-        return texts + self._texts(numbers)
+        if len(ids) and int(ids[-1]) in self.stop_ids:
+            ids = ids[:-1]
+        return self._text(ids.tolist()) if self._token_bytes is None else self._token_bytes.text(ids)
 
     @cached_property
     def _token_bytes(self) -> TokenBytes | None:
         """The vocabulary's bytes where it is byte-level, else None; reading them takes 0.2 s."""
         return TokenBytes.of(self._fast) if self._fast is not None else None
-
-    def _without_stop(self, ids: IntArray) -> IntArray:
-        return ids[:-1] if len(ids) and int(ids[-1]) in self.stop_ids else ids
 
     def pieces(self, ids: IntArray) -> list[str]:
         """The text of each token, for display; joined, they are the whole text, stop token included.

@@ -34,6 +34,7 @@ from marsrl.rollout.engines.protocol import (
     WrongVersion,
     why_not_decodable,
 )
+from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json, read_key
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -62,7 +63,7 @@ class OpenAIEngine:
         Raises:
             ValueError: the variable named by options.api_key_env is unset or not a valid header.
         """
-        self._options, self._renderer = options, renderer
+        self._options, self._renderer, self._texts = options, renderer, Texts(renderer.decode)
         self._max_model_len = max_model_len
         self._key = None if options.api_key_env is None else read_key(options.api_key_env, "openai.api_key_env")
         self._stops = [renderer.prompt_text(np.asarray([i], np.int32)) for i in renderer.stop_ids][:_MOST_STOPS]
@@ -104,8 +105,8 @@ class OpenAIEngine:
         self._num_decoded += sum(len(result.token_ids) for result in results)
         return [*aborted, *results]
 
-    def abort(self) -> None:
-        """Abort all requests: they return UNFINISHED and empty, as no part of an answer is known."""
+    def abort(self, adapter: str | None = None) -> None:
+        """Abort all requests, as a server has no adapters: they return UNFINISHED and empty, as no part of an answer is known."""
         with self._lock:
             for request, work in self._under_way.values():
                 work.cancel()
@@ -197,7 +198,8 @@ class OpenAIEngine:
         is_whole = finish == "stop" and len(ids) <= request.max_new_tokens
         # its tokens are not ours: our encoding may be longer
         ids, finish = ids[: request.max_new_tokens], Finish.STOP if is_whole else Finish.LENGTH
-        return DecodeResult(request.uid, ids, np.full(len(ids), np.nan, np.float32), finish, _VERSION)
+        result = DecodeResult(request.uid, ids, np.full(len(ids), np.nan, np.float32), finish, _VERSION)
+        return self._texts.told(request, result)
 
 
 def _parse(answer: bytes) -> tuple[str, str]:

@@ -5,7 +5,7 @@ version. It decodes, scores given tokens, and loads new weights:
 
     engine.submit([DecodeRequest, ...], version=3)                             also while it decodes others
     engine.collect(timeout_s=0.2)                      -> [DecodeResult, ...]  finished ones, in any order
-    engine.abort()                                                             the rest returns as far as decoded
+    engine.abort()                                                             what is under way returns as far as decoded
     engine.update_weights(WeightUpdate(path, version)) -> WeightReceipt        a checksum for every tensor it holds
     engine.update_adapter(AdapterUpdate(name, path, version)) -> WeightReceipt also while it decodes for others
 """
@@ -64,6 +64,7 @@ class DecodeRequest:
     expected_new_tokens: an estimate, for a pool to send the longest first; None: max_new_tokens.
     experts_from: record the experts of the tokens fed to the model from this index on (router replay); None: none.
     adapter: name of the adapter, at adapter_version; empty: the engine's bare weights.
+    text_from: return the text of these tokens from this index on, and of the new ones behind them; None: no text.
     """
 
     uid: str
@@ -76,6 +77,11 @@ class DecodeRequest:
     experts_from: int | None = None
     adapter: str = ""
     adapter_version: int = 0
+    text_from: int | None = None
+
+    def uses(self, adapter: str | None) -> bool:
+        """True if it decodes with this adapter (empty: with the bare weights; None: whatever it decodes with)."""
+        return adapter is None or adapter == self.adapter
 
 
 def why_not_decodable(request: DecodeRequest, max_model_len: int | None, vocab_size: int | None) -> str:
@@ -103,6 +109,7 @@ class DecodeResult:
     depends; None if not requested, or nothing was decoded.
     kept_tokens: at each new token's position; None if not requested.
     seconds: this request's share of the engine's time (time_shares.py); of a server, its response time.
+    text: as requested by text_from (texts.py); None if not, or the request was aborted or has failed.
     """
 
     uid: str
@@ -115,6 +122,7 @@ class DecodeResult:
     routed_experts: ExpertArray | None = None
     kept_tokens: KeptTokens | None = None
     seconds: float = 0.0
+    text: str | None = None
 
     @classmethod
     def without_tokens(cls, uid: str, finish: Finish, version: int, error: str = "") -> DecodeResult:
@@ -258,8 +266,11 @@ class Engine(Protocol):
         Returns at once if there is nothing to decode.
         """
 
-    def abort(self) -> None:
-        """Abort all requests: the next `collect` returns every one, partial ones as UNFINISHED."""
+    def abort(self, adapter: str | None = None) -> None:
+        """Abort the requests that use the adapter (None: all): the next `collect` returns every one, partial ones as UNFINISHED.
+
+        The others decode on.
+        """
 
     def num_decoded(self) -> int:
         """Tokens decoded since the engine started (for progress bars)."""
@@ -267,7 +278,7 @@ class Engine(Protocol):
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats, at temperature 1, over the whole vocabulary.
 
-        is_probe: checks a weight sync and the caches; else a teacher scores samples.
+        is_probe: checks a weight sync and the caches; else a teacher scores samples. Requests that are running decode on.
         """
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:

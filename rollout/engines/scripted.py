@@ -20,7 +20,7 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     check_versions,
 )
-from marsrl.rollout.engines.stops import StopTexts
+from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 Script = Callable[[DecodeRequest], "str | Sequence[int]"]
@@ -45,7 +45,7 @@ class ScriptedEngine:
     at its end unless it has one; `fail(request)` may give a reason to end a request in ERROR. Log-probs are a
     fixed function of token and position. `score` gives the probe's (default: the same function).
 
-    decode: to find strings of Sampling.stop; without it they are ignored.
+    decode: for texts and strings of Sampling.stop; without it there are none.
     tokens_per_step: of each running request per `collect`; None: all the rest.
     adapters: names that requests may use; the same script answers.
     """
@@ -64,9 +64,9 @@ class ScriptedEngine:
     ) -> None:
         self._tokens_per_step = tokens_per_step
         self._under_way: deque[_UnderWay] = deque()  # submit may come from another thread
-        self._is_aborting = False
+        self._aborts: deque[str | None] = deque()  # adapters; abort may too
         self._script, self._encode, self._fail, self._score = script, encode, fail, score
-        self._stops = StopTexts(decode) if decode is not None else None
+        self._texts = Texts(decode) if decode is not None else None
         self._answers: dict[str, tuple[int, list[int]]] = {}  # uid: (length of the prompt, whole completion)
         self._num_decoded = 0
         self._versions = {"": version, **dict.fromkeys(adapters, 0)}  # by adapter
@@ -86,12 +86,13 @@ class ScriptedEngine:
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         results = []
-        is_last, self._is_aborting = self._is_aborting, False
+        aborts = {self._aborts.popleft() for _ in range(len(self._aborts))}
         for _ in range(len(self._under_way)):
             work = self._under_way.popleft()
             if work.answer is None:
                 work.answer = self._answer(work.request)
             answer, before = work.answer, work.num_done
+            is_last = any(map(work.request.uses, aborts))
             if not is_last:
                 work.num_done = min(len(answer.token_ids), before + (self._tokens_per_step or len(answer.token_ids)))
             self._num_decoded += work.num_done - before
@@ -100,13 +101,13 @@ class ScriptedEngine:
             elif is_last:
                 n = work.num_done
                 part = replace(answer, token_ids=answer.token_ids[:n], logprobs=answer.logprobs[:n])
-                results.append(replace(part, finish=Finish.UNFINISHED))
+                results.append(replace(part, finish=Finish.UNFINISHED, text=None))
             else:
                 self._under_way.append(work)
         return results
 
-    def abort(self) -> None:
-        self._is_aborting = True
+    def abort(self, adapter: str | None = None) -> None:
+        self._aborts.append(adapter)
 
     def _answer(self, request: DecodeRequest) -> DecodeResult:
         """The script's whole answer to a request."""
@@ -122,7 +123,8 @@ class ScriptedEngine:
         is_whole = done + len(ids) == len(whole) and len(ids) > 0 and self._ends(whole, request)
         logprobs = scripted_logprobs(ids, len(request.token_ids))
         finish = Finish.STOP if is_whole else Finish.LENGTH
-        return DecodeResult(request.uid, ids, logprobs, finish, version, num_cached_tokens=max(done - 1, 0))
+        result = DecodeResult(request.uid, ids, logprobs, finish, version, num_cached_tokens=max(done - 1, 0))
+        return result if self._texts is None else self._texts.told(request, result)
 
     def _whole(self, request: DecodeRequest) -> list[int]:
         answer = self._script(request)
@@ -141,7 +143,7 @@ class ScriptedEngine:
         """True if its last token ends it, or completes a stop string."""
         sampling, none = request.sampling, np.zeros(0, np.int32)
         return drawn[-1] in sampling.stop_token_ids or (
-            self._stops is not None and self._stops.is_ended(none, drawn, sampling.stop)
+            self._texts is not None and self._texts.is_ended(none, drawn, sampling.stop)
         )
 
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
@@ -165,6 +167,10 @@ class ScriptedEngine:
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
         """Note the version: there is no model to adapt."""
         self._need("weights")
+        if any(work.request.uses(update.name) for work in self._under_way):
+            raise RuntimeError(
+                f"ScriptedEngine.update_adapter: requests of {update.name} are under way; abort them first"
+            )
         self._versions[update.name] = update.version
         return WeightReceipt(update.version, ({},), 0.0)
 

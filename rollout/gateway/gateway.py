@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -34,11 +34,14 @@ _MOST_SHOWN = 2000  # characters kept of a program's error
 class Gateway:
     """To the player a pool of one tool, whose calls are sessions. See the module.
 
-    agents: by name, which programs give as the model.
+    agents: by name, which programs give as the model. clock: seconds, by which a session takes too long, or
+    a worker is silent.
     """
 
-    def __init__(self, config: ExternalConfig, agents: Mapping[str, Agent]) -> None:
-        self.config, self.agents = config, agents
+    def __init__(
+        self, config: ExternalConfig, agents: Mapping[str, Agent], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config, self.agents, self._clock = config, agents, clock
         self._news = threading.Condition()  # its lock guards everything that both threads use
         self._waiting: dict[bool, deque[Session]] = {True: deque(), False: deque()}  # by Session.trains
         self._calls: dict[str, list[Call]] = {}  # not taken yet, by session
@@ -105,7 +108,7 @@ class Gateway:
         Args:
             most: sessions at once; as many of an evaluation beside those of training, which pause meanwhile.
         """
-        self._workers[worker] = time.monotonic()
+        self._workers[worker] = self._clock()
         sessions: list[Session] = []
         for trains, waiting in self._waiting.items():
             room = most - sum(each.worker == worker and each.trains == trains for each in self._playing.values())
@@ -137,7 +140,7 @@ class Gateway:
 
     def tick(self) -> list[str]:
         """End what takes too long; called periodically. Returns newly lost, silent workers."""
-        now, most = time.monotonic(), self.config.timeout_s
+        now, most = self._clock(), self.config.timeout_s
         silent = [name for name, seen in self._workers.items() if now - seen > SILENCE_S]
         for worker in silent:
             self.lose(worker, f"it has asked for nothing for {SILENCE_S:g} s")
@@ -159,7 +162,8 @@ class Gateway:
             self._stop(session)
 
     def _wait_for_worker(self, name: str, problem: Mapping[str, Any], output: Future[ToolOutput], attempt: int) -> None:
-        session = Session(name, problem, output, self.agents, self._send, self.config.max_calls, attempt)
+        most = self.config.max_calls
+        session = Session(name, problem, output, self.agents, self._send, most, attempt, self._clock)
         self._waiting[session.trains].append(session)
 
     def _send(self, call: Call) -> None:

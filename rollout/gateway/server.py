@@ -16,6 +16,7 @@ import json
 import logging
 import secrets
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -172,16 +173,21 @@ def _key_of(request: Request) -> str:
 
 
 @contextmanager
-def open_gateway(config: ExternalConfig, agents: Mapping[str, Agent], key: str | None = None) -> Iterator[Gateway]:
+def open_gateway(
+    config: ExternalConfig,
+    agents: Mapping[str, Agent],
+    key: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Gateway]:
     """Run a gateway in a thread of its own, with locally started workers.
 
-    key: of workers; None: a random one.
+    key: of workers; None: a random one. clock: see Gateway.
 
     Raises:
         OSError: the address cannot be bound.
     """
     key = key or secrets.token_urlsafe(24)
-    gateway = Gateway(config, agents)
+    gateway = Gateway(config, agents, clock)
     with listen(config.host, config.port) as listening:
         url = f"http://{config.host}:{listening.getsockname()[1]}"
         workers = Workers(config, url, key)

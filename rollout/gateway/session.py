@@ -37,7 +37,7 @@ class CallLost(Exception):
 class Session:
     """See the module. id: of the episode; key: authenticates its requests; problem: as sent to the worker.
 
-    worker: that plays it; "": none yet. output: resolved at its end. send: passes a call to the player.
+    worker: that plays it; "": none yet. output: resolved at its end. send: passes a call to the player. clock: seconds.
     """
 
     id: str
@@ -47,12 +47,13 @@ class Session:
     send: Callable[[Call], None]
     max_calls: int
     attempt: int = 0
+    clock: Callable[[], float] = time.monotonic
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     worker: str = ""
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float = 0.0  # set by `start`
     num_calls: int = 0
     own_s: float = 0.0  # excluding the time with open calls
-    _idle_since: float = field(default_factory=time.monotonic)
+    _idle_since: float = 0.0
     _history: History = field(default_factory=History)
     _numbers: Counter[str] = field(default_factory=Counter)  # number of samples begun, by agent
     _read: dict[str, None] = field(default_factory=dict)  # uids whose last turn was read, in order
@@ -67,7 +68,7 @@ class Session:
 
     def start(self, worker: str) -> None:
         """Assign it to a worker."""
-        self.worker, self.began_s = worker, time.monotonic()
+        self.worker, self.began_s = worker, self.clock()
         self._idle_since = self.began_s
 
     @property
@@ -77,7 +78,7 @@ class Session:
 
     def seconds_alone(self) -> float:
         """Seconds without an open call."""
-        return self.own_s + (0.0 if self._num_open else time.monotonic() - self._idle_since)
+        return self.own_s + (0.0 if self._num_open else self.clock() - self._idle_since)
 
     async def ask(self, ask: Ask, body: bytes, *, is_retry: bool, is_long: bool) -> asyncio.Task[Answer]:
         """Begin a call; a retry (same body) gets the first call's answer, unless that was lost.
@@ -116,7 +117,7 @@ class Session:
 
     def end(self, said: Mapping[str, Any]) -> ToolOutput:
         """End it with its worker's report, {reward | rewards | answer | error}; an error if that is invalid."""
-        seconds = time.monotonic() - self.began_s
+        seconds = self.clock() - self.began_s
         try:
             if said.get("error") is not None:
                 raise ValueError(str(said["error"]))
@@ -268,13 +269,13 @@ class Session:
 
     def _note_begin(self) -> None:
         if not self._num_open:
-            self.own_s += time.monotonic() - self._idle_since
+            self.own_s += self.clock() - self._idle_since
         self._num_open += 1
 
     def _note_end(self) -> None:
         self._num_open -= 1
         if not self._num_open:
-            self._idle_since = time.monotonic()
+            self._idle_since = self.clock()
 
     def _is_answered(self, task: asyncio.Task[Answer]) -> None:
         self._note_end()

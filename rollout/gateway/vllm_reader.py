@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Mapping
 from copy import deepcopy
@@ -42,6 +43,7 @@ class VllmReader:
     ) -> None:
         from vllm.parser import ParserManager
 
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # else a traceback of each malformed call
         self.reads_calls = tool_parser is not None
         # a parser may encode, which briefly changes the tokenizer; other threads use the renderer's own
         self._tokenizer, self._options = deepcopy(renderer.tokenizer), dict(template_options)

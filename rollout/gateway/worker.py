@@ -104,8 +104,9 @@ class Worker:
 
     def __init__(self, url: str, key: str, name: str, most: int, play: Callable[..., Any]) -> None:
         self._url, self._key, self._name, self._most, self._play = url.rstrip("/"), key, name, most, play
+        self._lock = threading.Lock()  # guards:
         # how to end each running session, by key; a key may come twice
-        self._open: dict[str, Callable[[], None]] = {}
+        self._open: dict[str, Callable[[], Any]] = {}
         self._loop = asyncio.new_event_loop()  # of async functions
         self._loop.set_default_executor(ThreadPoolExecutor(4 * most))
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -122,21 +123,32 @@ class Worker:
                 self._open[given["api_key"]] = lambda: None
                 threading.Thread(target=self._session, args=(given,), daemon=True).start()
             for key in news["over"]:
-                self._open.pop(key, lambda: None)()
+                with self._lock:
+                    end = self._open.pop(key, lambda: None)
+                end()
 
     def end(self) -> None:
         """End all running sessions."""
         for end in list(self._open.values()):
             end()
 
+    def _ends_by(self, key: str, end: Callable[[], Any]) -> None:
+        """Note how to end a running session; ends it at once if it is over."""
+        with self._lock:
+            is_over = key not in self._open
+            if not is_over:
+                self._open[key] = end
+        if is_over:
+            end()
+
     def _session(self, given: dict[str, Any]) -> None:
         key = given["api_key"]
         try:
             client = Client(f"{self._url}/v1", key, given["session"], given["agents"])
-            found = self._play(SimpleNamespace(**given["problem"]), client, lambda end: self._open.update({key: end}))
+            found = self._play(SimpleNamespace(**given["problem"]), client, lambda end: self._ends_by(key, end))
             if inspect.isawaitable(found):
                 task = asyncio.run_coroutine_threadsafe(_awaited(found), self._loop)
-                self._open[key] = task.cancel  # type: ignore[assignment]
+                self._ends_by(key, task.cancel)
                 found = task.result()
             said = _as_end(found)
         except BaseException as error:

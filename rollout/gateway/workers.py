@@ -47,9 +47,9 @@ class _Worker:
     def _read(self) -> None:
         assert self.process.stderr is not None
         while chunk := os.read(self.process.stderr.fileno(), 1 << 16):
+            self._tail = (self._tail + chunk)[-_MOST_SHOWN:]
             with suppress(OSError):
                 os.write(2, chunk)
-            self._tail = (self._tail + chunk)[-_MOST_SHOWN:]
 
 
 class Workers:

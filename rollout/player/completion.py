@@ -41,6 +41,7 @@ class Completion:
     kept_tokens: of the completion's N tokens; None until a segment records them.
     num_decoded: tokens of the current segment decoded before an abort. seconds: of an engine.
     finish, error: finish reason, and the cause of a failure. sample: while being judged (without a reward) and at the end.
+    text: of all tokens, by the engine that drew the last ones; None: not known. Not in checkpoints.
     call, call_start: the program's call answered by the current turn, and the turn's first token in the completion.
     """
 
@@ -57,6 +58,7 @@ class Completion:
     finish: Finish = Finish.UNFINISHED
     error: str = ""
     sample: Sample | None = None
+    text: str | None = field(default=None, init=False, repr=False)
     call: Call | None = field(default=None, init=False, repr=False)
     call_start: int = field(default=0, init=False)
     of: OpenAsk = field(init=False, repr=False)
@@ -80,7 +82,10 @@ class Completion:
             sampling = replace(sampling, stop=(*sampling.stop, *self.call.stop))
             max_new_tokens = min(max_new_tokens, self.tokens_left_of_call)
         tokens = np.concatenate([self.of.prompt_ids, self.token_ids]).astype(np.int32, copy=False)
-        return DecodeRequest(self.uid, tokens, max_new_tokens, sampling, seed, self.of.ask.id, **more)
+        text_from = len(self.of.prompt_ids)
+        return DecodeRequest(
+            self.uid, tokens, max_new_tokens, sampling, seed, self.of.ask.id, text_from=text_from, **more
+        )
 
     @property
     def tokens_left_of_call(self) -> int:

@@ -239,7 +239,7 @@ class Player:
             each.extend(result)
             each.finish, each.error = self._finish(each, result), result.error
             if each.finish is not Finish.UNFINISHED:
-                each.num_decoded = 0
+                each.num_decoded, each.text = 0, result.text
                 ended.append(each)
                 continue
             each.state = State.DUE
@@ -253,15 +253,20 @@ class Player:
         while self._go_on():
             pass
 
-    def drain(self) -> None:
-        """Abort decoding and keep the tokens. Judging continues: a judge has its own engines or processes."""
-        for pool in self.team.pools.values():
-            self.take(pool.drain())
+    def drain(self, adapter: str | None = None) -> None:
+        """Abort decoding (of this adapter; None: of all policies) and keep the tokens.
 
-    def rest(self) -> None:
-        """Drain, and submit nothing until `resume`: the engines are free for other calls."""
+        Judging continues: a judge has its own engines or processes.
+        """
+        pools = self.team.pools.values() if adapter is None else [self.team.pool_of(adapter)]
+        for pool in pools:
+            self.take(pool.drain(adapter))
+
+    def rest(self, adapter: str | None = None) -> None:
+        """Drain, and submit nothing until `resume`: the engines are free for other calls, or for an update of this adapter while
+        they decode on for the others."""
         self.is_resting = True
-        self.drain()
+        self.drain(adapter)
 
     def resume(self, versions: Mapping[str, int]) -> None:
         """Resume under the given policy versions, which the next segments get."""

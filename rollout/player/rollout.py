@@ -3,7 +3,7 @@
     trainer's thread                         "marsrl-rollout"
     next_batch: want, wait for a batch  <--  loop: submit what is due -> collect (unlocked) -> absorb
     train
-    with resting(new versions):  --------->  pauses, engines idle, all decoded tokens kept
+    with resting(new versions):  --------->  pauses, engines idle (or without one adapter's requests), decoded tokens kept
         publish, evaluate
     snapshot (any time)
 
@@ -85,9 +85,10 @@ class Rollout:
         return batch
 
     @contextmanager
-    def resting(self, versions: Mapping[str, int] | None = None) -> Iterator[None]:
+    def resting(self, versions: Mapping[str, int] | None = None, adapter: str | None = None) -> Iterator[None]:
         """In the body engines are idle and free for other calls; afterwards decoding resumes, under `versions` if given.
 
+        adapter: only its requests end; the body updates it while the engines decode on for the others, whose results wait.
         After an error in the body nothing resumes.
         """
         if self._thread is None:
@@ -97,7 +98,7 @@ class Rollout:
             self._wants_rest = True
             self._changed.wait_for(lambda: not self._is_collecting)
             self._check()
-            self.stages.rest()
+            self.stages.rest(adapter)
         yield
         with self._changed:
             self.stages.resume(versions if versions is not None else self.stages.player.versions)

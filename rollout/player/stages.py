@@ -216,9 +216,9 @@ class Stages:
         self.state.num_taken += 1
         return self.state.ready.pop(0)
 
-    def rest(self) -> None:
+    def rest(self, adapter: str | None = None) -> None:
         """Abort decoding; engines are free for other calls; see Player.rest."""
-        self.player.rest()
+        self.player.rest(adapter)
         self._end_if_over()
 
     def resume(self, versions: Mapping[str, int]) -> None:

@@ -117,12 +117,13 @@ class Dispatcher:
             self.end(request.uid)
         self.add(waiting)
 
-    def drop_waiting(self) -> list[DecodeRequest]:
-        """Remove and return everything not sent yet."""
-        waiting = [entry for queue in self._queues for entry in queue]
+    def drop_waiting(self, adapter: str | None = None) -> list[DecodeRequest]:
+        """Remove and return the requests not sent yet that use the adapter (None: all)."""
+        waiting = [entry for queue in self._queues for entry in queue if entry[2].uses(adapter)]
         for queue in self._queues:
-            queue.clear()
-        self.num_waiting = 0
+            queue[:] = [entry for entry in queue if not entry[2].uses(adapter)]
+            heapq.heapify(queue)
+        self.num_waiting -= len(waiting)
         dropped = [request for _, _, request in sorted(waiting, key=lambda entry: entry[1])]
         for request in dropped:
             self.end(request.uid)

@@ -22,9 +22,10 @@ from typing import TypeVar
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine
 from marsrl.rollout.pool.replicas import Timed
+from marsrl.rollout.types import Finish
 
 _WAIT_SHARE = 0.1
-_DECODE_S = 1.0  # of one call of the engine's collect if nothing ends
+_DECODE_S = 0.1  # of one call of the engine's collect if nothing ends: the longest wait of `call` beside decoding
 
 Returned = TypeVar("Returned")
 
@@ -90,10 +91,10 @@ class EngineThread:
             self._error = error
             self._changed.notify_all()
 
-    def abort(self) -> None:
-        """Stop all requests where they are: they are due at once."""
+    def abort(self, adapter: str | None = None) -> None:
+        """Stop the requests that use the adapter (None: all) where they are: they are due at once."""
         with self._changed:
-            self._engine.abort()
+            self._engine.abort(adapter)
             self._decode_on()  # an engine drops an abort if nothing is under way
 
     def _decode_on(self) -> None:
@@ -103,8 +104,7 @@ class EngineThread:
 
     def _decode(self) -> None:
         try:
-            while self._is_decoding:
-                self._gather(self._engine.collect(_DECODE_S))
+            self._gather(self._engine.collect(_DECODE_S))
         except BaseException as error:
             with self._changed:
                 self._is_decoding = False
@@ -113,9 +113,14 @@ class EngineThread:
     def _gather(self, results: Sequence[DecodeResult]) -> None:
         with self._changed:
             now, is_first = self._clock(), not self._gathered
+            is_aborted = any(result.finish is Finish.UNFINISHED for result in results)
             for result in results:
                 self._due = min(self._due, now + _WAIT_SHARE * (now - self._began.pop(result.uid)))
+            if is_aborted:
+                self._due = now
             self._gathered += results
             self._is_decoding = bool(self._began)
-            if (results and is_first) or now >= self._wake_at or not self._is_decoding:
+            if self._is_decoding:
+                self._executor.submit(self._decode)  # behind the calls that wait
+            if (results and is_first) or is_aborted or now >= self._wake_at or not self._is_decoding:
                 self._changed.notify_all()

@@ -59,6 +59,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         pool.submit(requests, version=3)          # at any time; dispatch.py decides which replica gets what, and when
         results = pool.collect(timeout_s=0.2)     # what has finished
         results = pool.drain()                    # the rest, as far as decoded; the replicas are idle afterwards
+        results = pool.drain("verifier")          # of one adapter; the others decode on
 
     A lost replica is restarted where possible (recovery.py), and its requests are decoded again from where
     each began: callers notice only the delay. A request that was on `attempts` lost replicas is retried alone, once
@@ -104,7 +105,8 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._losses: Counter[str] = Counter()  # number of lost replicas a request was on, by uid
         self._retry_alone: deque[DecodeRequest] = deque()
         self._faults = Faults()
-        self._is_draining = False
+        self._over: list[DecodeResult] = []  # of requests that were given up, for the next `collect`
+        self._is_drained: Callable[[DecodeRequest], bool] = lambda request: False  # now
         self._sleeps = sleeps
         self._asleep: tuple[MemoryPart, ...] = ()  # which of the replicas' memory the trainer has
         self._deadline_s, self._clock = deadline_s, clock
@@ -223,14 +225,14 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def infos(self) -> list[EngineInfo]:
         return self._call("info")
 
-    def num_decoded(self) -> list[int]:
-        """Tokens decoded since the start, by replica, serving or not."""
-        return self._replicas.num_decoded()
+    def num_decoded(self, within_s: float = 1.0) -> list[int]:
+        """Tokens decoded since the start, by replica, serving or not; the last known number if one does not answer within_s."""
+        return self._replicas.num_decoded(within_s)
 
     @property
     def num_under_way(self) -> int:
         """Requests submitted and not returned yet."""
-        return len(self._sent) + self._dispatch.num_waiting + len(self._retry_alone)
+        return len(self._sent) + self._dispatch.num_waiting + len(self._retry_alone) + len(self._over)
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int, at_once: bool = False) -> None:
         """Queue requests and send those for which a replica has a free slot.
@@ -254,7 +256,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         """
         self._look_for_places()
         busy = self._dispatch.busy
-        if not busy:
+        if not busy and not self._over:
             if self.num_under_way:  # for replicas without weights
                 time.sleep(min(timeout_s, _DRAIN_S))
                 self._send()
@@ -274,24 +276,27 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             if result.finish is not Finish.UNFINISHED:
                 del self._losses[result.uid]
         for replica, reason in lost or self._overdue():
-            results += self._requeued(replica, reason)
+            self._replace(replica, reason)
+        results += self._over
+        self._over = []
         self._send()
         if not self.num_under_way:
             self._spans.end()
         return results
 
-    def drain(self) -> list[DecodeResult]:
-        """Stop everything: returns all requests under way as UNFINISHED with the tokens so far."""
-        waiting = [*self._dispatch.drop_waiting(), *self._retry_alone]
-        self._retry_alone.clear()
+    def drain(self, adapter: str | None = None) -> list[DecodeResult]:
+        """Stop the requests that use the adapter (None: all): returns them as UNFINISHED with the tokens so far, and what has
+        finished meanwhile."""
+        self._is_drained = lambda request: request.uses(adapter)
+        waiting = [*self._dispatch.drop_waiting(adapter), *filter(self._is_drained, self._retry_alone)]
+        self._retry_alone = deque(request for request in self._retry_alone if not request.uses(adapter))
         results = [self._untouched(request) for request in waiting]
-        self._is_draining = True
         try:
-            self._replicas.abort(self._dispatch.busy)
-            while self._sent:
+            self._replicas.abort(self._dispatch.busy, adapter)
+            while any(sent.request.uses(adapter) for sent in self._sent.values()):
                 results += self.collect(_DRAIN_S)
         finally:
-            self._is_draining = False
+            self._is_drained = lambda request: False
         return results
 
     def take_faults(self) -> Faults:
@@ -347,7 +352,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def update_adapter(self, update: AdapterUpdate) -> list[WeightReceipt]:
         """Have every replica load an adapter's new weights; returns the reports of the serving replicas, in order.
 
-        Prefixes cached for other adapters, or for the base, stay.
+        The adapter's requests must be drained; others decode on, and their cached prefixes stay.
         """
         self._wake("weights")
         receipts = self._call("update_adapter", (update,))
@@ -388,12 +393,12 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self._replicas.close()
 
     def _call(self, method: str, arguments: tuple[Any, ...] = ()) -> list[Any]:
-        """Answers of the serving replicas; a lost one is replaced and called again."""
+        """Answers of the serving replicas; a lost one is replaced and called again, and its requests are decoded again."""
         engines, values = self.engines, []
         answers = self._replicas.call(method, dict.fromkeys(engines, arguments))
         for replica in engines:
             answer = answers[replica]
-            while isinstance(answer, Lost) and self._restart(replica, answer.reason):
+            while isinstance(answer, Lost) and self._replace(replica, answer.reason):
                 answer = call_one(self._replicas, replica, method, arguments)
             if isinstance(answer, Timed):
                 self._tell(replica, method, answer.start, answer.end)
@@ -437,13 +442,13 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             if not self._restart(self._absent.pop(0), "no host had a place for it until now"):
                 return
 
-    def _requeued(self, replica: int, reason: str) -> list[DecodeResult]:
-        """Restart a lost replica and requeue its requests; returns results of those that are not requeued."""
+    def _replace(self, replica: int, reason: str) -> bool:
+        """Restart a lost replica, as `_restart` does, and requeue its requests; what is not requeued is over."""
         requests = [sent.request for sent in self._sent.values() if sent.replica == replica]
         for request in requests:
             del self._sent[request.uid]
             self._dispatch.end(request.uid)
-        self._restart(replica, reason)
+        is_back = self._restart(replica, reason)
         self._losses.update(request.uid for request in requests)
         suspects = [request for request in requests if self._losses[request.uid] >= self._attempts]
         given_up = suspects if len(requests) == 1 else []
@@ -454,12 +459,13 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         )
         if given_up:
             del self._losses[given_up[0].uid]
-            return [self._given_up(given_up[0], reason)]
-        if self._is_draining:
-            return [self._untouched(request) for request in requests]
-        self._dispatch.add([request for request in requests if self._losses[request.uid] < self._attempts])
-        self._retry_alone += suspects
-        return []
+            self._over.append(self._given_up(given_up[0], reason))
+            return is_back
+        self._over += [self._untouched(request) for request in requests if self._is_drained(request)]
+        again = [request for request in requests if not self._is_drained(request)]
+        self._dispatch.add([request for request in again if self._losses[request.uid] < self._attempts])
+        self._retry_alone += [request for request in again if self._losses[request.uid] >= self._attempts]
+        return is_back
 
     def _untouched(self, request: DecodeRequest) -> DecodeResult:
         return DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, self._version)

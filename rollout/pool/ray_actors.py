@@ -23,7 +23,6 @@ from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, call_one
 
 _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # batching time of results that trigger nothing: at most this much is lost with an engine
-_HEARD_S = 1.0  # timeout of an engine's progress report
 _GRACE_S = 30.0  # for an engine to report itself that it has passed the deadline
 _LONGEST_START = 10  # times the deadline, as long as its process answers
 _PICKLE = 5  # pickle protocol for lists with an array or two per request: Ray's default keeps each array as a buffer
@@ -72,8 +71,8 @@ class EngineActor:
         return replace(gathered, value=pickle.dumps(gathered.value, _PICKLE))
 
     @ray.method(concurrency_group=_REQUESTS)
-    def abort(self) -> None:
-        self._thread.abort()
+    def abort(self, adapter: str | None) -> None:
+        self._thread.abort(adapter)
 
 
 class RayReplicas(Replicas):
@@ -175,16 +174,15 @@ class RayReplicas(Replicas):
         self._lost = {}
         return answers
 
-    def abort(self, busy: Sequence[int]) -> None:
-        calls = {self._actors[replica].abort.remote(): replica for replica in busy if replica not in self._lost}
+    def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
+        calls = {self._actors[replica].abort.remote(adapter): replica for replica in busy if replica not in self._lost}
         within_s = min(self._pulse.silence_s, self._deadline_s)
         for replica, answer in self._answers(calls, "abort", within_s=within_s).items():
             self._note(replica, answer)
 
-    def num_decoded(self) -> list[int]:
-        """Tokens so far, by replica; the last known number if an engine does not answer at once."""
+    def num_decoded(self, within_s: float) -> list[int]:
         calls = {actor.num_decoded.remote(): replica for replica, actor in list(self._actors.items())}
-        for call in ray.wait(list(calls), num_returns=len(calls), timeout=_HEARD_S)[0]:
+        for call in ray.wait(list(calls), num_returns=len(calls), timeout=within_s)[0]:
             with contextlib.suppress(RayError):  # `collect` reports the loss
                 self._decoded[calls[call]] = ray.get(call)
         return [before + now for before, now in zip(self._decoded_before, self._decoded, strict=True)]

@@ -102,11 +102,12 @@ class Replicas(ABC):
         """
 
     @abstractmethod
-    def abort(self, busy: Sequence[int]) -> None:
-        """Have every request of these replicas return with the next results, as far as decoded."""
+    def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
+        """Have these replicas' requests that use the adapter (None: all) return with the next results, as far as decoded."""
 
     @abstractmethod
-    def num_decoded(self) -> list[int]: ...
+    def num_decoded(self, within_s: float) -> list[int]:
+        """Tokens so far, by replica; the last known number of an engine that does not answer within_s."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -152,11 +153,11 @@ class LocalReplicas(Replicas):
             if any(answer.value for _, answer in answers) or time.monotonic() >= end:
                 return answers
 
-    def abort(self, busy: Sequence[int]) -> None:
+    def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
         for replica in busy:
-            self.engines[replica].abort()
+            self.engines[replica].abort(adapter)
 
-    def num_decoded(self) -> list[int]:
+    def num_decoded(self, within_s: float) -> list[int]:
         return [engine.num_decoded() for engine in self.engines]
 
     def close(self) -> None:

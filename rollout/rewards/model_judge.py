@@ -288,6 +288,7 @@ class ModelJudge:
             sampling=Sampling(temperature, stop_token_ids=self._renderer.stop_ids),
             seed=derive_seed(self._seed, "judge", *map(str, pending.key), pending.num_drawn),
             affinity=uid,
+            text_from=len(pending.prompt),
         )
 
     def _prompt(self, question: str, answer: str, reference: str) -> tuple[IntArray, str]:
@@ -308,7 +309,7 @@ class ModelJudge:
         if result.finish is Finish.ERROR:  # the engine has tried again by itself
             self._end(pending, Unreadable(f"no answer: {_shown(result.error)}"))
             return
-        said = self._renderer.decode(result.token_ids)
+        said = self._renderer.decode(result.token_ids) if result.text is None else result.text
         try:
             if result.finish is not Finish.STOP:
                 raise Unreadable(f"it is cut off after {len(result.token_ids)} tokens (judge.max_response_tokens)")

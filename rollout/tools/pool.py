@@ -270,8 +270,7 @@ class ToolPool:
             lane.num_hung += 1
             counts["timeouts"] += len(run.futures)
             counts["seconds"] += lane.limits.timeout_s
-            text = f"{name} did not answer within {lane.limits.timeout_s:g} s"
-            self._end_run(name, run, replace(_error(text), seconds=lane.limits.timeout_s))
+            self._end_run(name, run, replace(_late(name, lane), seconds=lane.limits.timeout_s))
             self._start_runs(name)
 
     def _work(self, name: str, run: _Run) -> None:
@@ -288,6 +287,9 @@ class ToolPool:
             lane.running.remove(run)
             self._books.counts[name]["seconds"] += seconds
             self._books.counts[name]["truncated"] += is_cut
+            if output.is_error and seconds >= lane.limits.timeout_s:  # the tool's own limit was noticed first
+                self._books.counts[name]["timeouts"] += len(run.futures)
+                output = _late(name, lane)
             if lane.tool.is_deterministic and not output.is_error:
                 self._books.caches[name].put(run.key, output)
             self._end_run(name, run, replace(output, seconds=seconds))
@@ -322,6 +324,10 @@ def _cut(text: str, longest: int) -> str:
 
 def _error(text: str) -> ToolOutput:
     return ToolOutput(f"error: {text[: 2 * _MOST_SHOWN]}".encode("utf-8", "replace").decode("utf-8"), is_error=True)
+
+
+def _late(name: str, lane: _Lane) -> ToolOutput:
+    return _error(f"{name} did not answer within {lane.limits.timeout_s:g} s")
 
 
 def _hangs(name: str, lane: _Lane) -> str:

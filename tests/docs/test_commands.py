@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import yaml
 from commands import run_by
 from desk import MODEL, Desk, boxing_model, published_model
 from documents import ROOT, config_blocks, python_blocks
+from held_port import held_port
 from pyarrow import Table
 from pyarrow.parquet import write_table
 
@@ -193,9 +193,16 @@ def dry_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[
 
 TEAMS = {
     "orchestration=solver": (["solver"], "one agent: 64 samples a step"),
-    "orchestration=solver_verifier": (["solver", "verifier"], "128 samples of solver"),
+    **dict.fromkeys(
+        ("orchestration=solver_verifier", "preset=cpu_solver_verifier"),
+        (["solver", "verifier"], "128 samples of solver"),
+    ),
     "orchestration=debate": (["debater"], "one agent: 384 samples a step"),
     "orchestration=team.py:Checked": (["solver", "verifier", "corrector"], "at most 192 samples a step"),
+    "own_team.yaml": (
+        ["first", "second", "judge"],
+        "at most 192 samples a step, if each agent is asked once in an episode",
+    ),
     "own_task.yaml": (["solver", "verifier1", "corrector1", "verifier2", "corrector2"], "576 samples a step"),
     "orchestration=dual_system": (["system2", "system1"], "40 samples of system2"),
     "task=qa": (["verifier", "search", "answer"], "at most 320 samples a step"),
@@ -215,15 +222,9 @@ def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest
 @pytest.mark.parametrize("command", run_by("test_a_host_waits_for_its_trainer_and_says_so"))
 def test_a_host_waits_for_its_trainer_and_says_so(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
     *words, host = desk.words(command, Path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert host == "node0" and call([*words, address, "--wait", "0"]) == 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert f"no cluster at {address} within --wait 0 s (no Ray listens there)" in capsys.readouterr().err
+    with held_port() as port:
+        assert host == "node0" and call([*words, f"127.0.0.1:{port}", "--wait", "0"]) == 1
+    assert f"no cluster at 127.0.0.1:{port} within --wait 0 s (no Ray listens there)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", run_by("test_several_files_pass_their_checks"))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from engine_cases import GivenLearner
+from engine_cases import GivenLearner, generate, prompt
 
 from marsrl.rollout.adapter import AdapterConfig, tensor_shapes, write_adapter
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, DecodeResult
 from marsrl.rollout.model_shape import ModelShape, read_shape
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.types import Finish
 from marsrl.trainer.weights.comparison import TrainerScores
 
 # alpha / rank rounds what it multiplies
@@ -62,6 +65,54 @@ def assert_decoded_with(
             assert len(result.token_ids) and result.version == (ask.adapter_version if adapter else 0), result
             of_tokens = right[len(ask.token_ids) - 1 :]
             np.testing.assert_allclose(result.logprobs, of_tokens, atol=1e-4, rtol=0, err_msg=ask.uid)
+
+
+def assert_replaced_beside_others(
+    pool: EnginePool,
+    model: Path,
+    folders: dict[str, Path],
+    update: AdapterUpdate,
+    own: Sequence[DecodeRequest],
+    others: Sequence[DecodeRequest],
+) -> int:
+    """Requests of the adapter go on under its new version, with no key of the one before; those of others are undisturbed.
+
+    Returns the number of tokens that the others got while the adapter came and was scored.
+    """
+    undisturbed = generate(pool, others, version=0)
+    pool.submit(own, version=0)
+    pool.submit(others, version=0)
+    before = sum(pool.num_decoded())
+    while sum(pool.num_decoded()) < before + 3 * len([*own, *others]):
+        assert not pool.collect(0.0)
+    parts = {result.uid: result for result in pool.drain(update.name)}
+    assert set(parts) == {ask.uid for ask in own} and pool.num_under_way == len(others)
+    for part in parts.values():
+        assert part.finish is Finish.UNFINISHED and len(part.token_ids), part
+        assert part.version == own[0].adapter_version
+    before = sum(pool.num_decoded())
+    pool.update_adapter(update)
+    new, probe = {**folders, update.name: Path(update.path)}, [prompt(70, seed=3), prompt(41, seed=5)]
+    for found in pool.score(probe, update.name):
+        for logprobs, right in zip(found, peft_logprobs(model, Path(update.path), probe), strict=True):
+            np.testing.assert_allclose(logprobs, right, atol=1e-4, rtol=0)
+    num_beside = sum(pool.num_decoded()) - before
+    rest = []
+    for ask in own:
+        known = np.concatenate([ask.token_ids, parts[ask.uid].token_ids])
+        left = ask.max_new_tokens - len(parts[ask.uid].token_ids)
+        rest.append(replace(ask, token_ids=known, max_new_tokens=left, adapter_version=update.version))
+    pool.submit(rest, version=0)
+    ended: dict[str, DecodeResult] = {}
+    while pool.num_under_way:
+        ended |= {result.uid: result for result in pool.collect(0.2)}
+    for right in undisturbed:
+        np.testing.assert_array_equal(ended[right.uid].token_ids, right.token_ids)
+        np.testing.assert_allclose(ended[right.uid].logprobs, right.logprobs, atol=1e-4)
+    asks = [*rest, *others]
+    assert_decoded_with(model, new, asks, [ended[ask.uid] for ask in asks])
+    assert min(ended[ask.uid].num_cached_tokens for ask in own) == 0  # the first of a group
+    return num_beside
 
 
 class GivenAdapter:

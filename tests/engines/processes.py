@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import psutil
 
 
@@ -10,7 +12,11 @@ def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
     return (process or psutil.Process()).children(recursive=True)
 
 
-def actors() -> list[psutil.Process]:
-    """Processes of engines that Ray has started for this process, oldest first."""
-    found = [process for process in descendants() if process.name().startswith("ray::Engine")]
-    return sorted(found, key=lambda process: process.create_time())
+def actors(process: psutil.Process | None = None) -> list[psutil.Process]:
+    """Processes of engines among its descendants, oldest first."""
+    found = []
+    for each in descendants(process):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if each.name().startswith("ray::Engine"):
+                found.append(each)
+    return sorted(found, key=lambda each: each.create_time())

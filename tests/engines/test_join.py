@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from held_port import held_port
+from processes import actors
 
 from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
 from marsrl.trainer.commands.cli import main
@@ -103,20 +104,13 @@ def programs(home: Path) -> Iterator[Callable[..., Lines]]:
                     process.kill()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.mark.slow
 def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_third_lends_its_own(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    port = free_port()
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("f" * 64)
-    with programs(tmp_path) as start:
+    with programs(tmp_path) as start, held_port() as port:
         joins = ("-m", "marsrl.trainer.commands.cli", "join", f"127.0.0.1:{port}", "--wait", "600")
         first = start(*joins)  # before the head
         first.wait_for("waiting for the trainer's cluster at 127.0.0.1")
@@ -129,9 +123,9 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
         alone = head.wait_for("tokens [[")
         # Ctrl-C at the second host leaves nothing of it; the other engine has all there is to do
         processes = psutil.Process(second.process.pid).children(recursive=True)
-        assert any("EngineActor" in " ".join(process.cmdline()) for process in processes)
+        assert actors(psutil.Process(second.process.pid))
         second.process.send_signal(signal.SIGINT)
-        assert second.process.wait(300) == 130 and not psutil.wait_procs(processes, timeout=0)[1]
+        assert second.process.wait(300) == 130 and not psutil.wait_procs(processes, timeout=60)[1]
         seen = len(head.lines)
         head.say("play")
         head.wait_for("no host has a place for it: the run goes on without it until one has", seen)
@@ -158,8 +152,9 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
 def test_what_does_not_answer_and_what_is_no_token_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        address = f"127.0.0.1:{free_port()}"
-        assert main(["join", address, "--wait", "0"]) == 1
+        with held_port() as port:
+            address = f"127.0.0.1:{port}"
+            assert main(["join", address, "--wait", "0"]) == 1
         said = capsys.readouterr().err
         assert f"no cluster at {address} within --wait 0 s (no Ray listens there)" in said
         assert main(["join", address, "--token-file", str(tmp_path / "none")]) == 1

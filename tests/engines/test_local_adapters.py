@@ -9,13 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from adapter_cases import CONFIG, OF_EXPERTS, assert_decoded_with, peft_logprobs, random_tensors, written
+from adapter_cases import (
+    CONFIG,
+    OF_EXPERTS,
+    assert_decoded_with,
+    assert_replaced_beside_others,
+    peft_logprobs,
+    random_tensors,
+    written,
+)
 from engine_cases import decoded, pool_of, prompt, request
 
 from marsrl.rollout.adapter import AdapterConfig, held_by_shard, read_tensors
+from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, WrongVersion
 from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.types import Finish
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.layout import EngineShard
@@ -82,25 +92,35 @@ def test_an_adapter_has_a_version_of_its_own_and_is_the_bare_model_before_its_fi
 
 
 def test_others_decode_on_while_an_adapter_is_replaced(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
     model = checkpoint("qwen3")
     folders = [written(tmp_path / f"{seed}", model, CONFIG, seed) for seed in range(3)]
     engine = engine_of(model, CONFIG, "a", "b")
-    for name, folder in zip("ab", folders, strict=False):
+    of = dict(zip("ab", folders, strict=False))
+    for name, folder in of.items():
         engine.update_adapter(AdapterUpdate(name, str(folder), 1))
-    others, own = asks_of("b", "", each=1), asks_of("a", each=1)
-    undisturbed = decoded(engine, others)
-    pool = pool_of(engine)
-    pool.submit(others, version=0, at_once=True)
-    assert not pool.collect(0.0)
-    pool.update_adapter(AdapterUpdate("a", str(folders[2]), 2))
-    found = {}
-    while pool.num_under_way:
-        found |= {result.uid: result for result in pool.collect(0.2)}
-    for result in undisturbed:
-        np.testing.assert_array_equal(found[result.uid].token_ids, result.token_ids)
+    asks, update = asks_of("a", "b", ""), AdapterUpdate("a", str(folders[2]), 2)
+    own, others = [ask for ask in asks if ask.adapter == "a"], [ask for ask in asks if ask.adapter != "a"]
+    assert_replaced_beside_others(pool_of(engine), model, of, update, own, others)
     engine.submit([replace(own[0], adapter_version=2)], version=0)
     with pytest.raises(RuntimeError, match="requests of a are being decoded"):
         engine.update_adapter(AdapterUpdate("a", str(folders[0]), 3))
+
+
+@pytest.mark.slow
+def test_an_actor_decodes_on_for_others_while_an_adapter_is_replaced(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """In Ray: its thread takes the adapter, and scores with it, between two steps."""
+    pytest.importorskip("peft")
+    model, config = checkpoint("qwen3"), RolloutConfig(engine="local", threads=1, object_store_mib=80)
+    folders = [written(tmp_path / f"{seed}", model, CONFIG, seed) for seed in range(3)]
+    of, adapters = dict(zip("ab", folders, strict=False)), dict.fromkeys("ab", CONFIG)
+    with make_pool("main", str(model), config, dtype="float32", max_model_len=2048, adapters=adapters) as pool:
+        for name, folder in of.items():
+            pool.update_adapter(AdapterUpdate(name, str(folder), 1))
+        long = [replace(ask, max_new_tokens=600) for ask in asks_of("a", "b", "")]
+        own, others = [ask for ask in long if ask.adapter == "a"], [ask for ask in long if ask.adapter != "a"]
+        num_beside = assert_replaced_beside_others(pool, model, of, AdapterUpdate("a", str(folders[2]), 2), own, others)
+    assert num_beside > 0
 
 
 def test_an_adapter_of_other_settings_than_were_said_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_an_unsafe_address_or_a_key_in_the_config_is_refused(settings, message):
 
 def test_an_aborted_request_comes_back_unfinished(renderer):
     release = threading.Event()
-    with completions_server(lambda handler, body, before: release.wait(20)) as server:
+    with completions_server(lambda handler, body, before: release.wait(60)) as server:
         engine = OpenAIEngine(OpenAIOptions(base_url=server.base_url, model="m", retries=0), renderer)
         engine.submit(requests(renderer, "a", "b"), version=0)
         assert engine.collect(0.05) == []

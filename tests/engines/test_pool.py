@@ -1,12 +1,11 @@
 """Replicas here and in Ray: about 15 s, most of it Ray's start."""
 
-import socket
-
 import numpy as np
 import psutil
 import pytest
 import torch
 from engine_cases import ROUNDING, generate, perturbed, pool_of, prompt, request, tensors_of
+from held_port import held_port
 from processes import descendants
 
 from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
@@ -64,9 +63,9 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
     here = make_pool("main", str(directory), local_config(placement="local"), dtype="float32", max_model_len=128)
     alone = generate(here, asks, version=0)
     config = local_config(engines=2, object_store_mib=80)
-    before = {process.pid for process in descendants()}  # of other tests
+    before = set(descendants())  # of other tests
     pool = make_pool("main", str(directory), config, dtype="float32", max_model_len=128)
-    children = {process.pid for process in descendants()} - before
+    children = set(descendants()) - before
     try:
         progress = []
         results = generate(pool, asks, version=0, progress=progress.append)
@@ -74,7 +73,7 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
             np.testing.assert_array_equal(one.token_ids, other.token_ids)
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=ROUNDING)
             assert (one.uid, one.finish, one.version) == (other.uid, other.finish, other.version)
-        assert sum(pool.num_decoded()) == 24 * 30 == progress[-1] and all(pool.num_decoded())
+        assert sum(pool.num_decoded(within_s=300)) == 24 * 30 >= progress[-1] and all(pool.num_decoded())
         pool.submit(asks[:10], version=0)
         ended = pool.collect(0.0)
         pool.submit(asks[10:], version=0)  # while they decode
@@ -84,8 +83,7 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
             np.testing.assert_array_equal(one.token_ids, other.token_ids)
         long = [request(f"long{i}.0", prompt(10), 118, seed=i) for i in range(4)]
         pool.submit(long, version=0)
-        pool.collect(0.05)
-        parts = pool.drain()
+        parts = pool.collect(0.05) + pool.drain()
         assert {r.uid for r in parts} == {r.uid for r in long} and pool.num_under_way == 0
         assert all(len(r.token_ids) == len(r.logprobs) for r in parts)
         assert [info.kind for info in pool.infos()] == ["local", "local"]
@@ -104,18 +102,16 @@ def test_two_actors_on_ray_serve_and_sync_as_one_engine_in_process(checkpoint, j
                 pool.collect(1.0)
     finally:
         pool.close()
-    _, left = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=600)
+    _, left = psutil.wait_procs(children, timeout=600)
     assert not left
 
 
 def test_an_address_where_nobody_listens_is_named(checkpoint):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    with pytest.raises(RuntimeError, match=f"rollout.ray_address is {address}, but nothing answers"):
-        make_pool(
-            "main", str(checkpoint("qwen3")), local_config(ray_address=address), dtype="float32", max_model_len=64
-        )
+    with held_port() as port:
+        address = f"127.0.0.1:{port}"
+        config = local_config(ray_address=address)
+        with pytest.raises(RuntimeError, match=f"rollout.ray_address is {address}, but nothing answers"):
+            make_pool("main", str(checkpoint("qwen3")), config, dtype="float32", max_model_len=64)
 
 
 def test_a_missing_library_is_an_error_that_says_what_to_install(checkpoint, monkeypatch):

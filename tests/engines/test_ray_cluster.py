@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from held_port import held_port
 
 pytestmark = pytest.mark.slow
 
@@ -103,9 +104,12 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
     folder = tmp_path_factory.mktemp("r")
     (folder / "home" / ".ray").mkdir(parents=True)
     (folder / "home" / ".ray" / "auth_token").write_text(secrets.token_hex(32))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with held_port() as port:
+        yield from started(folder, port)
+
+
+def started(folder: Path, port: int) -> Iterator[tuple[str, Path]]:
+    """The cluster of `head`, and its end."""
     words = [f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=1", "--num-gpus=2", f"--temp-dir={folder}/t"]
     # the ports of workers must not be the head's
     words += ["--include-dashboard=false", "--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]

@@ -9,10 +9,11 @@ from engine_cases import decoded, prompt, request
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import WrongVersion
-from marsrl.rollout.engines.stops import StopTexts
+from marsrl.rollout.engines.protocol import DecodeResult, WrongVersion
+from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
 from marsrl.rollout.types import Finish
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 
 @pytest.fixture(params=["local", "vllm"])
@@ -111,9 +112,35 @@ def test_a_text_ends_a_completion_at_the_token_that_completes_it(engine):
     assert rest.finish is Finish.STOP and rest.token_ids.tolist() == [ids[end]]
 
 
+def test_the_text_of_a_completion_has_earlier_segments_too_and_none_comes_with_one_that_is_given_up(engine, checkpoint):
+    (ask,) = asks_of(1)
+    asked = replace(ask, text_from=len(ask.token_ids) - 3)  # the end of an earlier segment
+    (told,) = decoded(engine, [asked])
+    completion = np.concatenate([ask.token_ids[-3:], told.token_ids])
+    assert told.text == ChatRenderer(checkpoint("qwen3")).decode(completion)
+    assert [result.text for result in decoded(engine, [ask])] == [None]
+    engine.submit([asked], version=0)
+    assert engine.collect(0.0) == []
+    engine.abort()
+    (cut,) = engine.collect(1.0)
+    assert cut.finish is Finish.UNFINISHED and cut.text is None
+
+
+def test_a_character_that_lies_in_two_segments_is_one_in_the_text(tmp_path):
+    write_byte_tokenizer(tmp_path)
+    texts, renderer = Texts.of_model(tmp_path), ChatRenderer(tmp_path)
+    ids = np.frombuffer("a€\n".encode(), np.uint8).astype(np.int32)
+    for cut in range(len(ids)):
+        asked = request("u", np.concatenate([prompt(5), ids[:cut]]), 9)
+        told = replace(
+            DecodeResult.without_tokens("u", Finish.STOP, 0), token_ids=np.append(ids[cut:], renderer.eos_id)
+        )
+        assert texts.told(replace(asked, text_from=5), told).text == "a€\n"
+
+
 def test_a_text_that_was_there_before_ends_nothing(tmp_path):
     ARITHMETIC_TOKENIZER.write(tmp_path)
-    stops, renderer = StopTexts.of_model(tmp_path), ChatRenderer(tmp_path)
+    stops, renderer = Texts.of_model(tmp_path), ChatRenderer(tmp_path)
     known, drawn = (renderer.encode_trusted(text) for text in ("grade fix", "fix Answer: 3"))
     assert [stops.is_ended(known, drawn[: i + 1].tolist(), ("Answer:", "fix")) for i in range(3)] == [True, True, False]
     assert not stops.is_ended(known, [], ("fix",)) and not stops.is_ended(known, drawn.tolist(), ())

@@ -17,6 +17,7 @@ from adapter_cases import (
     GivenAdapter,
     GivenAdapterLearner,
     assert_decoded_with,
+    assert_replaced_beside_others,
     peft_logprobs,
     random_tensors,
     written,
@@ -57,10 +58,14 @@ class Served:
 
     def update(self, name: str) -> dict[str, int]:
         """Checksums of what it holds then."""
+        self.next(name)
+        return self.load(name)
+
+    def next(self, name: str) -> None:
+        """Write another version."""
         self._number += 1
         self.folders[name] = written(self._folder / f"{self._number}", self.model, self.config, self._number)
         self.versions[name] = self._number
-        return self.load(name)
 
     def load(self, name: str) -> dict[str, int]:
         update = AdapterUpdate(name, str(self.folders[name]), self.versions[name])
@@ -121,7 +126,9 @@ def test_a_version_under_the_path_of_the_one_before_is_refused(served: Served) -
     probe = [prompt(70, seed=9)]
     served.engine.score(probe, "a")
     served.load("a")
-    with pytest.raises(RuntimeError, match="tokens of a sequence from its prefix cache, which are of older weights"):
+    with pytest.raises(
+        RuntimeError, match="tokens of a sequence from its prefix cache, which still holds prefixes of older weights"
+    ):
         served.engine.score(probe, "a")
     served.update("a")
 
@@ -140,27 +147,45 @@ def test_checksums_are_of_what_the_kernels_hold_and_b_is_scaled(served: Served) 
     served.update("b")
 
 
-def test_files_of_versions_before_are_not_needed(served: Served) -> None:
-    """Neither by requests that go on, nor by those of others, nor once the weights were loaded again, which drops adapters."""
-    before, others = served.folders["a"], served.asks("b", "", "b")
-    undisturbed = decoded(served.engine, others)
+def test_others_decode_on_while_an_adapter_is_replaced_and_proven(served: Served) -> None:
+    """Its probe runs beside them, and before those that wait for a seat of rollout.vllm.max_num_seqs."""
+    folders = dict(served.folders)
+    asks = [replace(ask, max_new_tokens=100) for ask in served.asks(*"aba", "", *"bab", *"b" * 13)]
+    own, others = [ask for ask in asks if ask.adapter == "a"], [ask for ask in asks if ask.adapter != "a"]
+    served.next("a")
+    update = AdapterUpdate("a", str(served.folders["a"]), served.versions["a"])
     pool = pool_of(served.engine)
-    pool.submit(others, version=0, at_once=True)
-    assert not pool.collect(0.0)
-    served.update("a")  # the others decode on
+    assert assert_replaced_beside_others(pool, served.model, folders, update, own, others) > len(others)
+
+
+def test_requests_that_end_while_an_adapter_is_scored_are_told_afterwards(served: Served) -> None:
+    asks = served.asks("b", "b", "")
+    (first, *_) = decoded(served.engine, asks)
+    text = f"w{first.token_ids[9]:03d}"
+    asks = [replace(ask, sampling=replace(ask.sampling, stop=(text,))) for ask in asks]
+    right = decoded(served.engine, asks)
+    assert min(len(result.token_ids) for result in right) <= 10
+    pool, before = pool_of(served.engine), served.engine.num_decoded()
+    pool.submit(asks, version=0)
+    early = pool.collect(0.0)
+    for seed in range(16):
+        pool.score([prompt(30, seed=seed)], "a")
+    assert served.engine.num_decoded() - before >= sum(len(result.token_ids) for result in right)
+    ended = {result.uid: result for result in [*early, *pool.collect(0.0)]}
+    assert [ended[each.uid].token_ids.tolist() for each in right] == [each.token_ids.tolist() for each in right]
+    assert [ended[each.uid].finish for each in right] == [each.finish for each in right]
+
+
+def test_files_of_versions_before_are_not_needed(served: Served) -> None:
+    """Neither by requests that go on, nor by those of others, nor once the weights were loaded again: vLLM then drops all
+    adapters, and reads each again from the path that a request names."""
+    before, others = served.folders["a"], served.asks("b", "", "b")
+    served.engine.submit(others, version=0)
+    served.engine.collect(0.0)
+    served.update("a")
     shutil.rmtree(before)
-    found = {}
-    while pool.num_under_way:
-        found |= {result.uid: result for result in pool.collect(0.2)}
-    for result in undisturbed:
-        np.testing.assert_array_equal(found[result.uid].token_ids, result.token_ids)
-        np.testing.assert_allclose(found[result.uid].logprobs, result.logprobs, atol=1e-5)
-    served.engine.update_weights(WeightUpdate(str(served.model), 0))
-    served.assert_right("a", "b", "")
-
-
-def test_weights_that_are_loaded_again_keep_their_names_and_adapters(served: Served) -> None:
-    """vLLM drops all adapters, and reads each again from the path that a request names."""
+    while served.engine.collect(0.2):
+        pass
     receipt = served.engine.update_weights(WeightUpdate(str(served.model), 0))
     assert not [name for name in receipt.checksums[0] if "base_layer" in name]
     served.assert_right("a", "b", "")

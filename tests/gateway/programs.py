@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -56,9 +57,19 @@ class Played:
     stages: Stages
     team: Team
 
-    def batch(self, versions: Mapping[str, int] = VERSIONS) -> StepBatch:
-        self.stages.resume(versions)
+    def batch(self) -> StepBatch:
+        self.begin()
+        return self.rest_of_batch()
+
+    def begin(self) -> None:
+        self.stages.resume(VERSIONS)
         self.stages.want()
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self.stages.advance(0.05)
+
+    def rest_of_batch(self) -> StepBatch:
         while (batch := self.stages.take()) is None:
             self.stages.advance(0.2)
         return batch
@@ -100,13 +111,14 @@ def playing(
     parsers: tuple[str | None, str | None] = (None, None),
     key: str | None = None,
     renderer: ChatRenderer | None = None,
+    clock: Callable[[], float] = time.monotonic,
     seed: int = 3,
 ) -> Iterator[Played]:
     """Sessions of these settings, ready for the first batch. parsers: of tool calls, and of thoughts; key: the workers';
-    renderer: the gateway's."""
+    renderer, clock: the gateway's."""
     settings = ExternalConfig.model_validate(external)
     doors = agents_of(agents, {"main": renderer or ChatRenderer(model)}, config.max_response_tokens, {"main": parsers})
-    with open_gateway(settings, doors, key) as gateway:
+    with open_gateway(settings, doors, key, clock) as gateway:
         team = team_of(model, config, gateway=gateway, agents=agents, engine=engine)
         source = ArithmeticTask(ArithmeticOptions()).problems(seed)
         yield Played(Stages(config, team, source, seed=seed, trains_whole=True), team)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -95,10 +95,23 @@ def trained(model: Path, batch: StepBatch) -> Trained:
 
 
 def checksum_of(policy: Learner) -> str:
-    digest = hashlib.sha256()
-    for name, weight in sorted(weights(policy).items()):
-        digest.update(name.encode() + weight.numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return digest(name.encode() + weight.numpy().tobytes() for name, weight in sorted(weights(policy).items()))
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+def shown(name: str, trained: Trained) -> Iterator[str]:
+    """Lines for people: tokens, advantages, gradient."""
+    sequences = sorted(trained.credited.sequences, key=lambda sequence: sequence.uid)
+    tokens = digest(
+        each.prompt_ids.tobytes() + each.token_ids.tobytes() + each.is_sampled.tobytes() for each in sequences
+    )
+    norms = ", ".join(f"{who} {norm:.9g}" for who, norm in zip(("all", *AGENTS), trained.norms, strict=True))
+    yield f"tokens, {name}: {trained.credited.num_tokens} trained of {len(sequences)} samples, checksum with masks {tokens}"
+    yield f"advantages, {name}: {' '.join(f'{each.advantage:.3g}' for each in sequences)}"
+    yield f"gradient norm, {name}: {norms}; weights after the step, checksum {trained.checksum}"
 
 
 def test_a_team_of_ours_and_the_same_as_a_program_train_alike(model: Path, tmp_path: Path) -> None:
@@ -119,9 +132,6 @@ def test_a_team_of_ours_and_the_same_as_a_program_train_alike(model: Path, tmp_p
         assert sequence.is_sampled.tolist() == other.is_sampled.tolist()
         np.testing.assert_allclose(sequence.rollout_logprobs, other.rollout_logprobs, atol=1e-5)
         assert sequence.advantage == other.advantage
-    for name, each in (("native", native), ("external", external)):
-        norms = ", ".join(f"{who} {norm:.9g}" for who, norm in zip(("all", *AGENTS), each.norms, strict=True))
-        print(
-            f"{name}: {each.credited.num_tokens} tokens; gradient norm: {norms}; weights after the step: {each.checksum}"
-        )
+    for lines in zip(shown("native", native), shown("external", external), strict=True):
+        print(*lines, sep="\n")
     assert native.norms == external.norms and native.checksum == external.checksum

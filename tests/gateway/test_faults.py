@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from programs import VERSIONS, Played, playing, program, rollout_config
+from completions_server import Handler, completions_server
+from held_port import held_port
+from programs import playing, program, rollout_config
 
-from marsrl.rollout.engines.protocol import DecodeRequest
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
+from marsrl.rollout.gateway.worker import Worker
 from marsrl.rollout.gateway.workers import WORKER, Workers
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
@@ -29,23 +35,38 @@ def rewards(samples: dict[str, Sample]) -> dict[str, float]:
     return {uid: sample.reward.value for uid, sample in samples.items()}
 
 
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_a_session_that_raises_or_hangs_has_missing_rewards_and_the_others_are_trained(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = """
-    import time
+    text = f"""
+    import pathlib, time
 
     def run(problem, client):
         client.chat("solver", [problem.question])
         if client.session == "000001.0":
             raise KeyError("no such thing")
         if client.session == "000002.1":
+            pathlib.Path({str(tmp_path)!r}, "hangs").touch()
             time.sleep(600)
         return 0.5
     """
-    external = {"function": program(tmp_path, text), "timeout_s": 3}
-    with playing(model, rollout_config(**LONG), external) as played:
-        batch = played.batch()
+    external, clock = {"function": program(tmp_path, text), "timeout_s": 3}, Clock()
+    with playing(model, rollout_config(**LONG), external, clock=clock) as played:
+        gateway = played.team.gateway
+        assert gateway is not None
+        played.begin()
+        played.until(lambda: (tmp_path / "hangs").exists() and gateway.num_over == 3)
+        clock.now = 4.0
+        batch = played.rest_of_batch()
     samples = {sample.uid: sample for group in batch.groups for sample in group.samples}
     missing = {uid for uid, value in rewards(samples).items() if math.isnan(value)}
     assert missing == {"000001.0/solver:0", "000002.1/solver:0"} and len(samples) == 4
@@ -89,28 +110,39 @@ def run(problem, client):
 def test_a_worker_that_hangs_is_ended_and_another_plays_its_sessions(model: Path, tmp_path: Path) -> None:
     """Also where it was the only one."""
     config = rollout_config(prompts_per_step=1, **LONG)
-    with playing(model, config, {"function": program(tmp_path, HANGS.format(folder=str(tmp_path)))}) as played:
-        batch = played.batch()
-        assert not Path("/proc", (tmp_path / "hung").read_text()).exists()
+    external, clock, hung = (
+        {"function": program(tmp_path, HANGS.format(folder=str(tmp_path)))},
+        Clock(),
+        tmp_path / "hung",
+    )
+    with playing(model, config, external, clock=clock) as played:
+        played.begin()
+        played.until(lambda: hung.exists() and hung.read_text() != "")
+        process = Path("/proc", hung.read_text())
+        while process.exists():
+            clock.now += 1.0
+            played.stages.advance(0.05)
+        batch = played.rest_of_batch()
     assert batch.metrics["rollout/replayed_sessions"] >= 1 and batch.metrics["rollout/failed_episodes"] == 0
 
 
 def test_a_worker_that_never_asks_for_a_session_is_ended_with_its_last_words(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = f"""
-    import pathlib, sys, time
+    text = """
+    import sys, time
 
     print("waits for a card", file=sys.stderr, flush=True)
-    pathlib.Path({str(tmp_path)!r}, "begun").touch()
     time.sleep(600)
     """
     config = ExternalConfig(function=program(tmp_path, text))
     gateway = Gateway(config, {})
     workers = Workers(config, "http://127.0.0.1:1", "key", start_s=0.0)
     workers.watch(gateway)
-    while not (tmp_path / "begun").exists():
+    said = ""
+    while "waits for a card" not in said:
         time.sleep(0.05)
+        said += capfd.readouterr().err
     workers.watch(gateway)
     assert "worker worker0 is lost: it has not asked for a session within 0 s" in caplog.text
     assert caplog.text.rstrip().endswith("it said: waits for a card")
@@ -137,14 +169,12 @@ def test_a_worker_that_was_lost_and_is_back_may_get_its_session_again(model: Pat
     """
     config = rollout_config(prompts_per_step=1, group_size=1, **LONG)
     with playing(model, config, {"function": program(tmp_path, text), "timeout_s": 60}) as played:
-        played.stages.resume(VERSIONS)
-        played.stages.want()
-        while not (tmp_path / "begun").exists():
-            played.stages.advance(0.05)
+        played.begin()
+        played.until((tmp_path / "begun").exists)
         gateway = played.team.gateway
         assert gateway is not None
         gateway.lose("worker0", "its network was gone for a while")
-        batch = played.batch()
+        batch = played.rest_of_batch()
     assert batch.metrics["rollout/replayed_sessions"] == 1 and batch.metrics["rollout/failed_episodes"] == 0
     assert [sample.reward.value for group in batch.groups for sample in group.samples] == [1.0]
 
@@ -177,7 +207,7 @@ def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, t
             ({**chat, "messages": [{"role": "user", "content": "a 1 " * 900}]}, 400, "max_input_tokens is 1500"),
             ({**chat, "max_tokens": 0}, 400, "max_tokens"),
             (b"{", 400, "not JSON"),
-            (b" " * (2 << 20), 413, "external.max_body_mib = 1"),
+            (b" " * ((1 << 20) + 1), 413, "external.max_body_mib = 1"),
         ):
             got = post(client, path, body)
             assert got[0] == status and said in got[1], (body, got)
@@ -207,6 +237,26 @@ def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, t
     }
 
 
+class SolverLast(ScriptedEngine):
+    """The Solver's answer comes when its session asks the Verifier a second time."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: [5, 6])
+        self.asked = set[str]()
+        self.kept: list[DecodeResult] = []
+
+    def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
+        self.asked |= {request.uid for request in requests}
+        super().submit(requests, version=version)
+
+    def collect(self, timeout_s: float) -> list[DecodeResult]:
+        found, self.kept = [*self.kept, *super().collect(timeout_s)], []
+        for each in found:
+            if "/solver:" in each.uid and each.uid.replace("solver", "verifier#1") not in self.asked:
+                self.kept.append(each)
+        return [each for each in found if each.uid not in {kept.uid for kept in self.kept}]
+
+
 def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path) -> None:
     text = """
     import http.client, json, urllib.parse
@@ -219,14 +269,16 @@ def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path) -
         line.request("POST", "/v1/chat/completions", body, {"authorization": "Bearer " + client.api_key})
         line.sock.close()
         line.close()
+        client.chat("verifier", [problem.question])  # when this is answered, the gateway knows that nobody listens
         client.chat("verifier", [problem.question])
         return 1.0
     """
-    with playing(model, rollout_config(prompts_per_step=1), {"function": program(tmp_path, text)}) as played:
+    external = {"function": program(tmp_path, text)}
+    with playing(model, rollout_config(prompts_per_step=1), external, engine=SolverLast()) as played:
         samples = played.samples()
-    read = {uid for uid, sample in samples.items() if sample.reward.value == 1.0}
-    assert read == {"000001.0/verifier:0", "000001.1/verifier:0"}
-    assert all("not read its last turn" in samples[uid].reward.note for uid in samples.keys() - read)
+    unread = {uid for uid, sample in samples.items() if sample.reward.value != 1.0}
+    assert unread == {"000001.0/solver:0", "000001.1/solver:0"} and len(samples) == 6
+    assert all("not read its last turn" in samples[uid].reward.note for uid in unread)
 
 
 TWO_CALLS = """
@@ -247,15 +299,9 @@ def run(problem, client):
 def test_a_resume_plays_open_sessions_anew_and_none_that_was_over(model: Path, tmp_path: Path) -> None:
     external = {"function": program(tmp_path, TWO_CALLS.format(folder=str(tmp_path)))}
     config = rollout_config(**LONG)
-
-    def begin(played: Played) -> None:
-        played.stages.resume(VERSIONS)
-        played.stages.want()
-
     with playing(model, config, external) as played:
-        begin(played)
-        while len([each for i in played.stages.state.instances.values() for each in i.held]) < 4:
-            played.stages.advance(0.05)
+        played.begin()
+        played.until(lambda: sum(len(i.held) for i in played.stages.state.instances.values()) >= 4)
         kept = encode(played.stages.snapshot())
     (tmp_path / "go").touch()
     with playing(model, config, external) as played:
@@ -301,70 +347,63 @@ def test_a_client_is_kept_waiting_by_blanks_until_the_engine_answers(model: Path
         assert set(rewards(played.samples()).values()) == {1.0}
 
 
-def test_a_program_that_calls_a_thousand_times_and_sends_100_mib_is_refused_and_its_session_goes_on(
-    model: Path, tmp_path: Path
-) -> None:
-    text = """
-    import urllib.error, urllib.request
-
-    def run(problem, client):
-        client.chat("solver", [problem.question])
-        refused = 0
-        for _ in range(1000):
-            try:
-                client.chat("solver", [problem.question])
-            except RuntimeError as error:
-                refused += "external.max_calls = 1" in str(error)
-        request = urllib.request.Request(
-            client.base_url + "/chat/completions", bytes(100 << 20), {"authorization": "Bearer " + client.api_key}
-        )
-        try:
-            urllib.request.urlopen(request)
-        except urllib.error.HTTPError as error:
-            assert error.code == 413
-        except OSError:
-            pass  # cut off before all was sent
-        else:
-            raise AssertionError("it was answered")
-        return float(refused)
-    """
-    external = {"function": program(tmp_path, text), "max_calls": 1, "timeout_s": 3600}
-    with playing(model, rollout_config(prompts_per_step=1, group_size=1, **LONG), external) as played:
-        assert rewards(played.samples()) == {"000001.0/solver:0": 1000.0}
-
-
 def test_a_worker_from_elsewhere_joins_with_its_key(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     function = program(tmp_path, "def run(problem, client):\n    client.chat('solver', ['hello'])\n    return 1.0\n")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    external = {"workers": 0, "port": port, "key_env": "KEY"}
-    command = [sys.executable, str(WORKER), "--url", f"http://127.0.0.1:{port}", "--function", function]
-    with playing(model, rollout_config(**LONG), external, key="secret") as played:
-        assert (
-            f"MARSRL_WORKER_KEY=(the key in KEY) python {WORKER} --url http://127.0.0.1:{port} --function"
-            in caplog.text
-        )
-        wrong = subprocess.run(
-            command, env={**os.environ, "MARSRL_WORKER_KEY": "other"}, capture_output=True, text=True
-        )
-        assert wrong.returncode == 1 and "not the workers' key" in wrong.stderr
-        with subprocess.Popen(command, env={**os.environ, "MARSRL_WORKER_KEY": "secret"}) as worker:
-            samples = played.samples()
-            worker.terminate()
+    with held_port() as port:
+        external = {"workers": 0, "port": port, "key_env": "KEY"}
+        command = [sys.executable, str(WORKER), "--url", f"http://127.0.0.1:{port}", "--function", function]
+        with playing(model, rollout_config(**LONG), external, key="secret") as played:
+            line = f"MARSRL_WORKER_KEY=(the key in KEY) python {WORKER} --url http://127.0.0.1:{port} --function"
+            assert line in caplog.text
+            other = {**os.environ, "MARSRL_WORKER_KEY": "other"}
+            wrong = subprocess.run(command, env=other, capture_output=True, text=True)
+            assert wrong.returncode == 1 and "not the workers' key" in wrong.stderr
+            with subprocess.Popen(command, env={**os.environ, "MARSRL_WORKER_KEY": "secret"}) as worker:
+                samples = played.samples()
+                worker.terminate()
     assert set(rewards(samples).values()) == {1.0} and worker.returncode == 0
 
 
 def test_a_command_that_hangs_is_killed_with_its_session(model: Path, tmp_path: Path) -> None:
-    script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    external = {"command": [sys.executable, "-c", script], "timeout_s": 2}
-    with playing(model, rollout_config(prompts_per_step=1, group_size=1), external) as played:
-        batch = played.batch()
-        process = int((tmp_path / "pid").read_text())
-        while Path(f"/proc/{process}/cmdline").exists():
+    book, clock = tmp_path / "pid", Clock()
+    script = f"import os, time; open({str(book)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    external = {"command": [sys.executable, "-c", script], "timeout_s": 3}
+    with playing(model, rollout_config(prompts_per_step=1, group_size=1), external, clock=clock) as played:
+        played.begin()
+        played.until(lambda: book.exists() and book.read_text() != "")
+        clock.now = 4.0
+        batch = played.rest_of_batch()
+        while Path(f"/proc/{book.read_text()}/cmdline").exists():
             time.sleep(0.1)
     assert batch.metrics["rollout/failed_episodes"] == 1 and not batch.groups
+
+
+def test_a_session_that_is_over_before_it_says_how_it_ends_is_ended_then() -> None:
+    begun, is_over, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def play(problem: object, client: object, on_end: Callable[[Callable[[], None]], None]) -> None:
+        begun.set()
+        assert is_over.wait(60)
+        on_end(ended.set)
+
+    def gateway(handler: Handler, body: dict[str, Any], before: int) -> None:
+        session = {"session": "1", "api_key": "k", "problem": {}, "agents": []}
+        news: dict[str, list[Any]] = {
+            "sessions": [session] if before == 0 else [],
+            "over": ["k"] if before == 1 else [],
+        }
+        assert before != 1 or begun.wait(60)
+        if before == 2:
+            is_over.set()
+        handler.send(200, json.dumps(news).encode())
+
+    with completions_server(gateway) as server:
+        worker = Worker(server.base_url.removesuffix("/v1"), "key", "worker", 1, play)
+        end = time.monotonic() + 60
+        worker.run(lambda: not ended.is_set() and time.monotonic() < end)
+    assert ended.is_set()
 
 
 def test_a_command_and_what_it_started_end_with_a_killed_worker(model: Path, tmp_path: Path) -> None:

@@ -60,5 +60,7 @@ def test_a_program_imports_its_own_files_and_packages_but_not_the_files_beside_t
     named = program(tmp_path, "from beside import NAME\ndef run(problem, client): ...\n")
     check_program(ExternalConfig(function=named))
     check_program(ExternalConfig(environment=named))
+    with pytest.raises(ValueError, match=r"program\.py has no Env"):
+        check_program(ExternalConfig(environment=named.replace(":run", ":Env")))
     with pytest.raises(ValueError, match="No module named 'vllm_reader'"):
         check_program(ExternalConfig(function=program(tmp_path, "import vllm_reader\n")))

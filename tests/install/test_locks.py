@@ -61,7 +61,7 @@ def test_a_lock_is_its_own_resolution(device: str, python: str, tmp_path: Path) 
         "--no-header",
         "--no-annotate",
     ]
-    environment = os.environ | {"UV_PYTHON_DOWNLOADS": "never"}
+    environment = os.environ | {"UV_PYTHON_DOWNLOADS": "never", "UV_HTTP_TIMEOUT": "300"}
     done = subprocess.run([*uv, *files, *words], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == locked(device)
@@ -70,7 +70,7 @@ def test_a_lock_is_its_own_resolution(device: str, python: str, tmp_path: Path) 
 def locked_wheel(package: str, folder: Path) -> zipfile.ZipFile:
     """From PyPI, without what it needs."""
     (pin,) = (each for each in locked("cuda") if each.startswith(f"{package}=="))
-    words = ["download", "-q", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), pin]
+    words = ["download", "-q", "--timeout", "300", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), pin]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True)
     (wheel,) = folder.iterdir()
     return zipfile.ZipFile(wheel)

@@ -15,6 +15,7 @@ import pytest
 from scripted_pool import engines_are, opened, rows_of, samples_of, sevens, train_here
 from two_adapters_worker import ADAPTERS, engine_of
 
+from marsrl.rollout.engines.protocol import DecodeResult
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.runs.directory import RunDirectory
@@ -68,13 +69,29 @@ def test_policies_of_one_base_share_a_pool_and_each_is_published_and_proven(sett
     assert versions == {("c", 0), *((agent, version) for agent in "sv" for version in range(3))}
 
 
+def test_a_publish_of_one_adapter_ends_its_own_requests_alone(setting: Setting, tmp_path: Path) -> None:
+    with opened(tmp_path, [*setting.words, "rollout.overlap=1"]) as run:
+        assert run.driver is not None
+        pool, drained = run.driver.team.pools["main"], list[str | None]()
+        drain = pool.drain
+
+        def noted(adapter: str | None = None) -> list[DecodeResult]:
+            drained.append(adapter)
+            return drain(adapter)
+
+        pool.drain = noted  # type: ignore[method-assign]
+        train(run)
+        assert run.versions == {"main": 0, "solver": 3, "verifier": 3} and drained == ["solver", "verifier"] * 3
+    assert max(row["sync/probe_diff_max"] for row in rows_of(run.directory)) < 1e-3  # nats
+
+
 def test_a_run_that_is_killed_between_two_adapters_publishes_goes_on_to_the_same_end(
     setting: Setting, tmp_path: Path
 ) -> None:
     """One had the new version already, in engines that are gone: both come from the checkpoint of the step before."""
     whole = train_here(tmp_path / "whole", setting.words)
     command = [sys.executable, "-W", "ignore", str(WORKER), str(tmp_path / "killed"), setting.model, *setting.words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     resumed = train_here(tmp_path / "killed", [*setting.words, "run.resume=auto"])
     assert drawn(resumed) == drawn(whole)

@@ -81,10 +81,8 @@ def train(files: str, task: str = "math") -> list[str]:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["agents.prover.temperature=1"], "has no such agent; it has solver, verifier1"),
         (["policies.main.layout.tensor=2"], "= 2 x 1 x 1 = 2 does not divide the 1 rank(s)"),
         (["policies.main.model=%s/nothing"], "nothing is not a directory"),
-        (["task=math", "policies.main.model=/nowhere"], "set data.train"),
         (["task=math", "data.train=%s/p.jsonl"], "policies.main.model is not set"),
         (train("%s/cut.jsonl"), "/cut.jsonl:2:"),
         (train("[{path: %s/p.jsonl, weight: 1}]", "%s/mine.py:Mine"), "data.train has weights, and task="),
@@ -209,9 +207,7 @@ def test_a_mistral_whose_window_is_shorter_than_a_completion_is_refused(
         (["credit.train_agents=[solver]", "agents.solver.loss_weight=0"], "agents.solver.loss_weight: 0 for every agent"),
         (["agents.solver.max_input_tokens=3"], "agents.solver.max_input_tokens is 3, and of 64 prompts the shortest has "),
         *([] if HAS_WANDB else [(["run.wandb=mine"], "run.wandb=mine asks for wandb, which is not installed")]),
-        (["run.name=" + "x" * 300], "File name too long"),
         (["run.name=x", "run.dir=/dev/null/runs"], "run.dir=/dev/null/runs: /dev/null is a file; name a folder"),
-        (["run.resume=auto"], "run.name is not set"),
     ],
 )  # fmt: skip
 def test_what_could_only_fail_later_is_refused_before_anything_starts(

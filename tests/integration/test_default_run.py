@@ -148,29 +148,20 @@ def test_commands_on_a_run_are_as_they_are_written(
     assert written == 3
 
 
-@pytest.mark.parametrize("command", run_by("test_the_default_run_starts_as_it_is_written"))
-def test_the_default_run_starts_as_it_is_written(command: str, first_run: Path, runner: Runner, tmp_path: Path) -> None:
-    """`make train`'s command, and one with a user's team. It finds its policy in the cache: the one that the first run has
-    taught, less well."""
+def test_the_default_run_starts_as_it_is_written(first_run: Path, runner: Runner, tmp_path: Path) -> None:
+    """`make train`'s command. It finds its policy in the cache: the one that the first run has taught, less well."""
+    (command,) = run_by("test_the_default_run_starts_as_it_is_written")
     desk = Desk(tmp_path)
-    words = desk.words(command, Path)
-    file = tmp_path / words[-1] if "--config" in words else None
-    taught = warm_started(runner.cache, first_run / "config.yaml")
-    shutil.copytree(taught, warm_started(desk.cache, file, *SEED))
-    run = desk.until_version_1(words)
+    shutil.copytree(warm_started(runner.cache, first_run / "config.yaml"), warm_started(desk.cache, None, *SEED))
+    run = desk.until_version_1(desk.words(command, Path))
     ours, interrupted, _ = desk.console().partition("marsrl: interrupted")  # what follows is torchrun's traceback
     assert interrupted and "warm start: cached" in ours and "Traceback" not in ours, desk.console()[-4000:]
     (step,) = read_metrics(run / "metrics.jsonl")[:1]
     assert (step.values.get("sync/seconds") or 0) > 0 or step.values["actor/empty_steps"] == 1
     found = read_config(run / "config.yaml")[0]
-    if file is None:
-        assert found.model_dump() == with_backend(read_config(None, SEED)[0], on_gpus=False).model_dump()
-        samples = [sample for path in sample_files(RunDirectory(run)).values() for sample in read_samples(path)]
-        assert step.values["actor/empty_steps"] == (not any(sample.advantage for sample in samples))
-    else:
-        room = found.agents["judge"].max_input_tokens + found.rollout.max_response_tokens
-        assert list(found.agents) == ["first", "second", "judge"] and room == 1024  # the policy's positions
-        assert "at most 192 samples a step, if each agent is asked once in an episode" in ours
+    assert found.model_dump() == with_backend(read_config(None, SEED)[0], on_gpus=False).model_dump()
+    of_step_1 = read_samples(sample_files(RunDirectory(run))[1])  # a second one may have ended before Ctrl-C came
+    assert step.values["actor/empty_steps"] == (not any(sample.advantage for sample in of_step_1))
 
 
 def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: Runner) -> None:
@@ -199,20 +190,22 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     directory = runner.folder / "stopped"
     latest, metrics = directory / "checkpoints" / "latest", directory / "metrics.jsonl"
     deadline = time.monotonic() + 900
+    finds_raylet = False  # there is something to leave behind
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[0][-4000:]
-        time.sleep(0.1)
+        finds_raylet = finds_raylet or any("raylet" in command for command in left_behind())
+        time.sleep(0.05)
     assert metrics.exists() and not latest.exists()  # a step has ended, and no checkpoint was due
-    assert any("raylet" in command for command in left_behind())  # it finds what there is to leave behind
     process.send_signal(signal.SIGINT)
     stopping = time.monotonic()
     output, _ = process.communicate(timeout=900)
     elapsed = time.monotonic() - stopping  # 10 s are promised; a slow machine is as slow in starting
+    assert finds_raylet
     assert elapsed < max(60, stopping - began), f"stopped after {elapsed:.0f} s, started in {stopping - began:.0f} s"
     assert process.returncode != 0
     assert "is whole: go on with run.name=stopped run.resume=auto" in output, output[-4000:]  # Ray left us our SIGTERM
     assert "Fatal Python error" not in output and "*** SIGTERM received" not in output
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while left_behind() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left_behind() == []

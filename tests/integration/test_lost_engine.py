@@ -7,6 +7,7 @@ from files: tests/engines/test_lost_actors.py.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -14,9 +15,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from processes import descendants
+from processes import actors, descendants
 from scripted_pool import opened, samples_of, sevens
 
 from marsrl.rollout.weights.connections import GroupConnection, SharedBuffer
@@ -32,10 +34,19 @@ from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import DirectSync
 
 
-def kill(name: str) -> None:
-    """SIGKILL for our children of this name."""
+def children(name: str) -> list[psutil.Process]:
+    """Our children whose name begins so."""
+    found = []
     for child in descendants():
-        if child.name().startswith(name):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if child.name().startswith(name):
+                found.append(child)
+    return found
+
+
+def kill(name: str) -> None:
+    for child in children(name):
+        with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
 
 
@@ -71,8 +82,8 @@ def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     return found
 
 
-def kill_once(run: Run, step: int, name: str) -> threading.Thread:
-    """The same when the step's stage is decoding."""
+def strikes(run: Run) -> threading.Thread:
+    """Kills the engine when it decodes in step 3 or soon after, and Ray's head in step 5 or soon after."""
     assert run.driver is not None
     pool = run.driver.team.pools["main"]
 
@@ -80,11 +91,24 @@ def kill_once(run: Run, step: int, name: str) -> threading.Thread:
         while not condition():
             time.sleep(0.005)
 
-    def strike() -> None:
-        wait(lambda: run.step >= step)
+    def wait_for_tokens() -> None:
         before = sum(pool.num_decoded())
         wait(lambda: sum(pool.num_decoded()) > before + 50)
-        kill(name)
+
+    def strike() -> None:
+        wait(lambda: run.step >= 3)
+        while True:
+            wait_for_tokens()
+            engine = actors()[-1]
+            engine.suspend()
+            time.sleep(1)  # what it had ended arrives: is there more?
+            if pool.num_under_way:
+                break
+            engine.resume()
+        engine.kill()
+        wait(lambda: run.step >= 5)
+        wait_for_tokens()
+        kill("gcs_server")
 
     thread = threading.Thread(target=strike, daemon=True)
     thread.start()
@@ -105,11 +129,10 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
     with named as failure, opened(tmp_path, settings) as run:
         directory = run.directory
         published = kill_in_publishes(run, monkeypatch)
-        strikes = [kill_once(run, 3, "ray::Engine"), kill_once(run, 5, "gcs_server")]
+        struck_later = strikes(run)
         train(run)
-    for strike in strikes:
-        strike.join()
-    assert [child.name() for child in descendants() if "ray" in child.name()] == []
+    struck_later.join()
+    assert psutil.wait_procs(children("ray"), timeout=300)[1] == []
     rows = {row.step: row.values for row in read_metrics(directory.metrics)}
     last = max(rows)
     assert sorted(rows) == list(range(1, last + 1)) and last >= 4

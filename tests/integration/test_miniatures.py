@@ -33,7 +33,6 @@ SMALLER = (
     "trainer.agent_grad_norm_every=2",
     "run.steps=3",
 )
-SIZES = {"tiny": 64, "cpu_default": 96}  # hidden
 
 Row = dict[str, float | None]
 Steps = list[tuple[Row, list[SampleRecord]]]
@@ -54,30 +53,20 @@ def check_updates(steps: Steps, prefix: str, agents: list[str]) -> None:
         assert f"{prefix}actor/grad_spikes" in row
 
 
-@pytest.mark.parametrize("command", run_by("test_a_miniature_trains_every_policy_that_it_has"))
-def test_a_miniature_trains_every_policy_that_it_has(command: str, runner: Runner) -> None:
-    words = shlex.split(command)[2:]
-    directory = runner.run("-".join(words).replace("=", "-"), *words, *SMALLER)
-    agents = ["solver"] if "orchestration=solver" in words else ["solver", "verifier"]
-    policies = ["solver"] if "orchestration=solver" in words or "agents.verifier.policy=solver" in words else agents
-    sizes = {"solver": "cpu_default" if "policies.solver.shape=cpu_default" in words else "tiny", "verifier": "tiny"}
+@pytest.mark.parametrize("command", run_by("test_a_solver_and_a_verifier_of_their_own_sizes_train"))
+def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, runner: Runner) -> None:
+    directory = runner.run("two-policies", *shlex.split(command)[2:], *SMALLER)
     steps = steps_of(directory)
-    for policy in policies:
-        prefix = f"{policy}/" if len(policies) > 1 else ""
-        mine = agents if len(policies) == 1 else [policy]
-        check_updates(steps, prefix, mine)
+    for policy, hidden in {"solver": 96, "verifier": 64}.items():
+        check_updates(steps, f"{policy}/", [policy])
         for number, (row, samples) in enumerate(steps, 1):
-            asked = {sample.agent for sample in samples}  # the Verifier of what the Solver has ended
-            has_norm = {agent for agent in agents if f"{prefix}actor/{agent}/grad_norm" in row}
-            assert has_norm == (asked & set(mine) if number == 2 else set())  # every second step
-        made = json.loads(
-            (directory / "checkpoints" / "step_3" / "policies" / policy / "hf" / "config.json").read_text()
-        )
-        assert made["hidden_size"] == SIZES[sizes[policy]]
+            is_asked = any(sample.agent == policy for sample in samples)  # the Verifier of what the Solver has ended
+            assert ({f"drmas/{policy}/mu", f"drmas/{policy}/sigma"} <= row.keys()) == is_asked
+            has_norm = f"{policy}/actor/{policy}/grad_norm" in row
+            assert has_norm == (is_asked and number == 2)  # every second step
+        file = directory / "checkpoints" / "step_3" / "policies" / policy / "hf" / "config.json"
+        assert json.loads(file.read_text())["hidden_size"] == hidden
     for row, samples in steps:
-        for agent in agents:
-            is_asked = any(sample.agent == agent for sample in samples)
-            assert ({f"drmas/{agent}/mu", f"drmas/{agent}/sigma"} <= row.keys()) == is_asked
         is_verified = any(sample.agent == "verifier" for sample in samples)
         assert ("verdicts/verifier/recall_wrong" in row) == is_verified
 

@@ -38,7 +38,7 @@ def test_an_engine_that_has_moved_decodes_with_the_weights_of_its_new_policy(
     with opened(tmp_path, settings) as run:
         train(run)
         assert run.driver is not None
-        assert all(run.driver.team.pools["solver"].num_decoded())
+        assert all(run.driver.team.pools["solver"].num_decoded(within_s=300))
     rows = rows_of(run.directory)
     assert [row["rollout/engine_moves"] for row in rows] == [0, 0, 1, 0]
     assert [row["rollout/engines/solver"] for row in rows] == [1, 1, 2, 2]

@@ -179,7 +179,12 @@ class Trial:
 
     def workers(self) -> list[psutil.Process]:
         """Processes that play sessions."""
-        return [each for each in self.processes() if str(WORKER) in each.cmdline()]
+        found = []
+        for each in self.processes():
+            with contextlib.suppress(psutil.Error):  # it may end meanwhile
+                if str(WORKER) in each.cmdline():
+                    found.append(each)
+        return found
 
     def step(self) -> int:
         """The step of the latest checkpoint; 0 before the first. Where we have taken `latest` away, of the newest."""

@@ -360,6 +360,8 @@ def check_every_layout(name: str) -> None:
     assert not isinstance(plain, Exception), plain
     for which in [*tensors, *([UPSTREAM] if op.leaves else [])]:
         for how, layout in LAYOUTS.items():
+            if layout is transposed and which != UPSTREAM and tensors[which].dim() < 2:
+                continue  # it lies as it did
             if which == UPSTREAM:
                 expected = _outcome(op, tensors, lambda each, layout=layout: _contiguous(layout(each)))
                 found = _outcome(op, tensors, layout)

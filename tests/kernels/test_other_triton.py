@@ -1,6 +1,6 @@
 """Triton kernels with the Triton that the CUDA set brings: all of them interpreted, those of the head compiled for GPUs.
 
-`make test-triton` compiles the others, too. `make test` fetches that Triton into build/.
+`make test-triton` runs all cases of every test, and compiles the others, too. `make test` fetches that Triton into build/.
 """
 
 from __future__ import annotations
@@ -15,6 +15,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import sys
+import pytest
+import triton
+
+class FirstAndLastCase:
+    def pytest_collection_modifyitems(self, items):
+        of_tests = {}
+        for item in items:
+            of_tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        items[:] = [case for cases in of_tests.values() for case in dict.fromkeys((cases[0], cases[-1]))]
+
+other, tests, *words = sys.argv[1:]
+assert triton.__version__ == other
+sys.exit(pytest.main([tests, *words], [FirstAndLastCase()] if tests.endswith("interpreter") else []))
+"""
 
 
 @pytest.mark.slow
@@ -28,7 +44,6 @@ def test_kernels_work_with_the_triton_of_the_cuda_set(tests: str) -> None:
         pytest.skip(f"{folder} is not there: make build/triton-{other}")
     environment = os.environ | {"PYTHONPATH": str(folder), "TRITON_INTERPRET": "1" if tests == "interpreter" else "0"}
     environment.pop("TORCHDYNAMO_DISABLE", None)  # of our shim of Megatron, which other tests of this process import
-    script = f"import pytest, sys, triton; assert triton.__version__ == {other!r}; sys.exit(pytest.main(sys.argv[1:]))"
-    words = [sys.executable, "-c", script, f"tests/kernels/{tests}", "-q", "-m", "not gpu and not multi_gpu"]
+    words = [sys.executable, "-c", SCRIPT, other, f"tests/kernels/{tests}", "-q", "-m", "not gpu and not multi_gpu"]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

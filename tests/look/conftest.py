@@ -43,6 +43,8 @@ def browser() -> Iterator[Browser]:
     if found.returncode != 0:
         pytest.skip(found.stdout.strip())
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found.stdout.strip(), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=found.stdout.strip(), args=["--no-sandbox"], timeout=300_000
+        )  # ms
         yield browser
         browser.close()

@@ -26,6 +26,16 @@ class Watched:
         self.page.wait_for_selector("main")
         self.page.wait_for_load_state("networkidle")
 
+    def is_refused_what_is_elsewhere(self) -> bool:
+        """Asks for an address of another host: the page's policy forbids it, and `complaints` show that they are complete."""
+        self.page.evaluate("fetch('http://example.invalid/').catch(() => 0)")
+        end = time.monotonic() + 300.0
+        while (
+            not (told := any("Content Security Policy" in each for each in self.complaints)) and time.monotonic() < end
+        ):
+            self.page.wait_for_timeout(30)
+        return told
+
     def wait_until(self, is_so: str, timeout_s: float = 300.0) -> None:
         """Playwright's own wait_for_function evaluates text in the page, which the pages forbid."""
         end = time.monotonic() + timeout_s

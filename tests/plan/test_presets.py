@@ -251,7 +251,10 @@ def test_other_arguments_of_vllm_are_checked_against_its_own() -> None:
     given = {"max_num_batched_tokens": 12345, "compilation_config": {"mode": 0}}
     assert checked_extra(given).keys() == given.keys()
     for extra, says in (
-        ({"max_num_batched_token": 1}, r"extra.max_num_batched_token is no field .* like it: max_num_batched_tokens"),
+        (
+            {"max_num_batched_token": 1},
+            r"extra.max_num_batched_token is no field .* similar ones: max_num_batched_tokens",
+        ),
         ({"max_num_batched_tokens": "many"}, r"extra.max_num_batched_tokens is 'many', which .* valid integer"),
         ({"speculative_config": {}}, r"to vLLM itself: set rollout.vllm.draft_tokens instead"),
         ({"tensor_parallel_size": 2}, r"marsrl gives to vLLM itself: set rollout.vllm.tensor_parallel instead"),

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from held_port import held_port
 
 NUM_RANKS = 2
 LIMIT_S = 600.0  # of one job: only one that hangs takes this long
@@ -41,14 +42,12 @@ class RankPair:
         if not self._ranks:
             self._start()
         try:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            for rank in self._ranks:
-                assert rank.stdin is not None
-                rank.stdin.write(json.dumps([str(file), port, arguments]) + "\n")
-                rank.stdin.flush()
-            return self._answers(limit_s)[0]
+            with held_port() as port:
+                for rank in self._ranks:
+                    assert rank.stdin is not None
+                    rank.stdin.write(json.dumps([str(file), port, arguments]) + "\n")
+                    rank.stdin.flush()
+                return self._answers(limit_s)[0]
         except (_NoAnswer, BrokenPipeError) as error:
             said = self.close()
             raise RuntimeError(f"job of {file.name} on two ranks: {error}\n{said}") from None

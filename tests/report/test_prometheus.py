@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from held_port import held_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from marsrl.trainer.checks.preflight import preflight
@@ -28,11 +29,6 @@ EACH = {
     **{name: 2.0 for name in COUNTED if not name.startswith("actor/")},
     **{f"small/{n}": 2.0 for n in COUNTED if n[0] == "a"},
 }
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -78,26 +74,27 @@ def test_the_names_of_metrics_become_names_and_labels() -> None:
 
 
 def test_a_scrape_has_the_last_row_the_counts_since_the_start_and_all_that_alerts_ask_for(shown: MetricsPort) -> None:
-    port = free_port()
-    with served(port, shown):
-        before = scrape(port)
-        assert "marsrl_step" not in before and before["marsrl_run"] == {(("run", 'a "run"'),): 1}
-        shown.show(1, {**ROW, **EACH, "gone/next": 1.0})
-        shown.show(2, {**ROW, **EACH})
-        now = scrape(port)
-        assert now["marsrl_step"][()] == 2 and now["marsrl_steps"][()] == 9 and "marsrl_gone_next" not in now
-        assert now["marsrl_reward_mean"] == {(): 0.5, (("agent", "solver"),): 0.25}
-        assert now["marsrl_actor_entropy"][(("policy", "small"),)] == 0.3
-        assert (
-            now["marsrl_actor_entropy"][(("policy", "large"),)] != now["marsrl_actor_entropy"][(("policy", "large"),)]
-        )
-        assert now["marsrl_engines"] == {(("policy", "large"),): 3}
-        assert now["marsrl_rank_silence_seconds"] == {(("rank", "1"),): 2.5}
-        assert now["marsrl_judge_calls_total"] == {(): 4} and "marsrl_judge_calls" not in now
-        assert now["marsrl_actor_skipped_steps_total"] == {(("policy", "small"),): 4}
-        assert now["marsrl_seconds_since_step"][()] >= 0
-    with pytest.raises(urllib.error.URLError):
-        scrape(port)
+    with held_port() as port:
+        with served(port, shown):
+            before = scrape(port)
+            assert "marsrl_step" not in before and before["marsrl_run"] == {(("run", 'a "run"'),): 1}
+            shown.show(1, {**ROW, **EACH, "gone/next": 1.0})
+            shown.show(2, {**ROW, **EACH})
+            now = scrape(port)
+            assert now["marsrl_step"][()] == 2 and now["marsrl_steps"][()] == 9 and "marsrl_gone_next" not in now
+            assert now["marsrl_reward_mean"] == {(): 0.5, (("agent", "solver"),): 0.25}
+            assert now["marsrl_actor_entropy"][(("policy", "small"),)] == 0.3
+            assert (
+                now["marsrl_actor_entropy"][(("policy", "large"),)]
+                != now["marsrl_actor_entropy"][(("policy", "large"),)]
+            )
+            assert now["marsrl_engines"] == {(("policy", "large"),): 3}
+            assert now["marsrl_rank_silence_seconds"] == {(("rank", "1"),): 2.5}
+            assert now["marsrl_judge_calls_total"] == {(): 4} and "marsrl_judge_calls" not in now
+            assert now["marsrl_actor_skipped_steps_total"] == {(("policy", "small"),): 4}
+            assert now["marsrl_seconds_since_step"][()] >= 0
+        with pytest.raises(urllib.error.URLError):
+            scrape(port)
     (group,) = yaml.safe_load((Path(__file__).parents[2] / "docs" / "alerts.yml").read_text())["groups"]
     assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) > 10
     for rule in group["rules"]:  # ask for nothing else
@@ -118,4 +115,5 @@ def test_a_port_that_is_taken_is_refused_by_the_rank_that_would_open_it(shown: M
         os.environ["RANK"] = "1"
         preflight(config, world_size=1)
     os.environ["RANK"] = "0"
-    preflight(config, world_size=1)
+    with held_port() as port:
+        preflight(read_config(None, [f"run.prometheus_port={port}"])[0], world_size=1)

@@ -90,8 +90,8 @@ class MortalReplicas(LocalReplicas):
         self.doomed.clear()
         return [*answers, *((replica, reason) for replica, reason in lost if replica in self.dead)]
 
-    def abort(self, busy: Sequence[int]) -> None:
-        super().abort([replica for replica in busy if not self._lost(replica)])
+    def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
+        super().abort([replica for replica in busy if not self._lost(replica)], adapter)
 
     def stop(self, replica: int) -> None:
         """A place is free only where its host is not gone with it."""

@@ -18,7 +18,7 @@ from letters import (
     make_team,
     next_batch,
 )
-from mortal import MortalReplicas, asks, is_whole
+from mortal import MortalReplicas, Places, asks, is_whole
 
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, DecodeResult, WeightUpdate
@@ -82,6 +82,32 @@ def test_losses_are_forgotten_once_a_request_came_back() -> None:
     assert pool.take_faults().engine_restarts == 5
 
 
+def test_a_pool_has_room_until_its_slots_are_taken() -> None:
+    pool = MortalReplicas(2).pool(slots=3)
+    assert pool.num_slots == 6
+    for number, request in enumerate(asks(8)):
+        assert pool.has_room == (number < 6)
+        pool.submit([request], version=0)
+    unlimited = MortalReplicas(2).pool()
+    assert unlimited.num_slots is None and not unlimited.has_room
+
+
+def test_a_place_for_an_engine_that_was_lost_with_its_host_is_looked_for_every_five_seconds() -> None:
+    replicas = MortalReplicas(2)
+    replicas.places = Places()
+    pool = replicas.pool()
+    replicas.now = 100.0
+    replicas.dead.add(0)
+    assert all(map(is_whole, served(pool, asks(6), "slots")))
+    assert pool.engines == [1] and not pool.is_whole
+    replicas.places.free = 1
+    for now, engines in ((104.9, [1]), (105.0, [0, 1])):
+        replicas.now = now
+        pool.collect(0.0)
+        assert pool.engines == engines and pool.is_whole == (len(engines) == 2)
+    assert all(map(is_whole, served(pool, asks(6), "slots"))) and replicas.had[0]
+
+
 def test_a_restarted_engine_holds_the_weights_of_now() -> None:
     replicas = MortalReplicas(2)
     pool = replicas.pool()
@@ -97,22 +123,28 @@ def test_a_restarted_engine_holds_the_weights_of_now() -> None:
 
 
 class Mistaken(MortalReplicas):
-    """A restarted engine finds other weights in the file than were sent."""
+    """A restarted engine finds other weights, and another adapter, in the files than were sent."""
 
     def restart(self, replica: int) -> Lost | None:
         lost, engine = super().restart(replica), self.engines[replica]
-        loads = engine.update_weights
-        engine.update_weights = lambda update: loads(replace(update, path="other"))  # type: ignore[method-assign]
+        weights, adapter = engine.update_weights, engine.update_adapter
+        engine.update_weights = lambda update: weights(replace(update, path="other"))  # type: ignore[method-assign]
+        engine.update_adapter = lambda update: adapter(replace(update, path="other"))  # type: ignore[method-assign]
         return lost
 
 
-def test_other_weights_in_a_restarted_engine_end_the_run() -> None:
-    replicas = Mistaken(2)
+@pytest.mark.parametrize("what", ["weights", "adapter a"])
+def test_other_numbers_in_a_restarted_engine_end_the_run(what: str) -> None:
+    replicas = Mistaken(2, adapters=["a"])
     pool = replicas.pool()
-    pool.update_weights(WeightUpdate("version_1", 1))
+    if what == "weights":
+        pool.update_weights(WeightUpdate("version_1", 1))
+    else:
+        pool.update_adapter(AdapterUpdate("a", "a/1", 1))
     replicas.dead.add(1)
-    with pytest.raises(RuntimeError, match=r"engine 1 was restarted .* version 1.*1 of 1 tensors differ, first name"):
-        served(pool, asks(4), "slots", version=1)
+    said = rf"engine 1 was restarted with the {what} of version 1.*1 of 1 tensors differ, first name"
+    with pytest.raises(RuntimeError, match=said):
+        served(pool, asks(4), "slots", version=int(what == "weights"))
 
 
 def of_adapters(requests: list[DecodeRequest], versions: dict[str, int]) -> list[DecodeRequest]:
@@ -153,23 +185,53 @@ def test_an_engine_that_is_lost_as_an_adapter_comes_gets_it_too() -> None:
     assert all(map(is_whole, results)) and replicas.restarts == [0, 1]
 
 
-def test_another_adapter_in_a_restarted_engine_ends_the_run() -> None:
-    replicas = MistakenInAdapters(2, adapters=["a"])
-    pool = replicas.pool()
+@pytest.mark.parametrize("fault", ["dead", "hung"])
+@pytest.mark.parametrize("when", ["drained", "updated", "scored"])
+def test_an_engine_that_is_lost_while_an_adapter_comes_loses_no_request(when: str, fault: str) -> None:
+    """Those of the other adapter are decoded again, and those of this one go on under its new version."""
+    replicas = MortalReplicas(2, adapters=["a", "b"])
+    pool = replicas.pool(slots=4)
+    requests = of_adapters(asks(24), {"a": 0, "b": 0})
+    pool.submit(requests, version=0)
+    ended = {result.uid: result for result in pool.collect(0.0)}
+    strike = getattr(replicas, fault).add
+    if when == "drained":
+        strike(0)
+    parts = {result.uid: result for result in pool.drain("a")}
+    own = [request for request in requests if request.uid in parts and request.adapter == "a"]
+    ended |= {uid: result for uid, result in parts.items() if uid not in {request.uid for request in own}}
+    if when == "updated":
+        strike(1)
     pool.update_adapter(AdapterUpdate("a", "a/1", 1))
-    replicas.dead.add(1)
-    with pytest.raises(RuntimeError, match=r"restarted with the adapter a of version 1.*1 of 1 tensors differ"):
-        served(pool, asks(4), "slots")
+    if when == "scored":
+        strike(1)
+    pool.score([np.arange(5, dtype=np.int32)], "a")
+    assert replicas.restarts and own
+    again = [
+        replace(each, token_ids=np.concatenate([each.token_ids, parts[each.uid].token_ids]), adapter_version=1)
+        for each in own
+        if parts[each.uid].finish is Finish.UNFINISHED
+    ]
+    pool.submit(again, version=0)
+    while pool.num_under_way:
+        ended |= {result.uid: result for result in pool.collect(0.0)}
+    for request in requests:
+        known = parts[request.uid].token_ids.tolist() if request in own else []
+        said = known + (ended[request.uid].token_ids.tolist() if request.uid in ended else [])
+        assert said == completion(request.uid), request.uid
+    assert {ended[each.uid].version for each in again} == {1}
 
 
-class MistakenInAdapters(MortalReplicas):
-    """A restarted engine finds another adapter in the file than was sent."""
-
-    def restart(self, replica: int) -> Lost | None:
-        lost, engine = super().restart(replica), self.engines[replica]
-        loads = engine.update_adapter
-        engine.update_adapter = lambda update: loads(replace(update, path="other"))  # type: ignore[method-assign]
-        return lost
+def test_a_request_that_is_given_up_as_an_adapter_comes_is_told() -> None:
+    replicas = MortalReplicas(adapters=["a"])
+    pool = replicas.pool(attempts=1)
+    (request,) = asks(1)
+    pool.submit([request], version=0)
+    replicas.dead.add(0)
+    pool.update_adapter(AdapterUpdate("a", "a/1", 1))
+    assert pool.num_under_way == 1
+    (result,) = pool.collect(0.0)
+    assert result.finish is Finish.ERROR and pool.num_under_way == 0
 
 
 @pytest.mark.parametrize(("is_beyond_repair", "reason"), [(False, "its process has died"), (True, "no such node")])

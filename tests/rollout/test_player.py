@@ -50,7 +50,7 @@ class Hand:
     def collect(self, timeout_s: float, *, is_urgent: bool) -> list[DecodeResult]:
         return []
 
-    def drain(self) -> list[DecodeResult]:
+    def drain(self, adapter: str | None = None) -> list[DecodeResult]:
         cut = [DecodeResult.without_tokens(uid, Finish.UNFINISHED, 3) for uid in self.sent]
         self.sent.clear()
         return cut
@@ -140,6 +140,16 @@ def test_a_prompt_that_is_too_long_is_cut_if_that_is_wanted_and_counted(tmp_path
         found = counts(stages)
         assert found["rollout/prompts_cut"] == num_cut
         assert found["rollout/prompts_too_long"] == (0 if opened else 3 * (1 + bool(stages.state.num_batches)))
+
+
+def test_a_sample_has_the_engine_s_text_and_is_decoded_here_where_the_engine_gave_none() -> None:
+    stages = stages_of(prompts_per_step=1, group_size=3, segments=2, segment_length=24)
+    first, second, third = begun(stages)[0].completions
+    assert [sent(stages)[each.uid].text_from for each in (first, second, third)] == [len(first.of.prompt_ids)] * 3
+    assert says(stages, first, "a", text="by the engine").text == "by the engine"  # type: ignore[union-attr]
+    assert says(stages, second, "b").text == "b"  # type: ignore[union-attr]
+    says(stages, third, "c" * 24, Finish.LENGTH, text="c" * 24)
+    assert says(stages, third, 0, Finish.ERROR).text == "c" * 24  # type: ignore[union-attr]
 
 
 def test_what_cannot_be_read_is_penalised_where_that_is_asked_for() -> None:

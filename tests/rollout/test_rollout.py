@@ -20,12 +20,8 @@ def background(**options: Any) -> tuple[Rollout, Any]:
     return Rollout(config, team, letter_problems(40), seed=0), engines[0]
 
 
-def rollout_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("marsrl-")]
-
-
 def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() -> None:
-    asked = []
+    asked, before = [], set(threading.enumerate())  # of other tests
 
     def broken(request: DecodeRequest) -> list[int]:
         asked.append(request.uid)
@@ -43,7 +39,7 @@ def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() ->
         with pytest.raises(RuntimeError, match="the engine burns"):
             call()
     rollout.close()
-    assert rollout_threads() == []
+    assert {thread for thread in threading.enumerate() if thread.name.startswith("marsrl-")} <= before
 
 
 def test_a_request_that_never_comes_back_is_an_error_that_names_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 from letters import (
     END,
+    completion,
+    completions,
     judge,
     letter_config,
     letter_problems,
     letter_team,
+    next_batch,
     set_version,
     submissions,
     with_two_policies,
@@ -21,10 +25,11 @@ from letters import (
 
 from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.player.completion import State
 from marsrl.rollout.player.rollout import Rollout
-from marsrl.rollout.player.stages import RolloutState, StepBatch
+from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.types import Problem, Reward
+from marsrl.rollout.types import Group, Problem, Reward
 
 
 def played(*, team: dict[str, Any] | None = None, **options: Any) -> tuple[Rollout, ScriptedEngine]:
@@ -90,6 +95,40 @@ def test_adapters_decode_in_the_engines_of_their_base_each_under_its_own_version
     versions = {(s.agent[0], segment.version) for g in batch.groups for s in g.samples for segment in s.segments}
     assert versions == {("s", 3 * own), ("v", 5), ("c", 3 * own)}
     assert all(at_once for _, at_once in asked)
+
+
+def test_an_adapter_comes_while_requests_of_the_other_decode_on() -> None:
+    config = letter_config(overlap=1, segments=3, prompts_per_step=4)
+    team, (engine,) = letter_team(config, tokens_per_step=3)
+    agents = with_two_policies(team, engine).agents
+    renderers = {**team.renderers, "other": team.renderers["main"]}
+    team = replace(team, agents=agents, renderers=renderers, adapters={"main": "main", "other": "main"})
+    pool, stages = team.pools["main"], Stages(config, team, letter_problems(40), seed=0)
+    versions = {"main": 0, "other": 0}
+    for name in versions:
+        pool.update_adapter(AdapterUpdate(name, f"{name}/0", 0))
+
+    def decoding() -> Counter[str]:
+        return Counter(team.agents[each.agent].policy for each in completions(stages, State.DECODING))
+
+    num_beside, groups = Counter[str](), list[Group]()
+    for _ in range(8):
+        groups += next_batch(stages, versions).groups
+        for name in versions:
+            stages.advance(0.0)
+            stages.rest(name)
+            versions[name] += 1
+            assert decoding()[name] == 0 and pool.num_under_way == decoding().total()
+            pool.update_adapter(AdapterUpdate(name, f"{name}/{versions[name]}", versions[name]))
+            num_beside[name] += pool.num_under_way
+            stages.resume(versions)
+    assert min(num_beside["main"], num_beside["other"]) > 0
+    samples = [sample for group in groups for sample in group.samples]
+    assert len({sample.uid for sample in samples}) == len(samples) > 50
+    for sample in samples:
+        assert sample.token_ids.tolist() == completion(sample.uid)[: len(sample.token_ids)]
+    several = {team.agents[each.agent].policy for each in samples if len({part.version for part in each.segments}) > 1}
+    assert several == {"main", "other"}
 
 
 @pytest.mark.parametrize("segments", [1, 4])

@@ -2,6 +2,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -68,16 +69,24 @@ def test_answers_are_compared_in_processes() -> None:
     assert [r.value for r in rewards] == [right for _, _, right in table], rewards
 
 
-def test_hangs_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged(odd_judge: str) -> None:
-    answers = ["1", "hang", "2", "die", "1", "raise", "memory", "print", "1"]
-    with RewardPool(JudgeOptions(workers=2, timeout_s=4.0), judge=odd_judge) as pool:
+def test_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged(odd_judge: str) -> None:
+    answers = ["1", "2", "die", "1", "raise", "memory", "print", "1"]
+    with RewardPool(JudgeOptions(workers=2, timeout_s=60.0), judge=odd_judge) as pool:
         rewards = judged(pool, [(problem("1"), answer) for answer in answers])
-        values = [None if r.is_missing else r.value for r in rewards]
-        assert values == [1, None, 0, None, 1, None, None, 0, 1]
-        assert "killed" in rewards[1].note and "code 7" in rewards[3].note
-        assert "RecursionError" in rewards[5].note and "MemoryError" in rewards[6].note
-        assert [bool(r.note) for r in rewards] == [r.is_missing for r in rewards]
-        assert [r.value for r in judged(pool, [(problem("1"), "1")] * 3)] == [1, 1, 1]  # replaced workers serve on
+    values = [None if r.is_missing else r.value for r in rewards]
+    assert values == [1, 0, None, 1, None, None, 0, 1]
+    assert "code 7" in rewards[2].note and "RecursionError" in rewards[4].note and "MemoryError" in rewards[5].note
+    assert [bool(r.note) for r in rewards] == [r.is_missing for r in rewards]
+
+
+def test_an_answer_that_hangs_is_missing_with_a_note_and_another_process_judges_on(odd_judge: str) -> None:
+    with RewardPool(JudgeOptions(workers=1, timeout_s=2.0), judge=odd_judge) as pool:
+        (hung,) = judged(pool, [(problem("1"), "hang")])
+        assert hung.is_missing and "took over 2 s and was killed" in hung.note
+        end = time.monotonic() + 120.0
+        while (reward := judged(pool, [(problem("1"), "1")])[0]).is_missing and time.monotonic() < end:
+            assert "was killed" in reward.note  # a process that is paused for long is late
+        assert reward.value == 1
 
 
 def test_a_reward_is_a_number_from_0_to_1_and_anything_else_is_missing(odd_judge: str) -> None:

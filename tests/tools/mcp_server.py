@@ -66,21 +66,18 @@ def picture() -> list[object]:
 
 
 @contextmanager
-def http_server(port: int = 0) -> Iterator[int]:
-    """The server in a process of its own; its port."""
-    if not port:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+def http_server(port: int) -> Iterator[str]:
+    """The server in a process of its own; its URL."""
     process = subprocess.Popen([sys.executable, __file__, str(port)])
     try:
         while True:
             assert process.poll() is None, "the server has ended"
             try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                socket.create_connection(("127.0.0.1", port), timeout=60).close()
                 break
             except OSError:
                 time.sleep(0.05)
-        yield port
+        yield f"http://127.0.0.1:{port}/mcp"
     finally:
         process.kill()
         process.wait()

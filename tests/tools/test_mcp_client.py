@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import mcp_server
 import pytest
+from held_port import held_port
 
 from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.tools.config import ToolsConfig
@@ -39,8 +40,11 @@ def ask(pool: ToolPool, name: str, /, **arguments: object) -> ToolOutput:
 
 @pytest.mark.parametrize("way", ["stdio", "http"])
 def test_a_server_s_tools_are_called_by_their_names(way: str) -> None:
-    with mcp_server.http_server() as port:
-        server = {"command": STDIO} if way == "stdio" else {"url": f"http://127.0.0.1:{port}/mcp"}
+    with ExitStack() as servers:
+        server: dict[str, object] = {"command": STDIO}
+        if way == "http":
+            port = servers.enter_context(held_port())
+            server = {"url": servers.enter_context(mcp_server.http_server(port))}
         with pool_of(**server) as pool:
             functions = {function.name: function for function in pool.functions("files")}
             assert functions["add"].description.startswith("Adds two numbers.") and functions["add"].server == "files"
@@ -70,7 +74,7 @@ def test_a_server_that_ended_is_started_again_by_the_next_call() -> None:
 
 
 def test_an_http_server_that_forgot_or_is_gone_costs_calls_and_comes_back() -> None:
-    with mcp_server.http_server() as port, pool_of(url=f"http://127.0.0.1:{port}/mcp", timeout_s=30) as pool:
+    with held_port() as port, mcp_server.http_server(port) as url, pool_of(url=url) as pool:
         assert ask(pool, "die").is_error
         assert ask(pool, "greet").is_error  # nobody is there
         with mcp_server.http_server(port):
@@ -79,16 +83,24 @@ def test_an_http_server_that_forgot_or_is_gone_costs_calls_and_comes_back() -> N
 
 
 def test_a_server_that_sends_too_much_is_cut_off_and_serves_on() -> None:
-    with mcp_server.http_server() as port, pool_of(url=f"http://127.0.0.1:{port}/mcp") as pool:
+    with held_port() as port, mcp_server.http_server(port) as url, pool_of(url=url) as pool:
         flooded = ask(pool, "flood", mib=5)
         assert flooded.is_error and "the answer is larger than 4096 KiB" in flooded.text, flooded.text[:500]
         assert ask(pool, "greet") == ToolOutput("hello world")
 
 
+def test_of_too_long_an_answer_by_a_command_the_end_is_dropped_and_it_serves_on() -> None:
+    with pool_of(command=STDIO, timeout_s=15) as pool:
+        assert ask(pool, "flood", mib=5).text == "error: files did not answer within 15 s"
+        assert ask(pool, "greet") == ToolOutput("hello world")
+        assert pool.take_counts()["tools/files/restarts"] == 0
+
+
 def test_a_call_that_hangs_is_an_error_and_others_are_answered() -> None:
-    with pool_of(command=STDIO, timeout_s=5) as pool:
+    with held_port() as port, mcp_server.http_server(port) as url, pool_of(url=url, timeout_s=5) as pool:
         assert ask(pool, "hang").text == "error: files did not answer within 5 s"
         assert pool.take_counts()["tools/files/timeouts"] == 1
+        assert ask(pool, "greet") == ToolOutput("hello world")
 
 
 def test_a_command_gets_the_variables_that_are_named_alone(monkeypatch: pytest.MonkeyPatch) -> None:

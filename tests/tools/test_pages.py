@@ -24,9 +24,10 @@ from completions_server import Handler, Server, completions_server
 
 from marsrl.rollout.agents.prompts import searched, tool_response
 from marsrl.rollout.tools.build import build_tools
-from marsrl.rollout.tools.config import ToolsConfig
-from marsrl.rollout.tools.fetch import is_public
+from marsrl.rollout.tools.config import PagesConfig, ToolsConfig
+from marsrl.rollout.tools.fetch import Fetcher, is_public
 from marsrl.rollout.tools.pool import ToolPool
+from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolCall, ToolOutput
 from marsrl.rollout.worker_process import Crashed, Late, WorkerPool
 
@@ -341,10 +342,11 @@ def test_a_page_that_drips_ends_with_its_time() -> None:
         "/headers": drips(html, b"X-More: y\r\n"),
         "/chunks": drips(html + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
     }
-    with site(pages, timeout_s=0.5) as (pool, _, url):
+    with completions_server(lambda handler, asked, before: pages[handler.path](handler)) as server:
+        fetcher = Fetcher(PagesConfig(allow_hosts=["127.0.0.1"], timeout_s=0.5), lambda number: None)
         for page in pages:
-            found = visit(pool, url + page).text
-            assert found.startswith("error: the page did not come within tools.pages.timeout_s = 0.5 s"), page
+            with pytest.raises(ToolError, match=r"the page did not come within tools.pages.timeout_s = 0.5 s"):
+                fetcher.fetch(server.base_url.removesuffix("/v1") + page, time.monotonic() + 0.5)
 
 
 def test_a_charset_is_what_fits_and_a_pdf_is_read_whatever_it_is_called() -> None:
@@ -415,7 +417,8 @@ def test_the_process_that_parses_has_no_keys_and_ends_with_the_tools() -> None:
     os.environ["SERPAPI_API_KEY"] = "s3cr3t"
     with site({"/": sends(ARTICLE)}) as (pool, _, url):
         assert SENTENCE in visit(pool, url + "/").text
-        (parser,) = [child for child in psutil.Process().children() if PARSER in child.cmdline()]
+        ours = [each for each in psutil.process_iter(["ppid", "cmdline"]) if each.info["ppid"] == os.getpid()]
+        (parser,) = [child for child in ours if PARSER in (child.info["cmdline"] or ())]
         assert "PATH" in parser.environ() and "SERPAPI_API_KEY" not in parser.environ()
     assert not parser.is_running()
 

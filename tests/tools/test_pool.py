@@ -182,20 +182,49 @@ def test_a_call_that_hangs_is_an_error_and_others_take_its_thread() -> None:
     assert counts["tools/echo/timeouts"] == 1 and counts["tools/echo/errors"] == 2
 
 
+def test_a_tool_that_gives_up_at_its_limit_is_late_whichever_of_both_notices_first() -> None:
+    def gives_up(arguments: Mapping[str, object]) -> str:
+        threading.Event().wait(0.05)
+        raise ToolError("it took too long")
+
+    with pool_of(Scripted(gives_up), concurrency=50, timeout_s=0.05) as pool:
+        outputs, counts = answers(pool, [call(str(i), i) for i in range(50)]), pool.take_counts()
+    assert set(outputs.values()) == {ToolOutput("error: echo did not answer within 0.05 s", is_error=True)}
+    assert counts["tools/echo/timeouts"] == counts["tools/echo/errors"] == 50
+
+
+def hangs_if_told(gate: threading.Event) -> Scripted:
+    """What is told to hang does until the gate opens."""
+    return Scripted(lambda arguments: str(gate.wait(SOON_S)) if arguments["text"] == "hang" else "well", False)
+
+
+def until(pool: ToolPool, text: str, holds: Callable[[ToolOutput], bool]) -> None:
+    """Calls with this text, one after the other, until an answer is as wanted."""
+    end = time.monotonic() + SOON_S
+    while not holds(output := answers(pool, [call("again", text)])["again"]):
+        assert time.monotonic() < end, output
+        threading.Event().wait(0.001)
+
+
+def test_beside_a_call_that_hangs_others_are_answered() -> None:
+    gate = threading.Event()
+    with pool_of(hangs_if_told(gate), concurrency=2, timeout_s=SOON_S) as pool:
+        slow = pool.submit(call("slow", "hang"))
+        outputs = answers(pool, [call(str(i), "a") for i in range(20)])
+        assert set(outputs.values()) == {ToolOutput("well")} and not slow.done()
+        gate.set()
+
+
 def test_a_tool_that_hangs_now_and_then_goes_on_and_its_threads_are_bounded() -> None:
     gate, before = threading.Event(), threading.active_count()
-    tool = Scripted(lambda arguments: str(gate.wait(SOON_S)) if arguments["text"] == "hang" else "well", False)
-    with pool_of(tool, concurrency=2, timeout_s=1.0) as pool:
-        outputs = answers(pool, [call("slow", "hang"), *(call(str(i), "a") for i in range(20))])
-        assert outputs.pop("slow").is_error and set(outputs.values()) == {ToolOutput("well")}
+    with pool_of(hangs_if_told(gate), concurrency=2, timeout_s=0.05) as pool:
+        assert answers(pool, [call("slow", "hang")])["slow"].is_error
+        until(pool, "a", lambda output: output == ToolOutput("well"))  # one that is paused for long would be late
         assert all(output.is_error for output in answers(pool, [call(f"slow{i}", "hang") for i in range(40)]).values())
-        assert "calls of it hang" in answers(pool, [call("refused", "a")])["refused"].text
+        until(pool, "hang", lambda output: "calls of it hang" in output.text)
         assert threading.active_count() - before <= 6  # 2 that hang, 2 more at most with their timers
         gate.set()  # it is up again: hung threads end, and calls are answered as before
-        end = time.monotonic() + SOON_S
-        while (again := answers(pool, [call("again", "a")])["again"]).is_error and time.monotonic() < end:
-            threading.Event().wait(0.001)
-        assert again == ToolOutput("well")
+        until(pool, "a", lambda output: output == ToolOutput("well"))
 
 
 def test_a_call_that_was_answered_is_not_run_again_however_its_arguments_are_spelled() -> None:

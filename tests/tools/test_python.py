@@ -121,8 +121,9 @@ def all_gone(processes: set[psutil.Process]) -> bool:
     return not psutil.wait_procs(list(processes), timeout=SOON_S)[1]
 
 
-def test_a_snippet_that_is_through_leaves_nothing_behind() -> None:
+def test_a_snippet_that_is_through_leaves_nothing_behind(python: PythonInterpreter) -> None:
     launcher, _ = choose_launcher(CONFIG)
+    wait_until_ready(python)  # it starts none of its own any more
     others = children()
     interpreter = launcher.start(CONFIG)
     try:

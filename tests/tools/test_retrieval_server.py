@@ -84,7 +84,8 @@ def test_the_command_serves_the_client_until_it_is_stopped(tmp_path: Path) -> No
             url = line.split()[-1]
             with closing(Retrieval(HttpSearch(kind="http", url=url, request_timeout_s=60.0))) as tool:
                 assert tool.run({"query": "Andes"}) == ["Doc 1(Title: Peru) A country.\nIn the Andes."]
-            assert httpx.post(url, json={"queries": ["Andes"], "topk": 1}).json()["result"][0][0]["id"] == "peru"
+            answer = httpx.post(url, json={"queries": ["Andes"], "topk": 1}, timeout=60.0)
+            assert answer.json()["result"][0][0]["id"] == "peru"
             process.send_signal(signal.SIGINT)
             assert process.wait(120.0) == 0 and process.stderr.read() == ""
         finally:

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,22 @@ def test_a_run_killed_before_its_first_checkpoint_was_pointed_to_goes_on_from_it
         RuntimeError, match="latest is missing, and there is step_4, step_8; the newest whole one is step_8"
     ):
         load(run)
+
+
+def test_a_run_killed_while_it_removes_a_checkpoint_leaves_no_half_of_one(run: RunDirectory) -> None:
+    save(writer(run), 1)
+
+    def killed() -> None:
+        sys.addaudithook(lambda event, _: os.kill(os.getpid(), signal.SIGKILL) if event == "os.rmdir" else None)
+        save(writer(run, keep_last=1), 2)
+
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert run.steps_on_disk() == [2] and damage(run.checkpoint(2)) == []
+    save(writer(run, keep_last=1), 3)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_3"]
 
 
 def test_a_save_takes_the_place_of_the_same_step_and_of_what_a_dead_run_left(run: RunDirectory) -> None:

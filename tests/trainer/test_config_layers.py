@@ -145,8 +145,6 @@ def test_agents_are_those_of_the_orchestration_whichever_the_file_names(tmp_path
     config, _ = read_config(written(tmp_path, text))
     assert list(config.agents) == ["solver", "verifier1", "corrector1", "verifier2", "corrector2"]
     assert config.agents["verifier1"].pick == "random" and config.agents["solver"].pick == "adaptive"
-    message = refusal(written(tmp_path, text), "credit.train_agents=[prover]")
-    assert message.startswith("credit.train_agents names 'prover'; the agents are solver, verifier1, ")
 
 
 def test_who_names_another_orchestration_leaves_the_agents_below_behind(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,9 +108,5 @@ def test_a_host_without_the_gpus_that_it_is_to_lend_does_not_join(
         assert main([*words, *gpus]) == 2
         assert "marsrl join: an NVIDIA driver (580.65.06) is here" in (error := capsys.readouterr().err)
         assert CPU_BUILD in error
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert main([*words, "--engines", "1"]) == 1  # for engines on CPUs
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert main([*words, "--engines", "1"]) == 1  # for engines on CPUs
     assert "no cluster at 127.0.0.1:1" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -38,23 +39,41 @@ os._exit(0)
 
 
 class Rank:
-    """A heartbeat that keeps what it would have stopped the process for."""
+    """A heartbeat of one of three ranks that keeps what it would have stopped the process for. now: of its clock, which stands
+    still."""
 
-    def __init__(self, store: dist.Store, rank: int, *, silence_s: float) -> None:
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self.store, self.rank, self.now = store, rank, 0.0
         self.stopped, self.reason = threading.Event(), ""
-        self.heartbeat = Heartbeat(store, rank, 3, stop=self._stop, beat_s=0.02, silence_s=silence_s)
+        options = {"beat_s": 0.02, "silence_s": 60.0, "clock": lambda: self.now}
+        self.heartbeat = Heartbeat(store, rank, 3, stop=self._stop, **options)  # type: ignore[arg-type]
 
     def _stop(self, reason: str, silent: Sequence[str]) -> None:
         self.reason = reason
         self.stopped.set()
 
+    def looks(self) -> None:
+        """Until it has looked at the others' beats once, from beginning to end."""
+        last = self._beats() + 2
+        while self._beats() < last and not self.stopped.is_set():
+            time.sleep(0.01)
+
+    def _beats(self) -> int:
+        return int(self.store.get(f"beat/{self.rank}").split()[0])
+
 
 def test_all_hear_which_rank_is_silent() -> None:
     store = dist.HashStore()
-    ranks = [Rank(store, r, silence_s=2.0) for r in range(2)]  # the third was killed before its first beat
-    with ranks[0].heartbeat, ranks[1].heartbeat:
-        assert all(rank.stopped.wait(60) for rank in ranks)
-    assert all("silent for run.silence_s = 2 s" in rank.reason and "rank 2" in rank.reason for rank in ranks)
+    first, second = (Rank(store, r) for r in range(2))  # the third was killed before its first beat
+    with first.heartbeat, second.heartbeat:
+        for seconds in (30.0, 59.0):
+            for rank in (first, second, first):
+                rank.now = seconds
+                rank.looks()
+            assert not first.stopped.is_set()
+        first.now = 61.0
+        assert first.stopped.wait(60) and second.stopped.wait(60)
+    assert first.reason == second.reason == "silent for run.silence_s = 60 s: rank 2"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +84,7 @@ def test_a_run_is_interrupted_where_another_rank_was_and_fails_where_one_failed(
     error: BaseException, said: str, left_with: type[BaseException]
 ) -> None:
     store = dist.HashStore()
-    first, other = (Rank(store, r, silence_s=1e9) for r in (0, 2))
+    first, other = (Rank(store, r) for r in (0, 2))
     with pytest.raises(left_with, match=rf"rank 2 \(.*\) {said}"), first.heartbeat:
         with contextlib.suppress(type(error)), other.heartbeat:
             raise error
@@ -75,12 +94,14 @@ def test_a_run_is_interrupted_where_another_rank_was_and_fails_where_one_failed(
 
 def test_a_rank_that_is_done_is_not_missed() -> None:
     store = dist.HashStore()
-    ranks = [Rank(store, r, silence_s=1.0) for r in (0, 2)]
+    first, other = (Rank(store, r) for r in (0, 2))
     store.set("beat/1", "done")
-    with ranks[0].heartbeat:
-        with ranks[1].heartbeat:
+    with first.heartbeat:
+        with other.heartbeat:
             pass
-        assert not ranks[0].stopped.wait(2.0)
+        first.now = 1e9
+        first.looks()
+        assert not first.stopped.is_set()
 
 
 def test_a_killed_launcher_interrupts_and_is_no_lost_rank() -> None:

@@ -220,7 +220,11 @@ def _sync_words(sync: SyncTime) -> str:
     parts = {"gather": sync.gather, "files": sync.write, "load": sync.load, "between GPUs": sync.send}
     parts |= {"buckets": sync.copy, "checksums": sync.checksum}
     listed = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in parts.items() if seconds)
-    return f"{_duration(sync.total)} by {sync.backend}: {listed}; the links alone {_duration(sync.links_alone)}"
+    words = f"{_duration(sync.total)} by {sync.backend}: {listed}; the links alone {_duration(sync.links_alone)}"
+    if sync.with_delta:
+        changed = f"{hw.CHANGED_SHARE.value:.0%} of the numbers have changed"
+        words += f"; with sync.delta, where {changed}, {_duration(sync.with_delta)}"
+    return words
 
 
 def _splits(policy: PolicyPlan) -> Table:

@@ -279,6 +279,7 @@ class SyncTime:
 
     gather: the whole model on rank 0 and into its host's memory. write, load: files. send: between GPUs. copy: into and out of
     buckets. checksum: of the sent and the received weights. links_alone: only the time for an engine GPU to receive its weights.
+    with_delta: all of it with sync.delta=true; 0: by another backend than nccl.
     """
 
     backend: SyncBackend
@@ -289,6 +290,7 @@ class SyncTime:
     copy: float = 0.0
     checksum: float = 0.0
     links_alone: float = 0.0
+    with_delta: float = 0.0
 
     @property
     def total(self) -> float:
@@ -321,6 +323,7 @@ def sync_time(
         nccl   send max(s, S) / link          copy (2 / memory + host N / S) max(s, S)     checksum 31 (M / n + S) / memory
                s = engines TP S / n: what a rank sends; ranks that hold the same share the work, none gathers
                host: of a piece of a tensor, at least one a tensor and shard
+               delta: send c (e + 2) / e of that, and 3 s / memory more to compare and keep; c: share of numbers that changed
         ipc    send (s + S)(n - 1)/n / link   copy (2 / memory + host N / S) (s + S)       checksum as nccl
                a rank passes on what its own engine GPU gets, and sends to the others' in the same thread
 
@@ -347,10 +350,14 @@ def sync_time(
     if backend == "ipc":
         passed = sent + shard
         over_links = passed * (num_trainers - 1) / num_trainers
-    return SyncTime(
+    found = SyncTime(
         backend,
         send=over_links / link,
         copy=passed * (2 / bandwidth + hw.PIECE_S.value * num_tensors(setup.shape) / shard),
         checksum=(model / num_trainers + shard) * summed,
         links_alone=shard / link,
     )
+    if backend == "ipc":
+        return found
+    changed = hw.CHANGED_SHARE.value * (1 + 2 / SIZE[setup.dtype])  # bytes that are sent, of those of all numbers
+    return replace(found, with_delta=found.total - found.send * (1 - changed) + 3 * sent / bandwidth)

@@ -128,6 +128,12 @@ NCCL_BUFFER = Constant("receiver's buffers of a channel on one host, of all prot
 NCCL_SHARED = Constant("buffers of a channel between hosts: 16 chunks of 128 KiB", 2 * 2.0**20, "bytes", _NCCL)
 NCCL_SMALL = Constant("allocations of a communicator (and 3 a channel), each rounded up to 2 MiB", 2, "", _NCCL)
 PIECE_S = _assumed("host time of a piece of a tensor that is sent", 50e-6, "s", ": some ten operations of PyTorch")
+CHANGED_SHARE = Constant(
+    "numbers of a policy that a version changes, for sync.delta",
+    0.05,
+    "",
+    "3 to 5 % at a learning rate of 1e-5, docs/weight_sync.md",
+)
 HOST_ADAM = _assumed("AdamW in CPU memory, one GPU's share", 25e9, "bytes/s", ": 200 GB/s a node of eight")
 GPUS_PER_NODE = Constant("GPUs a node", 8, "", "DGX and HGX boards")
 POSITIVE_SHARE = _assumed("samples that DMMPT's entropy pass visits", 0.5, "share", ": the rewarded ones")

@@ -158,7 +158,8 @@ class CheckpointWriter:
         past = [each for each in self._run.steps_on_disk() if each <= step]
         for each in past[: -self._keep_last]:
             if not (self._keep_every and each % self._keep_every == 0):
-                shutil.rmtree(self._run.checkpoint(each))
+                # by another name first: a run killed meanwhile leaves no half of a checkpoint
+                shutil.rmtree(self._run.checkpoint(each).rename(self._part(each)))
 
     @contextlib.contextmanager
     def _cleared(self, step: int) -> Iterator[None]:

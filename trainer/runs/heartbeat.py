@@ -46,6 +46,7 @@ class Heartbeat:
         silence_s: a silent rank is found and named within this time (run.silence_s).
         go_on: returns the text that tells users how to resume.
         stop: called once, in the thread, with the reason and the beats of the silent ranks.
+        clock: seconds, by which the others are silent.
 
     A stopped run leaves the body with RankLost, whatever else the stop raised there; with KeyboardInterrupt if another rank
     was interrupted.
@@ -61,15 +62,16 @@ class Heartbeat:
         go_on: Callable[[], str] = str,
         stop: Callable[[str, Sequence[str]], None] | None = None,
         beat_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._rank, self._silence_s, self._go_on = store, rank, silence_s, go_on
         self._beat_s = beat_s if beat_s is not None else min(BEAT_S, silence_s / 8)
         self._watched = [r for r in range(world_size) if r != rank] if rank == 0 else [0]
-        self._stop = stop or self._stop_process
+        self._stop, self._clock = stop or self._stop_process, clock
         self._launcher = os.getppid()
         self._left = threading.Event()
         self._counts = dict.fromkeys(self._watched, b"")  # last beats
-        self._changed = dict.fromkeys(self._watched, time.monotonic())  # time of each new beat
+        self._changed = dict.fromkeys(self._watched, clock())  # time of each new beat
         self._answered = threading.Event()  # by the store, since the last check
         self._stopping = threading.Lock()  # acquired for good by the thread that stops this process
         self._reason: str | None = None
@@ -96,7 +98,7 @@ class Heartbeat:
     @property
     def silences_s(self) -> dict[int, float]:
         """{watched rank: seconds since its last new beat}; rank 0 watches all others. Thread-safe."""
-        return {rank: time.monotonic() - since for rank, since in self._changed.items()}
+        return {rank: self._clock() - since for rank, since in self._changed.items()}
 
     def _run(self) -> None:
         counts, changed = self._counts, self._changed
@@ -111,9 +113,9 @@ class Heartbeat:
                 for r in self._watched:
                     now = self._store.get(f"beat/{r}") if self._store.check([f"beat/{r}"]) else b""
                     if now != counts[r]:
-                        counts[r], changed[r] = now, time.monotonic()
+                        counts[r], changed[r] = now, self._clock()
                 self._answered.set()
-                since = time.monotonic() - self._patience_s
+                since = self._clock() - self._patience_s
                 lost = [r for r in self._watched if changed[r] < since and counts[r] != b"done"]
                 if lost:
                     named = ", ".join(f"rank {r}{_place(counts[r])}" for r in lost)

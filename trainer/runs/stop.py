@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -37,10 +37,14 @@ def end_now() -> None:
 
 
 class StopSignals:
-    """Records the first SIGINT or SIGTERM (is_asked), for the run to check where it can stop. A second one ends it at once."""
+    """Records the first SIGINT or SIGTERM (is_asked), for the run to check where it can stop. A second one ends it at once.
 
-    def __init__(self) -> None:
+    clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_asked = False
+        self._clock = clock
         self._asked_s = 0.0
         self._parent = os.getppid()  # torchrun: without it the ranks cannot communicate for a last checkpoint
 
@@ -54,7 +58,7 @@ class StopSignals:
             signal.signal(each, handler)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        now, is_alone = time.monotonic(), _ends_now.is_set() or os.getppid() != self._parent
+        now, is_alone = self._clock(), _ends_now.is_set() or os.getppid() != self._parent
         if not self.is_asked and not is_alone:
             self.is_asked, self._asked_s = True, now
             print("marsrl: stopping, the last finished step is saved first; Ctrl-C again ends at once", file=sys.stderr)

@@ -3,7 +3,7 @@
     Run.publish -> WeightSync.publish(learner, version)       every rank, after an update; rank 0 has the engines
         trainer_scores                  the trainer's log-probs of fixed tokens, where a comparison is due  (comparison.py)
         _prepare                        files are written while the engines still decode
-        _deliver                        the engines are at rest and take the weights
+        _deliver                        the engines, at rest, or without requests of the adapter, take the weights
         CheckedEngines.check            checksums of every tensor agree                                     (comparison.py)
         CheckedEngines.compare          log-probs agree
 
@@ -139,8 +139,8 @@ class WeightSync(ABC):
     ) -> SyncReport | None:
         """Give every engine the learner's weights as `version` and verify what arrived. Collective; None but on rank 0.
 
-        engines_at_rest: rank 0's; in its body, which begins when the engines can take the weights, they decode nothing; it
-            ends when the new weights are proven.
+        engines_at_rest: rank 0's; in its body, which begins when the engines can take the weights, they decode nothing with
+            them; it ends when the new weights are proven.
         standing_by: how rank 0 works while the others send weights to whom it names (Standby.during): to engines that take
             the place of lost ones. None: they do not.
 

@@ -41,7 +41,7 @@ from marsrl.rollout.engines.protocol import (
     why_not_decodable,
 )
 from marsrl.rollout.engines.sampler import draw_from, truncated
-from marsrl.rollout.engines.stops import StopTexts
+from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
@@ -76,7 +76,7 @@ class LocalEngine:
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
         self._device = torch.device(device)
         self._model = LocalModel(self._shape, WeightFiles(model_dir), self._dtype, self._device)
-        self._stops = StopTexts.of_model(model_dir)
+        self._texts = Texts.of_model(model_dir)
         self._receiver = WeightReceiver(self._device)
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": the weights
@@ -87,7 +87,7 @@ class LocalEngine:
                 self._load_adapter(name, adapter.start)
         self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
         self._batch: DecodeBatch | None = None
-        self._is_aborting = False
+        self._aborts: deque[str | None] = deque()  # adapters; abort() may come from another thread
         self._num_decoded = 0
         self._shares = TimeShares()
 
@@ -116,7 +116,7 @@ class LocalEngine:
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         end = time.monotonic() + timeout_s
         while True:
-            if self._is_aborting:
+            if self._aborts:
                 return self._billed(self._give_up())
             start = time.perf_counter()
             results = self._admit()
@@ -126,8 +126,8 @@ class LocalEngine:
             if results or self._batch is None or time.monotonic() >= end:
                 return self._billed(results)
 
-    def abort(self) -> None:
-        self._is_aborting = True
+    def abort(self, adapter: str | None = None) -> None:
+        self._aborts.append(adapter)
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
@@ -158,8 +158,7 @@ class LocalEngine:
         return WeightReceipt(update.version, (checksums,), end - start, end - loaded)
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
-        rows = self._batch.rows if self._batch is not None else []
-        if any(each.adapter == update.name for each in (*self._inbox, *(row.request for row in rows))):
+        if any(request.uses(update.name) for request in (*self._inbox, *(row.request for row in self._going()))):
             raise RuntimeError(
                 f"LocalEngine.update_adapter: requests of {update.name} are being decoded; abort them first"
             )
@@ -275,7 +274,7 @@ class LocalEngine:
             row.logprobs.append(logprob)
             self._num_decoded += 1
             sampling = row.request.sampling
-            if token in sampling.stop_token_ids or self._stops.is_ended(
+            if token in sampling.stop_token_ids or self._texts.is_ended(
                 row.request.token_ids, row.tokens, sampling.stop
             ):
                 row.finish = Finish.STOP
@@ -296,16 +295,28 @@ class LocalEngine:
         return ended
 
     def _give_up(self) -> list[DecodeResult]:
-        """Results of all requests as far as decoded."""
-        self._is_aborting = False
-        rows = [row for row in self._batch.rows if row.finish is None] if self._batch else []
-        self._batch = None
-        while self._inbox:
-            rows.append(Row(self._inbox.popleft(), 0))
-        return [self._result(row) for row in rows]
+        """Results of the aborted requests as far as decoded."""
+        ended: list[Row] = []
+        while self._aborts:
+            adapter = self._aborts.popleft()
+            ended += [row for row in self._going() if row.request.uses(adapter)]
+            for row in ended:
+                row.finish = Finish.UNFINISHED
+            for _ in range(len(self._inbox)):
+                request = self._inbox.popleft()
+                if request.uses(adapter):
+                    ended.append(Row(request, 0))
+                else:
+                    self._inbox.append(request)
+        if not self._going():
+            self._batch = None
+        return [self._result(row) for row in ended]
+
+    def _going(self) -> list[Row]:
+        return [row for row in self._batch.rows if row.finish is None] if self._batch is not None else []
 
     def _result(self, row: Row, error: str = "") -> DecodeResult:
-        return row.result(self._versions[row.request.adapter], error)
+        return self._texts.told(row.request, row.result(self._versions[row.request.adapter], error))
 
     def _prefill_last(
         self, prompts: Sequence[IntArray], adapters: Sequence[str], cache: Cache, *, records: bool

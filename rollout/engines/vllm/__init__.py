@@ -1,1 +1,1 @@
-"""The real vLLM as an engine."""
+"""vLLM as an engine."""

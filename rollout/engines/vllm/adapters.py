@@ -1,10 +1,10 @@
-"""Low-rank adapters in vLLM: the arguments that it starts with, and what it is told of each.
+"""Low-rank adapters in vLLM: startup arguments and loading.
 
-An adapter keeps its name and number for good; each version has a path of its own. vLLM knows cached prefixes by name and path,
-so that under the same path keys and values of the version before would be used on. It keeps an adapter in a slot of its own,
-of max_loras; its rank is the largest of all, and what an adapter leaves over of it is 0.
+An adapter's name and number never change; each version has its own path. vLLM identifies cached prefixes by name and path, so
+under an unchanged path it would reuse keys and values of the previous version. Each adapter has one of max_loras slots, whose
+rank is the largest of all adapters'; a smaller adapter's slot is padded with zeros.
 
-vLLM is imported by the functions that need it.
+vLLM is imported only inside the functions that need it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of a slot that vLLM 0.32 has kernels for."""
+"""Slot ranks for which vLLM 0.32 has kernels."""
 
 _MODULES: dict[Target, tuple[str, ...]] = {
     "attention": ("qkv_proj", "o_proj"),
@@ -31,9 +31,9 @@ _MODULES: dict[Target, tuple[str, ...]] = {
 
 
 def lora_arguments(model_dir: str | Path, adapters: Mapping[str, AdapterConfig]) -> dict[str, Any]:
-    """Arguments of vLLM's LLM for these adapters of a model; none without any.
+    """Arguments of vLLM's LLM for these adapters of a model; empty without adapters.
 
-    lora_target_modules is always said: else vLLM makes slots for all modules, those of experts among them.
+    lora_target_modules is always set: by default vLLM creates slots for all modules, including experts.
     """
     if not adapters:
         return {}
@@ -49,28 +49,28 @@ def lora_arguments(model_dir: str | Path, adapters: Mapping[str, AdapterConfig])
 
 
 def slot_rank(shape: ModelShape, adapters: Iterable[AdapterConfig]) -> int:
-    """Rank of every slot of an engine that serves these adapters: the largest of theirs, rounded up to one of RANKS."""
+    """Slot rank of an engine that serves these adapters: their largest rank, rounded up to one of RANKS."""
     largest = max(rank for each in adapters for _, _, rank in adapted(replace(shape, num_layers=1), each).values())
     return next(rank for rank in RANKS if rank >= largest)
 
 
 class LoadedAdapters:
-    """Adapters of one engine: which it serves, and what was loaded of each last."""
+    """Adapters that an engine serves, each with its last loaded version."""
 
     def __init__(self, names: Mapping[str, AdapterConfig]) -> None:
         self._numbers = {name: number for number, name in enumerate(names, start=1)}
         self._loaded: dict[str, LoRARequest] = {}
 
     def of(self, name: str) -> LoRARequest | None:
-        """vLLM's tag of requests for this adapter; None before its first load, when it is the bare weights."""
+        """LoRARequest to attach to requests of this adapter; None before its first load: the base weights."""
         return self._loaded.get(name)
 
     def load(self, engine: Any, name: str, path: str) -> int:
-        """Have vLLM's LLMEngine read it, in place of what it holds under this name; the number that workers know it by."""
+        """Load a version into vLLM's LLMEngine, replacing the previous one. Returns the adapter's number in the workers."""
         from vllm.lora.request import LoRARequest
 
         number = self._numbers[name]
-        # in place here only: on a request it would be read from its file at every step
+        # load_inplace only here: on a request, vLLM would reread the file at every step
         engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
         self._loaded[name] = LoRARequest(name, number, path)
         return number

@@ -1,6 +1,6 @@
-"""The environment and arguments of vLLM: those that marsrl sets, the user's own (rollout.vllm.extra), and who draws tokens.
+"""Environment and arguments of vLLM: ours, the user's (rollout.vllm.extra), and a description of the sampler.
 
-vLLM is imported only where the user's own arguments are checked.
+vLLM is imported only to check the user's arguments.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import Sampler, VllmOptions, problems_of
 from marsrl.rollout.engines.protocol import NO_ADAPTERS, NOTHING_RECORDED, Records
 from marsrl.rollout.engines.vllm.adapters import lora_arguments
+from marsrl.rollout.engines.vllm.scoring import SEATS
 
-_BLOCK_CPU = 32  # tokens of a KV block; the CPU kernels want a multiple of 32, larger ones would miss short prefixes
+_BLOCK_CPU = 32  # tokens of a KV block; CPU kernels require a multiple of 32, larger blocks would miss short prefixes
 _KV_CACHE_CPU_MIB = 256
 
 OWN_ARGUMENTS = {
@@ -62,24 +63,24 @@ OWN_ARGUMENTS = {
     "moe_backend": None,
     "block_size": None,
 }
-"""{field of vLLM's EngineArgs that marsrl sets: the key that decides; None: it has to be as it is}."""
+"""{field of vLLM's EngineArgs that marsrl sets: our setting for it; None: not configurable}."""
 
 
 def vllm_environment(threads: int | None = None, device: str = "cpu", sampler: Sampler = "marsrl") -> dict[str, str]:
-    """Environment of a process that serves a VllmEngine on "cpu" or "cuda": core in the process, no network, no telemetry."""
+    """Environment of a process with a VllmEngine on "cpu" or "cuda": core in the process, no network, no telemetry."""
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would have this process's locks and process groups
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # fork would copy this process's locks and process groups
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device == "cpu":
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines share the cores with the trainer
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled: eager is what runs there anyway
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # CPU engines run eagerly anyway
     else:
-        # V2 refuses DrawTokens, a logits processor of V1; asked for by name, it is not silently replaced
+        # explicit, so that vLLM never falls back silently; V2 rejects DrawTokens, a logits processor of V1
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if sampler == "engine" else "0"
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -98,28 +99,28 @@ def engine_arguments(
     records: Records = NOTHING_RECORDED,
     adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
 ) -> dict[str, Any]:
-    """Arguments of vLLM's LLM (and its EngineArgs) on "cpu" or "cuda"; see VllmEngine for the words.
+    """Arguments of vLLM's LLM (and its EngineArgs) on "cpu" or "cuda"; parameters as in VllmEngine.
 
     Raises:
-        ValueError: options.extra names what vLLM does not have, or what marsrl sets.
+        ValueError: options.extra has a name that vLLM does not know or that marsrl sets.
     """
     return {
         "model": str(model_dir),
-        # What the trainer reads, not the params.json and consolidated.safetensors that Mistral's directories have beside it.
+        # as the trainer reads it: not params.json and consolidated.safetensors, which Mistral ships too
         "config_format": "hf",
-        "load_format": "hf",  # options.extra may say otherwise
+        "load_format": "hf",  # options.extra may override it
         "dtype": dtype,
         "seed": seed,
         "max_model_len": max_model_len,
-        "max_num_seqs": options.max_num_seqs,
+        "max_num_seqs": options.max_num_seqs + (SEATS if adapters else 0),
         "kv_cache_dtype": options.kv_cache_dtype,
         "quantization": options.quantization,
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
+        "generation_config": "vllm",  # ignore the checkpoint's suggested sampling
         "disable_log_stats": True,
         "tensor_parallel_size": options.tensor_parallel,
         "enable_expert_parallel": options.expert_parallel,
-        # not Ray, which vLLM would take where it finds itself in an actor with a placement group
+        # else vLLM picks Ray inside an actor with a placement group
         "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
         "enable_sleep_mode": sleeps,
         "enable_prefix_caching": True,
@@ -136,10 +137,10 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
     if sampler == "marsrl":
         arguments: dict[str, Any] = {"logits_processors": ["marsrl.rollout.engines.vllm.sampling:DrawTokens"]}
         if device == "cuda":
-            # as on a CPU, where it is tested; V1 waits for a logits processor's tokens anyway
+            # as on a CPU, where this is tested; V1 waits for a logits processor's tokens anyway
             arguments["async_scheduling"] = False
         return arguments
-    arguments = {"logprobs_mode": "processed_logprobs"}  # of the distribution that was drawn from
+    arguments = {"logprobs_mode": "processed_logprobs"}  # of the distribution that was sampled from
     if records.kept_tokens:
         arguments["return_sampling_mask"] = True
     if records.experts:
@@ -150,7 +151,7 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
 def _draft_arguments(num_tokens: int) -> dict[str, Any]:
     if not num_tokens:
         return {}
-    # Model Runner V2 makes n-grams on the GPU under either name; with "ngram" vLLM would give up async scheduling
+    # Model Runner V2 runs n-grams on the GPU under either name, but "ngram" turns off async scheduling
     return {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": num_tokens}}
 
 
@@ -166,7 +167,7 @@ def _gpu_arguments(options: VllmOptions) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "enforce_eager": bool(options.enforce_eager),
         "gpu_memory_utilization": options.gpu_memory_utilization,
-        "moe_backend": "triton",  # keeps experts in the plain layout, whose checksum can be compared
+        "moe_backend": "triton",  # keeps experts in the plain layout, so checksums are comparable
     }
     if options.kv_cache_mib is not None:
         arguments["kv_cache_memory_bytes"] = options.kv_cache_mib << 20
@@ -174,10 +175,10 @@ def _gpu_arguments(options: VllmOptions) -> dict[str, Any]:
 
 
 def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """rollout.vllm.extra as vLLM's EngineArgs has these fields; asks the vLLM that is installed.
+    """rollout.vllm.extra, validated against the installed vLLM's EngineArgs.
 
     Raises:
-        ValueError: vLLM has no such field, or no such value for it, or marsrl sets it.
+        ValueError: unknown field, invalid value, or a field that marsrl sets.
     """
     if not extra:
         return {}
@@ -194,19 +195,19 @@ def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
             near = ", ".join(difflib.get_close_matches(name, types.keys() - OWN_ARGUMENTS.keys(), 3))
             raise ValueError(
                 f"rollout.vllm.extra.{name} is no field of this vLLM's EngineArgs"
-                f"{f'; those like it: {near}' if near else '; see its documentation'}"
+                f"{f'; similar ones: {near}' if near else '; see its documentation'}"
             )
         try:
             checked[name] = _adapter(types[name]).validate_python(value)
         except ValidationError as error:
             raise ValueError(
-                f"rollout.vllm.extra.{name} is {value!r}, which vLLM's EngineArgs does not take: {problems_of(error)}"
+                f"rollout.vllm.extra.{name} is {value!r}, which vLLM's EngineArgs rejects: {problems_of(error)}"
             ) from error
     return checked
 
 
 def _adapter(field_type: Any) -> TypeAdapter[Any]:
-    """Checks values of a type that pydantic knows; a name, or a class of others, is left to vLLM (two fields of 0.32)."""
+    """Validator of a type. Accepts anything for a type that pydantic does not know (two fields of 0.32), which vLLM checks."""
     try:
         return TypeAdapter(Any if isinstance(field_type, str) else field_type)
     except PydanticSchemaGenerationError:
@@ -214,7 +215,7 @@ def _adapter(field_type: Any) -> TypeAdapter[Any]:
 
 
 def who_draws(options: VllmOptions, device: str) -> str:
-    """One line about an engine's sampler and the part of vLLM that runs it."""
+    """One line describing an engine's sampler and model runner."""
     if options.sampler_on(device) == "marsrl":
         return f"marsrl draws tokens (bitwise the same again), on vLLM's Model Runner V1{_is_eager(options, device)}"
     runner = "V2, with async scheduling" if device == "cuda" else "V1"

@@ -1,13 +1,12 @@
-"""The real vLLM as an Engine, with its core in this process; over several GPUs, with a process for each of them.
+"""vLLM as an Engine. Its core runs in this process; with several GPUs, each has a worker process.
 
-    os.environ.update(vllm_environment(threads=1))            # by whoever starts the process: before vLLM is imported
+    os.environ.update(vllm_environment(threads=1))            # set by the parent process, before vLLM is imported
     engine = VllmEngine(model_dir, VllmOptions(), dtype="float32", max_model_len=1024, seed=0)
     engine.submit(requests, version=0)
     results = engine.collect(timeout_s=1.0)
 
-Our own loop over the steps of vLLM's engine core, so that requests can be taken, given up and counted between two steps: what
-vLLM's LLMEngine makes of a step's tokens (texts, RequestOutputs) nobody here needs. vLLM is imported when an engine is made,
-never with this file.
+Runs its own loop over the steps of vLLM's engine core, so that requests can be added, aborted and counted between two steps.
+LLMEngine's output processing (texts, RequestOutputs) is skipped. vLLM is imported when an engine is created, not with this file.
 """
 
 from __future__ import annotations
@@ -42,28 +41,28 @@ from marsrl.rollout.engines.protocol import (
     check_versions,
 )
 from marsrl.rollout.engines.refusals import QUANTIZED, vllm_refusals
-from marsrl.rollout.engines.stops import StopTexts
+from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.engines.vllm.adapters import LoadedAdapters
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
 from marsrl.rollout.engines.vllm.own_sampler import experts_told, kept_tokens_told, logprobs_told
 from marsrl.rollout.engines.vllm.requests import RequestMaker
+from marsrl.rollout.engines.vllm.scoring import Scored
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreOutput
 
 NO_SLEEP_ON_CPU = (
-    "vLLM has no sleep mode on a CPU (no memory of a device to give back); set rollout.placement=disaggregated"
+    "vLLM has no sleep mode on a CPU (there is no device memory to free); set rollout.placement=disaggregated"
 )
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request in vLLM, and what it has decoded. told: outputs of its steps, kept where they hold more than tokens.
-    num_watched: tokens that were looked through for texts of Sampling.stop.
+    """A request in vLLM and its tokens so far. told: outputs of its steps, kept only if they hold more than tokens.
+    num_watched: tokens already searched for Sampling.stop.
     """
 
     key: str
@@ -75,13 +74,13 @@ class _Running:
 
     @property
     def num_known(self) -> int:
-        """Tokens of prompt and completion."""
+        """Number of tokens, prompt and completion."""
         return len(self.request.token_ids) + len(self.token_ids)
 
 
 @dataclass(slots=True)
 class _Process:
-    """The engines of this process that are open. made_groups: vLLM has made process groups for them; else the trainer had."""
+    """Open engines of this process. made_groups: vLLM created the process groups, rather than the trainer."""
 
     num_open: int = 0
     made_groups: bool = False
@@ -106,18 +105,18 @@ class VllmEngine:
         records: Records = NOTHING_RECORDED,
         adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
     ) -> None:
-        """Load vLLM with the weights of model_dir, which are version 0.
+        """Start vLLM with the weights of model_dir as version 0.
 
         Args:
-            dtype: "float32", "bfloat16" or "float16"; options.dtype goes before it.
+            dtype: "float32", "bfloat16" or "float16"; options.dtype takes precedence.
             max_model_len: prompt and completion together, tokens.
-            threads: CPU threads of torch in this process; None leaves them.
-            sleeps: sleep() will be called: its memory is allocated so that it can be given back (CUDA only).
-            records: what requests will ask for beside log-probs.
-            adapters: those that it will serve, by name.
+            threads: CPU threads of torch in this process; None: unchanged.
+            sleeps: sleep() will be called, so memory is allocated in a way that allows freeing it (CUDA only).
+            records: data that requests may ask for besides log-probs.
+            adapters: adapters to serve, by name.
 
         Raises:
-            ValueError: it sleeps on a CPU, or options do not go together (vllm_refusals).
+            ValueError: sleeps on a CPU, or conflicting options (vllm_refusals).
         """
         import torch
         from vllm import LLM
@@ -135,16 +134,19 @@ class VllmEngine:
             raise ValueError("; ".join(found))
         self._dtype: Any = options.dtype or dtype
         self._max_model_len = max_model_len
-        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": of the weights
+        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": the base weights
         self._adapters = LoadedAdapters(adapters)
-        self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
-        self._stops = StopTexts.of_model(model_dir)
-        self._under_way: dict[str, _Running] = {}  # by the key that vLLM knows it by
-        self._watched: set[str] = set()  # of those, with texts of Sampling.stop
+        self._inbox: deque[DecodeRequest] = deque()  # submit() may be called from another thread
+        self._texts = Texts.of_model(model_dir)
+        self._under_way: dict[str, _Running] = {}  # by vLLM's request id
+        self._watched: set[str] = set()  # keys of requests with Sampling.stop
         self._keys = itertools.count()
-        self._is_aborting = False
+        self._aborts: deque[str | None] = deque()  # adapters; abort() may come from another thread
+        self._most = options.max_num_seqs if adapters else None  # in vLLM; the seats beside them are of what is scored
+        self._scoring: Scored | None = None
+        self._ended: list[DecodeResult] = []  # while something was scored
         self._num_decoded = 0  # tokens
-        self._untried = set[str]()  # of _versions: those that are new, and nothing was computed with yet
+        self._untried = set[str]()  # names in _versions whose new weights nothing was computed with yet
         self._device, self._options, self._records = device, options, records
         self._draws = options.sampler_on(device)
         has_groups = torch.distributed.is_initialized()
@@ -166,7 +168,7 @@ class VllmEngine:
         rendezvous = self._llm.collective_rpc("marsrl_started")[0]
         self._rendezvous = Path(rendezvous) if rendezvous else None
         if options.tensor_parallel == 1:
-            self._forget_rendezvous()  # workers on several GPUs may still make groups through it
+            self._forget_rendezvous()  # with several workers, they may still create groups through it
         elif device == "cpu":
             wait_asleep()
         self._core: Any = self._llm.llm_engine.engine_core
@@ -200,18 +202,18 @@ class VllmEngine:
         return self._num_decoded
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        """Take more requests, also while another thread decodes; they enter vLLM before its next step."""
+        """Queue requests, which enter vLLM before its next step. May be called while another thread decodes."""
         check_versions("VllmEngine", self._versions, requests, version)
         self._untried.difference_update(request.adapter for request in requests)
         self._inbox.extend(requests)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """See Engine; a request that cannot be served comes back with Finish.ERROR and the reason."""
+        """See Engine; an invalid request returns with Finish.ERROR and the reason."""
         self._check_workers()
         end = time.monotonic() + timeout_s
         while True:
-            results = self._admit()
-            if self._is_aborting:
+            results, self._ended = [*self._ended, *self._admit()], []
+            if self._aborts:
                 return results + self._give_up()
             if results or not self._under_way:
                 return results
@@ -219,53 +221,53 @@ class VllmEngine:
             if results or time.monotonic() >= end:
                 return results
 
-    def abort(self) -> None:
-        self._is_aborting = True
+    def abort(self, adapter: str | None = None) -> None:
+        self._aborts.append(adapter)
 
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
 
-        Of a probe, all but the last by a fresh prefill; the last one through the prefix cache, as a decoded token would be, so
-        that blocks of older weights that survived an update show up here.
+        A probe scores all but the last token by a fresh prefill, and the last one through the prefix cache, like a decoded token:
+        this exposes blocks of older weights that survived an update.
 
         Raises:
-            RuntimeError: right after an update, vLLM finds a prefix in its cache: it is of older weights.
+            RuntimeError: right after an update, vLLM's cache still has a prefix, computed with older weights.
         """
-        from vllm import SamplingParams
-
-        once: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "detokenize": False, "ignore_eos": True}
-        if self._records.kept_tokens:  # vLLM wants draws then, and a top_k
-            once |= {"temperature": 1, "top_k": self._vocab_size, "seed": 0}
         if not is_probe:
-            asked = [(each, SamplingParams(prompt_logprobs=0, **once)) for each in sequences]
-            outputs = self._outputs(asked, adapter)
-            return [_prompt_logprobs(each, output) for each, output in zip(sequences, outputs, strict=True)]
-        asked = [(s[:-1], SamplingParams(logprob_token_ids=[int(s[-1])], **once)) for s in sequences]
-        last = self._outputs(asked, adapter)
+            return self._scored(sequences, adapter, by_prefill=True).logprobs()
+        last = self._scored(sequences, adapter, by_prefill=False)
         none_has_anothers_prefix = len({tuple(s[:8]) for s in sequences}) == len(sequences)
         if adapter in self._untried and none_has_anothers_prefix:
-            self._refuse_old_prefixes(last, adapter)
+            self._refuse_old_prefixes(max(last.num_cached_tokens, default=0), adapter)
         self._untried.discard(adapter)
-        first = self._outputs([(s[:-1], SamplingParams(prompt_logprobs=0, **once)) for s in sequences], adapter)
-        scores = []
-        for sequence, prefill, step in zip(sequences, first, last, strict=True):
-            known = step.outputs[0].logprobs[0][int(sequence[-1])].logprob
-            scores.append(np.append(_prompt_logprobs(sequence[:-1], prefill), np.float32(known)))
-        return scores
+        first = self._scored([s[:-1] for s in sequences], adapter, by_prefill=True)
+        return [np.concatenate(each) for each in zip(first.logprobs(), last.logprobs(), strict=True)]
+
+    def _scored(self, sequences: Sequence[IntArray], adapter: str, *, by_prefill: bool) -> Scored:
+        """The sequences scored, while what is under way decodes on."""
+        top_k = self._vocab_size if self._records.kept_tokens else None  # vLLM wants draws then, and a top_k
+        keys = [str(next(self._keys)) for _ in sequences]
+        self._scoring = scoring = Scored(dict(zip(keys, sequences, strict=True)), by_prefill=by_prefill, top_k=top_k)
+        for request in scoring.requests(self._adapters.of(adapter)):
+            self._core.add_request(request)
+        while not scoring.is_over:
+            self._ended += self._step() + self._stopped()
+        self._scoring = None
+        return scoring
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Load the file, or receive the buckets, drop every cached prefix, and report checksums of what the kernels hold."""
+        """Load the file, or receive the buckets; drop cached prefixes; return checksums of the weights that the kernels hold."""
         if self._options.quantization is not None:
             raise RuntimeError(f"VllmEngine.update_weights: {QUANTIZED.format(self._options.quantization)}")
         self._settle()
         start = time.perf_counter()
         if update.receive_plans:
-            self._versions[""] = TORN  # of weights that arrived in part nothing is decoded
+            self._versions[""] = TORN  # nothing is decoded with a partial transfer
             reasons = self._ask_workers("marsrl_receive", list(update.receive_plans))
             if broken := next(filter(None, reasons), ""):
                 return WeightReceipt(TORN, (), time.perf_counter() - start, broken=broken)
         else:
-            self._ask_workers("marsrl_load", update.path)  # drops adapters: the next request of each has it read again
+            self._ask_workers("marsrl_load", update.path)  # drops adapters; vLLM reloads each with its next request
         self._reset_prefix_cache()
         loaded = time.perf_counter()
         ask = ("marsrl_received_checksums",) if update.receive_plans else ("marsrl_checksums", update.path)
@@ -276,7 +278,7 @@ class VllmEngine:
         return WeightReceipt(update.version, checksums, end - start, end - loaded)
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
-        """Load it into its slot between two steps of the others; its cached prefixes are found no more, under a new path."""
+        """Load an adapter between two steps, while others decode. Its new path makes its cached prefixes unreachable."""
         under_way = (*self._inbox, *(running.request for running in self._under_way.values()))
         if any(request.adapter == update.name for request in under_way):
             raise RuntimeError(f"VllmEngine.update_adapter: requests of {update.name} are under way; abort them first")
@@ -302,7 +304,7 @@ class VllmEngine:
         self._reset_prefix_cache()
 
     def sleep(self, keeps_weights: bool) -> None:
-        """vLLM's level 1, or its level 2, which drops parameters and adapters; buffers come back with wake("weights") at both."""
+        """vLLM's level 1; without keeps_weights level 2, which drops weights and adapters. wake("weights") restores buffers."""
         self._settle()
         if not keeps_weights:
             self._versions[""] = TORN
@@ -312,10 +314,10 @@ class VllmEngine:
         self._llm.wake_up(tags=[part])
 
     def close(self) -> None:
-        """Shut vLLM's core and its workers down; the engine is not used afterwards.
+        """Shut down vLLM's core and workers.
 
-        The last engine of a process takes the process groups with it that vLLM has made there: what comes next in the process,
-        as training after an evaluation, makes its own.
+        The last engine of a process also destroys the process groups that vLLM created, so that later code in the process, such
+        as training after an evaluation, can create its own.
         """
         self._core.shutdown()
         self._forget_rendezvous()
@@ -332,30 +334,27 @@ class VllmEngine:
             self._rendezvous.unlink(missing_ok=True)
 
     def _check_workers(self, cause: BaseException | None = None) -> None:
-        if getattr(self._llm.llm_engine.model_executor, "is_failed", False):  # one with a process for each GPU says so
-            raise EngineLost(
-                "VllmEngine: a process of one of its GPUs has ended; its log has its last words"
-            ) from cause
+        if getattr(self._llm.llm_engine.model_executor, "is_failed", False):  # set by executors with worker processes
+            raise EngineLost("VllmEngine: a process of one of its GPUs has ended; see the end of its log") from cause
 
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(
-                "VllmEngine: vLLM did not reset its prefix cache, so prefixes are left in it (after an update of the weights, "
-                "those of the old ones); requests are still running"
+                "VllmEngine: vLLM did not reset its prefix cache, because requests are still running; after an update it would "
+                "serve prefixes of the old weights"
             )
 
-    def _refuse_old_prefixes(self, outputs: Sequence[Any], adapter: str) -> None:
-        cached = [output.num_cached_tokens or 0 for output in outputs]
-        if any(cached):
+    def _refuse_old_prefixes(self, num_cached_tokens: int, adapter: str) -> None:
+        if num_cached_tokens:
             raise RuntimeError(
-                f"VllmEngine.score: right after the update to version {self._versions[adapter]}, vLLM took up to {max(cached)} "
-                "tokens of a sequence from its prefix cache, which are of older weights: it was not emptied"
+                f"VllmEngine.score: right after the update to version {self._versions[adapter]}, vLLM took up to "
+                f"{num_cached_tokens} tokens of a sequence from its prefix cache, which still holds prefixes of older weights"
             )
 
     def _admit(self) -> list[DecodeResult]:
-        """Give vLLM what was submitted; the results of those that it would refuse."""
+        """Pass submitted requests to vLLM; returns results of invalid ones."""
         refused = []
-        while self._inbox:
+        while self._inbox and (self._most is None or len(self._under_way) < self._most):
             request = self._inbox.popleft()
             if reason := self._maker.why_not(request):
                 version = self._versions[request.adapter]
@@ -370,7 +369,7 @@ class VllmEngine:
         return refused
 
     def _step(self) -> list[DecodeResult]:
-        """One step of vLLM; the results of the requests that it finished."""
+        """Run one step of vLLM; returns results of requests that it finished."""
         start = time.perf_counter()
         try:
             outputs: Sequence[EngineCoreOutput] = self._core.get_output().outputs
@@ -382,7 +381,9 @@ class VllmEngine:
         keeps_told = self._draws == "engine" or self._records.experts
         for output in outputs:
             running = self._under_way.get(output.request_id)
-            if running is None:  # it was given up while the step ran
+            if running is None:  # scored, or aborted during the step
+                if self._scoring is not None:
+                    self._scoring.take(output)
                 continue
             if output.prefill_stats is not None and not running.token_ids:
                 running.num_cached_tokens = output.prefill_stats.num_cached_tokens
@@ -397,64 +398,78 @@ class VllmEngine:
                     and self._is_cut(running)
                     and len(running.token_ids) < running.num_watched
                 ):
-                    ended[running.key] = Finish.STOP  # by a text before the last of a step's tokens
+                    ended[running.key] = Finish.STOP  # a stop string ended before the step's last token
         return self._results(ended)
 
     def _results(self, ended: Mapping[str, Finish]) -> list[DecodeResult]:
-        """Results of requests that are under way, by key, which they are no longer."""
+        """Remove ended requests (by key) and return their results."""
         running = [self._under_way.pop(key) for key in ended]
         self._watched.difference_update(ended)
         return [
-            DecodeResult(
-                uid=each.request.uid,
-                token_ids=np.asarray(each.token_ids, np.int32),
-                logprobs=logprobs,
-                finish=ended[each.key],
-                version=self._versions[each.request.adapter],
-                num_cached_tokens=each.num_cached_tokens,
-                routed_experts=None
-                if each.request.experts_from is None
-                else experts_told(each.told, each.num_known - 1 - each.request.experts_from, self._num_experts),
-                kept_tokens=kept if each.request.sampling.records_kept else None,
-                seconds=self._shares.end(each.request.uid),
+            self._texts.told(
+                each.request,
+                DecodeResult(
+                    uid=each.request.uid,
+                    token_ids=np.asarray(each.token_ids, np.int32),
+                    logprobs=logprobs,
+                    finish=ended[each.key],
+                    version=self._versions[each.request.adapter],
+                    num_cached_tokens=each.num_cached_tokens,
+                    routed_experts=None
+                    if each.request.experts_from is None
+                    else experts_told(each.told, each.num_known - 1 - each.request.experts_from, self._num_experts),
+                    kept_tokens=kept if each.request.sampling.records_kept else None,
+                    seconds=self._shares.end(each.request.uid),
+                ),
             )
             for each, (logprobs, kept) in zip(running, self._drawn(running), strict=True)
         ]
 
     def _stopped(self) -> list[DecodeResult]:
-        """Results of requests with a token that completed a text of Sampling.stop; vLLM has no tokenizer here and goes on."""
+        """End requests with a complete string of Sampling.stop, which vLLM, without a tokenizer, cannot see; returns results."""
         return self._end_here([key for key in self._watched if self._is_cut(self._under_way[key])], Finish.STOP)
 
     def _is_cut(self, running: _Running) -> bool:
-        """Drop what follows the first token that completed a text; a step after drafts tells several tokens."""
+        """True if a stop string is complete; drops the tokens after it, which a step with drafted tokens may have added."""
         drawn, request = running.token_ids, running.request
-        end = self._stops.first_end(request.token_ids, drawn, request.sampling.stop, running.num_watched)
+        end = self._texts.first_end(request.token_ids, drawn, request.sampling.stop, running.num_watched)
         running.num_watched = len(drawn)
         if end is not None:
             del drawn[end:]
         return end is not None
 
     def _give_up(self) -> list[DecodeResult]:
-        """Results of all requests as far as they got; leaves an engine that can go on."""
-        self._is_aborting = False
-        results = self._end_here(list(self._under_way), Finish.UNFINISHED)
-        self._settle()
-        if self._draws == "marsrl":
-            self._llm.collective_rpc("marsrl_forget_draws")
+        """Results of the aborted requests so far. The engine stays usable."""
+        results: list[DecodeResult] = []
+        while self._aborts:
+            adapter = self._aborts.popleft()
+            keys = [key for key, running in self._under_way.items() if running.request.uses(adapter)]
+            results += self._end_here(keys, Finish.UNFINISHED)
+            if self._draws == "marsrl":
+                self._llm.collective_rpc("marsrl_forget_draws", args=(keys,))
+            for _ in range(len(self._inbox)):
+                request = self._inbox.popleft()
+                if request.uses(adapter):
+                    version = self._versions[request.adapter]
+                    results.append(DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, version))
+                else:
+                    self._inbox.append(request)
+        if not self._under_way:
+            self._settle()
         return results
 
     def _end_here(self, keys: list[str], finish: Finish) -> list[DecodeResult]:
-        """Their results, after which vLLM has forgotten them."""
+        """Abort these requests in vLLM; returns their results."""
         self._core.abort_requests(keys)
         return self._results(dict.fromkeys(keys, finish))
 
     def _settle(self) -> None:
-        """Run what vLLM has begun for requests that have ended: with async scheduling it is a step ahead of them."""
+        """Finish pending steps of ended requests: async scheduling runs one step ahead."""
         while self._core.engine_core.batch_queue:
             self._core.get_output()
 
     def _drawn(self, ended: Sequence[_Running]) -> list[tuple[FloatArray, KeptTokens | None]]:
-        """Log-probs [n] of each one's tokens, nats, and what was kept at their places, where that was asked for."""
+        """(log-probs [n], nats, kept tokens if requested) of each request."""
         if self._draws == "engine":
             lengths_of = [(each.told, len(each.token_ids)) for each in ended]
             return [(logprobs_told(*each), kept_tokens_told(*each, self._vocab_size)) for each in lengths_of]
@@ -465,20 +480,8 @@ class VllmEngine:
         draws = dict(zip(lengths, taken, strict=True))
         return [draws.get(each.key, (np.zeros(0, np.float32), None)) for each in ended]
 
-    def _outputs(self, work: Sequence[tuple[IntArray, SamplingParams]], adapter: str) -> list[Any]:
-        """Finished RequestOutputs in the order of work; nothing else is under way."""
-        prompts = [{"prompt_token_ids": token_ids.tolist()} for token_ids, _ in work]
-        of, all_params = self._adapters.of(adapter), [params for _, params in work]
-        return list(self._llm.generate(prompts, all_params, use_tqdm=False, lora_request=of))
-
-
-def _prompt_logprobs(sequence: IntArray, output: Any) -> FloatArray:
-    """[N-1] float32 log-probs of tokens 1..N-1 of a prompt, nats."""
-    known = zip(sequence[1:].tolist(), output.prompt_logprobs[1:], strict=True)
-    return np.array([of_place[token].logprob for token, of_place in known], np.float32)
-
 
 def _together(settings: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
-    """The different values of all workers."""
+    """Distinct values of each setting over all workers."""
     names = {name: None for of_worker in settings for name in of_worker}
     return {name: tuple(sorted({v for of_worker in settings for v in of_worker.get(name, ())})) for name in names}

@@ -1,8 +1,7 @@
-"""Draws by vLLM's own sampler: what a request asks for, and what its output tells.
+"""Sampling by vLLM's own sampler: arguments of requests, and parsing of outputs.
 
-The noise of a draw depends on the request's seed and, in Model Runner V2, on the place of the token in the sequence; in V1 a
-request has a generator that begins with it. A sample that goes on in another segment has another seed there
-(DecodeRequest.seed), so that no later token gets the noise of an earlier one.
+The noise of a draw depends on the request's seed and, in Model Runner V2, on the token's position; in V1 each request has a
+generator seeded with it. Each segment of a sample has its own seed (DecodeRequest.seed), so noise is never reused.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ if TYPE_CHECKING:
 
 _NONE = np.zeros(0, np.float32)
 COLDEST = 0.01
-"""Temperature; vLLM draws with this one where a request has less, and above 0."""
+"""Lowest temperature above 0; vLLM raises lower ones to it."""
 
 
 def why_not_drawn(request: DecodeRequest, records: Records) -> str:
-    """Why vLLM's sampler cannot draw what a request asks for, or "". records: what the engine was started for."""
+    """Why vLLM's sampler cannot serve the request, or "". records: data that the engine was started to record."""
     temperature = request.sampling.temperature
     if 0 < temperature < COLDEST:
         return f"temperature is {temperature}, and vLLM's sampler takes {COLDEST} for all below it"
     if records.kept_tokens and temperature == 0:
         return "temperature is 0, and an engine of vLLM that says which tokens were kept draws above it only"
     if request.sampling.records_kept and not records.kept_tokens:
-        return "asks which tokens were kept, and the engine was not started for that"
+        return "asks which tokens were kept, and the engine was not started to record them"
     if request.experts_from is not None and not records.experts:
-        return "asks for experts, and the engine was not started for that"
+        return "asks for experts, and the engine was not started to record them"
     return ""
 
 
@@ -44,13 +43,13 @@ def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> 
     sampling = request.sampling
     top_k = sampling.top_k
     if records.kept_tokens and top_k <= 0:
-        top_k = vocab_size  # vLLM wants one where it tells what was kept
+        top_k = vocab_size  # required by vLLM to return kept tokens
     asked = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": top_k,
         "seed": request.seed,
-        "logprobs": 0,  # of the drawn token alone
+        "logprobs": 0,  # only of the sampled token
     }
     if records.experts:
         place = request.experts_from
@@ -59,19 +58,19 @@ def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> 
 
 
 def logprobs_told(told: Sequence[EngineCoreOutput], num_tokens: int) -> FloatArray:
-    """[num_tokens] float32, nats, of the first tokens that were drawn: the first of what vLLM lists at each place."""
+    """Log-probs [num_tokens] float32, nats: the first that vLLM lists at each position."""
     listed = (output.new_logprobs.logprobs[:, 0] for output in told if output.new_logprobs)
     return np.concatenate([_NONE, *listed])[:num_tokens]
 
 
 def kept_tokens_told(told: Sequence[EngineCoreOutput], num_tokens: int, vocab_size: int) -> KeptTokens | None:
-    """Ids that top_k and top_p kept at each place; None where the engine does not say."""
+    """Token ids kept by top_k and top_p at each position; None if the engine does not record them."""
     masks = [output.new_sampling_mask for output in told if output.new_sampling_mask]
     places = [np.asarray(ids, np.int32) for mask in masks for ids in mask.to_nested_list()][:num_tokens]
     return KeptTokens.of([ids if len(ids) < vocab_size else ids[:0] for ids in places]) if masks else None
 
 
 def experts_told(told: Sequence[EngineCoreOutput], num_tokens: int, num_experts: int) -> ExpertArray | None:
-    """[num_tokens, layers, top_k] from the request's experts_from on, but for the last token; None: nothing was decoded."""
+    """Experts [num_tokens, layers, top_k] from the request's experts_from on, without the last token; None: none decoded."""
     experts = [output.routed_experts for output in told if output.routed_experts is not None]
     return np.concatenate(experts)[:num_tokens].astype(expert_dtype(num_experts)) if experts else None

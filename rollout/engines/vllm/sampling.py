@@ -1,17 +1,18 @@
-"""Draws vLLM's tokens with the local engine's sampler, and keeps their log-probs.
+"""Samples vLLM's tokens with the local engine's sampler and stores their log-probs.
 
-vLLM's own way costs Python work for every token: a generator a request, and log-probs as objects. Here a step's rows are
-drawn together, from noise that depends on (seed, position) alone: a sample's tokens do not change with the requests that
-share its batch, with a prefill that is cut in two, or with a resubmission. It is vLLM's public interface for logits
-processors: the drawn token's logit is raised above all others, and vLLM takes the largest (temperature 0).
+vLLM's own sampler needs Python work for every token: a generator per request, and log-probs as objects. Here all rows of a step
+are sampled together, with noise that depends only on (seed, position): a sample's tokens do not depend on the other requests in
+its batch, on chunked prefill, or on resubmission. This uses vLLM's public interface for logits processors: the logit of the drawn
+token is raised above all others, and vLLM takes the largest (temperature 0).
 
-    SamplingParams(temperature=0, extra_args=draw_arguments(key, request))      asks for it
-    collective_rpc("marsrl_take_draws", args=(keys, lengths))                   what is known of them, when all have finished
+    SamplingParams(temperature=0, extra_args=draw_arguments(key, request))      a request sampled here
+    collective_rpc("marsrl_take_draws", args=(keys, lengths))                   log-probs of finished requests
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,12 @@ _EMPTY = (_NO_SLOT, 0, 0, 0, 0, 0)  # of _ROW
 
 
 def draw_arguments(key: str, request: DecodeRequest) -> dict[str, Any]:
-    """SamplingParams.extra_args of a request that is drawn here.
+    """SamplingParams.extra_args of a request that is sampled here.
 
-    key: under which its log-probs are taken; no two requests that are alive may share it.
+    key: identifies its log-probs; unique among live requests.
     """
     sampling = request.sampling
-    # one string: vLLM looks through the arguments, several times a request
+    # one string: vLLM walks the arguments several times per request
     drawn = [key, sampling.temperature, sampling.top_p, sampling.top_k, request.seed, sampling.records_kept]
     return {_KEY: json.dumps(drawn)}
 
@@ -57,30 +58,30 @@ _ROW = np.dtype(
         ("temperature", np.float32),
     ]
 )
-"""A place in the batch: the slot of its request's log-probs (_NO_SLOT: nothing is drawn here), and what it asks for."""
+"""A position in the batch: the slot of its request's log-probs (_NO_SLOT: not sampled here), and sampling settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The R rows drawn in a step; made anew when the batch changes."""
+    """The R rows sampled in a step; rebuilt when the batch changes."""
 
     rows: npt.NDArray[np.void]  # [R] _ROW
     outputs: list[list[int]]  # vLLM's own lists, which grow
-    index: Tensor  # [R] int64, where they stand in the batch
+    index: Tensor  # [R] int64, positions in the batch
     slots: Tensor  # [R] int64
     sampling: RowSampling
-    recorded: list[tuple[int, list[IntArray]]]  # rows whose kept ids are wanted, and where they go
+    recorded: list[tuple[int, list[IntArray]]]  # (row, list to append to) where kept ids are recorded
 
 
 class _Alive:
-    """Requests that are alive, a slot each; the slots grow with their number.
+    """Live requests, each with a slot; slots are added on demand.
 
-    logprobs [slots, completion tokens] float32, nats, on the device. kept: by slot, of requests that record it, the ids kept
-    at each place. truncating, greedy: slots.
+    logprobs [slots, completion tokens] float32, nats, on the device. kept: ids kept at each position, by slot, for requests that
+    record them. truncating, greedy: slots.
     """
 
     def __init__(self, longest: int, device: torch.device) -> None:
-        """longest: completion, tokens."""
+        """longest: most tokens of a completion."""
         self.logprobs = torch.zeros(0, longest, device=device)
         self.kept: dict[int, list[IntArray]] = {}
         self.truncating: set[int] = set()
@@ -89,7 +90,7 @@ class _Alive:
         self._free: list[int] = []
 
     def slot(self, key: str) -> int:
-        """The slot of this request, which may have one already: vLLM preempts and brings back."""
+        """The request's slot, allocated if needed: a preempted request returns to its own."""
         if key not in self._slots:
             if not self._free:
                 first = len(self.logprobs)
@@ -100,20 +101,21 @@ class _Alive:
         return self._slots[key]
 
     def free(self, key: str) -> tuple[int, list[IntArray] | None]:
-        """The slot that it had, whose contents are there until the next request comes, and what was kept at its places."""
+        """Free the request's slot; returns it, readable until the next request arrives, and the kept ids."""
         slot = self._slots.pop(key)
         self._free.append(slot)
         self.truncating.discard(slot)
         self.greedy.discard(slot)
         return slot, self.kept.pop(slot, None)
 
-    def clear(self) -> None:
-        for key in list(self._slots):
+    def forget(self, keys: Iterable[str]) -> None:
+        """Free the slots of those that have one."""
+        for key in self._slots.keys() & keys:
             self.free(key)
 
 
 class DrawTokens(LogitsProcessor):
-    """See the module. vLLM makes one for its persistent batch and calls it every step."""
+    """See the module. vLLM creates one for its persistent batch and calls it at every step."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
@@ -125,7 +127,7 @@ class DrawTokens(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises ValueError where a request asks for draws and for vLLM's sampling too."""
+        """Raises ValueError if a request also asks for vLLM's sampling."""
         if cls._asked(sampling_params) and sampling_params.temperature != 0:
             raise ValueError(f"{_KEY} goes with temperature 0, found {sampling_params.temperature}")
 
@@ -148,7 +150,7 @@ class DrawTokens(LogitsProcessor):
             outputs[target], outputs[source] = outputs[source], outputs[target]
 
     def apply(self, logits: Tensor) -> Tensor:
-        """logits [B, V] float32; those of the drawn tokens are raised in place."""
+        """Raise the logits [B, V] float32 of the drawn tokens in place."""
         batch = self._batch or self._gather()
         if not batch.outputs:
             return logits
@@ -164,8 +166,8 @@ class DrawTokens(LogitsProcessor):
         return logits
 
     def take(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
-        """Log-probs [n] float32 of the first n tokens of finished requests, nats, and what was kept at their places, where
-        that was asked for; they are forgotten here."""
+        """(log-probs [n] float32, nats, kept tokens if recorded) of the first n tokens of finished requests, which are
+        removed."""
         freed = [self._alive.free(key) for key in keys]
         drawn = self._alive.logprobs[[slot for slot, _ in freed], : max(lengths, default=0)].cpu().numpy()
         return [
@@ -173,19 +175,19 @@ class DrawTokens(LogitsProcessor):
             for row, (_, kept), length in zip(drawn, freed, lengths, strict=True)
         ]
 
-    def forget(self) -> None:
-        """Drop what aborted requests left; none of ours is running."""
-        self._alive.clear()
+    def forget(self, keys: Iterable[str]) -> None:
+        """Drop what aborted requests left."""
+        self._alive.forget(keys)
 
     @staticmethod
     def _record(batch: _Batch, scaled: Tensor) -> None:
-        """Record the ids that could be drawn from scaled [R, V], at the places that are drawn now."""
+        """Record the ids that can be drawn from scaled [R, V] at the current positions."""
         rows = [row for row, _ in batch.recorded]
         of_wanted = scaled if len(rows) == len(scaled) else scaled[torch.tensor(rows, device=scaled.device)]
         for (row, kept), ids in zip(batch.recorded, kept_ids(of_wanted), strict=True):
             place = len(batch.outputs[row])
-            del kept[place:]  # of a draw that vLLM threw away: a part of a prefill, a preemption
-            assert len(kept) == place, f"{len(kept)} places are recorded, and place {place} is drawn"
+            del kept[place:]  # of draws that vLLM discarded: chunked prefill, preemption
+            assert len(kept) == place, f"{len(kept)} positions are recorded, and position {place} is drawn"
             kept.append(ids)
 
     @staticmethod

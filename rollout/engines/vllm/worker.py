@@ -1,11 +1,11 @@
-"""Our methods of vLLM's worker: they load new weights and tell what the kernels really hold.
+"""Methods added to vLLM's worker: load new weights and report what the kernels actually hold.
 
 vLLM mixes `WorkerExtension` into its worker (`worker_extension_cls`) and calls the methods by name.
 
-On a CPU vLLM computes with packed copies: a linear layer hands its weight to oneDNN and keeps an empty tensor; experts
-are re-ordered for the grouped GEMM. So a checksum of the parameters says little there. Instead a linear layer is
-asked for its product with the identity, which is its weight, and packed experts are compared with what packing the
-received ones gives. Cost on a CPU: 2 * rows * columns^2 FLOP a linear layer; on a GPU none of this applies.
+On a CPU vLLM computes with packed copies: a linear layer passes its weight to oneDNN and keeps an empty tensor; experts
+are reordered for the grouped GEMM. A checksum of the parameters would say little, so a linear layer's weight is recovered as
+its product with the identity, and packed experts are compared with freshly packed received ones. Cost on a CPU:
+2 * rows * columns^2 FLOP per linear layer; none of this applies to a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class WorkerExtension:
-    """Methods that vLLM's worker gains. Paths cross the border, tensors never do."""
+    """Methods mixed into vLLM's worker. Their arguments are paths, never tensors."""
 
     model_runner: Any
     vllm_config: Any
@@ -40,7 +40,7 @@ class WorkerExtension:
     distributed_init_method: str
 
     def marsrl_started(self) -> str:
-        """Repair what vLLM's CPU build leaves out; the file through which the workers have found each other, or ""."""
+        """Patch bugs of vLLM's CPU build; returns the workers' rendezvous file, or ""."""
         model = self.model_runner.get_model()
         _heed_expert_maps(model)
         if next(model.parameters()).device.type == "cpu":
@@ -59,7 +59,7 @@ class WorkerExtension:
         return EngineShard.of(self.rank, parts, num_kv_heads, spreads_experts=spreads)
 
     def marsrl_load(self, path: str) -> None:
-        """Load this worker's part of the safetensors files layer by layer into the tensors that are in use."""
+        """Load this worker's part of the safetensors files layer by layer into the tensors in use."""
         from vllm.config import set_current_vllm_config
 
         model = self.model_runner.get_model()
@@ -69,7 +69,7 @@ class WorkerExtension:
         _pack_heads(model)
 
     def marsrl_checksums(self, path: str) -> dict[str, int]:
-        """{fused name: checksum of what is held}. It equals the received tensor's checksum iff the kernels hold it."""
+        """{fused name: checksum of the held weight}; equals the received tensor's checksum iff the kernels hold it."""
         model = self.model_runner.get_model()
         dtype = self.vllm_config.model_config.dtype
         with torch.no_grad():
@@ -77,14 +77,14 @@ class WorkerExtension:
             return _with_the_rest(model, {name: _held_checksum(model, name, received) for name, received in sent})
 
     def marsrl_adapter_checksums(self, number: int, path: str) -> dict[str, int]:
-        """{tensor: checksum of what is held} of the adapter that was loaded from this path."""
+        """{tensor: checksum of the held weight} of the adapter loaded from this path."""
         return held_checksums(self.model_runner.lora_manager._adapter_manager, number, path, self.marsrl_shard())
 
     def marsrl_receive(self, plans: list[bytes]) -> str:
-        """Take the weights of this worker's encoded ReceivePlan straight into the parameters. Not run on a GPU.
+        """Receive weights by this worker's encoded ReceivePlan directly into the parameters. Not run on a GPU yet.
 
-        The reason why the transfer broke; empty: it did not. Not raised: of several workers, vLLM leaves the others' answers to
-        the next call then.
+        Returns the reason if the transfer broke, else "". Not raised: after an error, vLLM would return the other workers'
+        answers to the next call.
 
         Raises:
             RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
@@ -104,19 +104,19 @@ class WorkerExtension:
         return ""
 
     def marsrl_received_checksums(self) -> dict[str, int]:
-        """{fused name: checksum of what is held} after marsrl_receive; padded rows are left out."""
+        """{fused name: checksum of the held weight} after marsrl_receive, without padding rows."""
         model, (shapes, dtype) = self.model_runner.get_model(), self._marsrl_received
         held = {name: checksum(_held(model, name)[: shape[0]].to(dtype)) for name, shape in shapes.items()}
         return _with_the_rest(model, held)
 
     def marsrl_settings(self) -> dict[str, tuple[float, ...]]:
-        """EngineInfo.settings, read from the layers that compute; a kind of layer that vLLM has renamed is left out."""
+        """EngineInfo.settings, read from the layers in use; layer types that vLLM renamed are missing."""
         found: dict[str, set[float]] = {}
         for module in self.model_runner.get_model().modules():
             told = {
                 "norm_eps": getattr(module, "variance_epsilon", None),
                 "rope_theta": module.base if hasattr(module, "cos_sin_cache") else None,
-                "rope_factor": getattr(module, "scaling_factor", None),  # these four of Llama3RotaryEmbedding
+                "rope_factor": getattr(module, "scaling_factor", None),  # four of Llama3RotaryEmbedding
                 "rope_low_freq_factor": getattr(module, "low_freq_factor", None),
                 "rope_high_freq_factor": getattr(module, "high_freq_factor", None),
                 "rope_original_positions": getattr(module, "orig_max_position", None),
@@ -130,12 +130,12 @@ class WorkerExtension:
         return {name: tuple(sorted(values)) for name, values in found.items()}
 
     def marsrl_take_draws(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
-        """Log-probs [n] of the first n tokens of finished requests that DrawTokens drew, and what was kept at their places."""
+        """(log-probs [n], nats, kept tokens) of the first n tokens of finished requests sampled by DrawTokens."""
         return self._drawer().take(keys, lengths)
 
-    def marsrl_forget_draws(self) -> None:
+    def marsrl_forget_draws(self, keys: list[str]) -> None:
         """Drop what aborted requests left in DrawTokens."""
-        self._drawer().forget()
+        self._drawer().forget(keys)
 
     def _drawer(self) -> DrawTokens:
         from marsrl.rollout.engines.vllm.sampling import DrawTokens
@@ -144,22 +144,21 @@ class WorkerExtension:
 
 
 def wait_asleep() -> None:
-    """Readers of vLLM's queues between processes, here: asleep until something is written.
+    """Make this process's readers of vLLM's inter-process queues sleep until a message arrives.
 
-    vLLM has them look again and again for a second after each message, which costs a GPU's process nothing; on a CPU it
-    takes the cores that the other processes of the engine, and the trainer, compute on. Asleep they are woken by the
-    notification that vLLM sends with each message anyway.
+    vLLM lets them spin for a second after each message, which is harmless with a GPU; on a CPU it takes cores from the engine's
+    other processes and the trainer. Sleeping readers are woken by the notification that vLLM sends with each message anyway.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     def note_read(condition: SpinCondition) -> None:
-        condition.last_read = -math.inf  # it spins until `busy_loop_s` after that
+        condition.last_read = -math.inf  # it spins until `busy_loop_s` later
 
     SpinCondition.record_read = note_read  # type: ignore[method-assign]
 
 
 def _reduce_asleep() -> None:
-    """Sums over a CPU engine's processes by gloo, for the same reason: in vLLM's shared memory they wait for each other awake."""
+    """All-reduce over a CPU engine's processes with gloo, because vLLM's shared-memory version spins while waiting."""
     from vllm.distributed import parallel_state
 
     communicator: Any = parallel_state.get_tp_group().device_communicator
@@ -168,13 +167,13 @@ def _reduce_asleep() -> None:
 
 
 def _with_the_rest(model: nn.Module, found: dict[str, int]) -> dict[str, int]:
-    """The checksums, with those of parameters that nobody has sent."""
+    """The checksums, plus those of parameters that were not sent."""
     others = {_our_name(name): parameter for name, parameter in model.named_parameters()}
     return found | {name: checksum(parameter) for name, parameter in others.items() if name not in found}
 
 
 def _our_name(name: str) -> str:
-    """vLLM's parameter name in our layout: it keeps experts, and a layer that adapters change, in a module of their own."""
+    """vLLM's parameter name in our layout: vLLM wraps experts and adapted layers in modules."""
     return name.replace(".base_layer.", ".").replace(".mlp.experts.routed_experts.", ".mlp.experts.")
 
 
@@ -186,7 +185,7 @@ def _module_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _held(model: nn.Module, name: str) -> Tensor:
-    """The tensor of that fused name which the model computes with."""
+    """The tensor that the model computes with, by fused name."""
     module, attribute = _module_of(model, name)
     held = getattr(module, attribute)
     assert isinstance(held, Tensor), name
@@ -202,7 +201,7 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
         if held.device.type != "cpu":
             return checksum(held)
         same = held.shape == received.shape and torch.equal(_packed(module, received), held)
-        # inverted: experts that were left unpacked have the very checksum that is expected, and are wrong
+        # inverted: wrongly unpacked experts would have the expected checksum
         return checksum(received) if same else ~checksum(held)
     if attribute == "weight" and hasattr(module, "cpu_linear") and not name.endswith("embed_tokens.weight"):
         identity = torch.eye(received.shape[1], dtype=received.dtype)
@@ -216,10 +215,10 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
 
 
 def _heed_expert_maps(model: nn.Module) -> None:
-    """Repair vLLM's experts on a CPU where a worker has whole ones of its own.
+    """Patch vLLM's experts on a CPU with expert parallelism.
 
-    vLLM 0.32's kernel there takes the numbers of experts in the model for those in the worker and reads beyond its weights.
-    Here the others' tokens go to expert 0 of the worker, with weight 0; their own worker adds what is right.
+    vLLM 0.32's CPU kernel indexes a worker's experts by their number in the whole model and reads out of bounds. The patch routes
+    tokens of other workers' experts to local expert 0 with weight 0; the owning worker adds their output.
     """
     from vllm.platforms import current_platform
 
@@ -242,7 +241,7 @@ def _with_own_experts(apply: Callable[..., None]) -> Callable[..., None]:
 
 
 def _packed(module: nn.Module, weight: Tensor) -> Tensor:
-    """The experts' weight as vLLM's CPU kernel wants it."""
+    """The experts' weight, packed for vLLM's CPU kernel."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     return cpu_prepack_moe_weight(weight.contiguous(), _experts_of(module).isa)
@@ -253,11 +252,11 @@ def _experts_of(module: nn.Module) -> Any:
 
 
 def _pack_experts(model: nn.Module, path: str, shard: EngineShard, dtype: torch.dtype) -> None:
-    """Repair vLLM's reload of experts on a CPU.
+    """Patch vLLM's reload of experts on a CPU.
 
-    vLLM 0.28-0.32 packs experts for its CPU kernel at the first load only: after a reload the kernel reads unpacked
-    numbers as packed ones (garbage, no error). Wherever the raw tensor is found in the kernel's place it is packed;
-    where a later vLLM has packed it, nothing is done, and the checksum judges the result either way.
+    vLLM 0.28-0.32 packs experts for its CPU kernel only at the first load: after a reload the kernel reads unpacked weights as
+    packed ones (garbage, no error). Experts still found unpacked are packed here; a fixed vLLM makes this a no-op. The checksum
+    verifies the result either way.
     """
     from vllm.platforms import current_platform
 
@@ -273,11 +272,10 @@ def _pack_experts(model: nn.Module, path: str, shard: EngineShard, dtype: torch.
 
 
 def _pack_heads(model: nn.Module) -> None:
-    """Repair vLLM's reload of a tied head on a CPU.
+    """Patch vLLM's reload of a tied head on a CPU.
 
-    The head shares the embedding's weight but computes with a packed copy of its own, which vLLM 0.32 makes anew only
-    where the head itself was loaded: a tied one keeps the old numbers. A layer that still has its weight beside the
-    copy is packed again.
+    The head shares the embedding's weight but computes with its own packed copy, which vLLM 0.32 refreshes only if the head
+    itself was loaded: a tied head keeps the old weights. Layers that keep their weight beside the packed copy are repacked.
     """
     with torch.no_grad():
         module: Any

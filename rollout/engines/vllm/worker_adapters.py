@@ -1,4 +1,4 @@
-"""Adapters in vLLM's workers: the numbers that its kernels really hold, and repairs of its CPU build, 0.32."""
+"""Adapters in vLLM's workers: checksums of what the kernels hold, and patches of its CPU build, 0.32."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from marsrl.rollout.weights.layout import EngineShard
 
 
 def held_checksums(manager: Any, number: int, path: str, shard: EngineShard) -> dict[str, int]:
-    """{tensor: checksum of what is held} of an adapter, in the names of rollout.adapter.held_by_shard.
+    """{tensor: checksum of the held weight} of an adapter, named as in rollout.adapter.held_by_shard.
 
     Args:
-        manager: vLLM's LoRAModelManager of a worker. path: where it was loaded from; says the ranks.
+        manager: a worker's LoRAModelManager.
+        path: the adapter's file, from which the ranks are read.
     """
     ranks = {name: tensor.shape[0] for name, tensor in read_tensors(Path(path)).items() if ".lora_A." in name}
     slot, found = manager.lora_index_to_id.index(number), dict[str, int]()
@@ -34,7 +35,7 @@ def held_checksums(manager: Any, number: int, path: str, shard: EngineShard) -> 
 
 
 def _pairs(name: str, module: Any, manager: Any, slot: int, shard: EngineShard) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(adapted matrix, A [r, in], B [out, r]) of a slot, r the slot's rank, for each matrix that is fused in a module."""
+    """(adapted matrix, A [r, in], B [out, r]) of a slot with rank r, for each matrix fused into the module."""
     if not hasattr(module, "w13_lora_a_stacked"):
         parts = manager.packed_modules.get(name, [name])
         for part, a, b in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
@@ -51,10 +52,10 @@ def _pairs(name: str, module: Any, manager: Any, slot: int, shard: EngineShard) 
 
 
 def repair_mixed_batches() -> None:
-    """Have tokens without an adapter go through the bare weights, and each range of one adapter's through one GEMM.
+    """Patch batches that mix tokens with and without adapters; consecutive tokens of one adapter share a GEMM.
 
-    vLLM 0.32 looks up A and B for every token by the number of its slot, which is -1 for none: the last slot's are added to
-    tokens without an adapter in a batch with others (lora/ops/torch_ops/lora_ops.py). Its kernels on GPUs skip them.
+    vLLM 0.32 indexes A and B by each token's slot, which is -1 without an adapter: in a mixed batch, such tokens get the last
+    slot's adapter (lora/ops/torch_ops/lora_ops.py). Its GPU kernels skip them.
     """
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -63,7 +64,7 @@ def repair_mixed_batches() -> None:
 
 
 def _ranges(lengths: Tensor, slots: Tensor) -> Iterator[tuple[slice, int]]:
-    """(rows, slot) of each run of tokens that have an adapter."""
+    """(rows, slot) of each run of tokens with an adapter."""
     start = 0
     for length, slot in zip(lengths.tolist(), slots.tolist(), strict=True):
         if slot >= 0:
@@ -72,14 +73,14 @@ def _ranges(lengths: Tensor, slots: Tensor) -> Iterator[tuple[slice, int]]:
 
 
 def _shrink(x: Tensor, a: Tensor, out: Tensor, starts: Tensor, lengths: Tensor, slots: Tensor, *sizes: Any) -> None:
-    """out [T, r] = scale x A^T by the slot of each token; a [slots, 1, r, in]; 0 without one. sizes ends with the scale."""
+    """out [T, r] = scale x A^T by each token's slot, 0 without one; a [slots, 1, r, in]. sizes ends with the scale."""
     out.zero_()
     for rows, slot in _ranges(lengths, slots):
         out[rows] = sizes[-1] * (x[rows].to(out.dtype) @ a[slot, 0].to(out.dtype).T)
 
 
 def _expand(x: Tensor, b: Tensor, out: Tensor, starts: Tensor, lengths: Tensor, slots: Tensor, *sizes: Any) -> None:
-    """out [T, ..] += x [T, r] B^T in some columns, by the slot of each token; b [slots, 1, columns, r].
+    """out [T, ..] += x [T, r] B^T in some columns, by each token's slot; b [slots, 1, columns, r].
 
     sizes: batches, longest, tokens, first column, columns, whether to add.
     """
@@ -91,9 +92,9 @@ def _expand(x: Tensor, b: Tensor, out: Tensor, starts: Tensor, lengths: Tensor, 
 
 @contextmanager
 def experts_without_adapters() -> Iterator[None]:
-    """In the body vLLM gives MoE layers its CPU kernel, though adapters are on, which experts then cannot have.
+    """Context in which vLLM selects its CPU kernel for MoE layers despite adapters, which experts then cannot have.
 
-    With adapters vLLM 0.32 takes Triton's kernel, for any platform (fused_moe/oracle/unquantized.py).
+    With adapters vLLM 0.32 selects Triton's kernel on any platform (fused_moe/oracle/unquantized.py).
     """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 

@@ -1,28 +1,30 @@
-"""Finds stop strings (Sampling.stop) in a completion's tokens.
+"""Texts of completions, and the stop strings (Sampling.stop) in them, for every kind of engine.
 
-Shared by the engines of our process, so that a stop string ends a completion in the same place in each, even if
-it is split over two segments.
+Engines decode the texts because there are many of them: rank 0 alone would take half of its own time for that. A stop string
+ends a completion in the same place in each, even if it is split over two segments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.types import IntArray
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.types import Finish, IntArray
 
 
-class StopTexts:
+class Texts:
     """decode: token ids to text; the tokenizer of model_dir is loaded on first use."""
 
     def __init__(self, decode: Callable[[IntArray], str]) -> None:
         self._decode = decode
 
     @classmethod
-    def of_model(cls, model_dir: str | Path) -> StopTexts:
+    def of_model(cls, model_dir: str | Path) -> Texts:
         renderers: list[ChatRenderer] = []
 
         def decode(ids: IntArray) -> str:
@@ -31,6 +33,16 @@ class StopTexts:
             return renderers[0].decode(ids)
 
         return cls(decode)
+
+    def told(self, request: DecodeRequest, result: DecodeResult) -> DecodeResult:
+        """The result with the text that the request asks for (DecodeRequest.text_from).
+
+        Decoded from all tokens, earlier segments' too, as bytes of one character may lie on both sides of a cut.
+        """
+        if request.text_from is None or result.finish in (Finish.UNFINISHED, Finish.ERROR):
+            return result
+        completion = np.concatenate([request.token_ids[request.text_from :], result.token_ids])
+        return replace(result, text=self._decode(completion))
 
     def is_ended(self, known: IntArray, drawn: Sequence[int], stop: Sequence[str]) -> bool:
         """True if the last token completes one of the stop strings.
