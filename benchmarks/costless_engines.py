@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 from simulation.lengths import Lengths, Outcomes
-from simulation.simulated_pool import PICKLE
 from simulation.simulated_team import last_token
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.engines.texts import Texts
-from marsrl.rollout.pool.replicas import OnLost, Replicas, Timed, ignore_loss
+from marsrl.rollout.pool.replicas import PICKLE_PROTOCOL, OnLost, Replicas, Timed, ignore_loss
 from marsrl.rollout.types import Finish
 
 VOCABULARY = 151_643
@@ -82,7 +81,7 @@ class CostlessEngines(Replicas):
         return self._num_engines
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        message = pickle.dumps(requests, PICKLE)
+        message = pickle.dumps(requests, PICKLE_PROTOCOL)
         begin = time.thread_time()
         self.received += len(message)
         for request in pickle.loads(message):
@@ -101,7 +100,7 @@ class CostlessEngines(Replicas):
             _, _, replica, result = heapq.heappop(self._due)
             answers.setdefault(replica, []).append(result)
             self.num_results += 1
-        messages = {replica: pickle.dumps(results, PICKLE) for replica, results in answers.items()}
+        messages = {replica: pickle.dumps(results, PICKLE_PROTOCOL) for replica, results in answers.items()}
         self.returned += sum(map(len, messages.values()))
         self.own_cpu_s += time.thread_time() - begin
         return [(replica, Timed(pickle.loads(each), 0.0, 0.0)) for replica, each in messages.items()]

@@ -17,7 +17,7 @@ import numpy as np
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.engines.texts import Texts
-from marsrl.rollout.pool.replicas import OnLost, Replicas, Timed, ignore_loss
+from marsrl.rollout.pool.replicas import PICKLE_PROTOCOL, OnLost, Replicas, Timed, ignore_loss
 from marsrl.rollout.types import Finish, IntArray
 from simulation.cost_model import CostModel
 from simulation.engine_timeline import EngineTimeline, Job
@@ -29,9 +29,6 @@ TOKEN_GRAIN = 128
 Written = Callable[[str, int, int], IntArray]
 """(uid, number of tokens, those left behind them) -> [N] int32: what an engine decodes next of a completion, its end where none
 is left."""
-
-PICKLE = 5
-"""Pickle protocol of requests and results, which travel between rank 0 and engines."""
 
 _TOGETHER_S = 1.0  # results that end this close together are collected at once
 
@@ -99,7 +96,7 @@ class SimulatedReplicas(Replicas):
         raise ValueError(f"simulated engines only decode: they hold no weights, and have no {method}")
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        message = pickle.dumps(requests, PICKLE)
+        message = pickle.dumps(requests, PICKLE_PROTOCOL)
         begin = time.process_time()
         engine, now_s = self.engines[replica], self.clock.now_s
         assert not engine.run(now_s), "what has ended is collected before more is submitted"
@@ -139,7 +136,7 @@ class SimulatedReplicas(Replicas):
                 ended += self.engines[replica].run(self.clock.now_s)
                 self._next_s[replica] = self.engines[replica].next_event_s()
             if ended:
-                answers.append((replica, pickle.dumps(self._results(replica, ended), PICKLE)))
+                answers.append((replica, pickle.dumps(self._results(replica, ended), PICKLE_PROTOCOL)))
         if answers and min(self._next_s) == math.inf:
             self.clock.now_s = last_s  # nothing else can end earlier
         self.own_cpu_s += time.process_time() - begin
@@ -155,7 +152,7 @@ class SimulatedReplicas(Replicas):
             results = []
             for uid, decoded in self.engines[replica].abort():
                 results.append(self._result(replica, uid, decoded // self.grain, is_cut=True))
-            self._aborted[replica] = pickle.dumps(results, PICKLE)
+            self._aborted[replica] = pickle.dumps(results, PICKLE_PROTOCOL)
 
     def num_decoded(self, within_s: float) -> list[int]:
         return [self.decoded_tokens] + [0] * (len(self.engines) - 1)

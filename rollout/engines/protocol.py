@@ -12,6 +12,7 @@ version. It decodes, scores given tokens, and loads new weights:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -244,6 +245,15 @@ def check_versions(engine: str, held: Mapping[str, int], requests: Sequence[Deco
             )
         if name and held[name] != asked:
             raise WrongVersion(f"{engine}: asked for version {asked} of adapter {name}, but {held[name]} is loaded")
+
+
+def taken_from(inbox: deque[DecodeRequest], adapter: str | None) -> list[DecodeRequest]:
+    """Remove and return the requests that use the adapter (None: all); another thread may append others meanwhile."""
+    taken: list[DecodeRequest] = []
+    for _ in range(len(inbox)):
+        request = inbox.popleft()
+        (taken if request.uses(adapter) else inbox).append(request)
+    return taken
 
 
 class EngineLost(RuntimeError):

@@ -27,6 +27,7 @@ from marsrl.rollout.engines.protocol import (
     MemoryPart,
     WeightReceipt,
     WeightUpdate,
+    taken_from,
 )
 from marsrl.rollout.pool.collect_spans import CollectSpans
 from marsrl.rollout.pool.dispatch import Dispatcher
@@ -288,12 +289,11 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         """Stop the requests that use the adapter (None: all): returns them as UNFINISHED with the tokens so far, and what has
         finished meanwhile."""
         self._is_drained = lambda request: request.uses(adapter)
-        waiting = [*self._dispatch.drop_waiting(adapter), *filter(self._is_drained, self._retry_alone)]
-        self._retry_alone = deque(request for request in self._retry_alone if not request.uses(adapter))
+        waiting = [*self._dispatch.drop_waiting(adapter), *taken_from(self._retry_alone, adapter)]
         results = [self._untouched(request) for request in waiting]
         try:
             self._replicas.abort(self._dispatch.busy, adapter)
-            while any(sent.request.uses(adapter) for sent in self._sent.values()):
+            while any(self._is_drained(sent.request) for sent in self._sent.values()):
                 results += self.collect(_DRAIN_S)
         finally:
             self._is_drained = lambda request: False

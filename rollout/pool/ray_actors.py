@@ -19,13 +19,12 @@ from marsrl.rollout.pool.engine_thread import EngineThread
 from marsrl.rollout.pool.ray_connection import GPU, RayCluster
 from marsrl.rollout.pool.ray_faults import check_head, check_ray, lost_or_raise
 from marsrl.rollout.pool.ray_pulse import EnginePulse
-from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, call_one, ignore_loss, timed
+from marsrl.rollout.pool.replicas import PICKLE_PROTOCOL, Lost, OnLost, Replicas, Timed, call_one, ignore_loss, timed
 
 _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # batching time of results that trigger nothing: at most this much is lost with an engine
 _GRACE_S = 30.0  # for an engine to report itself that it has passed the deadline
 _LONGEST_START = 10  # times the deadline, as long as its process answers
-_PICKLE = 5  # pickle protocol for lists with an array or two per request: Ray's default keeps each array as a buffer
 _CALLS_AT_ONCE = 4  # collect, one in the engine's thread, num_decoded, is_there
 _REQUESTS = "requests"  # submit and abort, one after the other in the order in which they were called
 
@@ -68,7 +67,7 @@ class EngineActor:
 
     def collect(self, timeout_s: float, is_urgent: bool) -> Timed:
         gathered = self._thread.collect(timeout_s, is_urgent=is_urgent)
-        return replace(gathered, value=pickle.dumps(gathered.value, _PICKLE))
+        return replace(gathered, value=pickle.dumps(gathered.value, PICKLE_PROTOCOL))
 
     @ray.method(concurrency_group=_REQUESTS)
     def abort(self, adapter: str | None) -> None:
@@ -149,7 +148,7 @@ class RayReplicas(Replicas):
         return answer if isinstance(answer, Lost) else None
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        self._actors[replica].submit.remote(pickle.dumps(requests, _PICKLE), version)
+        self._actors[replica].submit.remote(pickle.dumps(requests, PICKLE_PROTOCOL), version)
 
     def collect(
         self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True

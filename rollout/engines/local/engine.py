@@ -38,6 +38,7 @@ from marsrl.rollout.engines.protocol import (
     WeightReceipt,
     WeightUpdate,
     check_versions,
+    taken_from,
     why_not_decodable,
 )
 from marsrl.rollout.engines.sampler import draw_from, truncated
@@ -300,14 +301,9 @@ class LocalEngine:
         while self._aborts:
             adapter = self._aborts.popleft()
             ended += [row for row in self._going() if row.request.uses(adapter)]
+            ended += [Row(request, 0) for request in taken_from(self._inbox, adapter)]
             for row in ended:
                 row.finish = Finish.UNFINISHED
-            for _ in range(len(self._inbox)):
-                request = self._inbox.popleft()
-                if request.uses(adapter):
-                    ended.append(Row(request, 0))
-                else:
-                    self._inbox.append(request)
         if not self._going():
             self._batch = None
         return [self._result(row) for row in ended]

@@ -39,6 +39,7 @@ from marsrl.rollout.engines.protocol import (
     WeightReceipt,
     WeightUpdate,
     check_versions,
+    taken_from,
 )
 from marsrl.rollout.engines.refusals import QUANTIZED, vllm_refusals
 from marsrl.rollout.engines.texts import Texts
@@ -280,7 +281,7 @@ class VllmEngine:
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
         """Load an adapter between two steps, while others decode. Its new path makes its cached prefixes unreachable."""
         under_way = (*self._inbox, *(running.request for running in self._under_way.values()))
-        if any(request.adapter == update.name for request in under_way):
+        if any(request.uses(update.name) for request in under_way):
             raise RuntimeError(f"VllmEngine.update_adapter: requests of {update.name} are under way; abort them first")
         start = time.perf_counter()
         number = self._adapters.load(self._llm.llm_engine, update.name, update.path)
@@ -447,13 +448,9 @@ class VllmEngine:
             results += self._end_here(keys, Finish.UNFINISHED)
             if self._draws == "marsrl":
                 self._llm.collective_rpc("marsrl_forget_draws", args=(keys,))
-            for _ in range(len(self._inbox)):
-                request = self._inbox.popleft()
-                if request.uses(adapter):
-                    version = self._versions[request.adapter]
-                    results.append(DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, version))
-                else:
-                    self._inbox.append(request)
+            for request in taken_from(self._inbox, adapter):
+                version = self._versions[request.adapter]
+                results.append(DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, version))
         if not self._under_way:
             self._settle()
         return results

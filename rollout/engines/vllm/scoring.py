@@ -66,7 +66,7 @@ class Scored:
 
     @property
     def num_cached_tokens(self) -> list[int]:
-        """Of each, taken from the prefix cache."""
+        """Prompt tokens that vLLM took from its prefix cache, by sequence."""
         return [
             max(each.prefill_stats.num_cached_tokens if each.prefill_stats is not None else 0 for each in told)
             for told in self._told.values()
