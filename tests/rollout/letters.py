@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -17,7 +18,7 @@ from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, Weight
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.orchestrations.registry import agent_names, build_orchestration
 from marsrl.rollout.player.completion import Completion, State
-from marsrl.rollout.player.stages import Stages, StepBatch
+from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.rewards.judge import Judge, known
@@ -93,13 +94,14 @@ def letter_team(
     tokens_per_step: int | None = 9,
     judge: Judge = judge,
     orchestration: str = "verifier_corrector",
+    pool: EnginePool | None = None,
 ) -> tuple[Team, list[ScriptedEngine]]:
-    """The team, and the engines behind it."""
+    """The team, and the engines behind it, unless it has a pool of others."""
     agents = {name: AgentConfig() for name in agent_names(orchestration)}
     engines: list[ScriptedEngine] = [
         WeighedEngine(script, tokens_per_step=tokens_per_step) for _ in range(config.engines)
     ]
-    pool = EnginePool(LocalReplicas(engines), slots=12, deadline_s=config.deadline_s)
+    pool = pool or EnginePool(LocalReplicas(engines), slots=12, deadline_s=config.deadline_s)
     team = build_orchestration(orchestration, agents, "math", None, config)
     return make_team(agents, team, pool, judge=judge), engines
 
@@ -142,6 +144,39 @@ def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> Ste
     raise AssertionError("no batch")
 
 
+class Play:
+    """Stages with their engines, driven as a trainer would, without a thread. options: of letter_team."""
+
+    def __init__(
+        self, config: RolloutConfig, *, state: RolloutState | None = None, version: int = 0, **options: Any
+    ) -> None:
+        team, self.engines = letter_team(config, **options)
+        self.pool = team.pools["main"]
+        self.stages = Stages(config, team, letter_problems(60), seed=0)
+        if state is not None:
+            self.stages.restore(state)
+        self.metrics: Counter[str] = Counter()
+        self.publish(version)
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        self.pool.update_weights(WeightUpdate(f"version_{version}", version))
+        self.stages.resume({"main": version})
+
+    def train(self, steps: int, rounds_while_training: int = 3) -> list[tuple[Group, ...]]:
+        """The groups of so many batches, with new weights after each."""
+        trained = []
+        for _ in range(steps):
+            batch = next_batch(self.stages)
+            trained.append(batch.groups)
+            for _ in range(rounds_while_training):
+                self.stages.advance(0.0)
+            self.stages.rest()
+            self.publish(self.version + 1)
+            self.metrics.update(batch.metrics)
+        return trained
+
+
 def submissions(pool: EnginePool) -> list[tuple[list[str], bool]]:
     """Submissions from now on: their uids, and True where all are sent at once."""
     sent: list[tuple[list[str], bool]] = []
@@ -165,6 +200,23 @@ def groups_of_a_while(stages: Stages, versions: Mapping[str, int], rng: random.R
         stages.advance(60.0)  # where only tools are under way it waits for one
     batch = stages.take()
     return batch.groups if batch is not None else ()
+
+
+def assert_of_the_script(groups: Sequence[Group], size: int | None = 3) -> None:
+    """Whole groups of this size (None: any), every sample once, with what `completion` says of it, segment after segment."""
+    uids = Counter(sample.uid for group in groups for sample in group.samples)
+    assert max(uids.values()) == 1 and len({group.group_id for group in groups}) == len(groups)
+    for group in groups:
+        assert size is None or len(group.samples) == size
+        assert [sample.uid for sample in group.samples] == sorted(sample.uid for sample in group.samples)
+        for sample in group.samples:
+            assert sample.group_id == group.group_id
+            assert sample.token_ids.tolist() == completion(sample.uid)[: len(sample.token_ids)]
+            ends = [segment.end for segment in sample.segments]
+            assert [segment.start for segment in sample.segments] == [0, *ends[:-1]]
+            assert ends[-1] == len(sample.token_ids) == len(sample.rollout_logprobs)
+            versions = [segment.version for segment in sample.segments]
+            assert versions == sorted(versions)
 
 
 def bare(uid: str, agent: str = "solver", text: str = "t", **changes: Any) -> Sample:
@@ -194,15 +246,3 @@ def sampled(uid: str, reward: float, *, agent: str = "solver", tokens: int = 3, 
 def group_of(name: str, rewards: Sequence[float], agent: str = "solver", **changes: Any) -> Group:
     samples = (sampled(f"{name}:{i}", reward, agent=agent, **changes) for i, reward in enumerate(rewards))
     return Group(name, name.split("/")[0], agent, tuple(samples))
-
-
-def with_two_policies(team: Team, engine: ScriptedEngine) -> Team:
-    """The same team, but that a policy "other", on this engine, answers as the Verifiers."""
-    agents = {
-        name: each.model_copy(update={"policy": "other"}) if name.startswith("verifier") else each
-        for name, each in team.agents.items()
-    }
-    renderers = {**team.renderers, "other": team.renderers["main"]}
-    return replace(
-        team, agents=agents, renderers=renderers, pools={**team.pools, "other": EnginePool(LocalReplicas([engine]))}
-    )

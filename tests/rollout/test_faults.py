@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_cases import generate
-from letters import (
-    AGENTS,
-    completion,
-    letter_config,
-    letter_problems,
-    make_team,
-    next_batch,
-)
+from letters import Play, assert_of_the_script, completion, letter_config
 from mortal import MortalReplicas, Places, asks, is_whole
 
-from marsrl.rollout.config import AgentConfig, RolloutConfig
+from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, DecodeResult, WeightUpdate
-from marsrl.rollout.orchestrations.registry import build_orchestration
-from marsrl.rollout.player.stages import Stages
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Lost
 from marsrl.rollout.state import encode
-from marsrl.rollout.types import Finish, Group
+from marsrl.rollout.types import Finish
 
 
 def served(pool: EnginePool, requests: list[DecodeRequest], how: str, version: int = 0) -> list[DecodeResult]:
@@ -36,21 +26,6 @@ def served(pool: EnginePool, requests: list[DecodeRequest], how: str, version: i
 
 
 # Pools.
-
-
-@pytest.mark.parametrize("how", ["at once", "slots"])
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("fault", ["dead", "hung", "doomed"])
-def test_a_lost_engine_is_restarted_and_every_request_served(how: str, count: int, fault: str) -> None:
-    replicas = MortalReplicas(count)
-    pool = replicas.pool(slots=4)
-    getattr(replicas, fault).add(count - 1)
-    results = served(pool, asks(20), how)
-    assert all(map(is_whole, results))
-    assert replicas.restarts == [count - 1]
-    faults = pool.take_faults()
-    assert faults.engine_restarts == 1 and faults.failed == 0 and 0 < faults.resubmitted <= 20
-    assert pool.take_faults().engine_restarts == 0  # told once
 
 
 @pytest.mark.parametrize("how", ["at once", "slots"])
@@ -174,17 +149,6 @@ def test_an_engine_in_a_lost_one_s_place_has_all_adapters(fault: str, weights: i
     assert [result.version for result in results[:4]] == [weights or 0, 2, 7, 0]
 
 
-def test_an_engine_that_is_lost_as_an_adapter_comes_gets_it_too() -> None:
-    replicas = MortalReplicas(2, adapters=["a"])
-    pool = replicas.pool()
-    pool.update_adapter(AdapterUpdate("a", "a/1", 1))
-    replicas.dead.add(0)
-    assert [receipt.version for receipt in pool.update_adapter(AdapterUpdate("a", "a/2", 2))] == [2, 2]
-    replicas.dead.add(1)
-    results = served(pool, of_adapters(asks(8), {"a": 2}), "slots")
-    assert all(map(is_whole, results)) and replicas.restarts == [0, 1]
-
-
 @pytest.mark.parametrize("fault", ["dead", "hung"])
 @pytest.mark.parametrize("when", ["drained", "updated", "scored"])
 def test_an_engine_that_is_lost_while_an_adapter_comes_loses_no_request(when: str, fault: str) -> None:
@@ -247,32 +211,8 @@ def test_too_many_restarts_end_the_run_with_the_reason(is_beyond_repair: bool, r
 # Stages.
 
 
-class Team2:
-    """A team on mortal engines, played in stages."""
-
-    def __init__(self, config: RolloutConfig, replicas: MortalReplicas) -> None:
-        agents = {name: AgentConfig() for name in AGENTS}
-        self.replicas = replicas
-        self.pool = replicas.pool(slots=12, attempts=config.max_request_attempts, most_restarts=10_000)
-        orchestration = build_orchestration("verifier_corrector", agents, "math", None, config)
-        self.stages = Stages(config, make_team(agents, orchestration, self.pool), letter_problems(60), seed=0)
-        self.metrics: Counter[str] = Counter()
-        self.version = 0
-        self.publish()
-
-    def publish(self) -> None:
-        self.pool.update_weights(WeightUpdate(f"version_{self.version}", self.version))
-
-    def step(self) -> tuple[Group, ...]:
-        """A batch, and new weights."""
-        batch = next_batch(self.stages, {"main": self.version})
-        for _ in range(3):
-            self.stages.advance(0.0)
-        self.stages.rest()
-        self.version += 1
-        self.publish()
-        self.metrics.update(batch.metrics)
-        return batch.groups
+def played(config: RolloutConfig, replicas: MortalReplicas) -> Play:
+    return Play(config, pool=replicas.pool(slots=12, attempts=config.max_request_attempts, most_restarts=10_000))
 
 
 class Unlucky(MortalReplicas):
@@ -308,40 +248,31 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_engines_that_are_lost_change_nothing_that_is_trained(name: str) -> None:
     config = CONFIGS[name].model_copy(update={"max_request_attempts": 100})
-    unlucky = Team2(config, Unlucky(config.engines, seed=2, share=0.25))
-    groups = [group for _ in range(8) for group in unlucky.step()]
+    replicas = Unlucky(config.engines, seed=2, share=0.25)
+    unlucky = played(config, replicas)
+    groups = [group for batch in unlucky.train(8) for group in batch]
     told = unlucky.metrics["rollout/engine_restarts"] + unlucky.pool.take_faults().engine_restarts  # of the next batch
-    assert told == len(unlucky.replicas.restarts) > 3
+    assert told == len(replicas.restarts) > 3
     assert unlucky.metrics["rollout/resubmitted"] > 0 and unlucky.metrics["rollout/failed_requests"] == 0
-    uids = Counter(sample.uid for group in groups for sample in group.samples)
-    assert max(uids.values()) == 1 and len(groups) >= 8
-    for group in groups:
-        assert len(group.samples) == 3
-        for sample in group.samples:
-            assert sample.token_ids.tolist() == completion(sample.uid)[: len(sample.token_ids)]
-            assert sample.finish in (Finish.STOP, Finish.LENGTH) and not sample.reward.is_missing
-            ends = [segment.end for segment in sample.segments]
-            assert [segment.start for segment in sample.segments] == [0, *ends[:-1]] and ends[-1] == len(
-                sample.token_ids
-            )
-            versions = [segment.version for segment in sample.segments]
-            assert versions == sorted(versions)
+    assert len(groups) >= 8
+    assert_of_the_script(groups)
+    for sample in (sample for group in groups for sample in group.samples):
+        assert sample.finish in (Finish.STOP, Finish.LENGTH) and not sample.reward.is_missing
     if config.overlap == 0 and config.finish_share == 1:  # then not even who is trained when
-        lucky = Team2(config, MortalReplicas(config.engines))
-        same = [group for _ in range(8) for group in lucky.step()]
-        assert encode(groups) == encode(same)
+        lucky = played(config, MortalReplicas(config.engines))
+        assert encode(groups) == encode([group for batch in lucky.train(8) for group in batch])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_sample_that_no_engine_survives_has_no_reward_and_the_run_goes_on(name: str) -> None:
     config, culprit = CONFIGS[name], "000003/solver:1"
-    played = Team2(config, MortalReplicas(config.engines, deadly=lambda request: request.uid == culprit))
-    groups = [group for _ in range(7) for group in played.step()]
+    run = played(config, MortalReplicas(config.engines, deadly=lambda request: request.uid == culprit))
+    groups = [group for batch in run.train(7) for group in batch]
     samples = {sample.uid: sample for group in groups for sample in group.samples}
     failed = [sample.uid for sample in samples.values() if sample.reward.is_missing]
     judged_failed = [uid for uid in failed if samples[uid].agent.startswith("solver") or uid == culprit]
     assert judged_failed == [culprit] and samples[culprit].finish is Finish.ERROR
     assert "given up" in samples[culprit].reward.note
     assert not any(sample.parent_uid == culprit for sample in samples.values())  # never picked
-    assert played.metrics["rollout/failed_requests"] == 1 == played.metrics["rollout/errors"]
+    assert run.metrics["rollout/failed_requests"] == 1 == run.metrics["rollout/errors"]
     assert all(len(group.samples) == 3 for group in groups)

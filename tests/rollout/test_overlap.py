@@ -2,63 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
-from letters import (
-    completion,
-    completions,
-    judge,
-    letter_config,
-    letter_problems,
-    letter_team,
-    next_batch,
-    set_version,
-)
+from letters import Play, assert_of_the_script, completions, judge, letter_config, next_batch
 
-from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.player.completion import State
-from marsrl.rollout.player.stages import RolloutState, Stages
+from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.types import Group, Problem, Reward
-
-
-class Play:
-    """Stages with their engines, driven as a trainer would, without a thread."""
-
-    def __init__(
-        self,
-        config: RolloutConfig,
-        seed: int = 0,
-        version: int = 0,
-        state: RolloutState | None = None,
-        **options: Any,
-    ) -> None:
-        team, self.engines = letter_team(config, **options)
-        self.stages = Stages(config, team, letter_problems(40, seed), seed=seed)
-        self.version = version
-        if state is not None:
-            self.stages.restore(state)
-        self.resume()
-
-    def resume(self) -> None:
-        set_version(self.version, *self.engines)
-        self.stages.resume({"main": self.version})
-
-    def train(self, steps: int, rounds_while_training: int = 4) -> list[tuple[Group, ...]]:
-        trained = []
-        for _ in range(steps):
-            trained.append(next_batch(self.stages).groups)
-            for _ in range(rounds_while_training):
-                self.stages.advance(0.0)
-            self.stages.rest()
-            self.version += 1
-            self.resume()
-        return trained
-
+from marsrl.rollout.types import Problem, Reward
 
 CONFIGS = {
     "one segment": letter_config(),
@@ -72,34 +25,9 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_sample_is_trained_once_and_its_group_is_whole(name: str) -> None:
-    config = CONFIGS[name]
-    play = Play(config)
-    rng = random.Random(0)
-    batches = [batch for _ in range(8) for batch in play.train(1, rng.randrange(8))]
-    assert all([g.group_id for g in batch] == sorted(g.group_id for g in batch) for batch in batches)
-    groups = [g for batch in batches for g in batch]
-    uids = Counter(s.uid for g in groups for s in g.samples)
-    assert len(groups) > 12 and max(uids.values()) == 1
-    assert len({g.group_id for g in groups}) == len(groups)
-    for group in groups:
-        assert [s.uid for s in group.samples] == sorted(s.uid for s in group.samples)
-        assert {s.group_id for s in group.samples} <= {group.group_id}
-        if config.group_completion == "wait":
-            assert len(group.samples) == 3
-        for sample in group.samples:
-            ends = [segment.end for segment in sample.segments]
-            assert [segment.start for segment in sample.segments] == [0, *ends[:-1]]
-            assert ends[-1] == len(sample.token_ids) == len(sample.rollout_logprobs)
-            versions = [segment.version for segment in sample.segments]
-            assert versions == sorted(versions)
-            assert sample.token_ids.tolist() == completion(sample.uid)[: len(sample.token_ids)]
-            assert sample.parent_uid is None or sample.parent_uid in uids
-
-
-@pytest.mark.parametrize("name", CONFIGS)
 def test_a_restored_run_goes_on_with_every_problem_once(name: str) -> None:
-    """Up to each checkpoint and after it, all is trained that one run trains: nothing twice, nothing lost."""
+    """Up to each checkpoint and after it, all is trained that one run trains: nothing twice, nothing lost, in whatever order
+    samples end."""
     again, trained = Play(CONFIGS[name]), []
     for life in range(4):
         trained += again.train(2, rounds_while_training=3 * life)
@@ -109,14 +37,16 @@ def test_a_restored_run_goes_on_with_every_problem_once(name: str) -> None:
     trained += again.train(2)
     groups = [g for batch in trained for g in batch]
     books = again.stages.state
-    assert len({g.group_id for g in groups}) == len(groups)
+    assert len(groups) > 12
+    assert_of_the_script(groups, 3 if CONFIGS[name].group_completion == "wait" else None)
+    assert all([g.group_id for g in batch] == sorted(g.group_id for g in batch) for batch in trained)
     # every problem drawn is trained, or waits somewhere: each of them in one place
     waiting = [g for batch in books.ready for g in batch.groups] + books.closed
     solver = [g.rollout_id for g in [*groups, *waiting] if g.agent == "solver"]
     solver += [each.ask.episode_id for each in books.open.values() if each.ask.agent == "solver"]
     assert sorted(solver) == [f"{i:06d}" for i in range(1, books.num_instances + 1)]
     problems = Counter(s.problem_id for g in groups if g.agent == "solver" for s in g.samples[:1])
-    assert max(problems.values()) == 1 and books.num_instances <= 40
+    assert max(problems.values()) == 1 and books.num_instances <= 60
 
 
 @pytest.mark.parametrize("overlap", [1, 2, 3])
@@ -130,20 +60,6 @@ def test_the_decoder_is_at_most_overlap_stages_ahead(overlap: int) -> None:
         books = play.stages.state
         assert books.num_taken == step and len(books.ready) == overlap
         assert books.num_instances == 2 * (step + overlap)
-
-
-@pytest.mark.parametrize(("overlap", "segments", "rounds"), [(1, 1, 200), (1, 4, 3), (3, 2, 0), (3, 2, 200)])
-def test_samples_are_at_most_overlap_and_segments_versions_old(overlap: int, segments: int, rounds: int) -> None:
-    """However slow the trainer is: a stage's samples are of weights that are overlap old at most, a segment takes a
-    stage, and picks that are made late in a stage belong to the next."""
-    play = Play(letter_config(overlap=overlap, segments=segments))
-    ages = Counter(
-        step - s.oldest_version
-        for step, groups in enumerate(play.train(8, rounds_while_training=rounds))
-        for g in groups
-        for s in g.samples
-    )
-    assert 0 < max(ages) <= overlap + segments
 
 
 def test_judgements_go_on_over_a_rest_and_are_taken_after_it() -> None:
@@ -162,8 +78,7 @@ def test_judgements_go_on_over_a_rest_and_are_taken_after_it() -> None:
     state = decode(RolloutState, encode(play.stages.snapshot()))
     for problem, answer, reward in asked:
         reward.set_result(judge(problem, answer).result())
-    play.version = 1
-    play.resume()
+    play.publish(1)
     play.stages.advance(0.0)
     assert not completions(play.stages, State.JUDGING)
     assert {g.agent for g in next_batch(play.stages).groups} == {"solver"}

@@ -1,7 +1,10 @@
-"""One stage after the other, on scripted letters: what is sent where, what is told, what a share of finished ones does."""
+"""Stages on scripted letters: what is sent where, what is told, what a share of finished ones does, how their thread fails."""
 
 from __future__ import annotations
 
+import threading
+import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,11 +21,12 @@ from letters import (
     letter_problems,
     letter_team,
     next_batch,
+    script,
     set_version,
     submissions,
-    with_two_policies,
 )
 
+from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.player.completion import State
@@ -34,7 +38,7 @@ from marsrl.rollout.types import Group, Problem, Reward
 
 def played(*, team: dict[str, Any] | None = None, **options: Any) -> tuple[Rollout, ScriptedEngine]:
     """A rollout and its engine. team: options of letter_team."""
-    config = letter_config(overlap=0, **options)
+    config = letter_config(**{"overlap": 0, **options})
     made, engines = letter_team(config, **(team or {}))
     return Rollout(config, made, letter_problems(40), seed=0), engines[0]
 
@@ -77,31 +81,11 @@ def test_samples_are_judged_while_others_decode() -> None:
     assert len(judged_at) >= 2 and judged_at[0] < engine.num_decoded()
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_adapters_decode_in_the_engines_of_their_base_each_under_its_own_version(own: bool) -> None:
-    """One submission for all of them. own: the base's agents have an adapter of it, too."""
-    config = letter_config(overlap=0, pipeline="trajectory", prompts_per_step=4)
-    team, (engine,) = letter_team(config)
-    agents = with_two_policies(team, engine).agents
-    team = replace(team, agents=agents, renderers={**team.renderers, "other": team.renderers["main"]})
-    team = replace(team, adapters={"other": "main", **({"main": "main"} if own else {})})
-    assert team.pool_of("other") is team.pools["main"]
-    engine.update_adapter(AdapterUpdate("other", "other/5", 5))
-    if own:
-        engine.update_adapter(AdapterUpdate("main", "main/3", 3))
-    asked = submissions(team.pools["main"])
-    rollout = Rollout(config, team, letter_problems(9), seed=0)
-    batch = rollout.next_batch({"main": 3 * own, "other": 5})
-    versions = {(s.agent[0], segment.version) for g in batch.groups for s in g.samples for segment in s.segments}
-    assert versions == {("s", 3 * own), ("v", 5), ("c", 3 * own)}
-    assert all(at_once for _, at_once in asked)
-
-
 def test_an_adapter_comes_while_requests_of_the_other_decode_on() -> None:
     config = letter_config(overlap=1, segments=3, prompts_per_step=4)
-    team, (engine,) = letter_team(config, tokens_per_step=3)
-    agents = with_two_policies(team, engine).agents
-    renderers = {**team.renderers, "other": team.renderers["main"]}
+    team, _ = letter_team(config, tokens_per_step=3)
+    agents = {name: AgentConfig(policy="other" if "verifier" in name else "main") for name in team.agents}
+    renderers = dict.fromkeys(("main", "other"), team.renderers["main"])
     team = replace(team, agents=agents, renderers=renderers, adapters={"main": "main", "other": "main"})
     pool, stages = team.pools["main"], Stages(config, team, letter_problems(40), seed=0)
     versions = {"main": 0, "other": 0}
@@ -150,12 +134,12 @@ def test_problems_are_drawn_up_to_a_number_of_samples_under_way(most: int, drawn
 
 
 def test_a_stage_ends_when_just_the_share_has_finished() -> None:
-    def script(of: Callable[[int], int]) -> Callable[[DecodeRequest], list[int]]:
+    def dots(of: Callable[[int], int]) -> Callable[[DecodeRequest], list[int]]:
         return lambda request: [ord(".")] * of(int(request.uid[-1])) + [END]
 
     # of six samples three are short, and the others get as far as those
     options: dict[str, Any] = {"finish_share": 0.5, "group_size": 6, "prompts_per_step": 1}
-    rollout, _ = played(team={"script": script(lambda i: 1 if i < 3 else 40), "tokens_per_step": 2}, **options)
+    rollout, _ = played(team={"script": dots(lambda i: 1 if i < 3 else 40), "tokens_per_step": 2}, **options)
     told: list[int] = []
     batch = rollout.next_batch({"main": 0}, told.append)
     assert batch.groups == () and rollout.num_unfinished == 3
@@ -164,5 +148,37 @@ def test_a_stage_ends_when_just_the_share_has_finished() -> None:
     assert {len(each.token_ids) for each in group.unfinished} == {2}
     assert told[-1] == batch.metrics["rollout/tokens"] == 12
     # with one short sample fewer it goes on
-    rollout, _ = played(team={"script": script(lambda i: 1 if i < 2 else 40), "tokens_per_step": 2}, **options)
+    rollout, _ = played(team={"script": dots(lambda i: 1 if i < 2 else 40), "tokens_per_step": 2}, **options)
     assert [len(g.samples) for g in rollout.next_batch({"main": 0}).groups] == [6]
+
+
+def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() -> None:
+    asked, before = [], set(threading.enumerate())  # of other tests
+
+    def broken(request: DecodeRequest) -> list[int]:
+        asked.append(request.uid)
+        if len(asked) > 10:
+            raise ZeroDivisionError("the engine burns")
+        return script(request)
+
+    rollout, _ = played(overlap=1, team={"script": broken})
+    with pytest.raises(RuntimeError, match="the engine burns") as caught:
+        for _ in range(3):
+            rollout.next_batch({"main": 0})
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "in broken" in "".join(traceback.format_exception(caught.value))
+    for call in (rollout.snapshot, lambda: rollout.next_batch({"main": 0}), rollout.resting().__enter__):
+        with pytest.raises(RuntimeError, match="the engine burns"):
+            call()
+    rollout.close()
+    assert {thread for thread in threading.enumerate() if thread.name.startswith("marsrl-")} <= before
+
+
+def test_a_request_that_never_comes_back_is_an_error_that_names_it() -> None:
+    rollout, engine = played(overlap=1, deadline_s=0.2)
+    engine.collect = lambda timeout_s: time.sleep(0.05) or []
+    with pytest.raises(
+        RuntimeError, match=r"request 000001/solver:0 has not come back after rollout.deadline_s = 0.2 s"
+    ):
+        rollout.next_batch({"main": 0})
+    rollout.close()
