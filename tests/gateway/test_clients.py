@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from programs import playing, program, rollout_config
-from qwen import write_qwen
+from programs import playing, program, rollout_config, turns_of
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
-from marsrl.rollout.types import Sample
+from marsrl.trainer.models.init_model import init_model
 
 THOUGHT = "<think>\nI add.\n</think>"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a":  3, "b": 1e3}}\n</tool_call>'
@@ -21,7 +19,7 @@ SAYS = " It is 1003.\n"
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen(tmp_path_factory.mktemp("models") / "qwen")
+    return init_model("tiny", "bytes", tmp_path_factory.mktemp("models") / "qwen")
 
 
 def scripted(model: Path) -> ScriptedEngine:
@@ -138,22 +136,11 @@ def test_a_client_with_a_tool_makes_one_sample_of_exact_tokens(qwen: Path, tmp_p
             f"{THOUGHT}{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n1003\n</tool_response><|im_end|>\n"
             f"<|im_start|>assistant\n{THOUGHT}{SAYS}"
         )
-        own = "".join(renderer.decode(run) for run in runs(solver))
-        assert own == f"{THOUGHT}{CALL}{THOUGHT}{SAYS}"
+        own = renderer.decode(solver.token_ids[solver.is_sampled])
+        assert own == f"{THOUGHT}{CALL}<|im_end|>{THOUGHT}{SAYS}"
         prompt = renderer.decode(solver.prompt_ids)
-        assert prompt.startswith("<|im_start|>system\nYou solve.\n\n# Tools\n<tools>\n{") and "strict" not in prompt
-
-
-def runs(sample: Sample) -> list:  # type: ignore[type-arg]
-    """Its own tokens, turn by turn."""
-    import numpy as np
-
-    cuts = np.flatnonzero(np.diff(sample.is_sampled)) + 1
-    return [
-        ids
-        for ids, own in zip(np.split(sample.token_ids, cuts), np.split(sample.is_sampled, cuts), strict=True)
-        if own[0]
-    ]
+        assert prompt.startswith("<|im_start|>system\n# Tools\n<tools>\n{") and "strict" not in prompt
+        assert "<|im_start|>system\nYou solve.<|im_end|>" in prompt
 
 
 COMPLETIONS = f"""
@@ -197,7 +184,7 @@ def test_prompts_of_text_and_of_tokens_go_on_too(qwen: Path, tmp_path: Path, tex
         samples = played.samples()
     assert sorted(samples) == ["000001.0/solver:0", "000001.1/solver:0"]
     for sample in samples.values():
-        assert sample.reward.value == 1.0 and sample.turn == 1 and len(runs(sample)) == 2
+        assert sample.reward.value == 1.0 and sample.turn == 1 and len(turns_of(sample)) == 3
 
 
 PARALLEL = """
@@ -244,8 +231,7 @@ print("thinking aloud")
 print(json.dumps({"solver": len(said.choices[0].message.content)}))
 """
     )
-    command: Callable[[], list[str]] = lambda: ["python", str(tmp_path / "agent.py")]  # noqa: E731
     config = rollout_config(prompts_per_step=1)
-    with playing(qwen, config, {"command": command()}, engine=scripted(qwen)) as played:
+    with playing(qwen, config, {"command": ["python", str(tmp_path / "agent.py")]}, engine=scripted(qwen)) as played:
         samples = played.samples()
     assert {sample.reward.value for sample in samples.values()} == {float(len(SAYS))} and len(samples) == 2
