@@ -242,21 +242,6 @@ def test_it_searches_until_the_verifier_says_yes_and_the_answer_counts(
         assert "There was no query" in words(team, episode, asked(episode, "answer")[0])
 
 
-def test_everybody_reads_what_was_found_so_far_and_the_search_agent_what_the_verifier_says() -> None:
-    team = team_of()
-    episode, _ = play_search(team, [NO, query("mira holt"), NO, query("tarn"), YES, ANSWER])
-    first, second, third = (words(team, episode, ask) for ask in asked(episode, "verifier"))
-    assert "Nothing has been searched for yet." in first and QUESTION.question in first
-    one = "<search>mira holt</search>\n<information>Doc 1(Title: x) about mira holt</information>"
-    other = "<search>tarn</search>\n<information>Doc 1(Title: x) about tarn</information>"
-    assert one in second and other not in second and f"{one}\n{other}" in third
-    _, search = (words(team, episode, ask) for ask in asked(episode, "search"))
-    assert one in search and other not in search and "Not enough." in search
-    [answer] = (words(team, episode, ask) for ask in asked(episode, "answer"))
-    assert one in answer and other in answer and "Not enough." not in answer
-    assert "which?" not in third + search + answer  # nobody reads another's thought
-
-
 def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() -> None:
     team = team_of()
     episode, _ = play_search(team, [VAGUE, query("x"), YES, "<answer>rome</answer>"])
@@ -286,15 +271,7 @@ def test_options_are_the_team_s() -> None:
 
 OWN = """
 from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.roles import AgentSpec, Role
-
-class TwoSolversOneJudge(Orchestration):
-    agents = (AgentSpec("first"), AgentSpec("second"), AgentSpec("judge", Role.VERIFIER))
-
-    def follow(self, episode):
-        asks = [episode.ask("first"), episode.ask("second")]
-        said = [episode.said(ask) for ask in asks]
-        return asks if None in said else [*asks, episode.ask("judge", *said)]
+from marsrl.rollout.agents.roles import AgentSpec
 
 class Other:
     pass

@@ -102,10 +102,7 @@ class Judge:
         return [self._logprobs(model, sequence, temperature).numpy() for sequence in sequences]
 
     def scores(
-        self,
-        directory: Path,
-        tensors: dict[str, torch.Tensor] | None,
-        cache_dtype: torch.dtype | None = None,
+        self, directory: Path, tensors: dict[str, torch.Tensor] | None, cache_dtype: torch.dtype | None = None
     ) -> TrainerScores:
         """A trainer's scores of the probe, with these weights."""
         model, sequences = self.model(directory, tensors), comparison_sequences(SHAPE["vocab_size"])

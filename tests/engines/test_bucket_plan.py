@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.checksum import block_sum, checksum, checksum_of_sum
 from marsrl.rollout.weights.connections import relay_ranks
-from marsrl.rollout.weights.layout import (
-    Box,
-    EngineShard,
-    as_matrix,
-    fuse,
-    plan_buckets,
-    plan_pieces,
-    shard_layout,
-)
+from marsrl.rollout.weights.layout import Box, EngineShard, as_matrix, fuse, plan_buckets, plan_pieces, shard_layout
 from marsrl.trainer.learner.megatron.mapping import held_boxes, hf_shapes, units
 
 

@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from engine_cases import tensors_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from marsrl.kernels import library
-from marsrl.rollout.weights.checksum import ShardSums, checksum
-from marsrl.rollout.weights.layout import EngineShard, fuse, shard_layout
+from marsrl.rollout.weights.checksum import checksum
 
-WHOLE = EngineShard()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
 
 
@@ -49,22 +46,3 @@ def test_the_checksum_is_this_number(implementation):
 def test_a_gpu_has_the_checksum_of_the_cpu():
     values = made_up(100_003, torch.bfloat16, 3)
     assert checksum(values.cuda()) == checksum(values)
-
-
-def shapes_of(tensors):
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def sums_of(tensors, dtype, shard=WHOLE):
-    """Checksums of a shard's fused tensors, none of which is put together."""
-    sums = ShardSums(shard_layout(shapes_of(tensors), shard), dtype)
-    for name, box in sums.layout.needs.items():
-        sums.add(name, box, box.of(tensors[name]))
-    return sums.checksums()
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "qwen3_tied", "llama"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checksums_without_fusing_are_those_of_the_fused_tensors(checkpoint, kind, dtype):
-    tensors = tensors_of(checkpoint(kind))
-    assert sums_of(tensors, dtype) == {name: checksum(tensor) for name, tensor in fuse(tensors, dtype)}

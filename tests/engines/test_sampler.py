@@ -6,13 +6,7 @@ import torch
 
 from marsrl.rollout.engines import sampler
 from marsrl.rollout.engines.protocol import Sampling
-from marsrl.rollout.engines.sampler import (
-    RowSampling,
-    draw_from,
-    low_bits,
-    truncated,
-    uniform,
-)
+from marsrl.rollout.engines.sampler import RowSampling, draw_from, low_bits, truncated, uniform
 
 CPU = torch.device("cpu")
 

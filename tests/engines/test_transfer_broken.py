@@ -15,13 +15,7 @@ from torch.distributed import TCPStore
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import TORN, WeightUpdate, WrongVersion
 from marsrl.rollout.state import encode
-from marsrl.rollout.weights.connections import (
-    GroupConnection,
-    Rendezvous,
-    SharedBuffer,
-    TransferBroken,
-    TransferStore,
-)
+from marsrl.rollout.weights.connections import GroupConnection, Rendezvous, SharedBuffer, TransferBroken, TransferStore
 from marsrl.rollout.weights.direct import ReceivePlan
 from marsrl.rollout.weights.layout import EngineShard
 

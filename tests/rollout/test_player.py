@@ -114,15 +114,11 @@ def test_a_prompt_that_is_too_long_is_counted_and_the_others_are_asked() -> None
     stages = stages_of(["x", "x" * 10, "x" * 9, "x" * 11], prompts_per_step=4)
     set_team(stages, replace(stages.team, agents={**stages.team.agents, "solver": AgentConfig(max_input_tokens=10)}))
     numbers = {each.ask.episode_id: len(each.prompt_ids) for each in begun(stages)}
-    assert sorted(numbers.values()) == [2, 10] and list(stages.state.instances) == list(
-        numbers
-    )  # of others nothing goes on
+    assert sorted(numbers.values()) == [2, 10]
+    assert list(stages.state.instances) == list(numbers)  # of others nothing goes on
     found = counts(stages)
-    assert (found["rollout/prompts_too_long"], found["rollout/failed_episodes"], found["rollout/prompts_cut"]) == (
-        2,
-        0,
-        0,
-    )
+    names = ("prompts_too_long", "failed_episodes", "prompts_cut")
+    assert [found[f"rollout/{name}"] for name in names] == [2, 0, 0]
 
 
 @pytest.mark.parametrize(("cut", "read"), [("cut_middle", "abcdefnopqr"), ("cut_left", "hijklmnopqr")])

@@ -225,24 +225,6 @@ def test_a_run_that_is_cut_anywhere_repeats_no_call_whose_output_it_has(options:
     assert num_kept and (num_open or not config.overlap)  # it was cut in the midst of both
 
 
-def test_evaluation_plays_them_too() -> None:
-    config, tools = config_of(), Looker()
-    play = EvaluationPlay(team_of(config, tools), VERSIONS, 200, Sampling())
-    problem = Problem("p", "what", "7", "math")
-    episodes = [Episode(f"e.{i}", "e", problem, purpose="evaluate") for i in range(4)]
-    play.add(episodes, 0)
-    play.finish()
-    ended = [episode.said(episode.ask("solver")) for episode in episodes]
-    assert [said is not None and said.answer for said in ended] == ["7", "8", "7", "8"]
-    assert all(episode.is_at_its_end and not episode.waiting for episode in episodes)
-    assert tools.called.total() == 4 and play.num_decoded == sum(len("".join(w)) for w in (EVEN, ODD)) * 2 + 2 * 7 + 8
-    fixed = episodes[0].before(episodes[0].ask("solver"))
-    assert not fixed.answers and not fixed.outputs and len(episodes[0].outputs) == 1
-    (again,) = play.ask([(fixed, episodes[0].ask("solver"))], 0)
-    play.finish()
-    assert again.sample is not None and again.sample.text == ENDED[0] and tools.called.total() == 5
-
-
 class Stuck(Seeker):
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
         return [episode.ask("solver")]

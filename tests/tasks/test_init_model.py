@@ -3,31 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.types import Message
 from marsrl.trainer.models.init_model import init_model
-
-
-@pytest.mark.parametrize(
-    ("shape", "tokenizer", "parameters"), [("cpu_default", "arithmetic", 568_416), ("tiny", "bytes", 140_224)]
-)
-def test_a_new_model_loads_in_transformers_and_generates(
-    tmp_path: Path, shape: str, tokenizer: str, parameters: int
-) -> None:
-    out = init_model(shape, tokenizer, tmp_path / "m", seed=1)
-    model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert not any(report.values()), report
-    assert type(model).__name__ == "Qwen3MoeForCausalLM"
-    assert sum(p.numel() for p in model.parameters()) == parameters
-    renderer = ChatRenderer(out)
-    prompt, _ = renderer.render([Message("user", "a 3 b *7")])
-    ids = torch.tensor(prompt[None].astype("int64"))
-    generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=True)
-    assert generated.shape[1] > ids.shape[1]
-    assert model.generation_config.eos_token_id in renderer.stop_ids
-    assert renderer.vocab_size == model.config.vocab_size
 
 
 def test_weights_have_the_recipes_scale_and_the_seed_decides_them(tmp_path: Path) -> None:

@@ -40,17 +40,9 @@ class Snippet(NamedTuple):
 SNIPPETS = (
     # processes
     Snippet("fork bomb", "while True:\n    os.fork()", r"BlockingIOError", "processes"),
-    Snippet(
-        "fork bomb that goes on",
-        "while True:\n    try: os.fork()\n    except OSError: pass",
-        STOPPED,
-        "processes"),
+    Snippet("fork bomb that goes on", "while True:\n    try: os.fork()\n    except OSError: pass", STOPPED, "processes"),
     Snippet("shell fork bomb", "subprocess.run(['sh', '-c', ':(){ :|:& };:'])\nprint('survived')", SURVIVED, "processes user"),
-    Snippet(
-        "thread bomb",
-        "import threading\nfor _ in range(1000): threading.Thread(target=time.sleep, args=(1e6,)).start()",
-        "can't start new thread",
-        "processes"),
+    Snippet("thread bomb", "import threading\nfor _ in range(1000): threading.Thread(target=time.sleep, args=(1e6,)).start()", "can't start new thread", "processes"),
     Snippet("daemon", "os.fork() or (os.fork() or time.sleep(1e6))\nprint('survived')", SURVIVED, "user"),
     Snippet("daemon of its own session", "attempt(os.setsid); attempt(os.setpgid, 0, 0)", REFUSED, "seccomp"),
     Snippet("stops itself", "os.kill(os.getpid(), signal.SIGSTOP)\nprint('woken')", STOPPED + "|woken"),

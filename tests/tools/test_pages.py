@@ -79,11 +79,7 @@ def told(reply: Reply, path: str = "/", **limits: object) -> str:
 
 
 def test_a_page_is_its_main_text_and_is_asked_for_once() -> None:
-    with site({"/a": sends(ARTICLE), "/b": sends("x", "image/png"), "/c": redirects("/a")}) as (
-        pool,
-        server,
-        url,
-    ):
+    with site({"/a": sends(ARTICLE), "/b": sends("x", "image/png"), "/c": redirects("/a")}) as (pool, server, url):
         both = visit(pool, f"{url}/a", f"{url}/b", f"{url}/c")
         first, second, third = both.parts
         assert first.startswith(f"Page 1({url}/a) Tarn\n{SENTENCE}") and "wool" in first and "river 8" in first
@@ -300,10 +296,7 @@ def void(_: object) -> None: ...
 HOSTILE: list[tuple[Reply, str]] = [
     (endless, "it is larger than tools.pages.max_kib = 1024 KiB"),
     (sends(gzip_bomb(), Content_Encoding="gzip"), "it is larger than tools.pages.max_kib = 1024 KiB"),
-    (
-        sends(gzip.compress(gzip.compress(bytes(64 * MIB))), Content_Encoding="gzip"),
-        "it is called a text and is none",
-    ),
+    (sends(gzip.compress(gzip.compress(bytes(64 * MIB))), Content_Encoding="gzip"), "it is called a text and is none"),
     (sends(b"\x1f\x8bnonsense", Content_Encoding="gzip"), "its gzip is broken"),
     (sends(b"x", Content_Encoding="br"), "it is compressed by 'br', which was not asked for"),
     (longer_than_it_says, "RemoteProtocolError"),

@@ -206,15 +206,6 @@ def until(pool: ToolPool, text: str, holds: Callable[[ToolOutput], bool]) -> Non
         threading.Event().wait(0.001)
 
 
-def test_beside_a_call_that_hangs_others_are_answered() -> None:
-    gate = threading.Event()
-    with pool_of(hangs_if_told(gate), concurrency=2, timeout_s=SOON_S) as pool:
-        slow = pool.submit(call("slow", "hang"))
-        outputs = answers(pool, [call(str(i), "a") for i in range(20)])
-        assert set(outputs.values()) == {ToolOutput("well")} and not slow.done()
-        gate.set()
-
-
 def test_a_tool_that_hangs_now_and_then_goes_on_and_its_threads_are_bounded() -> None:
     gate, before = threading.Event(), threading.active_count()
     with pool_of(hangs_if_told(gate), concurrency=2, timeout_s=0.05) as pool:

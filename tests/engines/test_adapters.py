@@ -1,4 +1,4 @@
-"""Adapters in the real vLLM on a CPU against PEFT on transformers: about 60 s, most of it two starts of vLLM."""
+"""Adapters in our own decoder and in the real vLLM, on a CPU, against PEFT on transformers: about 70 s, most of it vLLM."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from adapter_cases import (
     CONFIG,
+    OF_EXPERTS,
     GivenAdapter,
     GivenAdapterLearner,
     assert_decoded_with,
@@ -24,35 +25,56 @@ from adapter_cases import (
 )
 from engine_cases import decoded, pool_of, prompt, request
 
-from marsrl.rollout.adapter import held_by_shard, read_tensors
-from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.adapter import AdapterConfig, held_by_shard, read_tensors
+from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, WeightUpdate, WrongVersion
 from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.pool.build import make_pool
+from marsrl.rollout.types import Finish
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.layout import EngineShard
 from marsrl.trainer.weights.adapter_sync import AdapterSync
 from marsrl.trainer.weights.comparison import CheckedEngines, TrainerScores, comparison_sequences
 
-pytest.importorskip("vllm")
 pytest.importorskip("peft")
 OF_ATTENTION = CONFIG.model_copy(update={"targets": ("attention",)})
+OURS = ["local qwen2", "local qwen3", "local llama", "local qwen3_moe"]
+VLLMS = ["vllm qwen3", "vllm qwen3 engine", "vllm qwen3_moe"]  # engine: its own sampler
+every = pytest.mark.parametrize("served", [*OURS, *VLLMS], indirect=True)
+of_vllm = pytest.mark.parametrize("served", VLLMS, indirect=True)
+Checkpoint = Callable[[str], Path]
+
+
+def vllm_of(model: Path, adapters: dict[str, AdapterConfig], sampler: str = "marsrl") -> Any:
+    pytest.importorskip("vllm")
+    from marsrl.rollout.engines.vllm.arguments import vllm_environment
+    from marsrl.rollout.engines.vllm.engine import VllmEngine
+
+    os.environ.update(vllm_environment(threads=1))
+    with imports_for_good():
+        import vllm.entrypoints.llm  # noqa: F401
+    options = VllmOptions.model_validate({"max_num_seqs": 16, "kv_cache_mib": 32, "sampler": sampler})
+    return VllmEngine(model, options, dtype="float32", max_model_len=256, threads=1, adapters=adapters)
+
+
+def local_of(model: Path, adapters: dict[str, AdapterConfig]) -> LocalEngine:
+    return LocalEngine(model, dtype="float32", max_model_len=256, adapters=adapters)
 
 
 class Served:
-    """An engine of vLLM with two adapters, each at a version of its own with random numbers."""
+    """An engine with two adapters, each at a version of its own with random numbers."""
 
-    def __init__(self, model: Path, folder: Path, sampler: str) -> None:
-        from marsrl.rollout.engines.vllm.engine import VllmEngine
-
+    def __init__(self, model: Path, folder: Path, way: str, *sampler: str) -> None:
         self.model, self.shape = model, read_shape(model)
-        self.config = OF_ATTENTION if self.shape.num_experts else CONFIG
+        of_moe = OF_EXPERTS if way == "local" else OF_ATTENTION
+        self.config = of_moe if self.shape.num_experts else CONFIG
         self._folder, self._number = folder, 0
         self.folders: dict[str, Path] = {}
         self.versions: dict[str, int] = {}
-        options = VllmOptions.model_validate({"max_num_seqs": 16, "kv_cache_mib": 32, "sampler": sampler})
-        adapters = dict.fromkeys("ab", self.config)
-        self.engine = VllmEngine(model, options, dtype="float32", max_model_len=256, threads=1, adapters=adapters)
+        make = local_of if way == "local" else vllm_of
+        self.engine: Any = make(model, dict.fromkeys("ab", self.config), *sampler)
         for name in "ab":
             self.update(name)
 
@@ -84,21 +106,18 @@ class Served:
         assert_decoded_with(self.model, self.folders, asks, decoded(self.engine, asks))
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3+engine", "qwen3_moe"])
+@pytest.fixture(scope="module")
 def served(
-    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    from marsrl.rollout.engines.vllm.arguments import vllm_environment
-
-    os.environ.update(vllm_environment(threads=1))
-    with imports_for_good():
-        import vllm.entrypoints.llm  # noqa: F401
-    kind, _, sampler = request.param.partition("+")
-    found = Served(checkpoint(kind), tmp_path_factory.mktemp("adapters"), sampler or "marsrl")
+    way, kind, *sampler = request.param.split()
+    found = Served(checkpoint(kind), tmp_path_factory.mktemp("adapters"), way, *sampler)
     yield found
-    found.engine.close()
+    if way == "vllm":
+        found.engine.close()
 
 
+@every
 def test_two_adapters_and_bare_requests_in_one_batch_decode_as_peft_does(served: Served) -> None:
     """On a CPU vLLM alone would add the adapter in its last slot to the bare ones."""
     assert served.engine.info().adapters == ("a", "b")
@@ -106,13 +125,16 @@ def test_two_adapters_and_bare_requests_in_one_batch_decode_as_peft_does(served:
         served.assert_right(*adapters)
     asks = served.asks("a", "b", "")
     for ask, result in zip(asks, decoded(served.engine, asks), strict=True):
-        np.testing.assert_array_equal(decoded(served.engine, [ask])[0].token_ids, result.token_ids)
+        (alone,) = decoded(served.engine, [ask])
+        np.testing.assert_array_equal(alone.token_ids, result.token_ids)
+        np.testing.assert_allclose(alone.logprobs, result.logprobs, atol=1e-5)
     probe = [prompt(70, seed=3)]
     for name in ("a", "b", ""):
         (right,) = peft_logprobs(served.model, served.folders.get(name), probe)
         np.testing.assert_allclose(served.engine.score(probe, name)[0], right, atol=1e-4, rtol=0)
 
 
+@of_vllm
 def test_a_new_version_finds_no_prefix_of_the_one_before_and_leaves_the_others_theirs(served: Served) -> None:
     decoded(served.engine, served.asks("a", "b", ""))
     served.update("a")
@@ -121,6 +143,7 @@ def test_a_new_version_finds_no_prefix_of_the_one_before_and_leaves_the_others_t
     served.assert_right("a", "b", "")
 
 
+@of_vllm
 def test_a_version_under_the_path_of_the_one_before_is_refused(served: Served) -> None:
     """Its prefixes would be used on, and nothing else says so."""
     probe = [prompt(70, seed=9)]
@@ -133,20 +156,26 @@ def test_a_version_under_the_path_of_the_one_before_is_refused(served: Served) -
     served.update("a")
 
 
+@every
 def test_checksums_are_of_what_the_kernels_hold_and_b_is_scaled(served: Served) -> None:
     held = served.update("b")
     tensors = read_tensors(served.folders["b"])
     right = held_by_shard(served.shape, served.config, tensors, torch.float32, EngineShard())
     assert held == {name: checksum(tensor) for name, tensor in right}
     assert all(held[name] != checksum(tensor) for name, tensor in tensors.items() if "lora_B" in name)
+
+
+@of_vllm
+def test_of_a_slot_that_a_smaller_adapter_has_the_rest_is_0(served: Served) -> None:
     smaller = served.config.model_copy(update={"rank": 4, "alpha": served.config.scale * 4})
     folder = written(served.folders["b"].parent / "smaller", served.model, smaller, 0)
     receipt = served.engine.update_adapter(AdapterUpdate("b", str(folder), 99))
     right = held_by_shard(served.shape, smaller, read_tensors(folder), torch.float32, EngineShard())
-    assert dict(receipt.checksums[0]) == {name: checksum(tensor) for name, tensor in right}  # the slot's rest is 0
+    assert dict(receipt.checksums[0]) == {name: checksum(tensor) for name, tensor in right}
     served.update("b")
 
 
+@every
 def test_others_decode_on_while_an_adapter_is_replaced_and_proven(served: Served) -> None:
     """Its probe runs beside them, and before those that wait for a seat of rollout.vllm.max_num_seqs."""
     folders = dict(served.folders)
@@ -155,9 +184,11 @@ def test_others_decode_on_while_an_adapter_is_replaced_and_proven(served: Served
     served.next("a")
     update = AdapterUpdate("a", str(served.folders["a"]), served.versions["a"])
     pool = pool_of(served.engine)
-    assert assert_replaced_beside_others(pool, served.model, folders, update, own, others) > len(others)
+    num_beside = assert_replaced_beside_others(pool, served.model, folders, update, own, others)
+    assert num_beside > len(others) or isinstance(served.engine, LocalEngine)  # which scores between two steps
 
 
+@of_vllm
 def test_requests_that_end_while_an_adapter_is_scored_are_told_afterwards(served: Served) -> None:
     asks = served.asks("b", "b", "")
     (first, *_) = decoded(served.engine, asks)
@@ -176,6 +207,7 @@ def test_requests_that_end_while_an_adapter_is_scored_are_told_afterwards(served
     assert [ended[each.uid].finish for each in right] == [each.finish for each in right]
 
 
+@of_vllm
 def test_files_of_versions_before_are_not_needed(served: Served) -> None:
     """Neither by requests that go on, nor by those of others, nor once the weights were loaded again: vLLM then drops all
     adapters, and reads each again from the path that a request names."""
@@ -191,15 +223,21 @@ def test_files_of_versions_before_are_not_needed(served: Served) -> None:
     served.assert_right("a", "b", "")
 
 
+@every
 def test_an_adapter_is_not_replaced_under_its_own_requests(served: Served) -> None:
     served.engine.submit(served.asks("a"), version=0)
-    with pytest.raises(RuntimeError, match="requests of a are under way"):
+    with pytest.raises(RuntimeError, match="requests of a are (under way|being decoded)"):
         served.load("a")
     served.engine.abort()
     while not served.engine.collect(0.1):
         pass
-    with pytest.raises(WrongVersion, match="version 0 of adapter b"):
-        served.engine.submit([replace(served.asks("b")[0], adapter_version=0)], version=0)
+    (ask,) = served.asks("b")
+    for wrong, says in (
+        (replace(ask, adapter_version=0), f"version 0 of adapter b, but {ask.adapter_version} is loaded"),
+        (replace(ask, adapter="c"), "asked for adapter c; it serves a, b"),
+    ):
+        with pytest.raises(WrongVersion, match=says):
+            served.engine.submit([wrong], version=0)
 
 
 def given(served: Served, tensors: dict[str, torch.Tensor], folder: Path) -> GivenAdapterLearner:
@@ -211,6 +249,7 @@ def given(served: Served, tensors: dict[str, torch.Tensor], folder: Path) -> Giv
     return GivenAdapterLearner(held, lambda: TrainerScores(scores, rounded))
 
 
+@of_vllm
 def test_a_publish_proves_checksums_and_log_probs_and_removes_the_version_before(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,3 +284,74 @@ def test_a_publish_proves_checksums_and_log_probs_and_removes_the_version_before
     monkeypatch.undo()
     served.update("a")
     served.update("b")
+
+
+# Our own decoder, and what all share.
+
+
+def asks_of(version: int, *adapters: str) -> list[DecodeRequest]:
+    """Requests of these adapters in turn, at this version; those of one group have one prompt, whatever their adapter."""
+    asks = [request(f"{i // 3}.{i}", prompt(20 + 7 * (i // 3), seed=i // 3), 24, seed=i) for i in range(6)]
+    return [
+        replace(ask, adapter=name, adapter_version=version if name else 0)
+        for ask, name in zip(asks, [*adapters] * 2, strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_an_actor_decodes_on_for_others_while_an_adapter_is_replaced(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """In Ray: its thread takes the adapter, and scores with it, between two steps."""
+    model, config = checkpoint("qwen3"), RolloutConfig(engine="local", threads=1, object_store_mib=80)
+    folders = [written(tmp_path / f"{seed}", model, CONFIG, seed) for seed in range(3)]
+    of, adapters = dict(zip("ab", folders, strict=False)), dict.fromkeys("ab", CONFIG)
+    with make_pool("main", str(model), config, dtype="float32", max_model_len=2048, adapters=adapters) as pool:
+        for name, folder in of.items():
+            pool.update_adapter(AdapterUpdate(name, str(folder), 1))
+        long = [replace(ask, max_new_tokens=600) for ask in asks_of(1, "a", "b", "")]
+        own, others = [ask for ask in long if ask.adapter == "a"], [ask for ask in long if ask.adapter != "a"]
+        num_beside = assert_replaced_beside_others(pool, model, of, AdapterUpdate("a", str(folders[2]), 2), own, others)
+    assert num_beside > 0
+
+
+def test_an_adapter_of_other_settings_than_were_said_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = checkpoint("qwen3")
+    folder = written(tmp_path / "a", model, CONFIG.model_copy(update={"rank": 4}), 0)
+    with pytest.raises(ValueError, match=r"q_proj\.lora_A\.weight: found \(4, 64\), expected \(8, 64\)"):
+        local_of(model, {"a": CONFIG}).update_adapter(AdapterUpdate("a", str(folder), 1))
+
+
+def test_an_engine_that_starts_from_an_adapter_has_it_at_once_and_one_without_is_the_bare_model(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    model, folder = checkpoint("qwen3"), written(tmp_path / "a", checkpoint("qwen3"), CONFIG, 0)
+    engine = local_of(model, {"a": CONFIG.model_copy(update={"start": str(folder)}), "b": CONFIG})
+    asks = asks_of(0, "a", "b", "")
+    results = decoded(engine, asks)
+    assert {result.finish for result in results} == {Finish.LENGTH}
+    assert_decoded_with(model, {"a": folder}, asks, results)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("spreads", [False, True])
+def test_shards_hold_together_what_one_engine_holds(parts: int, spreads: bool, checkpoint: Checkpoint) -> None:
+    """And B times alpha / rank."""
+    shape = read_shape(checkpoint("qwen3_moe"))
+    tensors = random_tensors(shape, OF_EXPERTS, 0)
+    whole = dict(held_by_shard(shape, OF_EXPERTS, tensors, torch.float32, EngineShard()))
+    assert whole.keys() == tensors.keys()
+    for name, tensor in whole.items():
+        scale = OF_EXPERTS.scale if "lora_B" in name else 1.0
+        torch.testing.assert_close(tensor, tensors[name] * scale, rtol=1e-6, atol=0)
+    shards = [EngineShard.of(part, parts, shape.num_kv_heads, spreads_experts=spreads) for part in range(parts)]
+    held = [dict(held_by_shard(shape, OF_EXPERTS, tensors, torch.float32, shard)) for shard in shards]
+    for name, tensor in whole.items():
+        own = [each[name] for each in held if name in each]
+        is_row = name.endswith(("o_proj.lora_A.weight", "down_proj.lora_A.weight"))
+        is_column = "lora_B" in name and "o_proj" not in name and "down_proj" not in name
+        if spreads and ".experts." in name:
+            assert len(own) == 1 and torch.equal(own[0], tensor)
+        elif is_row or is_column:
+            few = own[:: parts // min(parts, shape.num_kv_heads)] if "k_proj" in name or "v_proj" in name else own
+            assert torch.equal(torch.cat(few, dim=1 if is_row else 0), tensor)
+        else:
+            assert all(torch.equal(each, tensor) for each in own) and len(own) == parts
