@@ -1,4 +1,8 @@
-"""About two seconds."""
+"""Checksums, and the plan of a sync without files: every number arrives once, from who has it, and nobody waits in a circle."""
+
+from __future__ import annotations
+
+from collections import deque
 
 import pytest
 import torch
@@ -6,7 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from marsrl.kernels import library
-from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.weights.checksum import block_sum, checksum, checksum_of_sum
+from marsrl.rollout.weights.connections import relay_ranks
+from marsrl.rollout.weights.layout import Box, EngineShard, as_matrix, fuse, plan_buckets, plan_pieces, shard_layout
+from marsrl.trainer.learner.megatron.mapping import held_boxes, hf_shapes, units
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
 
@@ -46,3 +54,134 @@ def test_the_checksum_is_this_number(implementation):
 def test_a_gpu_has_the_checksum_of_the_cpu():
     values = made_up(100_003, torch.bfloat16, 3)
     assert checksum(values.cuda()) == checksum(values)
+
+
+def model_shape(*, experts: int, bias: bool, tied: bool) -> ModelShape:
+    return ModelShape(
+        "Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM", 2, 16, 8, 4, 4, 8, 70, 64,
+        1e4, 1e-6, tied, bias, True, experts, 2 if experts else 0, has_proj_bias=bias, has_mlp_bias=bias and not experts,
+    )  # fmt: skip
+
+
+def ranks_of(
+    shape: ModelShape, tensor: int, expert: int, expert_tensor: int, pipeline: int, world: int
+) -> list[dict[str, Box]]:
+    """The boxes of each rank of a layout: ranks in the order of Megatron's groups, tensor first, pipeline last."""
+    held = []
+    for rank in range(world):
+        inner, stage = rank % (world // pipeline), rank // (world // pipeline)
+        boxes: dict[str, Box] = {}
+        for unit in units(shape, pipeline):
+            part, parts = inner % tensor, tensor
+            if unit.expert is not None:
+                part, parts = inner % expert_tensor, expert_tensor
+                if unit.expert // (shape.num_experts // expert) != inner // expert_tensor % expert:
+                    continue
+            if unit.stage == stage:
+                boxes.update(held_boxes(shape, unit, part, parts))
+        held.append(boxes)
+    return held
+
+
+LAYOUTS = [
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 1, 3),
+    (2, 1, 2, 1, 2),
+    (2, 2, 1, 1, 4),
+    (4, 2, 2, 1, 4),
+    (2, 4, 1, 2, 8),
+    (1, 1, 1, 2, 4),
+]
+WHOLE = EngineShard()
+SHARDS = [  # of 4 key heads, 4 experts
+    [WHOLE],
+    [WHOLE] * 3,
+    [EngineShard.of(i, 2, 4) for i in range(2)],
+    [EngineShard.of(i, 2, 4, spreads_experts=True) for i in range(2)],
+    [EngineShard.of(i, 8, 4) for i in range(8)],
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(LAYOUTS), st.sampled_from(SHARDS), st.integers(32, 700), st.booleans(), st.booleans(), st.booleans()
+)
+def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, bucket, is_moe, bias, tied):  # type: ignore[no-untyped-def]
+    shape = model_shape(experts=4 if is_moe else 0, bias=bias, tied=tied)
+    sizes = {n: s for u in units(shape, 1) for n, s in zip(u.hf, hf_shapes(shape, u), strict=True)}
+    start = 0.0
+    tensors = {}
+    for name, size in sizes.items():  # every number of the model is another
+        tensors[name] = torch.arange(start, start + torch.Size(size).numel(), dtype=torch.float64).view(size)
+        start += tensors[name].numel()
+    held = ranks_of(shape, *layout)
+    layouts = [shard_layout(sizes, shard) for shard in shards]
+    pieces = plan_pieces(held, [each.needs for each in layouts])
+    buckets = plan_buckets(pieces, len(held), bucket)
+
+    for piece in pieces:
+        assert held[piece.source][piece.name].overlap(piece.box) == piece.box, "a rank sends only what it has"
+    assert all(0 < each.num_elements <= bucket for each in buckets)
+    assert finish([(b.source, len(held) + b.target) for b in buckets])
+    sent = [sum(b.num_elements for b in buckets if b.source == rank) for rank in range(len(held))]
+    if layout == (1, 1, 1, 1, 3):  # replicas share the work, to a tensor
+        assert max(sent) - min(sent) <= max(t.numel() for t in tensors.values())
+    for number, one in enumerate(layouts):
+        taken = taken_by(number, one, buckets, tensors)
+        right = dict(fuse(tensors, shard=shards[number]))
+        assert taken.keys() == right.keys() and all(torch.equal(taken[name], right[name]) for name in right)
+
+
+def taken_by(shard, layout, buckets, tensors):  # type: ignore[no-untyped-def]
+    """The fused tensors of a shard when every piece of its buckets is at its places; what was not written is NaN."""
+    held = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in layout.shapes.items()}
+    for bucket in buckets:
+        for piece in bucket.pieces if bucket.target == shard else ():
+            values = piece.box.of(tensors[piece.name])
+            col, places = layout.placed(piece.name, piece.box)
+            for place in places:
+                target = as_matrix(held[place.fused])[place.row :][: len(values), col : col + values.shape[1]]
+                assert target.isnan().all(), "written twice"
+                target.copy_(values)
+    return held
+
+
+def finish(work: list[tuple[int, int]]) -> bool:
+    """Sender and receiver of each bucket meet, everybody in the one order, nobody ahead of himself: does it end?"""
+    queues: dict[int, deque[int]] = {}
+    for number, members in enumerate(work):
+        for member in members:
+            queues.setdefault(member, deque()).append(number)
+    done = 0
+    while ready := [
+        n for n, (a, b) in enumerate(work) if queues[a] and queues[b] and queues[a][0] == queues[b][0] == n
+    ]:
+        for number in ready:
+            for member in work[number]:
+                queues[member].popleft()
+            done += 1
+    return done == len(work)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("blocks", "size"),
+    [((2, 2), (300, 1000)), ((3, 1), (300, 500)), ((1, 4), (75, 4000)), ((2, 3), (1, 4))],  # some of more than a round
+)
+def test_shares_of_a_checksum_add_up_to_it(blocks: tuple[int, int], size: tuple[int, int], dtype: torch.dtype) -> None:
+    (down, across), (rows, columns) = blocks, size
+    whole = torch.randn(down * rows, across * columns).to(dtype)
+    total = 0
+    for i in range(down):
+        for j in range(across):
+            block = whole[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+            total += block_sum(block, i * rows, j * columns, (down * rows, across * columns))
+    assert checksum_of_sum(total, dtype, whole.shape) == checksum(whole)
+
+
+def test_an_engine_is_served_by_the_rank_on_its_gpu():
+    ranks = ["a gpu0", "a gpu1", "b gpu2"]
+    assert relay_ranks(ranks, ["b gpu2", "a gpu0"]) == [2, 0]
+    with pytest.raises(RuntimeError, match=r"ipc: engine shard 0 is on .*gpu9.* one GPU: use sync\.backend=nccl"):
+        relay_ranks(ranks, ["a gpu9"])
+    assert relay_ranks(["a", "a"], ["a"] * 3) == [0, 1, 0]  # CPUs

@@ -1,15 +1,19 @@
-"""Settings of programs are refused before a run starts, with the key that is wrong."""
+"""Settings of programs are refused before a run starts, by their key; `marsrl try` plays a program with made-up answers."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from programs import program
 
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.workers import check_program
 from marsrl.trainer.checks.preflight import preflight
+from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config.read import ConfigError, read_config
 
 TEAM = ("orchestration=external", "agents={solver: {policy: main}, verifier: {policy: main}}")
@@ -64,3 +68,86 @@ def test_a_program_imports_its_own_files_and_packages_but_not_the_files_beside_t
         check_program(ExternalConfig(environment=named.replace(":run", ":Env")))
     with pytest.raises(ValueError, match="No module named 'vllm_reader'"):
         check_program(ExternalConfig(function=program(tmp_path, "import vllm_reader\n")))
+
+
+ANSWERS = {"solver": ["Answer: 1", "Answer: 2"], "verifier": ["no"]}
+
+
+Tried = Callable[..., list[str]]
+
+
+@pytest.fixture
+def tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Tried:
+    """What `marsrl try` prints of one problem that these external settings play, without the guides of its tree."""
+
+    def run(external: dict[str, object], *words: str, answers: dict[str, list[str]] | None = None) -> list[str]:
+        agents = {"solver": {"policy": "main"}, "verifier": {"policy": "main"}}
+        config, table = tmp_path / "try.yaml", tmp_path / "answers.yaml"
+        config.write_text(yaml.dump({"orchestration": "external", "external": external, "agents": agents}))
+        table.write_text(yaml.dump(answers or {}))
+        given = ["--question", "a 3 b *7", "--reference", "1", "rollout.group_size=1", *words]
+        assert main(["try", "--config", str(config), "--answers", str(table), *given]) == 0, capsys.readouterr().err
+        shown = capsys.readouterr()
+        assert "failed" not in shown.err  # it is in the tree
+        return [line.lstrip("│├└─ ").rstrip() for line in shown.out.splitlines() if not line.startswith("#")]
+
+    return run
+
+
+TWO = """
+def run(problem, client):
+    turns = [{"role": "user", "content": problem.question}]
+    first = client.chat("solver", turns)
+    report = client.chat("verifier", [f"{problem.question} {first.text}"])
+    again = client.chat("solver", [*turns, first.message, "again: " + report.text])
+    client.chat("solver", [*turns, first.message, "or else"])
+    return {"solver": 0.5, first.id: 2.0}
+"""
+
+
+def test_the_tree_has_each_call_in_its_sample_and_the_program_s_rewards(tried: Tried, tmp_path: Path) -> None:
+    external = {"function": program(tmp_path, TWO)}
+    lines = tried(external, answers=ANSWERS)
+    goes_on = next(line for line in lines if line.startswith("call 3"))
+    assert goes_on.startswith("call 3 goes on with ") and goes_on.endswith(" bytes: 'Answer: 2'")
+    at = lines.index(goes_on)
+    assert lines[at - 2].startswith("solver:0  2 calls  reward 2")
+    assert lines[at - 1].startswith("call 1 reads ") and lines[at - 1].endswith("'Answer: 1'")
+    verifier = next(i for i, line in enumerate(lines) if line.startswith("verifier:0"))
+    assert lines[verifier].startswith("verifier:0  1 call  reward none (the program gave it no reward; call 2 of 4)")
+    assert lines[verifier + 1].startswith("call 2 reads ") and lines[verifier + 1].endswith("'no'")
+    other = next(i for i, line in enumerate(lines) if line.startswith("solver#1:0  1 call  reward 0.5"))
+    assert (
+        lines[other + 1].startswith("call 4 reads ") and at < other < verifier
+    )  # below solver:0, with whose tokens it begins
+
+
+def test_answers_are_made_up_and_the_task_judges_the_last_one(tried: Tried, tmp_path: Path) -> None:
+    text = """
+    def run(problem, client):
+        client.chat("solver", [problem.question])
+    """
+    lines = tried({"function": program(tmp_path, text)}, "rollout.group_size=6")
+    said = [line.endswith("'Answer: 1'") for line in lines if line.startswith("call 1")]
+    judged = ["reward 1" in line for line in lines if line.startswith("solver:0")]
+    assert len(said) == 6 and said == judged and set(said) == {True, False}
+
+
+def test_an_error_of_the_program_is_shown_in_full_below_the_calls_before_it(tried: Tried, tmp_path: Path) -> None:
+    text = """
+    def run(problem, client):
+        client.chat("solver", [problem.question])
+        return deeper({"what": "no"})
+
+    def deeper(found):
+        return found["answer"]
+    """
+    lines = tried({"function": program(tmp_path, text)})
+    assert any(line == "solver:0  1 call  reward none" for line in lines)
+    error = lines[lines.index("the episode ends: the program failed: Traceback (most recent call last):") :]
+    assert 'return found["answer"]' in error and error[-1] == "KeyError: 'answer'"
+
+
+def test_a_command_is_tried_as_well_and_may_ask_nobody(tried: Tried) -> None:
+    lines = tried({"command": [sys.executable, "-c", "print(0.5)"]})
+    assert lines[1:] == ["no agent was asked"]
