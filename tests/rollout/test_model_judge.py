@@ -197,11 +197,7 @@ def test_engines_that_are_lost_for_good_end_the_run_and_nothing_waits(desk: Make
     judged.judge.sleep()
 
 
-# In stages: the judge says yes to 8, which the task calls wrong.
-
-
-def contrary(answer: str, before: int) -> str:
-    return YES if answer == "8" else NO
+# In stages.
 
 
 def team_with(judged: Desk, **config: Any) -> tuple[Team, Any, Any]:
@@ -210,22 +206,13 @@ def team_with(judged: Desk, **config: Any) -> tuple[Team, Any, Any]:
     return replace(team, judge=WatchedJudge(judge, judged.judge)), settings, engines
 
 
-def answers_of(groups: Sequence[Any]) -> list[tuple[str, float]]:
-    return [(s.answer, s.reward.correct) for g in groups for s in g.samples if s.answer is not None]
-
-
-@pytest.mark.parametrize("when", ["always", "evaluate"])
-def test_training_is_judged_by_the_model_where_it_is_to_be(desk: Make, when: str) -> None:
-    judged = desk(contrary, when=when)
+def test_training_is_judged_by_the_task_where_the_model_judges_evaluations(desk: Make) -> None:
+    judged = desk(by_answer, when="evaluate")
     team, config, _ = team_with(judged, overlap=0)
     batch = next_batch(Stages(config, team, letter_problems(9), seed=0), {"main": 0})
-    found, right = answers_of(batch.groups), {"always": "8", "evaluate": "7"}[when]
-    assert len(found) > 3 and all(correct == (answer == right) for answer, correct in found)
-    if when == "evaluate":
-        assert not any(name.startswith("judge/") for name in batch.metrics) and not judged.asked
-    else:
-        calls, cached, agreed = (batch.metrics[f"judge/{name}"] for name in ("calls", "cached", "agreed"))
-        assert calls == len(found) > cached > 0 == agreed and calls - cached == len(judged.asked)
+    found = [(s.answer, s.reward.correct) for g in batch.groups for s in g.samples if s.answer is not None]
+    assert len(found) > 3 and all(correct == (answer == "7") for answer, correct in found)
+    assert not any(name.startswith("judge/") for name in batch.metrics) and not judged.asked
 
 
 def test_the_judges_engines_sleep_with_the_teams_and_wake_for_the_next_answer(desk: Make) -> None:

@@ -5,6 +5,7 @@ Trained agents with top_p or top_k have the rollout's log-probs there; router re
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,10 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with other weights."""
     torch.manual_seed(1)
-    folder = tmp_path_factory.mktemp("other") / "model"
-    folder.mkdir()
-    for file in model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = shutil.copytree(model, tmp_path_factory.mktemp("other") / "model")
     tensors = {n: w * (1 + 0.2 * torch.randn_like(w)) for n, w in load_file(model / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from threading import Timer
@@ -131,14 +131,9 @@ class Renderer(LetterRenderer):
         return self.completion_ids("".join(f"|{message.content}" for message in messages) + "\n")
 
 
-def team_of(
-    config: RolloutConfig,
-    tools: Looker | None,
-    kind: type[Orchestration] = Seeker,
-    says: Callable[[DecodeRequest], list[int]] = script,
-) -> Team:
+def team_of(config: RolloutConfig, tools: Looker | None, kind: type[Orchestration] = Seeker) -> Team:
     agents = {name: AgentConfig(stop=["</look>", "</ask>"]) for name in ("solver", "helper")}
-    engine = ScriptedEngine(says, decode=LetterRenderer().decode, tokens_per_step=3)
+    engine = ScriptedEngine(script, decode=LetterRenderer().decode, tokens_per_step=3)
     pool = pool_of(engine, slots=12, deadline_s=config.deadline_s)
     orchestration = kind(agents, "math", None, config)
     return make_team(agents, orchestration, pool, Renderer(), tools=tools)
@@ -297,31 +292,22 @@ def test_where_a_turn_begins_and_whether_within_a_thought(
     assert (text[start:], begins) == (turn, in_thought)
 
 
-def once(first: str, mark: str) -> Callable[[DecodeRequest], list[int]]:
-    """Says `first`, and the answer behind what ends in the mark."""
-
-    def says(request: DecodeRequest) -> list[int]:
-        known = LetterRenderer().decode(request.token_ids).rpartition("\xff")[2]
-        if "/helper" in request.uid:
-            return [*map(ord, "help!!!"[len(known) :]), END]
-        whole, begun = ("=7", known.rpartition(mark)[2]) if mark in known else (first, known)
-        return [*map(ord, whole[len(begun) :]), *([END] if whole == "=7" else [])]
-
-    return says
-
-
 class Twice(Seeker):
     """It looks up twice."""
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
         asks: list[Ask | ToolCall] = [episode.ask("solver")]
         for sample in episode.waiting.values():
+            if not self.wanted(sample, "look"):
+                continue
             asks.append(first := episode.call("look", sample, word="one"))
             if episode.output(first) is not None:
                 asks.append(episode.call("look", sample, 1, word="two"))
         return asks
 
-    def continuation(self, episode: Episode, sample: Sample) -> str | None:
+    def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
+        if not self.wanted(sample, "look"):
+            return super().continuation(episode, sample)
         output = episode.output(episode.call("look", sample, 1, word="two"))
         return None if output is None else f"[{output.text}]"
 
@@ -339,10 +325,12 @@ class OneByOne(Looker):
 def test_what_follows_from_an_output_is_waited_for_and_without_overlap_all_go_on_together() -> None:
     """Else what an engine has at once would be the clock's, and no run would equal another."""
     for overlap in (0, 1):
-        config = config_of(overlap=overlap, pipeline="trajectory" if overlap else "agentic")
-        team = team_of(config, OneByOne(), Twice, once("a<look>ab</look>", "]"))
+        pipeline = "trajectory" if overlap else "agentic"
+        config = config_of(overlap=overlap, pipeline=pipeline, group_size=1, prompts_per_step=4)
+        team = team_of(config, OneByOne(), Twice)
         sent = submissions(team.pools["main"])
         batch = next_batch(Stages(config, team, letter_problems(8), seed=3), VERSIONS)
         said = [sample.text for group in batch.groups for sample in group.samples]
-        assert said == ["a<look>ab</look>[xy]=7"] * 4 and batch.metrics["rollout/foreign_tokens"] == 4 * len("[xy]")
-        assert overlap or [len(uids) for uids, _ in sent] == [4, 4]
+        assert said == [ENDED[0].replace("abab", "xy")] * 4
+        assert batch.metrics["rollout/foreign_tokens"] == 4 * len("[xy]|go on\n")
+        assert overlap or [len(uids) for uids, _ in sent] == [4, 4, 4]

@@ -28,28 +28,26 @@ def tools(**search: object) -> ToolsConfig:
 
 
 def test_a_team_that_names_a_tool_that_is_not_set_is_told_how_to_set_it(tmp_path: Path) -> None:
-    team = tmp_path / "team.py"
     text = "from marsrl.rollout.agents.orchestration import Orchestration\n"
     text += "from marsrl.rollout.agents.roles import AgentSpec\n"
     text += 'class Team(Orchestration):\n    agents, tools = (AgentSpec("solver"),), ("%s",)\n'
-    team.write_text(text % "calculator")
-    with pytest.raises(ConfigError, match="the tool calculator, which is not set: set tools.calculator.kind "):
-        read_config(None, [f"orchestration={team}:Team"])
-    other = tmp_path / "other.py"
-    other.write_text(text % "python")
-    with pytest.raises(ConfigError, match=r"calls the tool python, which is not set: set tools.python=\{\} "):
-        read_config(None, [f"orchestration={other}:Team"])
-    assert read_config(None, [f"orchestration={other}:Team", "tools.python={}"])[0].tools.python is not None
+    for tool, cure in (("calculator", "tools.calculator.kind "), ("python", r"tools.python=\{\} ")):
+        (tmp_path / f"{tool}.py").write_text(text % tool)
+        with pytest.raises(ConfigError, match=f"the tool {tool}, which is not set: set {cure}"):
+            read_config(None, [f"orchestration={tmp_path}/{tool}.py:Team"])
+    config, _ = read_config(None, [f"orchestration={tmp_path}/python.py:Team", "tools.python={}"])
+    assert config.tools.python is not None
 
 
 def test_a_corpus_is_looked_at_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{')
-    with pytest.raises(ValueError, match=r"tools.search.corpus: .*bad.jsonl:2: not JSON"):
-        check_tools(tools(corpus=str(tmp_path / "bad.jsonl")), ["search"], ())
-    with pytest.raises(ValueError, match=r"tools.search.corpus: .*none.jsonl"):
-        check_tools(tools(corpus=str(tmp_path / "none.jsonl")), ["search"], ())
-    with pytest.raises(ValueError, match=r"tools.search.corpus is null, and the task has no documents of its own"):
-        check_tools(tools(), ["search"], ())
+    for given, said in (
+        ({"corpus": f"{tmp_path}/bad.jsonl"}, "tools.search.corpus: .*bad.jsonl:2: not JSON"),
+        ({"corpus": f"{tmp_path}/none.jsonl"}, "tools.search.corpus: .*none.jsonl"),
+        ({}, "tools.search.corpus is null, and the task has no documents of its own"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_tools(tools(**given), ["search"], ())
     check_tools(tools(), ["search"], [LIMA])
     check_tools(tools(corpus="none.jsonl"), [], ())  # nobody calls it
 
@@ -82,47 +80,33 @@ def test_agents_call_tools_where_their_template_shows_them_and_their_team_leaves
     (tmp_path / "train.jsonl").write_text("".join(f'{{"question": "q{i}", "answer": "7"}}\n' for i in range(20)))
     (tmp_path / "echo.py").write_text('def echo(text: str) -> str:\n    """Says it again."""\n    return text\n')
     own = f"tools.echo={{kind: function, function: '{tmp_path}/echo.py:echo'}}"
+    calls = ["orchestration=solver", "agents.solver.tools=[echo]", own]
     words = [
-        "task=math",
-        f"data.train={tmp_path}/train.jsonl",
-        "orchestration=solver",
-        "agents.solver.tools=[echo]",
-        own,
-    ]
-    words += ["rollout.engine=local", "policies.main.dtype=float32"]
-    config = read_config(None, [*words, f"policies.main.model={model}"])[0]
-    assert preflight(config, world_size=1).plan
-    with pytest.raises(ValueError, match="agents.solver.max_input_tokens is 100"):  # the tools are in the prompt
-        preflight(
-            read_config(None, [*words, f"policies.main.model={model}", "agents.solver.max_input_tokens=100"])[0], 1
-        )
+        "task=math", f"data.train={tmp_path}/train.jsonl", *calls, "rollout.engine=local",
+        f"policies.main={{model: {model}, dtype: float32}}",
+    ]  # fmt: skip
+
+    def assert_refused(said: str, *words: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            preflight(read_config(None, [*words])[0], world_size=1)
+
+    assert preflight(read_config(None, words)[0], world_size=1).plan
+    # the tools are in the prompt
+    assert_refused("agents.solver.max_input_tokens is 100", *words, "agents.solver.max_input_tokens=100")
     (tmp_path / "echo.py").write_text("def echo(text): return text")
-    with pytest.raises(ValueError, match="tools.echo.function is .* has no annotation for text"):
-        preflight(config, world_size=1)
+    assert_refused("tools.echo.function is .* has no annotation for text", *words)
     (tmp_path / "echo.py").write_text('def echo(text: str) -> str:\n    "Says it."\n    return text\n')
     (tmp_path / "model/chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(
-        ValueError, match=r"agents.solver.tools is echo, and of policies.main.model = .* does not show tools"
-    ):
-        preflight(config, world_size=1)
-    with pytest.raises(ValueError, match="agents.solver.tools is echo, .* what is taught here calls no tools"):
-        preflight(read_config(None, ["orchestration=solver", "agents.solver.tools=[echo]", own])[0], world_size=1)
-    for team, said in (
-        (
-            ["orchestration=dual_system", "agents.system2.tools=[echo]"],
-            "dual_system says itself what its waiting samples",
-        ),
-        (
-            ["orchestration=external", "external.function=agent.py:run", "agents={solver: {tools: [echo]}}"],
-            "external says itself what its waiting samples",
-        ),
-        (
-            ["orchestration=solver_verifier", "agents.verifier={tools: [echo], parser: compat}"],
-            "reads all of a completion",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            read_config(None, ["task=qa", own, *team])
+    assert_refused("agents.solver.tools is echo, and of policies.main.model = .* does not show tools", *words)
+    assert_refused("agents.solver.tools is echo, .* what is taught here calls no tools", *calls)
+    qa, echo = ("task=qa", own), "{tools: [echo]}"
+    assert_refused(
+        "dual_system says itself what its waiting", *qa, "orchestration=dual_system", f"agents.system2={echo}"
+    )
+    external = ("orchestration=external", "external.function=agent.py:run", f"agents={{solver: {echo}}}")
+    assert_refused("external says itself what its waiting samples", *qa, *external)
+    compat = "agents.verifier={tools: [echo], parser: compat}"
+    assert_refused("reads all of a completion", *qa, "orchestration=solver_verifier", compat)
 
 
 def test_a_scholar_searches_its_file_or_the_task_s_papers(tmp_path: Path) -> None:

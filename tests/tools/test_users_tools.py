@@ -97,13 +97,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def config(file: Path, function: str, **settings: object) -> ToolsConfig:
-    return ToolsConfig.model_validate({"own": {"kind": "function", "function": f"{file}:{function}", **settings}})
+def config_of(**tool: object) -> ToolsConfig:
+    return ToolsConfig.model_validate({"own": tool})
 
 
 @contextmanager
-def pool_of(file: Path, function: str, **settings: object) -> Iterator[ToolPool]:
-    with closing(build_tools(config(file, function, **settings), ["own"], ())) as pool:
+def pool_of(**tool: object) -> Iterator[ToolPool]:
+    with closing(build_tools(config_of(**tool), ["own"], ())) as pool:
         yield pool
 
 
@@ -111,8 +111,12 @@ def ask(pool: ToolPool, **arguments: object) -> ToolOutput:
     return pool.submit(ToolCall("1", "own", json.dumps(arguments))).result(SOON_S)
 
 
+def of_file(file: Path, function: str) -> dict[str, object]:
+    return {"kind": "function", "function": f"{file}:{function}"}
+
+
 def test_the_schema_is_the_signature_s_and_the_words_the_docstring_s(file: Path) -> None:
-    with pool_of(file, "convert") as pool:
+    with pool_of(**of_file(file, "convert")) as pool:
         value = {"type": "number", "description": "a length"}
         unit = {"type": "string", "enum": ["cm", "m"], "default": "m"}
         schema = {"type": "object", "properties": {"value": value, "unit": unit}, "required": ["value"]}
@@ -125,7 +129,7 @@ def test_the_schema_is_the_signature_s_and_the_words_the_docstring_s(file: Path)
 
 
 def test_an_async_function_and_values_that_are_no_text(file: Path) -> None:
-    with pool_of(file, "later") as pool:
+    with pool_of(**of_file(file, "later")) as pool:
         assert ask(pool, words=["a", "b"], point={"x": 1, "y": 2}).text == '{"words":["a","b"],"x":3.0}'
 
 
@@ -140,7 +144,7 @@ def test_an_async_function_and_values_that_are_no_text(file: Path) -> None:
     ],
 )
 def test_wrong_arguments_are_an_answer_in_one_line(file: Path, arguments: str, said: str) -> None:
-    with pool_of(file, "convert") as pool:
+    with pool_of(**of_file(file, "convert")) as pool:
         output = pool.submit(ToolCall("1", "own", arguments)).result(SOON_S)
         assert output.is_error and output.text.startswith(said) and "\n" not in output.text and len(output.text) < 500
         assert ask(pool, value=1000).text == "1 km"
@@ -157,7 +161,7 @@ def test_wrong_arguments_are_an_answer_in_one_line(file: Path, arguments: str, s
     ],
 )
 def test_a_function_that_fails_costs_its_call(file: Path, how: str, said: str) -> None:
-    with pool_of(file, "misbehave", concurrency=1) as pool:
+    with pool_of(**of_file(file, "misbehave"), concurrency=1) as pool:
         output = ask(pool, how=how)
         assert output.is_error and output.text.startswith(said)
         assert ask(pool, how="well").text.startswith("well in ")
@@ -165,7 +169,7 @@ def test_a_function_that_fails_costs_its_call(file: Path, how: str, said: str) -
 
 
 def test_a_function_that_hangs_is_killed_and_the_next_call_answered(file: Path) -> None:
-    with pool_of(file, "misbehave", concurrency=1, timeout_s=3) as pool:
+    with pool_of(**of_file(file, "misbehave"), concurrency=1, timeout_s=3) as pool:
         assert ask(pool, how="hang").text == "error: own did not answer within 3 s"  # pool and tool watch the same time
         assert pool.take_counts()["tools/own/timeouts"] == 1
         deadline = time.monotonic() + SOON_S
@@ -175,7 +179,7 @@ def test_a_function_that_hangs_is_killed_and_the_next_call_answered(file: Path) 
 
 
 def test_calls_run_beside_the_run_and_their_processes_end_with_it(file: Path) -> None:
-    with pool_of(file, "misbehave") as pool:
+    with pool_of(**of_file(file, "misbehave")) as pool:
         said, number, place = ask(pool, how="well").text.rsplit(" ", 2)
         assert int(number) != os.getpid() and place == "beside" and said == "well in"
     with pytest.raises(ProcessLookupError):
@@ -197,7 +201,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_before_a_run(file: Path, tm
         (tmp_path / "ends.py", "f", "its process ended with status .* before it was ready"),
     ):
         with pytest.raises(ValueError, match=f"^tools.own.function.*{said}"):
-            check_tools(config(where, name), ["own"], ())
+            check_tools(config_of(**of_file(where, name)), ["own"], ())
 
 
 def test_a_function_is_found_from_the_file_that_names_it(tmp_path: Path) -> None:
@@ -213,19 +217,12 @@ def test_a_function_is_found_from_the_file_that_names_it(tmp_path: Path) -> None
 STDIO = [sys.executable, mcp_server.__file__]
 
 
-def server_config(**settings: object) -> ToolsConfig:
-    return ToolsConfig.model_validate({"files": {"kind": "mcp", **settings}})
+def of_server(**settings: object) -> dict[str, object]:
+    return {"kind": "mcp", **settings}
 
 
-@contextmanager
-def served(**settings: object) -> Iterator[ToolPool]:
-    with closing(build_tools(server_config(**settings), ["files"], ())) as pool:
-        yield pool
-
-
-def ask_server(pool: ToolPool, name: str, /, **arguments: object) -> ToolOutput:
-    call = ToolCall("1", "files", json.dumps({"name": name, "arguments": arguments}))
-    return pool.submit(call).result(SOON_S)
+def call(pool: ToolPool, name: str, /, **arguments: object) -> ToolOutput:
+    return ask(pool, name=name, arguments=arguments)
 
 
 @pytest.mark.parametrize("way", ["stdio", "http"])
@@ -235,90 +232,90 @@ def test_a_server_s_tools_are_called_by_their_names(way: str) -> None:
         if way == "http":
             port = servers.enter_context(held_port())
             server = {"url": servers.enter_context(mcp_server.http_server(port))}
-        with served(**server) as pool:
-            functions = {function.name: function for function in pool.functions("files")}
-            assert functions["add"].description.startswith("Adds two numbers.") and functions["add"].server == "files"
+        with pool_of(**of_server(**server)) as pool:
+            functions = {function.name: function for function in pool.functions("own")}
+            assert functions["add"].description.startswith("Adds two numbers.") and functions["add"].server == "own"
             assert functions["add"].parameters["required"] == ["a", "b"]
-            assert ask_server(pool, "add", a=3, b=4) == ToolOutput("7")
-            assert ask_server(pool, "greet") == ToolOutput("hello world")
-            assert ask_server(pool, "picture").text == "a dot\n[image, not shown]"
+            assert call(pool, "add", a=3, b=4) == ToolOutput("7")
+            assert call(pool, "greet") == ToolOutput("hello world")
+            assert call(pool, "picture").text == "a dot\n[image, not shown]"
             for output, said in (
-                (ask_server(pool, "fail"), "no such thing"),
-                (ask_server(pool, "add", a="x", b=1), "valid integer"),
-                (ask_server(pool, "none"), "there is no tool 'none'; there are: add, greet"),
-                (pool.submit(ToolCall("1", "files", '{"name": "add", "arguments": 3}')).result(SOON_S), "an object"),
-                (pool.submit(ToolCall("1", "files", "{}")).result(SOON_S), "there is no tool 'None'"),
+                (call(pool, "fail"), "no such thing"),
+                (call(pool, "add", a="x", b=1), "valid integer"),
+                (call(pool, "none"), "there is no tool 'none'; there are: add, greet"),
+                (pool.submit(ToolCall("1", "own", '{"name": "add", "arguments": 3}')).result(SOON_S), "an object"),
+                (pool.submit(ToolCall("1", "own", "{}")).result(SOON_S), "there is no tool 'None'"),
             ):
                 assert output.is_error and said in output.text, output
             counts = pool.take_counts()
-            assert counts["tools/files/errors"] == 5 and counts["tools/files/restarts"] == 0
+            assert counts["tools/own/errors"] == 5 and counts["tools/own/restarts"] == 0
 
 
 def test_a_server_that_ended_is_started_again_by_the_next_call() -> None:
-    with served(command=STDIO) as pool:
-        assert "onnection closed" in ask_server(pool, "die").text  # not made again
-        assert ask_server(pool, "greet") == ToolOutput("hello world")
-        assert ask_server(pool, "die").is_error and ask_server(pool, "add", a=1, b=1).text == "2"
-        assert pool.take_counts()["tools/files/restarts"] == 2
-        assert pool.take_counts()["tools/files/restarts"] == 0
+    with pool_of(**of_server(command=STDIO)) as pool:
+        assert "onnection closed" in call(pool, "die").text  # not made again
+        assert call(pool, "greet") == ToolOutput("hello world")
+        assert call(pool, "die").is_error and call(pool, "add", a=1, b=1).text == "2"
+        assert pool.take_counts()["tools/own/restarts"] == 2
+        assert pool.take_counts()["tools/own/restarts"] == 0
 
 
 def test_an_http_server_that_forgot_or_is_gone_costs_calls_and_comes_back() -> None:
-    with held_port() as port, mcp_server.http_server(port) as url, served(url=url) as pool:
-        assert ask_server(pool, "die").is_error
-        assert ask_server(pool, "greet").is_error  # nobody is there
+    with held_port() as port, mcp_server.http_server(port) as url, pool_of(**of_server(url=url)) as pool:
+        assert call(pool, "die").is_error
+        assert call(pool, "greet").is_error  # nobody is there
         with mcp_server.http_server(port):
-            outputs = [ask_server(pool, "greet") for _ in range(2)]
+            outputs = [call(pool, "greet") for _ in range(2)]
             assert outputs[-1] == ToolOutput("hello world")
 
 
 def test_a_server_that_sends_too_much_is_cut_off_and_serves_on() -> None:
-    with held_port() as port, mcp_server.http_server(port) as url, served(url=url) as pool:
-        flooded = ask_server(pool, "flood", mib=5)
+    with held_port() as port, mcp_server.http_server(port) as url, pool_of(**of_server(url=url)) as pool:
+        flooded = call(pool, "flood", mib=5)
         assert flooded.is_error and "the answer is larger than 4096 KiB" in flooded.text, flooded.text[:500]
-        assert ask_server(pool, "greet") == ToolOutput("hello world")
+        assert call(pool, "greet") == ToolOutput("hello world")
 
 
 def test_of_too_long_an_answer_by_a_command_the_end_is_dropped_and_it_serves_on() -> None:
-    with served(command=STDIO, timeout_s=15) as pool:
-        assert ask_server(pool, "flood", mib=5).text == "error: files did not answer within 15 s"
-        assert ask_server(pool, "greet") == ToolOutput("hello world")
-        assert pool.take_counts()["tools/files/restarts"] == 0
+    with pool_of(**of_server(command=STDIO, timeout_s=15)) as pool:
+        assert call(pool, "flood", mib=5).text == "error: own did not answer within 15 s"
+        assert call(pool, "greet") == ToolOutput("hello world")
+        assert pool.take_counts()["tools/own/restarts"] == 0
 
 
 def test_a_call_that_hangs_is_an_error_and_others_are_answered() -> None:
-    with held_port() as port, mcp_server.http_server(port) as url, served(url=url, timeout_s=5) as pool:
-        assert ask_server(pool, "hang").text == "error: files did not answer within 5 s"
-        assert pool.take_counts()["tools/files/timeouts"] == 1
-        assert ask_server(pool, "greet") == ToolOutput("hello world")
+    with held_port() as port, mcp_server.http_server(port) as url, pool_of(**of_server(url=url, timeout_s=5)) as pool:
+        assert call(pool, "hang").text == "error: own did not answer within 5 s"
+        assert pool.take_counts()["tools/own/timeouts"] == 1
+        assert call(pool, "greet") == ToolOutput("hello world")
 
 
 def test_a_command_gets_the_variables_that_are_named_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FILES_TOKEN", "secret")
     monkeypatch.setenv("OTHER_TOKEN", "other")
-    with served(command=STDIO, environment=["FILES_TOKEN"]) as pool:
-        assert ask_server(pool, "variable", name="FILES_TOKEN").text == "secret"
-        assert ask_server(pool, "variable", name="OTHER_TOKEN").text == "nothing"
+    with pool_of(**of_server(command=STDIO, environment=["FILES_TOKEN"])) as pool:
+        assert call(pool, "variable", name="FILES_TOKEN").text == "secret"
+        assert call(pool, "variable", name="OTHER_TOKEN").text == "nothing"
 
 
 def test_the_settings_choose_among_the_server_s_tools() -> None:
-    with served(command=STDIO, tools=["greet"]) as pool:
-        assert [function.name for function in pool.functions("files")] == ["greet"]
-        assert ask_server(pool, "die").text == "error: there is no tool 'die'; there are: greet"
+    with pool_of(**of_server(command=STDIO, tools=["greet"])) as pool:
+        assert [function.name for function in pool.functions("own")] == ["greet"]
+        assert call(pool, "die").text == "error: there is no tool 'die'; there are: greet"
 
 
 def test_a_server_that_cannot_serve_is_refused_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("raise SystemExit(3)")
     for settings, said in (
-        ({"command": [str(tmp_path / "none")]}, "tools.files: the server does not start: .*No such file"),
-        ({"command": [sys.executable, str(tmp_path / "ends.py")]}, "tools.files: the server does not start: "),
-        ({"url": "http://127.0.0.1:1/mcp"}, "tools.files: the server does not start: "),
-        ({"command": STDIO, "tools": ["read"]}, "tools.files: the server has no tool 'read'; it has add, greet, "),
-        ({"command": STDIO, "environment": ["NO_SUCH"]}, "tools.files.environment names NO_SUCH, which is not set"),
-        ({"url": "http://127.0.0.1:1/mcp", "api_key_env": "NO_SUCH"}, "tools.files.api_key_env names NO_SUCH"),
+        ({"command": [str(tmp_path / "none")]}, "tools.own: the server does not start: .*No such file"),
+        ({"command": [sys.executable, str(tmp_path / "ends.py")]}, "tools.own: the server does not start: "),
+        ({"url": "http://127.0.0.1:1/mcp"}, "tools.own: the server does not start: "),
+        ({"command": STDIO, "tools": ["read"]}, "tools.own: the server has no tool 'read'; it has add, greet, "),
+        ({"command": STDIO, "environment": ["NO_SUCH"]}, "tools.own.environment names NO_SUCH, which is not set"),
+        ({"url": "http://127.0.0.1:1/mcp", "api_key_env": "NO_SUCH"}, "tools.own.api_key_env names NO_SUCH"),
     ):
         with pytest.raises(ValueError, match=said):
-            check_tools(server_config(**settings), ["files"], ())
+            check_tools(config_of(**of_server(**settings)), ["own"], ())
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
