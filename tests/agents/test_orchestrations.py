@@ -242,6 +242,14 @@ def test_it_searches_until_the_verifier_says_yes_and_the_answer_counts(
         assert "There was no query" in words(team, episode, asked(episode, "answer")[0])
 
 
+def test_the_search_agent_reads_what_the_verifier_says_and_nobody_a_thought() -> None:
+    team = team_of()
+    episode, _ = play_search(team, [NO, query("mira holt"), NO, query("tarn"), YES, ANSWER])
+    _, search = (words(team, episode, ask) for ask in asked(episode, "search"))
+    [answer] = (words(team, episode, ask) for ask in asked(episode, "answer"))
+    assert "Not enough." in search and "Not enough." not in answer and "which?" not in search + answer
+
+
 def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() -> None:
     team = team_of()
     episode, _ = play_search(team, [VAGUE, query("x"), YES, "<answer>rome</answer>"])

@@ -139,27 +139,28 @@ def test_an_engine_is_silent_for_as_long_as_somebody_listened(monkeypatch: pytes
     assert listened(pulse, engine, 1) == 0
 
 
+FULL = ray.exceptions.ObjectStoreFullError("Failed to put object ffff in object store")
+
+
+def in_the_actor(method: str, cause: Exception) -> Exception:
+    return ray.exceptions.RayTaskError(method, "traceback", cause)
+
+
 def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
-    full = ray.exceptions.ObjectStoreFullError("Failed to put object ffff in object store")
-    with pytest.raises(
-        RuntimeError, match=r"object store is full \(.*Failed to put.*rollout\.object_store_mib.*run\.resume"
+    for method, error, reason in (
+        ("collect", ZeroDivisionError("a bad kernel"), "collect raised ZeroDivisionError: a bad kernel"),
+        ("update_weights", EngineLost("no way\nno will"), "no way"),
     ):
-        lost_or_raise(full, "generate")
-    with pytest.raises(RuntimeError, match=r"object store is full"):  # in the actor, for what it returns
-        lost_or_raise(ray.exceptions.RayTaskError("generate", "traceback", full), "generate")
-    lost = lost_or_raise(
-        ray.exceptions.RayTaskError("collect", "traceback", ZeroDivisionError("a bad kernel")), "collect"
-    )
-    assert lost.reason == "collect raised ZeroDivisionError: a bad kernel"
-    torn = lost_or_raise(
-        ray.exceptions.RayTaskError("update_weights", "traceback", EngineLost("no way\nno will")), "update_weights"
-    )
-    assert torn.reason == "no way"
-    with pytest.raises(ZeroDivisionError):  # says nothing of the engine: would be the same in a new one
-        lost_or_raise(
-            ray.exceptions.RayTaskError("update_weights", "traceback", ZeroDivisionError("x")), "update_weights"
-        )
-    with pytest.raises(ValueError, match="traceback"):
-        lost_or_raise(ray.exceptions.RayTaskError("generate", "traceback", ValueError("two uids")), "generate")
-    with pytest.raises(RuntimeError, match=r"Ray failed in collect \(RaySystemError: .*raylet.*run\.resume=auto"):
-        lost_or_raise(ray.exceptions.RaySystemError("cannot connect to the raylet"), "collect")
+        assert lost_or_raise(in_the_actor(method, error), method).reason == reason
+    full = r"object store is full \(.*Failed to put.*rollout\.object_store_mib.*run\.resume"
+    gone = ray.exceptions.RaySystemError("cannot connect to the raylet")
+    for method, error, kind, said in (
+        ("generate", FULL, RuntimeError, full),
+        ("generate", in_the_actor("generate", FULL), RuntimeError, full),  # for what it returns
+        # says nothing of the engine: would be the same in a new one
+        ("update_weights", in_the_actor("update_weights", ZeroDivisionError("x")), ZeroDivisionError, "traceback"),
+        ("generate", in_the_actor("generate", ValueError("two uids")), ValueError, "traceback"),
+        ("collect", gone, RuntimeError, r"Ray failed in collect \(RaySystemError: .*raylet.*run\.resume=auto"),
+    ):
+        with pytest.raises(kind, match=said):
+            lost_or_raise(error, method)

@@ -27,7 +27,7 @@ class MortalReplicas(LocalReplicas):
 
     deadly(request): the engine that gets this request dies once it has decoded something.
     dead, hung: may be filled in at any time; a restart makes the replica whole. Time passes while one hangs.
-    seconds: of an engine that each result has taken. dies_in_update: at the next one.
+    seconds: of an engine that each result has taken.
     places: for replicas that are made, which several may share; None: always one.
     """
 
@@ -49,7 +49,6 @@ class MortalReplicas(LocalReplicas):
         self.dead: set[int] = set()
         self.hung: set[int] = set()
         self.doomed: set[int] = set()  # dead after their next step
-        self.dies_in_update: set[int] = set()
         self.had: list[list[str]] = [[] for _ in range(count)]  # uids of all requests, by replica
         self.restarts: list[int] = []
         self.is_beyond_repair = False
@@ -61,13 +60,9 @@ class MortalReplicas(LocalReplicas):
     def call(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
     ) -> Mapping[int, Timed | Lost]:
-        return {replica: self._call(replica, method, each) for replica, each in arguments.items()}
-
-    def _call(self, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
-        if method == "update_weights":
-            self.dead |= self.dies_in_update & {replica}
-            self.dies_in_update.discard(replica)
-        return self._lost(replica) or super().call(method, {replica: arguments})[replica]
+        serving = {replica: each for replica, each in arguments.items() if not self._lost(replica)}
+        lost = {replica: reason for replica in arguments if (reason := self._lost(replica))}
+        return {**super().call(method, serving), **lost}
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
         self.had[replica] += [request.uid for request in requests]

@@ -216,6 +216,12 @@ def odd_judge(tmp_path: Path) -> str:
     return "odd_judge:judge"
 
 
+def test_answers_are_compared_in_processes() -> None:
+    with RewardPool(JudgeOptions(workers=2, timeout_s=60.0)) as pool:
+        rewards = judged(pool, [(problem(r"\frac{1}{2}"), "0.5"), (problem("5"), "no")])
+    assert [reward.value for reward in rewards] == [1, 0], rewards
+
+
 def test_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged(odd_judge: str) -> None:
     answers = ["1", "2", "die", "1", "raise", "memory", "print", "1"]
     with RewardPool(JudgeOptions(workers=2, timeout_s=60.0), judge=odd_judge) as pool:
