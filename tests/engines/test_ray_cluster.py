@@ -110,30 +110,31 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
     (folder / "home" / ".ray").mkdir(parents=True)
     (folder / "home" / ".ray" / "auth_token").write_text(secrets.token_hex(32))
     with held_port() as port:
-        yield from started(folder, port)
-
-
-def started(folder: Path, port: int) -> Iterator[tuple[str, Path]]:
-    """The cluster of `head`, and its end."""
-    words = [f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=1", "--num-gpus=2", f"--temp-dir={folder}/t"]
-    # the ports of workers must not be the head's
-    words += ["--include-dashboard=false", "--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
-    starts = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *words]
-    environment = {**os.environ, "HOME": str(folder / "home"), "CUDA_VISIBLE_DEVICES": "6,7"}
-    ray = subprocess.Popen(starts, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert ray.stdout is not None
-    for line in ray.stdout:
-        if "Ray runtime started" in line:
-            break
-    try:
-        assert ray.poll() is None
-        yield f"127.0.0.1:{port}", folder / "home"
-    finally:
-        processes = [*psutil.Process(ray.pid).children(recursive=True), psutil.Process(ray.pid)]
-        ray.send_signal(signal.SIGTERM)
-        _, left = psutil.wait_procs(processes, timeout=120)
-        for process in left:
-            process.kill()
+        words = [
+            f"--port={port}",
+            "--node-ip-address=127.0.0.1",
+            "--num-cpus=1",
+            "--num-gpus=2",
+            f"--temp-dir={folder}/t",
+        ]
+        # the ports of workers must not be the head's
+        words += ["--include-dashboard=false", "--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
+        starts = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *words]
+        environment = {**os.environ, "HOME": str(folder / "home"), "CUDA_VISIBLE_DEVICES": "6,7"}
+        ray = subprocess.Popen(starts, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert ray.stdout is not None
+        for line in ray.stdout:
+            if "Ray runtime started" in line:
+                break
+        try:
+            assert ray.poll() is None
+            yield f"127.0.0.1:{port}", folder / "home"
+        finally:
+            processes = [*psutil.Process(ray.pid).children(recursive=True), psutil.Process(ray.pid)]
+            ray.send_signal(signal.SIGTERM)
+            _, left = psutil.wait_procs(processes, timeout=120)
+            for process in left:
+                process.kill()
 
 
 @pytest.mark.slow

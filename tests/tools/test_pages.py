@@ -252,24 +252,18 @@ def test_proxies_of_the_environment_are_not_used() -> None:
     assert SENTENCE in told(sends(ARTICLE))
 
 
-def endless(handler: Handler) -> None:
-    handler.send_response(200)
-    handler.send_header("Content-Type", "text/html")
-    handler.end_headers()
-    for _ in range(1 << 30):
-        handler.wfile.write(b"<p>and so on</p>" * 1000)
-
-
 def longer_than_it_says(handler: Handler) -> None:
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 9000000000\r\n\r\n" + b"x" * 99)
 
 
-def drips(head: bytes, drop: bytes) -> Reply:
+def drips(head: bytes, drop: bytes, pause_s: float = 0.02) -> Reply:
+    """The head, and then drops without end."""
+
     def reply(handler: Handler) -> None:
         handler.wfile.write(head)
         for _ in range(1 << 30):
             handler.wfile.write(drop)
-            time.sleep(0.02)
+            time.sleep(pause_s)
 
     return reply
 
@@ -280,28 +274,16 @@ def gzip_bomb() -> bytes:
     return b"".join(packed.compress(bytes(MIB)) for _ in range(128)) + packed.flush()
 
 
-def huge_header(handler: Handler) -> None:
-    handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Large: ")
-    for _ in range(1 << 20):
-        handler.wfile.write(b"x" * 1000)
-
-
-def raw(answer: bytes) -> Reply:
-    return lambda handler: void(handler.wfile.write(answer))
-
-
-def void(_: object) -> None: ...
-
-
+HTML = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"
 HOSTILE: list[tuple[Reply, str]] = [
-    (endless, "it is larger than tools.pages.max_kib = 1024 KiB"),
+    (drips(HTML + b"\r\n", b"<p>and so on</p>" * 1000, 0.0), "it is larger than tools.pages.max_kib = 1024 KiB"),
     (sends(gzip_bomb(), Content_Encoding="gzip"), "it is larger than tools.pages.max_kib = 1024 KiB"),
     (sends(gzip.compress(gzip.compress(bytes(64 * MIB))), Content_Encoding="gzip"), "it is called a text and is none"),
     (sends(b"\x1f\x8bnonsense", Content_Encoding="gzip"), "its gzip is broken"),
     (sends(b"x", Content_Encoding="br"), "it is compressed by 'br', which was not asked for"),
     (longer_than_it_says, "RemoteProtocolError"),
-    (huge_header, "RemoteProtocolError"),
-    (raw(b"nonsense\r\n\r\n"), "RemoteProtocolError"),
+    (drips(b"HTTP/1.1 200 OK\r\nX-Large: ", b"x" * 1000, 0.0), "RemoteProtocolError"),
+    (lambda handler: handler.wfile.write(b"nonsense\r\n\r\n"), "RemoteProtocolError"),
     (sends(b"MZ\0\0", "application/octet-stream"), "it is no text: content type 'application/octet-stream'"),
     (sends(b"\x89PNG\0\0", "text/html"), "it is called a text and is none"),
     (sends(ARTICLE, "application/pdf"), "it is called a PDF and is none"),
@@ -329,11 +311,10 @@ def test_a_bomb_is_not_expanded_before_it_is_refused() -> None:
 
 
 def test_a_page_that_drips_ends_with_its_time() -> None:
-    html = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"
     pages = {
-        "/body": drips(html + b"\r\n", b"x"),
-        "/headers": drips(html, b"X-More: y\r\n"),
-        "/chunks": drips(html + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
+        "/body": drips(HTML + b"\r\n", b"x"),
+        "/headers": drips(HTML, b"X-More: y\r\n"),
+        "/chunks": drips(HTML + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
     }
     with completions_server(lambda handler, asked, before: pages[handler.path](handler)) as server:
         fetcher = Fetcher(PagesConfig(allow_hosts=["127.0.0.1"], timeout_s=0.5), lambda number: None)
