@@ -1,7 +1,8 @@
-"""A completion's life, step by step: results are made up by hand, and what follows from each is looked at."""
+"""A completion's life, step by step, by results made up by hand; and an evaluation, which is as long as its longest episode."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -16,10 +17,11 @@ from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.player.completion import Completion, Instance, OpenAsk, State
+from marsrl.rollout.player.evaluation import EvaluationPlay, Played
 from marsrl.rollout.player.stages import Stages, StagesState, StepBatch
 from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.state import encode
@@ -278,3 +280,50 @@ def test_a_copy_of_the_state_is_equal_in_everything_and_stays_so() -> None:
     for each in (state.pending, state.closed, state.ready, state.open):
         each.clear()
     assert encode(copied) == taken
+
+
+PER_STEP = 3
+
+
+def play(numbers: Sequence[int], most_open: int | None = None) -> tuple[list[Played], list[tuple[int, int, int]], int]:
+    """These episodes as they end, what progress is told, and the steps that the engine took, each a second of the clock."""
+    team, (engine,) = letter_team(letter_config(), tokens_per_step=PER_STEP)
+    collect, ended, told, num_steps = engine.collect, list[Played](), list[tuple[int, int, int]](), 0
+
+    def counted(timeout_s: float) -> list[DecodeResult]:
+        nonlocal num_steps
+        num_steps += 1
+        return [replace(result, seconds=0.5) for result in collect(timeout_s)]
+
+    engine.collect = counted  # type: ignore[method-assign]
+    play = EvaluationPlay(
+        team, {"main": 0}, 48, Sampling(), progress=lambda *progress: told.append(progress), on_end=ended.append,
+        most_open=most_open, now=lambda: float(num_steps),
+    )  # fmt: skip
+    problem = Problem("p", "question", "7", "math")
+    play.add([Episode(f"e{i}", f"e{i}", problem, purpose="evaluate") for i in numbers], seed=0)
+    play.finish()
+    assert sorted(each.episode.id for each in ended) == sorted(f"e{i}" for i in numbers)  # told once
+    for each in ended:
+        assert each.episode.is_at_its_end
+        assert {sample.uid for sample in each.samples} == {f"{ask}:0" for ask in each.episode.answers}
+        assert each.seconds == {sample.uid: 0.5 for sample in each.samples}
+    return ended, told, num_steps
+
+
+def steps_of(each: Played) -> list[int]:
+    """Steps in which the engine decodes each completion."""
+    return [math.ceil(len(sample.token_ids) / PER_STEP) for sample in each.samples]
+
+
+def test_a_slot_that_is_free_is_used() -> None:
+    ended, told, num_steps = play(range(10))
+    steps = [steps_of(each) for each in ended]
+    rounds = [max(each[k] for each in steps if k < len(each)) for k in range(max(map(len, steps)))]
+    assert len(rounds) > 3 and num_steps == max(map(sum, steps)) < sum(rounds)
+    assert told[-1] == (10, 10, sum(len(sample.token_ids) for each in ended for sample in each.samples))
+
+
+def test_an_episode_takes_from_its_own_first_request_to_its_end() -> None:
+    for most_open in (None, 3):
+        assert all(each.latency_s == sum(steps_of(each)) for each in play(range(10), most_open)[0])
