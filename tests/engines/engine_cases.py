@@ -68,10 +68,8 @@ class GivenLearner:
         exported: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
         """exported: what goes to files; default: the tensors."""
-        self._held, self._scores = (
-            WholeModel(tensors, tensors.items() if exported is None else exported),
-            functools.cache(scores),
-        )
+        self._held = WholeModel(tensors, tensors.items() if exported is None else exported)
+        self._scores = functools.cache(scores)
 
     def held(self) -> WholeModel:
         return self._held
