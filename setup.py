@@ -43,6 +43,7 @@ REQUIREMENTS = [
     "math-verify",
     "jinja2",
     "typer>=0.20",  # marsrl
+    "aiohttp",  # orchestration external
     "google-re2",  # expressions of prompt files
 ]
 EXTRAS = {

@@ -281,7 +281,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
 
 def _gateway(config: RunConfig, renderers: dict[str, ChatRenderer]) -> AbstractContextManager[Gateway]:
     """The gateway for external programs, with its workers."""
-    from marsrl.rollout.gateway.server import open_gateway  # imported here: most runs do not need FastAPI
+    from marsrl.rollout.gateway.server import open_gateway  # imported here: most runs need no HTTP server
     from marsrl.rollout.gateway.workers import workers_key
 
     assert config.external is not None

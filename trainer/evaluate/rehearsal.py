@@ -253,7 +253,7 @@ def _gateway(
     external: ExternalConfig, agents: Mapping[str, AgentConfig], renderer: ChatRenderer
 ) -> contextlib.AbstractContextManager[Gateway]:
     """The gateway of the program, with one worker that plays sessions in turn, so that seeded answers are reproducible."""
-    from marsrl.rollout.gateway.server import open_gateway  # imported here: most teams do not need FastAPI
+    from marsrl.rollout.gateway.server import open_gateway  # imported here: most teams need no HTTP server
     from marsrl.trainer.checks.preflight import check_external
 
     if external.workers:
