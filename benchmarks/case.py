@@ -10,7 +10,7 @@ A case is a module of benchmarks/cases/ with CASE; benchmarks/cases/__init__.py 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -80,33 +80,38 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class BothWays:
-    """Variants of a function of `leaves`, forward and then backward from `gradient`: the results are its output and, by the
-    leaves' names, their gradients."""
+class Compared:
+    """Variants of a function of the tensors `inputs`: the result is its output.
 
-    leaves: Mapping[str, Tensor]
-    gradient: Tensor
+    With a gradient of the output the function runs backward too, and results are also the gradients of inputs by name.
+    """
+
+    inputs: Mapping[str, Tensor]
+    gradient: Tensor | None = None
 
     def variant(self, name: str, function: Callable[..., Tensor], does: str = "") -> Variant:
-        return Variant(name, partial(_both_ways, function, self.leaves, self.gradient), does, self._clear)
+        return Variant(name, partial(self._run, function, self.inputs), does, self._clear)
 
     def judge(self, definition: Callable[..., Tensor]) -> Judgement:
-        """The definition in float64, and at the leaves' own dtypes."""
-        exact = {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
-        plain = {name: leaf.detach().clone().requires_grad_() for name, leaf in self.leaves.items()}
-        return Judgement(_both_ways(definition, exact, self.gradient), _both_ways(definition, plain, self.gradient))
+        """The definition in float64, and at the inputs' own dtypes."""
+        exact, plain = (
+            {name: values.detach().to(dtype, copy=True).requires_grad_() for name, values in self.inputs.items()}
+            for dtype in (torch.float64, None)
+        )
+        return Judgement(self._run(definition, exact), self._run(definition, plain))
+
+    def _run(self, function: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> Results:
+        out = function(*inputs.values())
+        if self.gradient is None:
+            return {"out": out.detach()}
+        out.backward(self.gradient.to(out.dtype))
+        gradients = {name: values.grad for name, values in inputs.items() if values.grad is not None}
+        assert gradients.keys() == inputs.keys(), "the backward pass has left no gradient"
+        return {"out": out.detach(), **gradients}
 
     def _clear(self) -> None:
-        for leaf in self.leaves.values():
-            leaf.grad = None
-
-
-def _both_ways(function: Callable[..., Tensor], leaves: Mapping[str, Tensor], gradient: Tensor) -> Results:
-    out = function(*leaves.values())
-    out.backward(gradient.to(out.dtype))
-    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    assert gradients.keys() == leaves.keys(), "the backward pass has left no gradient"
-    return {"out": out.detach(), **gradients}
+        for values in self.inputs.values():
+            values.grad = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Bench:
-    """A case at one shape.
+    """A case at one shape. candidates: what runs, and what cannot.
 
     judge: float64 results on the inputs' device, and what plain PyTorch computes at the dtype of the input: the
     yardstick of assert_accurate. Called once; a child that measures memory never calls it.
@@ -143,13 +148,16 @@ class Bench:
     notes: remarks for readers of the table.
     """
 
-    variants: list[Variant]
-    missing: list[Missing]
+    candidates: Sequence[Variant | Missing]
     judge: Callable[[], Judgement]
     flops: float
     bytes: float
     result_bytes: int
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def variants(self) -> list[Variant]:
+        return [each for each in self.candidates if isinstance(each, Variant)]
 
 
 @dataclass(frozen=True)

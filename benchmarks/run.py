@@ -34,7 +34,7 @@ import base_revision
 import memory
 import roofline
 import torch
-from case import Bench, Case, Judgement, Results, Shape, Variant
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from cases import ORDER, load
 from namespace import ROOT
 from record import surroundings
@@ -97,7 +97,7 @@ def measure(
     table = Table(
         case.name, shape, bench.flops, bench.bytes, roof.gemm_flops, roof.copy_bytes, notes=tuple(bench.notes)
     )
-    skipped = {each.name: each.reason.replace(f"{ROOT}/", "") for each in bench.missing}
+    skipped = {each.name: each.reason.replace(f"{ROOT}/", "") for each in bench.candidates if isinstance(each, Missing)}
     judgement = bench.judge()
     errors: dict[str, dict[str, float]] = {}
     wrong: dict[str, str] = {}

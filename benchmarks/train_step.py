@@ -65,7 +65,6 @@ def child(words: argparse.Namespace) -> None:
         problem,
         sequences,
         layout=layout,
-        experts=words.experts,
         mpt=words.mpt_entropy,
         adapters=adapters,
     )
@@ -154,7 +153,7 @@ def ranks_of(layout: dict[str, int]) -> int:
     return layout.get("pipeline", 1) * math.lcm(dense, max(expert, 1))
 
 
-def measure(variant: str, model_dir: str, experts: str, extra: list[str], words: argparse.Namespace) -> dict[str, Any]:
+def measure(variant: str, model_dir: str, extra: list[str], words: argparse.Namespace) -> dict[str, Any]:
     """The row of one variant, given extra words of its own; {"problem": why} where its memory does not suffice."""
     layout = words.layout if variant.startswith(("ours", "plain")) else []
     ranks = ranks_of(sizes(layout))
@@ -162,7 +161,7 @@ def measure(variant: str, model_dir: str, experts: str, extra: list[str], words:
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(Path(__file__).resolve()), "--child", variant, "--model", words.model, "--model-dir", model_dir]
-    command += ["--experts", experts, "--repeats", str(words.repeats)]
+    command += ["--repeats", str(words.repeats)]
     command += ["--profile"] if words.profile else []
     command += extra + (["--layout", *layout] if layout else [])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -194,7 +193,6 @@ def main() -> int:
     parser.add_argument("--targets", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--model-dir", help=argparse.SUPPRESS)
-    parser.add_argument("--experts", default="eager", help=argparse.SUPPRESS)
     parser.add_argument("--mpt-entropy", type=float, help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.child:
@@ -202,7 +200,7 @@ def main() -> int:
         return 0
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
-    from step_problem import PROBLEMS, batch
+    from step_problem import PROBLEMS
     from step_variants import ADAPTER_VARIANTS, MEGATRON, VARIANTS
 
     from marsrl.trainer.machine import commit, device_name
@@ -214,16 +212,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = f"{folder}/model"
         init_model(problem.shape, "bytes", Path(model_dir), seed=0, dtype=problem.dtype)
-        torch.set_num_threads(1)
-        experts, times = fastest(model_dir, batch(problem), problem.dtype)
-        decided = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
-        print(f"experts implementation of the reference: {experts}" + (f" ({decided})" if decided else ""))
         results = {}
         for label, extra in tables(model_dir, words).items():
             chosen: tuple[str, ...] = ADAPTER_VARIANTS if words.adapters else VARIANTS
             if "--mpt-entropy" in extra:
                 chosen = tuple(variant for variant in VARIANTS if variant != MEGATRON)
-            rows = {variant: measure(variant, model_dir, experts, extra, words) for variant in chosen}
+            rows = {variant: measure(variant, model_dir, extra, words) for variant in chosen}
             check_same_update(label, rows, TOLERANCE[problem.dtype])
             results[label] = table(label, rows)
     if words.json:
@@ -233,7 +227,6 @@ def main() -> int:
             "torch": torch.__version__,
             "model": words.model,
             "layout": sizes(words.layout),
-            "experts": times,
             "results": results,
         }
         Path(words.json).write_text(json.dumps(record, indent=1))
@@ -259,17 +252,6 @@ def tables(model_dir: str, words: argparse.Namespace) -> dict[str, list[str]]:
             random_adapter(Path(model_dir), {"targets": targets}, folder, seed=agent)
         found[label] = ["--targets", *targets, "--adapter-dirs", *map(str, folders)]
     return found
-
-
-def fastest(model_dir: str, sequences: list[Any], dtype: str) -> tuple[str, dict[str, float]]:
-    """transformers' experts implementation for the reference, and the seconds that decided; on a GPU its grouped GEMMs."""
-    import torch
-
-    if torch.cuda.is_available() or dtype != "float32":
-        return "grouped_mm", {}
-    from reference_loop import fastest_experts
-
-    return fastest_experts(model_dir, sequences)
 
 
 def check_same_update(label: str, rows: dict[str, Any], tolerance: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from case import Bench, BothWays, Case, Missing, Shape, normal
+from case import Bench, Case, Compared, Missing, Shape, Variant, normal
 from peers import flash_attn, why_not_imported
 from torch import Tensor
 
@@ -42,28 +42,27 @@ def _build(shape: Shape) -> Bench:
         randn(shape.tokens, heads, shape.head_size).to(dtype).requires_grad_()
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
-    ways = BothWays({"dq": q, "dk": k, "dv": v}, randn(*q.shape).to(dtype))
+    compared = Compared({"dq": q, "dk": k, "dv": v}, randn(*q.shape).to(dtype))
     sizes = lengths(shape)
     bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=shape.device)
     segments = partial(_segments, bounds=bounds)
-    variants = [
-        ways.variant("ours", partial(attention_varlen, cu_seqlens=cu_seqlens)),
-        ways.variant("torch eager", segments, "a loop over the sequences"),
+    variants: list[Variant | Missing] = [
+        compared.variant("ours", partial(attention_varlen, cu_seqlens=cu_seqlens)),
+        compared.variant("torch eager", segments, "a loop over the sequences"),
     ]
-    missing: list[Missing] = []
     if shape.device == "cpu" or shape.tokens <= 16384:
-        variants.append(ways.variant("torch SDPA, padded", partial(_padded, sizes=sizes), "pads to the longest"))
+        variants.append(compared.variant("torch SDPA, padded", partial(_padded, sizes=sizes), "pads to the longest"))
     for name, found in (("flash-attn varlen", _flash_attn()), ("torch varlen_attn", _torch_varlen(shape))):
         if isinstance(found, str):
-            missing.append(Missing(name, found))
+            variants.append(Missing(name, found))
         else:
-            variants.append(ways.variant(name, partial(found, cu_seqlens=cu_seqlens, longest=max(sizes))))
+            variants.append(compared.variant(name, partial(found, cu_seqlens=cu_seqlens, longest=max(sizes))))
     # causal: n^2 / 2 pairs; q k^T and p v forward, five such products backward
     flops = 7 * sum(n * n for n in sizes) * shape.heads * shape.head_size
     num_bytes = 2.0 * (q.nbytes + k.nbytes + v.nbytes) + 2 * q.nbytes
     result_bytes = q.nbytes * 2 + k.nbytes + v.nbytes
-    return Bench(variants, missing, partial(ways.judge, segments), flops, num_bytes, result_bytes)
+    return Bench(variants, partial(compared.judge, segments), flops, num_bytes, result_bytes)
 
 
 def _segments(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:

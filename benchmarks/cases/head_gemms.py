@@ -34,23 +34,21 @@ def _build(shape: Shape) -> Bench:
     hidden = randn(shape.tokens, shape.hidden).to(dtype)
     weight = (randn(shape.vocab, shape.hidden) * shape.hidden**-0.5).to(dtype)
     if shape.note == LOGITS:
-        variants, missing = _of_logits(hidden, weight)
-        return _bench(shape, variants, missing, hidden, weight.t(), 1)
+        return _bench(shape, _of_logits(hidden, weight), hidden, weight.t(), 1)
     gemms = HeadGemms(weight, dtype)
     dz = randn(shape.tokens, shape.vocab).to(dtype).to(gemms.gradient_dtype)
     if shape.note == OF_HIDDEN:
-        variants = [Variant("ours", lambda: {OF_HIDDEN: gemms.hidden_gradient(dz)})]
-        return _bench(shape, variants, [], dz, weight, 1)
+        ours = Variant("ours", lambda: {OF_HIDDEN: gemms.hidden_gradient(dz)})
+        return _bench(shape, [ours], dz, weight, 1)
     total = torch.zeros(weight.shape, device=shape.device)
 
     def add() -> Results:
         return {OF_WEIGHT: gemms.add_weight_gradient(total, dz, hidden)}
 
-    variants = [Variant("ours", add, "adds to a float32 sum", total.zero_)]
-    return _bench(shape, variants, [], dz.t(), hidden, 2)
+    return _bench(shape, [Variant("ours", add, "adds to a float32 sum", total.zero_)], dz.t(), hidden, 2)
 
 
-def _of_logits(hidden: Tensor, weight: Tensor) -> tuple[list[Variant], list[Missing]]:
+def _of_logits(hidden: Tensor, weight: Tensor) -> list[Variant | Missing]:
     """The product alone, and with the row kernel that reads it."""
     gemms, rows = HeadGemms(weight, hidden.dtype), Rows.of(None, hidden.shape[0])
     targets = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
@@ -67,32 +65,32 @@ def _of_logits(hidden: Tensor, weight: Tensor) -> tuple[list[Variant], list[Miss
         kernels.statistics(logits, rows, head, statistics)
         return results
 
-    variants, missing = [Variant("ours", product)], list[Missing]()
+    candidates: list[Variant | Missing] = [Variant("ours", product)]
     for provider in ROW_PROVIDERS:
         name = f"ours, {provider.name}, with statistics"
         reason = provider.machine_lacks() or provider.why_not(hidden=hidden, weight=weight)
         if reason is None:
-            variants.append(Variant(name, partial(then_statistics, provider.load())))
+            candidates.append(Variant(name, partial(then_statistics, provider.load())))
         else:
-            missing.append(Missing(name, reason))
-    return variants, missing
+            candidates.append(Missing(name, reason))
+    return candidates
 
 
 def _bench(
-    shape: Shape, variants: list[Variant], missing: list[Missing], left: Tensor, right: Tensor, passes: int
+    shape: Shape, ours: list[Variant | Missing] | list[Variant], left: Tensor, right: Tensor, passes: int
 ) -> Bench:
-    """The comparison of variants of left @ right, its float32 result moved so many times, and torch.mm beside ours."""
+    """The comparison of ours, of left @ right, its float32 result moved so many times, and torch.mm beside ours."""
     dtype = getattr(torch, shape.dtype)
     left, right = left.to(dtype), right.to(dtype)
     out = torch.empty(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
     does = "" if dtype == torch.float32 else ROUNDED
-    variants = [*variants, Variant("torch.mm", lambda: {shape.note: torch.mm(left, right, out=out)}, does)]
+    candidates = [*ours, Variant("torch.mm", lambda: {shape.note: torch.mm(left, right, out=out)}, does)]
 
     def judge() -> Judgement:
         return Judgement({shape.note: left.double() @ right.double()}, {shape.note: left @ right})
 
     num_bytes = left.nbytes + right.nbytes + passes * 4 * out.numel()
-    return Bench(variants, missing, judge, 2.0 * shape.tokens * shape.hidden * shape.vocab, num_bytes, 0)
+    return Bench(candidates, judge, 2.0 * shape.tokens * shape.hidden * shape.vocab, num_bytes, 0)
 
 
 CASE = Case("head_gemms", _shapes, _build)

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from case import Bench, Case, Judgement, Results, Shape, Variant, normal
-from peers.plain import compiled
+from head_problem import compiled
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective, policy_loss
@@ -65,7 +65,7 @@ def _build(shape: Shape) -> Bench:
         Variant("torch.compile", partial(_plain, compiled(_eager), logprobs, given, total), prepare=clear),
     ]
     # read: 4 numbers and the mask of a token; written: coefficient
-    return Bench(variants, [], judge, 20.0 * shape.tokens, shape.tokens * (5 * 4 + 1), logprobs.nbytes)
+    return Bench(variants, judge, 20.0 * shape.tokens, shape.tokens * (5 * 4 + 1), logprobs.nbytes)
 
 
 def _double(values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
-from peers.plain import compiled
+from head_problem import compiled
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective
@@ -46,25 +46,23 @@ def _build(shape: Shape) -> Bench:
     def clear() -> None:
         leaf.grad = None
 
-    variants: list[Variant] = []
-    missing: list[Missing] = []
+    given = (targets, advantages, old, bonus)
+    variants: list[Variant | Missing] = []
     for provider in ROW_PROVIDERS:
         reason = provider.machine_lacks() or provider.why_not(logits=logits)
         if reason is not None:
-            missing.append(Missing(f"ours, {provider.name}", reason))
+            variants.append(Missing(f"ours, {provider.name}", reason))
             continue
         name = f"ours, {provider.name}" if any(each.name == "ours" for each in variants) else "ours"
-        ours = _Ours(provider.load(), logits, targets, advantages, old, bonus)
+        ours = _Ours(provider.load(), logits, *given)
         variants.append(Variant(name, ours.run, "" if name != "ours" else provider.name, prepare=ours.fill))
     variants += [
-        Variant("torch eager", partial(_plain, _eager, leaf, targets, advantages, old, bonus), prepare=clear),
-        Variant(
-            "torch.compile", partial(_plain, compiled(_eager), leaf, targets, advantages, old, bonus), prepare=clear
-        ),
+        Variant("torch eager", partial(_plain, _eager, leaf, *given), prepare=clear),
+        Variant("torch.compile", partial(_plain, compiled(_eager), leaf, *given), prepare=clear),
     ]
     # Two exp of some 20 operations for each logit; what counts is memory: read, then read and written.
     flops, num_bytes = 60.0 * logits.numel(), 3.0 * logits.nbytes
-    return Bench(variants, missing, partial(_judge, logits, targets, advantages, old, bonus), flops, num_bytes, 0)
+    return Bench(variants, partial(_judge, logits, *given), flops, num_bytes, 0)
 
 
 class _Ours:

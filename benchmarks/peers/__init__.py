@@ -7,65 +7,32 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from head_problem import HeadInputs, LogprobFunction
 from torch import Tensor
-
-LogprobFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
 class LogprobPeer:
-    """call(hidden [T, H], weight [V, H], targets [T]) -> (log-probs [T], entropy [T] or None), differentiable.
-
-    has_entropy_gradient: autograd reaches the entropy too.
-    """
+    """A function that returns log-probs. does: a description, if it does less than ours."""
 
     name: str
     call: LogprobFunction
-    has_entropy_gradient: bool = False
+    does: str = ""
 
 
 @dataclass(frozen=True)
-class CrossEntropyPeer:
-    """call(hidden, weight, targets) -> mean cross-entropy, differentiable: no weights of tokens, no ratio, no entropy.
+class LossPeer:
+    """prepared(inputs) computes constants once; what it returns computes the loss, differentiable.
 
-    Cheaper by design; listed for orientation, not as an equal.
+    is_ours: the clipped loss over the mask, with the clip range given; else another loss, listed for orientation.
     """
 
     name: str
-    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+    prepared: Callable[[HeadInputs, float], Callable[[], Tensor]]
+    is_ours: bool = True
 
 
-@dataclass(frozen=True)
-class PolicyProblem:
-    """Inputs of a clipped policy loss of S sequences of equal length.
-
-    hidden [T, H], weight [V, H]: leaves; targets [T]; mask [T] bool or None; old_logprobs [T] float32, nats;
-    advantages [S] float32. The loss is the sum over the mask / its count.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    targets: Tensor
-    mask: Tensor | None
-    old_logprobs: Tensor
-    advantages: Tensor
-    clip: float
-    num_trained: int
-
-    @property
-    def num_sequences(self) -> int:
-        return self.advantages.numel()
-
-
-@dataclass(frozen=True)
-class PolicyLossPeer:
-    """call(problem) -> the loss, differentiable; prepared: computes constants once."""
-
-    name: str
-    prepared: Callable[[PolicyProblem], Callable[[], Tensor]]
-
-
-Peer = LogprobPeer | CrossEntropyPeer | PolicyLossPeer
+Peer = LogprobPeer | LossPeer
 
 
 def flash_attn(name: str) -> Callable[..., Tensor] | str:

@@ -1,4 +1,4 @@
-"""Fused heads and losses of other projects: Liger, cut-cross-entropy, QuACK, verl."""
+"""Fused heads and losses of PyTorch and other projects: Liger, cut-cross-entropy, QuACK, verl."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from case import Missing
+from head_problem import HeadInputs
 from torch import Tensor
 
-from peers import CrossEntropyPeer, LogprobPeer, Peer, PolicyLossPeer, PolicyProblem, why_not_imported
+from peers import LogprobPeer, LossPeer, Peer, why_not_imported
 
 NEEDS_CUDA = "its kernels are Triton or CUDA code, which needs a GPU"
 
@@ -21,6 +23,7 @@ NEEDS_CUDA = "its kernels are Triton or CUDA code, which needs a GPU"
 def fused_peers(device: str) -> list[Peer | Missing]:
     """All of them, each callable or with the reason why not."""
     makers: dict[str, tuple[Callable[[], Peer], bool]] = {
+        "torch F.linear_cross_entropy": (_torch_linear_cross_entropy, False),
         "Liger fused linear GRPO": (_liger_fused_grpo, False),
         "Liger grpo_loss (Triton)": (_liger_grpo_loss, True),
         "Liger fused linear CE, per token": (_liger_cross_entropy, True),
@@ -42,88 +45,103 @@ def fused_peers(device: str) -> list[Peer | Missing]:
     return found
 
 
+NO_ENTROPY = "no entropy"
+
+
+def _torch_linear_cross_entropy() -> Peer:
+    """torch >= 2.13. With reduction="none" it returns the dtype of its input: bfloat16 log-probs of bfloat16 states."""
+    options = torch.nn.LinearCrossEntropyOptions()
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, None]:
+        return -F.linear_cross_entropy(hidden, weight, targets, reduction="none", options=options).float(), None
+
+    return LogprobPeer("torch F.linear_cross_entropy", call, NO_ENTROPY)
+
+
 def _liger_fused_grpo() -> Peer:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    def prepared(problem: PolicyProblem) -> Callable[[], Tensor]:
-        is_cuda = problem.hidden.is_cuda
+    def prepared(inputs: HeadInputs, clip: float) -> Callable[[], Tensor]:
         # "dapo": divided by the tokens of the mask; beta 0: no KL, no reference model
         module = LigerFusedLinearGRPOLoss(
-            beta=0.0, compiled=is_cuda, use_ref_model=False, chunk_size=1, epsilon_low=problem.clip,
-            epsilon_high=problem.clip, loss_type="dapo", temperature=1.0,
+            beta=0.0, compiled=inputs.hidden.is_cuda, use_ref_model=False, chunk_size=1, epsilon_low=clip,
+            epsilon_high=clip, loss_type="dapo", temperature=1.0,
         )  # fmt: skip
-        rows = (problem.num_sequences, -1)
-        mask = _mask_of(problem).view(rows).float()
-        targets, old = problem.targets.view(rows), problem.old_logprobs.view(rows)
+        mask, targets, old = _by_sequence(inputs)
 
         def call() -> Tensor:
-            hidden = problem.hidden.view(*rows, problem.hidden.shape[1])
-            loss, _ = module(hidden, problem.weight, targets, mask, problem.advantages, old_per_token_logps=old)
+            hidden = inputs.hidden.view(*mask.shape, -1)
+            loss, _ = module(hidden, inputs.weight, targets, mask, inputs.advantages, old_per_token_logps=old)
             return loss
 
         return call
 
-    return PolicyLossPeer("Liger fused linear GRPO", prepared)
+    return LossPeer("Liger fused linear GRPO", prepared)
 
 
 def _liger_grpo_loss() -> Peer:
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    def prepared(problem: PolicyProblem) -> Callable[[], Tensor]:
-        rows = (problem.num_sequences, -1)
-        mask = _mask_of(problem).view(rows).float().contiguous()
-        targets, old = problem.targets.view(rows).contiguous(), problem.old_logprobs.view(rows).contiguous()
-        width = problem.hidden.shape[1]
+    def prepared(inputs: HeadInputs, clip: float) -> Callable[[], Tensor]:
+        mask, targets, old = _by_sequence(inputs)
 
         def call() -> Tensor:
-            hidden = problem.hidden.view(*rows, width)
+            hidden = inputs.hidden.view(*mask.shape, -1)
             # it takes [B, L + 1, V] and ignores the last position, as a model's output has it
-            padded = torch.cat([hidden, hidden.new_zeros(hidden.shape[0], 1, width)], 1)
+            logits = F.linear(F.pad(hidden, (0, 0, 0, 1)), inputs.weight)
             loss, _ = triton_grpo_loss(
-                F.linear(padded, problem.weight), old, None, targets, problem.advantages, completion_mask=mask,
-                temperature=1.0, beta=0.0, eps_low=problem.clip, eps_high=problem.clip, inplace=True,
-                loss_type="dapo", reduce=True,
+                logits, old, None, targets, inputs.advantages, completion_mask=mask, temperature=1.0, beta=0.0,
+                eps_low=clip, eps_high=clip, inplace=True, loss_type="dapo", reduce=True,
             )  # fmt: skip
             return loss
 
         return call
 
-    return PolicyLossPeer("Liger grpo_loss (Triton)", prepared)
+    return LossPeer("Liger grpo_loss (Triton)", prepared)
 
 
-def _mask_of(problem: PolicyProblem) -> Tensor:
-    if problem.mask is not None:
-        return problem.mask
-    return torch.ones_like(problem.targets, dtype=torch.bool)
+def _by_sequence(inputs: HeadInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """mask (float32), targets and old log-probs, each [S, L]: the sequences are equally long."""
+    mask = torch.ones_like(inputs.old_logprobs) if inputs.mask is None else inputs.mask.float()
+    mask, targets, old = (
+        each.view(inputs.advantages.numel(), -1) for each in (mask, inputs.targets, inputs.old_logprobs)
+    )
+    return mask, targets, old
 
 
 def _liger_cross_entropy() -> Peer:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     module = LigerFusedLinearCrossEntropyLoss(reduction="none")  # recomputes in backward, with each token's gradient
-    return LogprobPeer("Liger fused linear CE, per token", lambda x, w, y: (-module(w, x, y).float(), None))
+    name = "Liger fused linear CE, per token"
+    return LogprobPeer(name, lambda x, w, y: (-module(w, x, y).float(), None), NO_ENTROPY)
+
+
+def _cut_cross_entropy() -> Peer:
+    from cut_cross_entropy import linear_cross_entropy
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, None]:
+        return -linear_cross_entropy(hidden, weight, targets, reduction="none").float(), None
+
+    return LogprobPeer("cut-cross-entropy, per token", call, NO_ENTROPY)
+
+
+def _mean_of(name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Peer:
+    """Mean cross entropy of (hidden, weight, targets): no weights of tokens, no ratio, no entropy; cheaper by design."""
+    return LossPeer(name, lambda x, _: lambda: function(x.hidden, x.weight, x.targets), is_ours=False)
 
 
 def _liger_cross_entropy_mean() -> Peer:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     module = LigerFusedLinearCrossEntropyLoss(reduction="mean")
-    return CrossEntropyPeer("Liger fused linear CE, mean", lambda x, w, y: module(w, x, y))
-
-
-def _cut_cross_entropy() -> Peer:
-    from cut_cross_entropy import linear_cross_entropy
-
-    return LogprobPeer(
-        "cut-cross-entropy, per token",
-        lambda x, w, y: (-linear_cross_entropy(x, w, y, reduction="none").float(), None),
-    )
+    return _mean_of("Liger fused linear CE, mean", lambda x, w, y: module(w, x, y))
 
 
 def _cut_cross_entropy_mean() -> Peer:
     from cut_cross_entropy import linear_cross_entropy
 
-    return CrossEntropyPeer("cut-cross-entropy, mean", lambda x, w, y: linear_cross_entropy(x, w, y))
+    return _mean_of("cut-cross-entropy, mean", linear_cross_entropy)
 
 
 def _quack() -> Peer:
@@ -133,10 +151,8 @@ def _quack() -> Peer:
             sys.path.append(str(Path(next(iter(packed.submodule_search_locations))) / "dsl_packages"))
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return chunked_linear_cross_entropy(hidden, weight, targets, chunk_size=4096, reduction="mean")
-
-    return CrossEntropyPeer("QuACK chunked CE, mean", call)
+    chunked = partial(chunked_linear_cross_entropy, chunk_size=4096, reduction="mean")
+    return _mean_of("QuACK chunked CE, mean", chunked)
 
 
 def _verl() -> Peer:
@@ -149,4 +165,4 @@ def _verl() -> Peer:
         logprobs, entropy = LinearCrossEntropy.apply(hidden, weight, targets, *rest)
         return logprobs, entropy
 
-    return LogprobPeer("verl linear_cross_entropy", call, has_entropy_gradient=True)
+    return LogprobPeer("verl linear_cross_entropy", call)

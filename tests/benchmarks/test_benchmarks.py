@@ -18,7 +18,7 @@ from case import Bench, Case, Judgement, Shape, Variant
 right = torch.ones(3)
 def build(shape):
     judge = lambda: Judgement({"out": right.double()}, {"out": right})
-    return Bench([Variant("ours", lambda: {"out": right + 1e-3})], [], judge, 1, 1, 0)
+    return Bench([Variant("ours", lambda: {"out": right + 1e-3})], judge, 1, 1, 0)
 case = Case("made up", lambda device, quick: [], build)
 table = run.measure(case, Shape("cpu"), 1, 1.0, False, None, [])
 assert table.rows == () and "error 1.000e-03" in table.failure, table
