@@ -26,7 +26,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-from rollout import Child, closed
+from rollout import Child, closed, measured, show_ratio, stdout_alone
 
 HERE = Path(__file__).resolve()
 GROUP = 8  # sessions of a problem
@@ -112,10 +112,7 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
 
 def play(model_dir: str, orchestration: str) -> None:
     """Child: a line in; {"tokens", "seconds"} of the next TOKENS, or some more, a line out."""
-    import os
-
-    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # Ray and vLLM print to stdout
-    os.dup2(2, 1)
+    out = stdout_alone()
     from marsrl.rollout.imports import imports_for_good
 
     with imports_for_good():  # as a run does
@@ -155,22 +152,12 @@ def over_native(turns: int) -> list[dict[str, Any]]:
     """Turns of the program and of the native team, without the warm-up."""
     from marsrl.trainer.models.init_model import init_model
 
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         init_model("cpu_default", "arithmetic", Path(folder), seed=0, dtype="float32")
         names = ("external", f"{HERE.with_name('in_turn.py')}:InTurn")
-        with closed(*(Child("--play", folder, name) for name in names)) as sides:
-            for turn in range(turns + 1):
-                told = [side.ask(turn) for side in sides]
-                speeds = [each["tokens"] / each["seconds"] for each in told]
-                row = {"sides": told, "speeds": speeds, "ratio": speeds[0] / speeds[1]}
-                print(
-                    f"{f'turn {turn}' if turn else 'warm-up'}: program "
-                    f"{speeds[0]:,.0f} tokens/s, native {speeds[1]:,.0f} tokens/s, ratio {row['ratio']:.3f}",
-                    flush=True,
-                )
-                rows += [row] if turn else []
-    return rows
+        with closed(*(Child("--play", folder, name) for name in names)) as (program, native):
+            told = ((program.ask(turn), native.ask(turn)) for turn in range(turns + 1))
+            return measured(told, "program", "native")
 
 
 def main() -> int:
@@ -209,8 +196,7 @@ def main() -> int:
     if words.json:
         words.json.write_text(json.dumps(record, indent=1))
     if words.turns:
-        ratios = [row["ratio"] for row in record["turns"]]
-        print(f"spread of the turns: {min(ratios):.3f} to {max(ratios):.3f}\nratio: {statistics.median(ratios):.3f}")
+        show_ratio(record["turns"], "program", "native")
     return 0
 
 

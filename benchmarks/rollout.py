@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -29,12 +29,18 @@ if TYPE_CHECKING:
     from marsrl.trainer.checks.preflight import Checked
 
 
+def stdout_alone() -> IO[str]:
+    """This process's stdout, for answers; what Ray and vLLM print goes to stderr."""
+    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    os.dup2(2, 1)
+    return out
+
+
 def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> None:
     """Child: one JSON list of [prompt ids, length] a line in, seconds of LLM.generate a line out."""
     from marsrl.rollout.engines.vllm.arguments import vllm_environment
 
-    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # vLLM prints to stdout
-    os.dup2(2, 1)
+    out = stdout_alone()
     os.environ.update(vllm_environment(threads))
     import torch
     from vllm import LLM, SamplingParams
@@ -65,8 +71,7 @@ def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int
 
     One stage, or the first four of rollout.overlap. tokens: all decoded ones; work: the finished completions.
     """
-    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # Ray and vLLM print to stdout
-    os.dup2(2, 1)
+    out = stdout_alone()
     from marsrl.rollout.player.rollout import Rollout
     from marsrl.trainer.build import open_team
 
@@ -157,8 +162,8 @@ def over_bare(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
     config = checked_config(words.problems).config
     longest = max(agent.max_input_tokens for agent in config.agents.values()) + config.rollout.max_response_tokens
     vllm, threads = config.rollout.vllm, config.rollout.threads or os.cpu_count() or 1
-    sizes = (vllm.max_num_seqs, longest, vllm.kv_cache_mib, threads)
-    sides = player(model_dir, words), Child("--bare", model_dir, *sizes)
+    player = Child("--play", model_dir, words.problems, 1, threads, words.overlap)
+    sides = player, Child("--bare", model_dir, vllm.max_num_seqs, longest, vllm.kv_cache_mib, threads)
     with closed(*sides) as (ours, bare):
         for turn in range(words.repeats + 1):
             played = ours.ask(turn)
@@ -167,16 +172,33 @@ def over_bare(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
 
 
 def over_one_engine(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
-    sides = (player(model_dir, words, engines=engines, threads=1) for engines in (words.engines, 1))
+    sides = (Child("--play", model_dir, words.problems, engines, 1, words.overlap) for engines in (words.engines, 1))
     with closed(*sides) as (several, one):
         for turn in range(words.repeats + 1):
             yield several.ask(turn), one.ask(turn)
 
 
-def player(model_dir: str, words: argparse.Namespace, engines: int = 1, threads: int | None = None) -> Child:
-    if threads is None:
-        threads = checked_config(words.problems).config.rollout.threads or os.cpu_count() or 1
-    return Child("--play", model_dir, words.problems, engines, threads, words.overlap)
+def measured(turns: Iterable[Turn], ours: str, other: str) -> list[dict[str, Any]]:
+    """Prints each turn; returns them without the warm-up."""
+    rows = []
+    for turn, sides in enumerate(turns):
+        speeds = [side["tokens"] / side["seconds"] for side in sides]
+        ratio = speeds[0] / speeds[1]
+        print(
+            f"{f'turn {turn}' if turn else 'warm-up'}: {sides[0]['tokens']} tokens; {ours} {speeds[0]:,.0f} tokens/s, "
+            f"{other} {speeds[1]:,.0f} tokens/s, ratio {ratio:.3f}",
+            flush=True,
+        )
+        seconds = {"ours_s": sides[0]["seconds"], "other_s": sides[1]["seconds"]}
+        rows.append({"tokens": sides[0]["tokens"], **seconds, "speeds": speeds, "ratio": ratio})
+    return rows[1:]
+
+
+def show_ratio(rows: list[dict[str, Any]], ours: str, other: str) -> None:
+    for side, name in enumerate((ours, other)):
+        print(f"{name}: {statistics.median(row['speeds'][side] for row in rows):,.0f} tokens/s, median of the turns")
+    ratios = [row["ratio"] for row in rows]
+    print(f"spread of the turns: {min(ratios):.3f} to {max(ratios):.3f}\nratio: {statistics.median(ratios):.3f}")
 
 
 def main() -> int:
@@ -203,28 +225,9 @@ def main() -> int:
     other_name, compare = "bare", over_bare
     if words.engines is not None:
         other_name, compare = "one engine", over_one_engine
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         init_model("cpu_default", "arithmetic", Path(folder), seed=0, dtype="float32")
-        for turn, (ours, other) in enumerate(compare(folder, words)):
-            speeds = [side["tokens"] / side["seconds"] for side in (ours, other)]
-            ratio = speeds[0] / speeds[1]
-            print(
-                f"{f'turn {turn}' if turn else 'warm-up'}: {len(ours['work'])} samples, {ours['tokens']} tokens; ours "
-                f"{speeds[0]:,.0f} tokens/s, {other_name} {speeds[1]:,.0f} tokens/s, ratio {ratio:.3f}",
-                flush=True,
-            )
-            if turn:
-                rows.append(
-                    {
-                        "tokens": ours["tokens"],
-                        "ours_s": ours["seconds"],
-                        "other_s": other["seconds"],
-                        "speeds": speeds,
-                        "ratio": ratio,
-                    }
-                )
-    ratios = [row["ratio"] for row in rows]
+        rows = measured(compare(folder, words), "ours", other_name)
     if words.json:
         record = {
             "device": device_name(),
@@ -235,10 +238,7 @@ def main() -> int:
             "turns": rows,
         }
         Path(words.json).write_text(json.dumps(record, indent=1))
-    for name, side in (("ours", 0), (other_name, 1)):
-        print(f"{name}: {statistics.median(row['speeds'][side] for row in rows):,.0f} tokens/s, median of the turns")
-    print(f"spread of the turns: {min(ratios):.3f} to {max(ratios):.3f}")
-    print(f"ratio: {statistics.median(ratios):.3f}")
+    show_ratio(rows, "ours", other_name)
     return 0
 
 
