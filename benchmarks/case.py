@@ -70,13 +70,14 @@ class Variant:
     """
 
     name: str
-    run: Callable[[], Results]
+    run: Callable[[], Any]
     does: str = ""
     prepare: Callable[[], Any] = lambda: None
 
     def __call__(self) -> Results:
         self.prepare()
-        return self.run()
+        results: Results = self.run()
+        return results
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@
 
 First the GPU tests of the kernels, the fused loss, two steps of training, a buffer shared by CUDA IPC, attention and grouped
 GEMM, however long each takes. Then the other benchmarks, each only if its whole time limit is left. Needs torch >= 2.11, triton
->= 3.6, numpy and g++, no network and no installation; --wheels adds packages (suite_wheels.txt lists them). Parts that cannot run
-are listed with the missing module. Each part is a separate process with a time limit (on a GPU); failures are recorded, and the
-rest continues. After each part --out has report.md and results.tar.gz with everything. --device cpu --quick does the same with
-tiny sizes on a CPU.
+>= 3.6, numpy and the C compiler that Triton calls, no network and no installation; --wheels adds packages (suite_wheels.txt lists
+them). Parts that cannot run are listed with the missing module. Each part is a separate process with a time limit (on a GPU);
+failures are recorded, and the rest continues. After each part --out has report.md and results.tar.gz with everything. --device
+cpu --quick does the same with tiny sizes on a CPU.
 """
 
 from __future__ import annotations
@@ -116,7 +116,6 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
     step = ["--model", model, "--no-dmmpt", "--profile", "--repeats", "1" if is_quick else "3"]
     return [
         script("surroundings", 20, "record.py", "--device", device, *to("surroundings")),
-        script("build", 30, "native.py"),
         tests("tests", 100, 30, *of_kernels),
         bench("headline", "linear_policy_loss", 95, "--budget", "8", "--profile", *rounds, *headline),
         script("first steps", 90, "first_steps.py", "--folder", str(work / "first"), *tiny, *engine, *to("first_steps"),

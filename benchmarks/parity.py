@@ -367,13 +367,13 @@ def worker(rank: int, port: int, folder: Path, names: list[str], is_given: Event
         kind = "moe" if "expert" in case.layout else "dense"
         model, expected = folder / "adapters" / kind, adapters[kind]
         run = partial(train_adapter, model / "model", model / "adapter", kind, case, expected["samples"])
-        is_refused, line = case.name in parity_adapters.REFUSED, partial(parity_adapters.line_of, expected)
-        runs.append((f"adapters, {kind}, {case.name}", is_refused, run, line, parity_adapters.LIMITS))
+        is_refused, of_run = case.name in parity_adapters.REFUSED, partial(parity_adapters.line_of, expected)
+        runs.append((f"adapters, {kind}, {case.name}", is_refused, run, of_run, parity_adapters.LIMITS))
     report: list[dict[str, Any]] = []
-    for title, is_refused, run, line_of_run, columns in runs:
+    for title, is_refused, train_it, line_of_run, columns in runs:
         begin = time.perf_counter()
         try:
-            found = run()
+            found = train_it()
             line = line_of_run(found) if rank == 0 else {}
             line["is_ok"] = line.get("is_ok") and not is_refused
         except ValueError as refusal:

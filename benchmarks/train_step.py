@@ -92,6 +92,7 @@ def child(job: dict[str, Any]) -> None:
 
 def peak_flops() -> float:
     """FLOP/s of one rank at best: see the head of this file. NaN on a GPU that the planner does not know."""
+    import roofline
     import torch
 
     from marsrl.trainer.plan.hardware import GPUS
@@ -99,13 +100,7 @@ def peak_flops() -> float:
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name().lower()
         return next((gpu.flops for key, gpu in GPUS.items() if key.split("-")[0] in name), math.nan)
-    a = torch.randn(1024, 1024)
-    best = math.inf
-    for _ in range(5):
-        start = time.process_time()
-        a @ a
-        best = min(best, time.process_time() - start)
-    return 2 * 1024**3 / best
+    return roofline.measure("cpu", "float32").gemm_flops
 
 
 def sizes(words: list[str]) -> dict[str, int]:

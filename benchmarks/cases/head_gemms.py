@@ -52,7 +52,7 @@ def _of_logits(hidden: Tensor, weight: Tensor) -> list[Variant | Missing]:
     """The product alone, and with the row kernel that reads it."""
     gemms, rows = HeadGemms(weight, hidden.dtype), Rows.of(None, hidden.shape[0])
     targets = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-    head = make_head("head_gemms", hidden, weight, targets, 1.0, None, None)
+    head = make_head("head_gemms", hidden, weight, targets, 1.0)
     logits = torch.empty(hidden.shape[0], weight.shape[0], device=hidden.device)
     statistics = Statistics.zeros(hidden.shape[0], hidden.device)
 

@@ -78,7 +78,7 @@ class _Ours:
         self.active = torch.empty(num_tokens, dtype=torch.int64, device=device)
         # the head of a model with hidden size 1: it carries targets and temperature, its GEMMs are not called
         rows, weight = torch.empty(num_tokens, 1, device=device), torch.empty(vocab, 1, device=device)
-        self.head = make_head("policy_rows", rows, weight, targets, 1.0, None, None)
+        self.head = make_head("policy_rows", rows, weight, targets, 1.0)
         objective = PolicyObjective(mpt_probability=None, entropy_coef=bonus)
         bounds = torch.tensor([0, num_tokens], device=device)
         inputs = LossInputs(objective, bounds, 1.0, token_advantages=advantages, old_logprobs=old)
