@@ -123,7 +123,6 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
         tests("two processes", 25, 20, "tests/engines/test_shared_buffer.py", "--noconftest", "-m", marker),
         bench("attention varlen", "attention_varlen", 35, "--budget", "2"),
         bench("grouped linear", "grouped_linear", 35, "--budget", "2"),
-        bench("head gemms", "head_gemms", 45, "--budget", "2"),
         bench("policy rows", "policy_rows", 45, "--budget", "2"),
         script("train step", 120, "train_step.py", *step, *to("train_step"), modules=TRAINING_MODULES),
         *(bench(case.replace("_", " "), case, 45, "--budget", "2") for case in CASES),

@@ -5,22 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import head_problem as head
 import torch
 from case import Bench, Case, Missing, Results, Shape, Variant
-from head_problem import (
-    HeadInputs,
-    LogprobFunction,
-    Objective,
-    Rows,
-    compiled,
-    eager_logprob,
-    head_bytes,
-    head_shapes,
-    judge,
-    make_inputs,
-    result_bytes,
-    through_logprobs,
-)
+from head_problem import HeadInputs, LogprobFunction, Objective, Rows
 from peers import LogprobPeer
 from peers.fused import fused_peers
 from torch import Tensor
@@ -31,11 +19,11 @@ NO_GRADIENT = "no gradient wanted"
 
 
 def _build(shape: Shape) -> Bench:
-    inputs, objective = make_inputs(shape), _objective(shape)
+    inputs, objective = head.make_inputs(shape), _objective(shape)
     peers = [
         LogprobPeer("ours", _ours),
-        LogprobPeer("torch eager", eager_logprob),
-        LogprobPeer("torch.compile", compiled(eager_logprob)),
+        LogprobPeer("torch eager", head.eager_logprob),
+        LogprobPeer("torch.compile", head.compiled(head.eager_logprob)),
         *fused_peers(shape.device),
     ]
     run = _evaluate if shape.note == NO_GRADIENT else _run
@@ -46,15 +34,15 @@ def _build(shape: Shape) -> Bench:
         elif isinstance(peer, Missing):
             variants.append(peer)
     flops = 2 * shape.tokens * shape.hidden * shape.vocab
-    judge_them = partial(judge, inputs, objective)
+    judge_them = partial(head.judge, inputs, objective)
     if shape.note == NO_GRADIENT:
-        return Bench(variants, judge_them, flops, head_bytes(inputs) - result_bytes(inputs), 0)
+        return Bench(variants, judge_them, flops, head.head_bytes(inputs) - head.result_bytes(inputs), 0)
     # logits twice, dX, dW: their gradient is known after the forward
-    return Bench(variants, judge_them, 4 * flops, head_bytes(inputs), result_bytes(inputs))
+    return Bench(variants, judge_them, 4 * flops, head.head_bytes(inputs), head.result_bytes(inputs))
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    shapes = head_shapes(device, quick, with_masks=False)
+    shapes = head.head_shapes(device, quick, with_masks=False)
     largest = max(
         (shape for shape in shapes if not shape.note), key=lambda shape: (shape.tokens <= 16384, shape.tokens)
     )
@@ -79,7 +67,7 @@ def _ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 
 
 def _run(inputs: HeadInputs, objective: Objective, call: LogprobFunction) -> Results:
-    results = through_logprobs(inputs, objective, call)
+    results = head.through_logprobs(inputs, objective, call)
     del results["value"]
     # without entropy dX and dW are of another scalar
     return results if "entropy" in results else {"logprobs": results["logprobs"]}

@@ -7,24 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import head_problem as head
 import torch
 from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
-from head_problem import (
-    HeadInputs,
-    LogprobFunction,
-    Objective,
-    Rows,
-    compiled,
-    eager_logprob_detached,
-    floors,
-    head_bytes,
-    head_flops,
-    head_shapes,
-    judge,
-    make_inputs,
-    result_bytes,
-    through_logprobs,
-)
+from head_problem import HeadInputs, LogprobFunction, Objective, Rows
 from peers import LogprobPeer, LossPeer
 from peers.fused import fused_peers
 from torch import Tensor
@@ -37,10 +23,10 @@ CLIP = 0.2
 
 
 def _build(shape: Shape) -> Bench:
-    inputs = make_inputs(shape)
+    inputs = head.make_inputs(shape)
     objective, loss_inputs = _objective(inputs), _loss_inputs(inputs)
     name = served_by(inputs.hidden, inputs.weight, inputs.targets, loss_inputs)
-    bare, sentence = floors(inputs, shape)
+    bare, sentence = head.floors(inputs, shape)
     variants: list[Variant | Missing] = [Variant("ours", partial(_ours, inputs, loss_inputs), f"by {name}"), *bare]
     if name == "quack":
         variants.append(Variant("ours, triton", partial(_by_triton, inputs, loss_inputs), "cuBLAS and row kernels"))
@@ -48,9 +34,10 @@ def _build(shape: Shape) -> Bench:
 
     def add(name: str, call: LogprobFunction, rows: Tensor | None, does: str = "") -> None:
         name += "" if rows is None else ", unmasked rows only"
-        variants.append(Variant(name, partial(through_logprobs, inputs, objective, call, rows), does))
+        variants.append(Variant(name, partial(head.through_logprobs, inputs, objective, call, rows), does))
 
-    for name, call in (("torch eager", eager_logprob_detached), ("torch.compile", compiled(eager_logprob_detached))):
+    eager = head.eager_logprob_detached
+    for name, call in (("torch eager", eager), ("torch.compile", head.compiled(eager))):
         add(name, call, None)
         if kept is not None:
             add(name, call, kept)
@@ -65,10 +52,8 @@ def _build(shape: Shape) -> Bench:
                 run = partial(_of_loss, inputs, peer.prepared(inputs, CLIP), peer.is_ours)
                 variants.append(Variant(peer.name, run, does))
     variants = [replace(each, prepare=inputs.clear) if isinstance(each, Variant) else each for each in variants]
-    return Bench(
-        variants, partial(_judge, inputs, objective), head_flops(shape), head_bytes(inputs), result_bytes(inputs),
-        [sentence],
-    )  # fmt: skip
+    flops, num_bytes = head.head_flops(shape), head.head_bytes(inputs)
+    return Bench(variants, partial(_judge, inputs, objective), flops, num_bytes, head.result_bytes(inputs), [sentence])
 
 
 def _ours(inputs: HeadInputs, loss_inputs: LossInputs) -> Results:
@@ -117,7 +102,7 @@ def _of_loss(inputs: HeadInputs, call: Callable[[], Tensor], is_ours: bool) -> R
 
 def _judge(inputs: HeadInputs, objective: Objective) -> Judgement:
     # the loss is a sum whose terms cancel: its size is that of the terms
-    return replace(judge(inputs, objective), scales={"value": float(inputs.token_advantages.abs().mean())})
+    return replace(head.judge(inputs, objective), scales={"value": float(inputs.token_advantages.abs().mean())})
 
 
-CASE = Case("linear_policy_loss", partial(head_shapes, with_masks=True), _build)
+CASE = Case("linear_policy_loss", partial(head.head_shapes, with_masks=True), _build)
