@@ -20,6 +20,7 @@ from torch import Tensor
 
 from marsrl.kernels.testing import assert_accurate
 
+Outputs = Tensor | tuple[Tensor, ...]
 Results = dict[str, Tensor]  # name -> result of a variant; the names are those of the exact results
 
 
@@ -82,18 +83,19 @@ class Variant:
 
 @dataclass(frozen=True)
 class Compared:
-    """Variants of a function of the tensors `inputs`: the result is its output.
+    """Variants of a function of the tensors `inputs`: the results are its outputs, by these names.
 
-    With a gradient of the output the function runs backward too, and results are also the gradients of inputs by name.
+    With a gradient of the first output the function runs backward too, and results are also the gradients of inputs by name.
     """
 
     inputs: Mapping[str, Tensor]
     gradient: Tensor | None = None
+    outputs: tuple[str, ...] = ("out",)
 
-    def variant(self, name: str, function: Callable[..., Tensor], does: str = "") -> Variant:
+    def variant(self, name: str, function: Callable[..., Outputs], does: str = "") -> Variant:
         return Variant(name, partial(self._run, function, self.inputs), does, self._clear)
 
-    def judge(self, definition: Callable[..., Tensor]) -> Judgement:
+    def judge(self, definition: Callable[..., Outputs]) -> Judgement:
         """The definition in float64, and at the inputs' own dtypes."""
         exact, plain = (
             {name: values.detach().to(dtype, copy=True).requires_grad_() for name, values in self.inputs.items()}
@@ -101,14 +103,16 @@ class Compared:
         )
         return Judgement(self._run(definition, exact), self._run(definition, plain))
 
-    def _run(self, function: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> Results:
-        out = function(*inputs.values())
+    def _run(self, function: Callable[..., Outputs], inputs: Mapping[str, Tensor]) -> Results:
+        found = function(*inputs.values())
+        outputs = found if isinstance(found, tuple) else (found,)
+        results = {name: each.detach() for name, each in zip(self.outputs, outputs, strict=True)}
         if self.gradient is None:
-            return {"out": out.detach()}
-        out.backward(self.gradient.to(out.dtype))
+            return results
+        outputs[0].backward(self.gradient.to(outputs[0].dtype))
         gradients = {name: values.grad for name, values in inputs.items() if values.grad is not None}
         assert gradients.keys() == inputs.keys(), "the backward pass has left no gradient"
-        return {"out": out.detach(), **gradients}
+        return results | gradients
 
     def _clear(self) -> None:
         for values in self.inputs.values():

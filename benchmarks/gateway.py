@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import tracemalloc
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from rollout import Child, closed, measured, show_ratio, stdout_alone
+from rollout import Child, Side, measured, show_ratio
 
 HERE = Path(__file__).resolve()
 GROUP = 8  # sessions of a problem
@@ -110,9 +112,8 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
     return {"sessions": sessions, "rounds": played, "worker_cpu_ms": worker_ms, "session_bytes": peak / sessions}
 
 
-def play(model_dir: str, orchestration: str) -> None:
-    """Child: a line in; {"tokens", "seconds"} of the next TOKENS, or some more, a line out."""
-    out = stdout_alone()
+def play(model_dir: str, orchestration: str) -> Side:
+    """Asked, answers with {"tokens", "seconds"} of the next TOKENS, or some more."""
     from marsrl.rollout.imports import imports_for_good
 
     with imports_for_good():  # as a run does
@@ -135,17 +136,15 @@ def play(model_dir: str, orchestration: str) -> None:
     checked = preflight(read_config(None, settings)[0], world_size=1)
     with open_team(checked, {"main": model_dir}) as team:
         rollout, pool = Rollout(checked.config.rollout, team, checked.task.problems(0), seed=0), team.pools["main"]
-        answer: Any = "ready"
-        while True:
-            with rollout.resting():  # the other side has its turn
-                print(json.dumps(answer), file=out, flush=True)
-                if not sys.stdin.readline():
-                    break
-            before, start = sum(pool.num_decoded()), time.perf_counter()
-            while (tokens := sum(pool.num_decoded()) - before) < TOKENS:
-                rollout.next_batch({"main": 0})
-            answer = {"tokens": tokens, "seconds": time.perf_counter() - start}
-        rollout.close()
+        answer: Any = None
+        with closing(rollout):
+            while True:
+                with rollout.resting():  # the other side has its turn
+                    yield answer
+                before, start = sum(pool.num_decoded()), time.perf_counter()
+                while (tokens := sum(pool.num_decoded()) - before) < TOKENS:
+                    rollout.next_batch({"main": 0})
+                answer = {"tokens": tokens, "seconds": time.perf_counter() - start}
 
 
 def over_native(turns: int) -> list[dict[str, Any]]:
@@ -155,7 +154,8 @@ def over_native(turns: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         init_model("cpu_default", "arithmetic", Path(folder), seed=0, dtype="float32")
         names = ("external", f"{HERE.with_name('in_turn.py')}:InTurn")
-        with closed(*(Child("--play", folder, name) for name in names)) as (program, native):
+        program, native = (Child(play, folder, name) for name in names)
+        with closing(program), closing(native):
             told = ((program.ask(turn), native.ask(turn)) for turn in range(turns + 1))
             return measured(told, "program", "native")
 
@@ -168,21 +168,13 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=5, help="stages that are timed, of each number of sessions")
     parser.add_argument("--turns", type=int, default=0, help="turns of the program and the native team; 0: calls alone")
-    parser.add_argument("--calls", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--play", nargs=2, help=argparse.SUPPRESS)
     words = parser.parse_args()
-    if words.calls:
-        print(json.dumps(calls(words.calls, words.rounds)))
-        return 0
-    if words.play:
-        play(*words.play)
-        return 0
     from marsrl.trainer.machine import commit, device_name
 
     record: dict[str, Any] = {"device": device_name(), "commit": commit(), "calls": []}
     for sessions in words.sessions:
-        command = [sys.executable, str(HERE), "--calls", str(sessions), "--rounds", str(words.rounds)]
-        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            found = process.submit(calls, sessions, words.rounds).result()
         record["calls"].append(found)
         speeds, cpu = ([each[name] for each in found["rounds"]] for name in ("calls_per_s", "cpu_ms"))
         print(

@@ -9,8 +9,7 @@ import head_problem as head
 import torch
 from case import Bench, Case, Missing, Results, Shape, Variant
 from head_problem import HeadInputs, LogprobFunction, Objective, Rows
-from peers import LogprobPeer
-from peers.fused import fused_peers
+from peers import LogprobPeer, fused_peers
 from torch import Tensor
 
 from marsrl.kernels import linear_logprob

@@ -11,8 +11,7 @@ import head_problem as head
 import torch
 from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from head_problem import HeadInputs, LogprobFunction, Objective, Rows
-from peers import LogprobPeer, LossPeer
-from peers.fused import fused_peers
+from peers import LogprobPeer, LossPeer, fused_peers
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective, linear_policy_loss
