@@ -147,7 +147,8 @@ class Bench:
     """A case at one shape. candidates: what runs, and what cannot.
 
     judge: float64 results on the inputs' device, and what plain PyTorch computes at the dtype of the input: the
-    yardstick of assert_accurate. Called once; a child that measures memory never calls it.
+    yardstick of assert_accurate, by which the variant `ours` must be right. Called once; a child that measures memory
+    never calls it.
     flops, bytes: what the job needs at least, by formula: each input read once, each result written once.
     result_bytes: of the results that every variant must allocate (dX and dW); peak memory is reported beyond them.
     notes: remarks for readers of the table.
@@ -167,12 +168,8 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """name: as on the command line. shapes(device, quick): to measure; quick: tiny ones, only to see that it runs.
-
-    ours: the variant that must be right.
-    """
+    """name: as on the command line. shapes(device, quick): to measure; quick: tiny ones, only to see that it runs."""
 
     name: str
     shapes: Callable[[str, bool], list[Shape]]
     build: Callable[[Shape], Bench]
-    ours: str = "ours"

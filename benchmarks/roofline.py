@@ -40,7 +40,7 @@ def measure(device: str, dtype: str) -> Roofline:
         a, b = (torch.randn(size, size, device=device).to(each) for _ in range(2))
         variants.append(Variant(f"gemm {each}", partial(torch.mm, a, b, out=torch.empty_like(a))))
     times, _ = interleave(variants, Clock(device), rounds=7, budget_s=10)
-    best = {name: min(each.seconds) for name, each in times.items()}
+    best = {name: min(seconds) for name, seconds in times.items()}
     gemm = min(seconds for name, seconds in best.items() if name != "copy")
     found = Roofline(2 * size**3 / gemm, 2 * copied.nbytes / best["copy"])
     before = _best.get((device, dtype), found)
