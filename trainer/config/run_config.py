@@ -23,50 +23,32 @@ from marsrl.trainer.config.warm_start import WarmStartConfig
 
 
 class RunConfig(Settings):
-    preset: Literal["none"] = Field(
-        "none",
-        description="in a file or word: the shipped preset that it inherits beside the task's, or none; here, where all is "
-        "resolved: none",
-    )
+    preset: Literal["none"] = "none"
+    """in a file or word: the shipped preset that it inherits beside the task's, or none; here, where all is resolved: none"""
     run: RunSection = RunSection()
-    task: str = Field(
-        "arithmetic",
-        description="arithmetic; math: problems of data.train; qa: questions; or your own, FILE.py:CLASS (docs/own_task.md)",
-    )
-    task_options: dict[str, int | float | str | bool | None] = Field(
-        default_factory=dict, description="math and your own: workers (2), timeout_s (10), max_answer_chars (2000)"
-    )
+    task: str = "arithmetic"
+    """arithmetic; math: problems of data.train; qa: questions; or your own, FILE.py:CLASS (docs/own_task.md)"""
+    task_options: dict[str, int | float | str | bool | None] = Field(default_factory=dict)
+    """math and your own: workers (2), timeout_s (10), max_answer_chars (2000)"""
     data: DataConfig = DataConfig()
-    policies: dict[str, PolicyConfig] = Field(
-        default_factory=lambda: {"main": PolicyConfig()},
-        description="weights with an optimizer and engines of their own, by a name that `agents.<name>.policy` refers "
-        "to; one, `main`, where none is given",
-    )
-    orchestration: str = Field(
-        "verifier_corrector",
-        description="verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL); solver: a Solver alone, "
-        "plain RL; solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer agent over a search tool "
-        "(Dr. MAS; docs/search.md); debate; external: any program (docs/external.md); or your own, FILE.py:CLASS "
-        "(docs/own_team.md)",
-    )
+    policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
+    """weights with an optimizer and engines of their own, by a name that `agents.<name>.policy` refers to; one, `main`, where
+    none is given"""
+    orchestration: str = "verifier_corrector"
+    """verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL); solver: a Solver alone, plain RL;
+    solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer agent over a search tool (Dr. MAS;
+    docs/search.md); debate; external: any program (docs/external.md); or your own, FILE.py:CLASS (docs/own_team.md)"""
     orchestration_options: dict[str, int | float | str | bool | None] = Field(
-        default_factory=dict,
-        validate_default=True,
-        description="solver_verifier: max_loops (2); search_team: max_turns (4); debate: debaters (3), rounds (2)",
+        default_factory=dict, validate_default=True
     )
-    agents: dict[str, AgentConfig] = Field(
-        default_factory=dict,
-        validate_default=True,
-        description="the orchestration's agents; defaults for those not given",
-    )
-    external: ExternalConfig | None = Field(
-        None, description="the program that plays with orchestration=external (docs/external.md)"
-    )
+    """solver_verifier: max_loops (2); search_team: max_turns (4); debate: debaters (3), rounds (2)"""
+    agents: dict[str, AgentConfig] = Field(default_factory=dict, validate_default=True)
+    """the orchestration's agents; defaults for those not given"""
+    external: ExternalConfig | None = None
+    """the program that plays with orchestration=external (docs/external.md)"""
     tools: ToolsConfig = Field(ToolsConfig(), description="what the orchestration's agents can call")
-    judge: JudgeConfig | None = Field(
-        None,
-        description="a frozen policy that judges answers in place of the task (docs/judge.md); null: the task judges",
-    )
+    judge: JudgeConfig | None = None
+    """a frozen policy that judges answers in place of the task (docs/judge.md); null: the task judges"""
     rollout: RolloutConfig = RolloutConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     curate: CurateConfig = Field(CurateConfig(), description="marsrl curate: which problems are worth training on")

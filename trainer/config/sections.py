@@ -29,81 +29,50 @@ class RunSection(Settings):
     dir: str = Field("runs", description="where run directories go")
     steps: Count = Field(32, description="policy updates")
     seed: int = Field(0, ge=0, le=MOST_SEED, description="every generator of the run derives from it")
-    device: Literal["auto", "cuda", "cpu"] = Field(
-        "auto",
-        description="cuda: refused where PyTorch sees no GPU; auto: only where there is one that it does not see; cpu: never "
-        "(docs/install.md)",
-    )
-    resume: Annotated[Literal["off", "auto", "previous"], OFF] = Field(
-        "off",
-        description="auto: go on from the latest checkpoint of run.name, stop if it is damaged; previous: go back to the "
-        "newest whole one then",
-    )
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """cuda: refused where PyTorch sees no GPU; auto: only where there is one that it does not see; cpu: never
+    (docs/install.md)"""
+    resume: Annotated[Literal["off", "auto", "previous"], OFF] = "off"
+    """auto: go on from the latest checkpoint of run.name, stop if it is damaged; previous: go back to the newest whole one
+    then"""
     evaluate: bool = Field(True, description="evaluate before and after")
     eval_every: ZeroOrMore = Field(0, description="steps between evaluations on the way; 0 = none")
-    checkpoint_every: ZeroOrMore = Field(
-        0, description="steps between checkpoints, beside those of checkpoint_minutes; 0: none"
-    )
-    checkpoint_minutes: float = Field(
-        15.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="minutes between checkpoints, each at the end of a step: a crash loses no more and that step; 0: none",
-    )
+    checkpoint_every: ZeroOrMore = 0
+    """steps between checkpoints, beside those of checkpoint_minutes; 0: none"""
+    checkpoint_minutes: float = Field(15.0, ge=0, allow_inf_nan=False)
+    """minutes between checkpoints, each at the end of a step: a crash loses no more and that step; 0: none"""
     keep_checkpoints: Count = Field(2, description="how many of the last checkpoints stay")
     keep_every: ZeroOrMore = Field(0, description="checkpoints of steps divisible by it stay too; 0 = none")
-    async_checkpoint: bool = Field(
-        False, description="write checkpoints beside training, from copies in CPU memory (weights and optimizer state)"
-    )
-    silence_s: float = Field(
-        SILENCE_S,
-        gt=0,
-        le=LONGEST_S,
-        description="a rank or an engine whose process says nothing for so long is lost: the run ends, an engine is replaced",
-    )
-    token_log_every: ZeroOrMore = Field(
-        10,
-        description="steps between those of which single tokens are kept, for `marsrl view` (docs/view.md); 0 = none",
-    )
-    token_log_groups: Count = Field(
-        1,
-        description="whose tokens are kept of such a step: groups of each agent, at most 32 MiB together",
-    )
-    prometheus_port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="rank 0 answers Prometheus at 127.0.0.1:PORT/metrics (docs/prometheus.md); 0 = no port",
-    )
+    async_checkpoint: bool = False
+    """write checkpoints beside training, from copies in CPU memory (weights and optimizer state)"""
+    silence_s: float = Field(SILENCE_S, gt=0, le=LONGEST_S)
+    """a rank or an engine whose process says nothing for so long is lost: the run ends, an engine is replaced"""
+    token_log_every: ZeroOrMore = 10
+    """steps between those of which single tokens are kept, for `marsrl view` (docs/view.md); 0 = none"""
+    token_log_groups: Count = 1
+    """whose tokens are kept of such a step: groups of each agent, at most 32 MiB together"""
+    prometheus_port: int = Field(0, ge=0, le=65535)
+    """rank 0 answers Prometheus at 127.0.0.1:PORT/metrics (docs/prometheus.md); 0 = no port"""
     wandb: str | None = Field(None, description="wandb project; default: no wandb, no network")
 
 
 class DataConfig(Settings):
     """The problems, where the task reads them from files."""
 
-    train: Annotated[str | tuple[TrainFile, ...] | None, BeforeValidator(read_train_files)] = Field(
-        None,
-        description="jsonl, parquet or HF dataset directory, or a list of {path, count}, or of {path, weight} (docs/data.md); "
-        "null: the task generates problems",
-    )
-    eval: Annotated[str | tuple[EvalFile, ...] | None, BeforeValidator(read_eval_files)] = Field(
-        None,
-        description="problems to evaluate on: a path, or a list of paths and of {path, name, count, repeat}, whose metrics have "
-        "their names (docs/evaluate.md); null: some of data.train's are held out",
-    )
-    question_key: str | None = Field(
-        None, description="default: found from the first line (question, query, problem, prompt)"
-    )
-    answer_key: str | None = Field(
-        None, description="default: found from the first line (answer, final_answer, ans_box, label, ...)"
-    )
-    demonstrations: str | None = Field(
-        None, description="marsrl sft: jsonl of what agents should have written (docs/teachers.md)"
-    )
-    on_bad_line: Literal["error", "skip"] = Field(
-        "error",
-        description="a line of a data file without a problem or demonstration: stop and name it, or leave it out and count it",
-    )
+    train: Annotated[str | tuple[TrainFile, ...] | None, BeforeValidator(read_train_files)] = None
+    """jsonl, parquet or HF dataset directory, or a list of {path, count}, or of {path, weight} (docs/data.md); null: the task
+    generates problems"""
+    eval: Annotated[str | tuple[EvalFile, ...] | None, BeforeValidator(read_eval_files)] = None
+    """problems to evaluate on: a path, or a list of paths and of {path, name, count, repeat}, whose metrics have their names
+    (docs/evaluate.md); null: some of data.train's are held out"""
+    question_key: str | None = None
+    """default: found from the first line (question, query, problem, prompt)"""
+    answer_key: str | None = None
+    """default: found from the first line (answer, final_answer, ans_box, label, ...)"""
+    demonstrations: str | None = None
+    """marsrl sft: jsonl of what agents should have written (docs/teachers.md)"""
+    on_bad_line: Literal["error", "skip"] = "error"
+    """a line of a data file without a problem or demonstration: stop and name it, or leave it out and count it"""
 
 
 class SftConfig(Settings):
@@ -111,44 +80,32 @@ class SftConfig(Settings):
 
     epochs: Count = Field(1, description="how often each demonstration is trained")
     batch: Count = Field(32, description="demonstrations an optimizer step")
-    lr: float = Field(
-        1e-5, ge=0, description="learning rate at its peak; what else there is of policies.<name>.optimizer holds"
-    )
+    lr: float = Field(1e-5, ge=0)
+    """learning rate at its peak; what else there is of policies.<name>.optimizer holds"""
     warmup_steps: ZeroOrMore = Field(0, description="steps in which the learning rate rises to lr")
-    decay: Literal["constant", "linear", "cosine"] = Field(
-        "cosine", description="how it falls after that, to optimizer.final_lr_ratio"
-    )
-    held_out: Share = Field(
-        0.02, description="share of the demonstrations that is not trained, and whose loss is measured after each epoch"
-    )
+    decay: Literal["constant", "linear", "cosine"] = "cosine"
+    """how it falls after that, to optimizer.final_lr_ratio"""
+    held_out: Share = 0.02
+    """share of the demonstrations that is not trained, and whose loss is measured after each epoch"""
 
 
 class TrainerConfig(Settings):
     """Computation of a step's batch, and when the run gives up."""
 
-    max_tokens_per_micro_batch: Tokens = Field(
-        16384,
-        description="tokens that a rank computes at once, prompts included: at least the longest prompt with its "
-        "completion; more is faster and takes more memory, and changes no gradient",
-    )
+    max_tokens_per_micro_batch: Tokens = 16384
+    """tokens that a rank computes at once, prompts included: at least the longest prompt with its completion; more is faster
+    and takes more memory, and changes no gradient"""
     updates_per_step: Count = Field(1, description="optimizer steps a step, each on its part of the step's groups")
-    router_replay: Literal["none", "recompute", "rollout"] = Field(
-        "none",
-        description="experts forced in training: those of a forward pass under the step's starting weights (recompute, R2), "
-        "or those of decoding (rollout, R3; recorded by rollout.engine=local, and by vllm on GPUs)",
-    )
-    max_bad_steps: Count = Field(
-        3, description="consecutive steps with a non-finite loss or gradient before the run stops"
-    )
-    max_empty_steps: Count = Field(
-        20,
-        description="consecutive steps with samples of which none has a gradient before the run stops",
-    )
-    agent_grad_norm_every: ZeroOrMore = Field(
-        0,
-        description="steps between measurements of the gradient norm of each agent's share, a forward and backward pass an "
-        "agent; 0 = none",
-    )
+    router_replay: Literal["none", "recompute", "rollout"] = "none"
+    """experts forced in training: those of a forward pass under the step's starting weights (recompute, R2), or those of
+    decoding (rollout, R3; recorded by rollout.engine=local, and by vllm on GPUs)"""
+    max_bad_steps: Count = 3
+    """consecutive steps with a non-finite loss or gradient before the run stops"""
+    max_empty_steps: Count = 20
+    """consecutive steps with samples of which none has a gradient before the run stops"""
+    agent_grad_norm_every: ZeroOrMore = 0
+    """steps between measurements of the gradient norm of each agent's share, a forward and backward pass an agent; 0 =
+    none"""
     threads: int | None = Field(None, gt=0, le=MOST_RANKS, description="CPU threads of the trainer; default: torch's")
 
 
@@ -158,37 +115,23 @@ SyncBackend = Literal["auto", "shm", "nccl", "ipc"]
 class SyncConfig(Settings):
     """Transport of new weights to the engines."""
 
-    backend: SyncBackend = Field(
-        "auto",
-        description="shm: files that every engine reads; nccl: each rank's shards straight to the engines' GPUs; ipc: the "
-        "same between processes on one GPU; auto: ipc for rollout.placement=colocated, nccl for engines on GPUs of their own, "
-        "shm without GPUs or where sync.directory is set",
-    )
-    cpu_twin: bool = Field(
-        False, description="without CUDA: nccl over gloo, ipc over a file in /dev/shm (to try the path, not to be fast)"
-    )
-    bucket_mib: int = Field(
-        256, gt=0, le=MOST_MIB, description="nccl, ipc: what travels at once, MiB; each side holds one such buffer"
-    )
-    delta: bool = Field(
-        False,
-        description="nccl: send what has changed since the version before, where that is less; each rank keeps a second copy of "
-        "its weights for it (docs/weight_sync.md)",
-    )
-    host: str | None = Field(
-        None,
-        description="address of trainer rank 0 as the hosts of engines reach it, for nccl, ipc and rollout.ray_address=here; "
-        "default: found by the way to the Ray cluster, MASTER_ADDR or the default route",
-    )
-    timeout_s: float = Field(
-        600.0,
-        gt=0,
-        le=LONGEST_S,
-        description="nccl, ipc: an engine that takes nothing for so long while it is sent weights is lost",
-    )
-    directory: str | None = Field(
-        None,
-        description="shm: where the weights of a version are written for the engines, a folder that all their hosts see; "
-        "default: /dev/shm of rank 0's host",
-    )
+    backend: SyncBackend = "auto"
+    """shm: files that every engine reads; nccl: each rank's shards straight to the engines' GPUs; ipc: the same between
+    processes on one GPU; auto: ipc for rollout.placement=colocated, nccl for engines on GPUs of their own, shm without GPUs
+    or where sync.directory is set"""
+    cpu_twin: bool = False
+    """without CUDA: nccl over gloo, ipc over a file in /dev/shm (to try the path, not to be fast)"""
+    bucket_mib: int = Field(256, gt=0, le=MOST_MIB)
+    """nccl, ipc: what travels at once, MiB; each side holds one such buffer"""
+    delta: bool = False
+    """nccl: send what has changed since the version before, where that is less; each rank keeps a second copy of its weights
+    for it (docs/weight_sync.md)"""
+    host: str | None = None
+    """address of trainer rank 0 as the hosts of engines reach it, for nccl, ipc and rollout.ray_address=here; default: found
+    by the way to the Ray cluster, MASTER_ADDR or the default route"""
+    timeout_s: float = Field(600.0, gt=0, le=LONGEST_S)
+    """nccl, ipc: an engine that takes nothing for so long while it is sent weights is lost"""
+    directory: str | None = None
+    """shm: where the weights of a version are written for the engines, a folder that all their hosts see; default: /dev/shm
+    of rank 0's host"""
     verify_every: Count = Field(1, description="versions between probe comparisons; checksums are compared every time")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from marsrl.trainer.report.summary import Estimate, wilson_interval
+from marsrl.trainer.report.summary import UNKNOWN, Estimate, wilson_interval
 
 Array = npt.NDArray[np.float64]
 Statistic = Callable[[Array], Array]
@@ -41,7 +41,7 @@ def estimate_of(num_problems: int, num_samples: int, statistic: Statistic) -> Es
     """
     mean = float(statistic(np.ones((1, num_problems)))[0]) if num_problems else np.nan
     if np.isnan(mean):
-        return Estimate(mean=None, low=0.0, high=1.0, n=0)
+        return UNKNOWN
     mean = min(1.0, max(0.0, mean))
     low, high = bootstrap(num_problems, statistic)
     if high - low < 1e-12:

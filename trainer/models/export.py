@@ -73,10 +73,10 @@ def export(source: str | Path, out: str | Path, policy: str | None = None, *, me
     shape = read_shape(frame, needs_weights=False)
     about = json.loads((folder / "learner.json").read_text(encoding="utf-8"))
     if "adapter" not in about:
-        return Exported(folder, out, write_hf(out, hf_tensors(folder, shape), frame))
+        return Exported(folder, out, write_hf(out, hf_tensors(folder, shape, units(shape, 1)), frame))
     adapter = AdapterConfig.model_validate(about["adapter"])
     base = Path(about["base"]["path"])
-    tensors = dict(_tensors(folder, shape, adapter_units(shape, adapter, 1)))
+    tensors = dict(hf_tensors(folder, shape, adapter_units(shape, adapter, 1)))
     if merge:
         if weights_sum(base) != about["base"]["sum"]:
             raise ValueError(
@@ -164,13 +164,8 @@ def exported(run: Path) -> dict[str, Path]:
     return {policy: kept / policy for policy in policies}
 
 
-def hf_tensors(folder: Path, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) in the checkpoint's dtype and the order of the mapping; one layer's experts at most
-    are held."""
-    return _tensors(folder, shape, units(shape, 1))
-
-
-def _tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) in the checkpoint's dtype and the order of `wanted`; one layer's experts at most are held."""
     stored = _Stored(folder)
     for unit in wanted:
         whole = stored.whole(shape, unit)

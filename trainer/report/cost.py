@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.config import PolicyConfig, PriceConfig
-from marsrl.trainer.report.summary import Estimate, Evaluation, JudgeUsage, Latency, Usage, estimate
+from marsrl.trainer.report.summary import UNKNOWN, Estimate, Evaluation, JudgeUsage, Latency, Usage
 
 _ENOUGH_CALLS = 8  # calls in a step, below which a tool's errors are not meaningful
 _MOST_OF_AN_ERROR = 300  # characters
@@ -182,9 +182,8 @@ def episode_costs(evaluation: Evaluation) -> tuple[EpisodeCost, list[EpisodeCost
     episodes, used, latency = max(1, evaluation.num_episodes), evaluation.usage, evaluation.latency
     took = ("", "") if latency is None else (_seconds(latency.median_s), _seconds(latency.p95_s))
     whole = EpisodeCost("", evaluation.system, (*_used([*used.values()], episodes), *took))
-    unknown = estimate(0, 0)
     parts: list[tuple[str, Estimate | None, tuple[str, ...]]] = [
-        (f"{name} ({own.policy})", evaluation.agents.get(name, unknown), _used([own], episodes))
+        (f"{name} ({own.policy})", evaluation.agents.get(name, UNKNOWN), _used([own], episodes))
         for name, own in used.items()
     ]
     if (judge := evaluation.judge) is not None:

@@ -103,9 +103,7 @@ def read_metrics(path: Path) -> list[MetricsRow]:
 
 def parse_metrics(content: bytes, path: Path) -> Iterator[tuple[MetricsRow, bytes]]:
     """Every complete line in a file's content, with its parsed value; path: for the error of `read_metrics`."""
-    for number, line in enumerate(
-        content.split(b"\n")[:-1], start=1
-    ):  # what follows the last newline is torn, or empty
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # the last piece is torn, or empty
         try:
             values = json.loads(line)
             step = values.pop("step")
@@ -127,11 +125,7 @@ def _truncate(path: Path, last_step: int) -> int | None:
 
 def _start_wandb(project: str, run: RunDirectory, resume_step: int | None) -> Any:
     """Start a wandb run. It uses the network, so only if run.wandb names a project."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise RuntimeError(
-            f"run.wandb={project} asks for wandb, which is not installed; `pip install wandb`, or unset run.wandb"
-        ) from error
+    import wandb  # optional; preflight refuses run.wandb without it
+
     resume = "must" if resume_step else "allow" if run.existed else "never"  # 0: an earlier start may have failed
     return wandb.init(project=project, name=run.path.name, id=run.path.name, dir=str(run.path), resume=resume)

@@ -15,7 +15,7 @@ import bisect
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,8 @@ from marsrl.rollout.jsonl import BadLine
 from marsrl.trainer.commands.curate.rows import Decision, Row, Stage, encoded, from_line, to_line
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.answers import key_of
-from marsrl.trainer.runs.directory import names_file, write_json
+from marsrl.trainer.runs.directory import names_file, opened_atomically, write_json
+from marsrl.trainer.runs.existing_run import flat
 
 NUM_EXAMPLES = 6  # of each kind
 MAX_EXAMPLE_CHARS = 1500
@@ -167,22 +168,17 @@ class Pipeline:
 
     def _write_result(self, last: str) -> None:
         """Write curated.jsonl atomically."""
-        path = self._out / "curated.jsonl"
-        temporary = self._out / f".curated.{os.getpid()}.tmp"
-        try:
-            with names_file(path), temporary.open("wb") as file:
-                for row in self._kept(last):
-                    file.write(encoded(row.fields))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with opened_atomically(self._out / "curated.jsonl") as file:
+            file.writelines(encoded(row.fields) for row in self._kept(last))
 
     def _tell_what_is_redone(self, stages: Sequence[Stage], found: StageRecord | None) -> None:
         """Warn if decisions on disk are obsolete. found: of the first of these stages."""
         if any(self._file(stage.name, "stage.json").exists() for stage in stages):
-            changed = ["it was not there"] if found is None else _changed(found.settings, stages[0].settings)
+            changed = ["it was not there"]
+            if found is not None:
+                old, new = flat(found.settings), flat(stages[0].settings)
+                differ = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+                changed = [f"{key} is {str(new.get(key))[:200]}, was {str(old.get(key))[:200]}" for key in differ]
             why = "; ".join(changed) or "the stages before it are others"
             names = ", ".join(stage.name for stage in stages)
             self._console.warning(f"curate.{stages[0].name}: {why}. Done again: {names}")
@@ -201,15 +197,3 @@ class Pipeline:
 def _counts(tally: Tally) -> str:
     why = ", ".join(f"{count:,} {kind}" for kind, count in sorted(tally.dropped.items(), key=lambda e: -e[1]))
     return f"{tally.num_kept:,} kept, {tally.num_dropped:,} dropped{f' ({why})' if why else ''}"
-
-
-def _changed(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """ "threshold is 0.9, was 0.8", key by key."""
-    said = []
-    for key in {**old, **new}:
-        before, now = old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(now, Mapping):
-            said += _changed(before, now, f"{prefix}{key}.")
-        elif before != now:
-            said.append(f"{prefix}{key} is {str(now)[:200]}, was {str(before)[:200]}")
-    return said

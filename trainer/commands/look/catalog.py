@@ -40,9 +40,7 @@ FLAGS = {
 """Properties to filter by: the sample reached the maximum length; its verdict is wrong; it has no reward; the engine gave up;
 it gave a readable verdict."""
 
-_FILE = (
-    "read_parquet(?, hive_partitioning = false)"  # otherwise a folder called step=9 in the path would become a column
-)
+_FILE = "read_parquet(?, hive_partitioning = false)"  # else a folder called step=9 in the path became a column
 _TABLE = f"""CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
     parent VARCHAR, answer VARCHAR, verdict BOOLEAN, reward DOUBLE, correct DOUBLE, advantage DOUBLE, num_tokens INTEGER,
     age INTEGER, {", ".join(f'"is {name}" BOOLEAN' for name in FLAGS)})"""

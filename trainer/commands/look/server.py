@@ -27,8 +27,8 @@ from starlette.staticfiles import StaticFiles
 
 from marsrl.rollout.http_server import listen, serve
 from marsrl.trainer.commands.look.api import LISTS, Api
+from marsrl.trainer.commands.look.export import PAGES
 
-PAGES = Path(__file__).parent / "pages"
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
