@@ -40,9 +40,7 @@ from marsrl.trainer.schools.schools import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import WarmStart
 from marsrl.trainer.weights.sync import Standby, WeightSync
 
-_FEWEST_JUDGED = (
-    20  # answers, of one step or more: among fewer, one or two missing ones would already exceed a small share
-)
+_FEWEST_JUDGED = 20  # answers, of one step or more: among fewer, one or two missing ones exceed a small share
 _LANES = {"credit": "credit/main"}  # parts of a step with their own lane beside rank 0's
 
 

@@ -156,14 +156,14 @@ def _engines(installed: dict[str, str]) -> Iterator[Finding]:
 def _megatron(installed: dict[str, str]) -> Iterator[Finding]:
     chosen = choose_layers()
     has_te = chosen.layers == "transformer_engine"
-    fusions = choose_fusions(chosen)
     megatron = installed.get("megatron-core", "not installed: nothing trains")
     yield Finding("training", "megatron-core", "megatron-core" in installed, megatron)
     why = f"norms and linear layers: {chosen.why}" if has_te else chosen.why
     yield Finding("training", "layer spec: TransformerEngine", has_te, why)
     rest = "" if has_te else ", RMSNorm; megatron's linear layers"
     yield Finding("training", "layer spec: ours", True, f"packed attention and experts on marsrl.kernels{rest}")
-    yield Finding("training", "megatron's fused operations", not fusions.words.startswith("none"), fusions.words)
+    for name, reason in choose_fusions(chosen)._asdict().items():
+        yield Finding("training", f"megatron's fused {name.replace('_', ' ')}", reason is None, reason or "used")
 
 
 def sandbox_findings(settings: RunConfig) -> Iterator[Finding]:

@@ -8,15 +8,7 @@ from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config.policy import LayoutConfig, PolicyConfig
 
-OF_BASE = (
-    "model",
-    "shape",
-    "dtype",
-    "layout",
-    "recompute",
-    "layers",
-    "deterministic",
-)  # settings of the one frozen copy
+OF_BASE = ("model", "shape", "dtype", "layout", "recompute", "layers", "deterministic")  # of the one frozen copy
 
 
 def on_bases(policies: Mapping[str, PolicyConfig]) -> dict[str, PolicyConfig]:

@@ -171,19 +171,15 @@ class RunConfig(Settings):
     @classmethod
     def _vllm_of_policies_is_whole(cls, given: Any) -> Any:
         """Merge policies.<name>.vllm over rollout.vllm, key by key, so that the saved config is complete."""
-        rollout, policies = (
-            (given.get(key) for key in ("rollout", "policies")) if isinstance(given, dict) else (None, None)
-        )
-        common = rollout.get("vllm") if isinstance(rollout, dict) else None
-        if not isinstance(common, dict) or not isinstance(policies, dict):
-            return given
-        whole = {
-            name: {**policy, "vllm": {**common, **policy["vllm"]}}
-            if isinstance(policy, dict) and isinstance(policy.get("vllm"), dict)
-            else policy
-            for name, policy in policies.items()
-        }
-        return {**given, "policies": whole}
+        match given:
+            case {"rollout": {"vllm": dict(common)}, "policies": dict(policies)}:
+                whole = dict(policies)
+                for name, policy in policies.items():
+                    match policy:
+                        case {"vllm": dict(own)}:
+                            whole[name] = {**policy, "vllm": {**common, **own}}
+                return {**given, "policies": whole}
+        return given
 
     @field_validator("policies")
     @classmethod

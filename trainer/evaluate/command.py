@@ -16,7 +16,7 @@ from marsrl.trainer.evaluate.draws import EVALUATION, Kept
 from marsrl.trainer.models.export import exported
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.directory import RunDirectory, write_json
-from marsrl.trainer.runs.kept_prompts import keep_prompts, with_kept_prompts
+from marsrl.trainer.runs.existing_run import keep_settings
 from marsrl.trainer.runs.lock import RunLock
 
 
@@ -90,6 +90,5 @@ def _kept(stack: ExitStack, folder: Path, config: RunConfig, made_of: str) -> Ke
     folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(directory)
     stack.callback(lock.release)
-    keep_prompts(directory, config)
-    directory.write_config(with_kept_prompts(config).model_dump(mode="json"), made_of)
+    keep_settings(directory, config, made_of)
     return stack.enter_context(Kept(folder))

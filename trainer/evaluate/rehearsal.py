@@ -60,11 +60,7 @@ Answers = Mapping[str, Sequence[str]]
 
 
 def read_answers(path: Path, agents: Sequence[str]) -> Answers:
-    """A YAML file `agent: [text, ...]`.
-
-    Raises:
-        ValueError: invalid, or names an agent that the team does not have.
-    """
+    """A YAML file `agent: [text, ...]`. Raises ValueError: invalid, or names an agent that the team does not have."""
     try:
         table = yaml.safe_load(path.read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -219,12 +219,8 @@ def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int)
 
 def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: Work, kept_bytes: float) -> Job:
     """The training job for ranking layouts. kept_bytes: memory of each GPU reserved by engines."""
-    loss, replay, policy, adapters = (
-        config.loss,
-        config.trainer.router_replay,
-        config.policies[name],
-        config.adapters_in(name),
-    )
+    loss, replay = config.loss, config.trainer.router_replay
+    policy, adapters = config.policies[name], config.adapters_in(name)
     first = config.policies[next(each for each in config.policies_in(name) if each in config.trained_policies)]
     reference, scored_reference = None, None
     if loss.kl != "none":

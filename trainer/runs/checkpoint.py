@@ -76,11 +76,7 @@ class CheckpointWriter:
         self._pending: _Pending | None = None
 
     def save(
-        self,
-        step: int,
-        versions: Mapping[str, int],
-        learners: Mapping[str, Learner],
-        rollout: RolloutState | None,
+        self, step: int, versions: Mapping[str, int], learners: Mapping[str, Learner], rollout: RolloutState | None
     ) -> None:
         """Save a checkpoint after `step`; returns when it is complete, or with async once the state is copied.
 
@@ -106,12 +102,11 @@ class CheckpointWriter:
         policies = {name: each.begin_save(part / "policies" / name, copy=copy) for name, each in learners.items()}
         # A daemon: an interrupted run does not wait for it, and its partial files are no checkpoint.
         writer = Thread(target=_write, args=(policies,), name=f"checkpoint {step}", daemon=True)
+        self._pending = _Pending(step, policies, writer)
         if self._is_async:
             writer.start()
         else:
             writer.run()
-        self._pending = _Pending(step, policies, writer)
-        if not self._is_async:
             self.finish()
 
     def finish_if_written(self) -> None:
@@ -199,10 +194,7 @@ def is_due(run: RunSection, step: int, *, last: int, saved_s: float, is_asked: b
 
 
 def load_checkpoint(
-    run: RunDirectory,
-    learners: Mapping[str, Learner],
-    resume: Literal["auto", "previous"],
-    warn: Callable[[str], None],
+    run: RunDirectory, learners: Mapping[str, Learner], resume: Literal["auto", "previous"], warn: Callable[[str], None]
 ) -> Restored | None:
     """Restore every learner and return the rest; None if the run has no checkpoint yet. Collective.
 

@@ -3,7 +3,7 @@
 runs/<name>/
     lock                      held by the run that writes here; names its process (lock.py)
     config.yaml               the resolved settings
-    prompts/                  copies of the prompt files named there (kept_prompts.py)
+    prompts/                  copies of the prompt files named there (existing_run.py)
     metrics.jsonl             one object a step            (metrics.py)
     evaluations/step_N/       evaluation.json, and its draws, a line each (evaluate/draws.py)
     tensorboard/              the same, as event files
@@ -218,9 +218,8 @@ class RunDirectory:
             return cls(path)
         run = cls(path, existed=True)
         is_foreign = not path.is_dir() or (any(path.iterdir()) and not run.config.is_file())
-        if resume == "off" and (
-            is_foreign or run.has_begun or not run.lock.exists()
-        ):  # the lock: left by an earlier start
+        # the lock: left by an earlier start
+        if resume == "off" and (is_foreign or run.has_begun or not run.lock.exists()):
             go_on = "" if is_foreign else ", or set run.resume=auto to go on from its last checkpoint"
             raise ValueError(f"run.name={name}: {path} exists and is not overwritten; take another run.name{go_on}")
         if is_foreign:

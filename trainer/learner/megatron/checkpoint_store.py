@@ -214,7 +214,7 @@ class _Held:
         for item in plan.items:
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor), f"{item.index.fqn} is no tensor"
-            self.items.append((item, _copied(tensor) if self._copy else tensor.detach()))
+            self.items.append((item, tensor.detach().to("cpu", copy=True) if self._copy else tensor.detach()))
 
 
 class _SummedFile:
@@ -262,10 +262,6 @@ def _set_updates(optimizer: dict[str, Any], step: float) -> None:
         group["step"] = type(group["step"])(step)
     if not groups:
         optimizer.setdefault("state", {})["common_step"] = torch.tensor(step)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
 
 
 def _alone(tensor: Tensor) -> Tensor:

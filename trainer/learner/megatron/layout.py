@@ -27,11 +27,6 @@ class Layout:
     context: int
 
     @property
-    def uses_sequence_parallel(self) -> bool:
-        """Megatron's MoE under tensor parallelism needs it; it also saves activations."""
-        return self.tensor > 1
-
-    @property
     def words(self) -> str:
         """As a user would set it: `tensor 2, expert 8`; what is 1 is left out."""
         sizes = {"tensor": self.tensor, "expert": self.expert, "pipeline": self.pipeline, "context": self.context}

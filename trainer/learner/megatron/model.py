@@ -115,7 +115,7 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
-        sequence_parallel=layout.uses_sequence_parallel,
+        sequence_parallel=layout.tensor > 1,  # megatron's MoE needs it there; it also saves activations
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
