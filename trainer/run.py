@@ -1,6 +1,4 @@
-"""The operations of the loop (loop.py), on every rank: all update; rank 0 plays and evaluates (driver.py) and logs
-(report/step_log.py).
-"""
+"""The operations of the loop (loop.py), on every rank: all update; rank 0 plays, evaluates (driver.py) and logs."""
 
 from __future__ import annotations
 
@@ -265,8 +263,7 @@ class Run:
         barrier()
 
     def note_step(self, policy: str, stats: StepStats, mini_batches: tuple[MiniBatch, ...] | None) -> None:
-        """Count a skipped step and save its batch; rank 0 keeps the metrics and logged tokens. mini_batches: rank 0's.
-        Collective."""
+        """Count a skipped step and save its batch; rank 0 keeps metrics and logged tokens. mini_batches: rank 0's. Collective."""
         self.has_trained |= not stats.is_empty
         bad = self.bad_steps.setdefault(policy, [])
         if not stats.is_skipped:

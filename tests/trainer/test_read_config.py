@@ -86,7 +86,7 @@ def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
     config, _ = read_config(
         None, [*words, "policies.judge.vllm={kv_cache_mib: 512, dtype: bfloat16}", "rollout.engine=vllm"]
     )
-    main, judge = config.served_rollouts
+    main, judge = config.served_rollouts.values()
     assert (main.engines, judge.engines) == (2, 3) and main == config.rollout
     assert main.vllm.kv_cache_mib == 256 and judge.vllm.kv_cache_mib == 512  # 256: the preset's
     assert judge.vllm.max_num_seqs == 64 and config.engine_dtype("judge") == "bfloat16"

@@ -1,5 +1,4 @@
-"""Reasons why a run or engine cannot have its device. A GPU that PyTorch does not see is an error, never a reason to fall back to
-the CPU."""
+"""Reasons why a run or engine cannot have its device. A GPU that PyTorch does not see is an error: nothing falls back."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def free_gpus(config: RunConfig) -> int:
     """Ranks of a node: one for each of this host's GPUs not used by the config's engines; 1 without GPUs."""
     if config.rollout.placement == "local" or not torch.cuda.is_available():
         return 1
-    of_engines = num_engine_gpus(config.served_rollouts) if config.rollout.ray_address is None else 0
+    of_engines = num_engine_gpus(tuple(config.served_rollouts.values())) if config.rollout.ray_address is None else 0
     return max(1, torch.cuda.device_count() - of_engines)
 
 

@@ -86,22 +86,18 @@ def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained
             f"agents.{name}.max_response_tokens is {agent.max_response_tokens}, above rollout.max_response_tokens = "
             f"{config.rollout.max_response_tokens}: raise that"
         )
-    if agent.policy not in config.policies:
-        raise ValueError(
-            f"agents.{name}.policy is {agent.policy!r}, which is not under `policies` ({', '.join(config.policies)})"
-        )
-    policy = config.policies[agent.policy]
+    policy = named_policy(config, f"agents.{name}.policy", agent.policy)
     if agent.stop and policy.openai:
         raise ValueError(
             f"agents.{name}.stop is set, and policies.{agent.policy}.openai answers: its completions come without the "
             "text that ended them; give the agent a policy with an engine of ours, or leave stop out"
         )
     if is_trained and policy.frozen:
+        server = f" and served by policies.{agent.policy}.openai" if policy.openai else ""
+        now = "all" if config.credit.train_agents == "all" else ", ".join(config.credit.train_agents)
         raise ValueError(
-            f"agents.{name} is trained, but its policy {agent.policy} is frozen"
-            f"{' and served by policies.' + agent.policy + '.openai' if policy.openai else ''}"
-            f": name the agents to train in credit.train_agents (now {_listed(config.credit.train_agents)}), "
-            f"without {name}"
+            f"agents.{name} is trained, but its policy {agent.policy} is frozen{server}: name the agents to train in "
+            f"credit.train_agents (now {now}), without {name}"
         )
     if name in config.max_kept:
         _check_truncation(config, name, agent)
@@ -109,9 +105,7 @@ def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained
 
 def _check_teacher(config: RunConfig, name: str, teacher: TeacherConfig) -> None:
     key = f"agents.{name}.teacher.policy is {teacher.policy!r}"
-    policy = config.policies.get(teacher.policy)
-    if policy is None:
-        raise ValueError(f"{key}, which is not under `policies` ({', '.join(config.policies)})")
+    policy = named_policy(config, f"agents.{name}.teacher.policy", teacher.policy)
     if not policy.frozen or policy.openai is not None:
         why = "answered by a server, which does not score given tokens" if policy.frozen else "trained"
         raise ValueError(
@@ -195,9 +189,7 @@ def _check_engines_apart(rollout: RolloutConfig, key: str, does: str) -> None:
 
 def _check_judge(config: RunConfig, judge: JudgeConfig) -> None:
     key = f"judge.policy is {judge.policy!r}"
-    policy = config.policies.get(judge.policy)
-    if policy is None:
-        raise ValueError(f"{key}, which is not under `policies` ({', '.join(config.policies)})")
+    policy = named_policy(config, "judge.policy", judge.policy)
     if not policy.frozen:
         raise ValueError(
             f"{key}, which is trained: a judge that changes with those it judges says nothing of them; name a policy of its "
@@ -322,5 +314,8 @@ def _check_policy(key: str, policy: PolicyConfig) -> None:
         )
 
 
-def _listed(names: str | tuple[str, ...]) -> str:
-    return names if isinstance(names, str) else ", ".join(names)
+def named_policy(config: RunConfig, key: str, name: str) -> PolicyConfig:
+    """The policy that a setting names."""
+    if name not in config.policies:
+        raise ValueError(f"{key} is {name!r}, which is not under `policies` ({', '.join(config.policies)})")
+    return config.policies[name]

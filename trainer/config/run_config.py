@@ -13,13 +13,11 @@ from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
 from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tools.config import ToolsConfig
-from marsrl.trainer.config.adapters import on_bases
 from marsrl.trainer.config.agreement import check_agreement
 from marsrl.trainer.config.curate import CurateConfig
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
-from marsrl.trainer.config.policy import PolicyConfig
-from marsrl.trainer.config.sections import DataConfig, RunSection, SftConfig, SyncConfig, TrainerConfig
-from marsrl.trainer.config.warm_start import WarmStartConfig
+from marsrl.trainer.config.policy import PolicyConfig, on_bases
+from marsrl.trainer.config.sections import DataConfig, RunSection, SftConfig, SyncConfig, TrainerConfig, WarmStartConfig
 
 
 class RunConfig(Settings):
@@ -62,8 +60,7 @@ class RunConfig(Settings):
 
     @property
     def trains_whole(self) -> bool:
-        """True if all samples of a rollout instance are trained in one step, because their credit needs all of them, or the
-        outcome."""
+        """True if a rollout instance is trained in one step, because its credit needs all its samples, or the outcome."""
         team = find_orchestration(self.orchestration)
         needs_outcome = team.plays_sessions or any(spec.advises for spec in team.agents)
         return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome" or needs_outcome
@@ -121,10 +118,10 @@ class RunConfig(Settings):
         )
 
     @property
-    def served_rollouts(self) -> tuple[RolloutConfig, ...]:
-        """The rollout settings of each policy that has engines of ours."""
+    def served_rollouts(self) -> dict[str, RolloutConfig]:
+        """The rollout settings of each policy that has engines of ours, by name."""
         own = [name for name, policy in self.policies.items() if policy.openai is None and policy.base is None]
-        return tuple(self.rollout_of(name) for name in own)
+        return {name: self.rollout_of(name) for name in own}
 
     def policies_in(self, pool: str) -> tuple[str, ...]:
         """Policies that the engines of one decode for: it and those that are built on it."""

@@ -46,8 +46,7 @@ class Call(Schema):
 
 
 class Said(Schema):
-    """An answer that counts: its correctness (null: unknown), its beginning (null: no answer), and its completion's number of
-    tokens."""
+    """An answer that counts: its correctness (null: unknown), its beginning (null: no answer), and its completion's tokens."""
 
     correct: float | None
     answer: str | None = None

@@ -51,8 +51,7 @@ class FixedInputs:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Evaluates a team. Problems and fixed inputs do not depend on `seed`, draws on nothing else, so evaluations before and after
-    training are comparable.
+    """Evaluates a team. Problems and fixed inputs do not depend on `seed`, and draws on nothing else: evaluations compare.
 
     max_tokens: of one completion. policies: settings of the policies that answer. sets: problems to evaluate on; by default the
     task's held-out ones. identity: distinguishes the team's saved answers from another's, as JSON.

@@ -1,7 +1,6 @@
 """`marsrl try`: a team plays one problem with made-up answers, through the scheduler, rewards and credit of training.
 
-Without a model: a script answers, right or wrong at random, or from a table. It shows a team's asks, prompts and rewards before
-anything is trained.
+Without a model: a script answers, right or wrong at random, or from a table. It shows a team's asks, prompts and rewards.
 """
 
 from __future__ import annotations

@@ -141,8 +141,7 @@ def _merged(
 
 
 def exported(run: Path) -> dict[str, Path]:
-    """A Hugging Face directory for each trained policy, from the run's latest checkpoint: cached in its folder exported/ until
-    there is a later one.
+    """A Hugging Face directory for each trained policy, from the run's latest checkpoint, cached in its folder exported/.
 
     Raises:
         ValueError: the run has no whole checkpoint, or it is damaged.

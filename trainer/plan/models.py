@@ -77,8 +77,7 @@ KNOWN = {
 
 
 def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") -> ModelShape:
-    """The shape of the random model that a policy without a checkpoint starts from; shape: policies.<name>.shape; tokenizer: its
-    school's."""
+    """The shape of the random model that a policy without a checkpoint starts from. tokenizer: its school's."""
     from marsrl.rollout.tasks.registry import TOKENIZERS
     from marsrl.trainer.models.init_model import SHAPES
     from marsrl.trainer.schools.warm_start import SHAPE

@@ -114,8 +114,7 @@ def usage(
     agents: Mapping[str, AgentConfig],
     policies: Mapping[str, PolicyConfig],
 ) -> dict[str, Usage]:
-    """Usage of each agent. used: {agent: (input tokens, output tokens, engine seconds) of each call}; no prompt counts as
-    cached."""
+    """Usage of each agent. used: {agent: (input tokens, output tokens, engine seconds) of each call}; none is cached."""
     found = {}
     for agent, settings in agents.items():
         if own := used.get(agent):
@@ -168,8 +167,7 @@ class EpisodeClock:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCost:
-    """A row of the table: an agent with its policy, the judge or a tool; its accuracy, None if it does not answer; text for
-    each of COLUMNS."""
+    """A row of the table: an agent, the judge or a tool; its accuracy, None if it does not answer; text for each of COLUMNS."""
 
     name: str
     correct: Estimate | None

@@ -59,8 +59,7 @@ def sample_of(name: str, agents: Collection[str], policies: Collection[str]) -> 
 class MetricsPort:
     """Contents of the metrics port. A prometheus_client collector: read by server threads, written by the run's.
 
-    num_steps: run.steps. engines: {policy: serving engines}; silences_s: {rank: seconds since its last heartbeat}; both are
-    called at each scrape.
+    num_steps: run.steps. engines: {policy: serving engines}; silences_s: {rank: seconds since its last beat}; at each scrape.
     """
 
     def __init__(

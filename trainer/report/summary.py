@@ -144,8 +144,7 @@ class JudgeUsage(Usage):
 
 
 class Latency(Schema):
-    """Seconds of an episode from its first request to its end, under the evaluation's load (docs/evaluate.md): median and 95th
-    percentile of n."""
+    """Seconds of an episode from its first request to its end, under the evaluation's load (docs/evaluate.md): quantiles of n."""
 
     median_s: float = Field(ge=0)
     p95_s: float = Field(ge=0)

@@ -10,7 +10,7 @@ runs/<name>/
     samples/step_N.parquet    every sample of a step       (samples_log.py)
     tokens/step_N.parquet     numbers of single tokens, every run.token_log_every steps (token_log.py)
     trace.json                timeline                     (trace.py)
-    warnings.jsonl            warnings of the run          (warnings_log.py)
+    warnings.jsonl            warnings of the run          (metrics.py)
     checkpoints/step_N/       and checkpoints/latest, a text file that names the last complete one
     evaluation_before.json    of the weights before the first step
     data.json                 fingerprints of the problems at the start

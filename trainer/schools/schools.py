@@ -33,8 +33,7 @@ class School(ABC):
     """Generates one team's lessons: traces of tutors that slip, and drills. A seed gives the same lessons on every rank.
 
     tokenizer: key of rollout.tasks.registry.TOKENIZERS. alone: agent whose loss ends phase 1; judged: agent whose loss ends
-    phase 2. section: the part of config.warm_start specific to this school, or None. wants: for messages, the
-    settings it can teach.
+    phase 2. section: its own part of config.warm_start, or None. wants: settings it can teach.
     """
 
     tokenizer: ClassVar[str]

@@ -1,7 +1,6 @@
 """Cross-entropy on demonstrations by the learner of RL: the policy gradient with a token's weight in the advantage's place.
 
-The one optimizer step of `marsrl sft` and of the warm start (trainer/schools). Every rank holds all demonstrations and packs its
-own share.
+The one optimizer step of `marsrl sft` and of the warm start (trainer/schools). Every rank packs its share.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Best of n: the number of right answers among n by the config's team; never and (nearly) always right teach nothing.
 
-The answers are those of `marsrl evaluate` (Evaluator.correctness): any orchestration, the sampling of the section evaluate,
-the judge of the task.
+The answers are those of `marsrl evaluate` (Evaluator.correctness): any team, sampled by the section evaluate, the task's judge.
 """
 
 from __future__ import annotations

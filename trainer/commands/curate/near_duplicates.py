@@ -1,7 +1,6 @@
 """Near-duplicate questions: MinHash finds candidates (rensa), their shingles decide.
 
-A row is compared with the earlier rows that were kept, so the first of similar rows stays, and the result depends only on the
-order of the rows.
+A row is compared with the earlier rows that were kept, so the first of similar rows stays: only the order of rows matters.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ def _low_halves(sketch: Any) -> np.ndarray:
 
 
 def as_compared(question: str) -> str:
-    """The normalised question: ignores case, equivalent characters (NFKC) and control characters; white space becomes single
-    spaces."""
+    """The normalised question: ignores case, equivalent characters (NFKC), control characters and repeated spaces."""
     text = unicodedata.normalize("NFKC", question).casefold()
     if not text.isprintable():
         text = "".join(c if c.isprintable() else " " for c in text)

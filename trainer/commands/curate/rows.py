@@ -66,8 +66,7 @@ class Stage:
 
 
 def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answer_key: str | None) -> Iterator[Row]:
-    """Every row of the inputs, including those without a problem; with several inputs, ids begin with the index, as for
-    data.train."""
+    """Every row of the inputs, those without a problem included; of several inputs, ids begin with the index."""
     number = 0
     for place, path in enumerate(paths):
         for found in read_problem_rows(path, task, question_key, answer_key):

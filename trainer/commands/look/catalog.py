@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 import duckdb
 from pydantic import BaseModel, ConfigDict
 
-from marsrl.trainer.report.metrics import parse_metrics
+from marsrl.trainer.report.metrics import parse_metrics, read_warnings
 from marsrl.trainer.report.samples_log import sample_files
 from marsrl.trainer.report.trace import Span, read_trace
-from marsrl.trainer.report.warnings_log import read_warnings
 from marsrl.trainer.runs.directory import RunDirectory
 
 T = TypeVar("T")
@@ -70,8 +69,7 @@ class Filter(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sample in a list; its texts are in the samples file of `step`, at `line`. age: versions between its oldest token and its
-    training."""
+    """A sample in a list; its texts are in the samples file of `step`, at `line`. age: versions from its oldest token on."""
 
     step: int
     line: int
@@ -92,8 +90,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """At most PAGE samples. num: number that pass; None: not counted. next: the next page begins below this (step, line); None
-    for the last page."""
+    """At most PAGE samples. num: number that pass; None: not counted. next: the next page begins below it (step, line)."""
 
     rows: list[Row]
     num: int | None

@@ -37,8 +37,7 @@ class Place:
 class Compared:
     """One run, or one evaluation alone.
 
-    rewards: mean over all agents by place; draws: of the last evaluation; settings: by dotted key, "200, then 22" if changed on
-    resume.
+    rewards: mean over all agents by place; draws: of the last evaluation; settings: by dotted key, "200, then 22" on resume.
     """
 
     evaluations: tuple[tuple[Place, Evaluation], ...]
@@ -53,8 +52,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Mean difference over the num_problems that both have, with its 95% interval; for a single problem low and high are the
-    mean."""
+    """Mean difference over the num_problems that both have, with its 95% interval; for one problem that is the mean."""
 
     mean: float
     low: float

@@ -29,8 +29,7 @@ def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
 
 
 def _nearest(files: Mapping[int, Path], step: int) -> TokenLog | None:
-    """The log of the step itself or of the nearest readable one. Damage of the step's own file is raised, other damaged
-    files are skipped."""
+    """The log of the step itself or of the nearest readable one. Only damage of the step's own file is raised."""
     for each in sorted(files, key=lambda each: (abs(each - step), each)):
         try:
             return read_tokens(files[each])

@@ -135,8 +135,7 @@ class Pair(nn.Module):
 class ActiveAdapters:
     """Adapters of a micro-batch, its tokens laid together by adapter in this order.
 
-    counts: [adapters] int64, tokens of each; None: there is one adapter. own: the same among the tokens that are this
-        tensor-parallel rank's.
+    counts: [adapters] int64, tokens of each; None: there is one adapter. own: of this tensor-parallel rank's tokens.
     """
 
     adapters: tuple[Adapter, ...]
