@@ -85,8 +85,7 @@ def join_ranks(
 def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
     """The run, ready for the loop; on exit, engines, workers, files and process groups are closed in turn.
 
-    Args:
-        directory: rank 0's run directory (made before anything starts); None elsewhere.
+    directory: rank 0's run directory (made before anything starts); None elsewhere.
     """
     config = checked.config
     if config.trainer.threads is not None:
@@ -298,10 +297,9 @@ def open_pool(
 ) -> EnginePool:
     """The engines of one policy and of those that are built on it, or its end of a server.
 
-    Args:
-        model: its directory.
-        max_model_len: prompt and completion together, tokens.
-        deadline_s: of a server's answer; None: callers do not wait.
+    model: its directory.
+    max_model_len: prompt and completion together, tokens.
+    deadline_s: of a server's answer; None: callers do not wait.
     """
     policy, served = config.policies[name], config.policies_in(name)
     if policy.openai is not None:

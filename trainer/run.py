@@ -177,8 +177,7 @@ class Run:
     def play(self) -> StepBatch | None:
         """This stage's finished groups; None on ranks other than 0, which wait for them. Collective.
 
-        Raises:
-            Stopped: rank 0 was asked to stop; the previous step is saved, and nothing of this one.
+        Raises Stopped: rank 0 was asked to stop; the previous step is saved, and nothing of this one.
         """
         self.consumed_version = max(self.versions[policy] for policy in self.learners)
         title = f"step {self.step}/{self.config.run.steps} rollout"
@@ -288,10 +287,9 @@ class Run:
     def stop_if_unusable(self, batch: StepBatch | None) -> None:
         """Called when the step's metrics and samples are on disk. Collective; `batch` is rank 0's, None elsewhere.
 
-        Raises:
-            RuntimeError: more than rollout.max_error_share of the step ended in errors; the judge left more than
-                judge.max_missing_share unjudged; it has no completion and none is under way; or trainer.max_empty_steps steps
-                in a row had samples of which none had a gradient (on all ranks at once).
+        Raises RuntimeError: more than rollout.max_error_share of the step ended in errors; the judge left more than
+        judge.max_missing_share unjudged; it has no completion and none is under way; or trainer.max_empty_steps steps in a
+        row had samples of which none had a gradient (on all ranks at once).
         """
         reason = ""
         if self.driver is not None and batch is not None:
@@ -310,8 +308,7 @@ class Run:
     def stop_if_diverged(self) -> None:
         """Called when the step's metrics and samples are on disk.
 
-        Raises:
-            RuntimeError: trainer.max_bad_steps steps in a row had a non-finite loss or gradient (on all ranks at once).
+        Raises RuntimeError: trainer.max_bad_steps steps in a row had a non-finite loss or gradient (on all ranks at once).
         """
         for policy, bad in self.bad_steps.items():
             if len(bad) >= self.config.trainer.max_bad_steps:
@@ -385,8 +382,7 @@ class Run:
         """Save a checkpoint if run.checkpoint_every or run.checkpoint_minutes says so, after the last step, and if a rank was
         asked to stop. Collective.
 
-        Raises:
-            Stopped: a rank was asked to stop, on all ranks; the step is saved.
+        Raises Stopped: a rank was asked to stop, on all ranks; the step is saved.
         """
         self.checkpoints.finish_if_written()
         is_asked, last = self.stop.is_asked, self.config.run.steps

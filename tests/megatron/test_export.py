@@ -63,14 +63,14 @@ def test_a_directory_comes_back_bit_for_bit_and_so_do_trained_weights(
     trained = weights(policy)
     assert not torch.equal(trained["model.norm.weight"], untouched["model.norm.weight"])
     save(policy, tmp_path / "main")
-    done = export(whole_run(tmp_path, tmp_path / "main").path, tmp_path / "out")
+    _, num_bytes = export(whole_run(tmp_path, tmp_path / "main").path, tmp_path / "out")
     policy.held().save_hf(tmp_path / "direct", source)
     for folder in (tmp_path / "out", tmp_path / "direct"):
         found = load_file(folder / "model.safetensors")
         assert found.keys() == trained.keys() and all(torch.equal(found[n], trained[n]) for n in trained)
         assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in source.iterdir())
         assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
-    assert done.num_bytes == sum(t.nbytes for t in trained.values())
+    assert num_bytes == sum(t.nbytes for t in trained.values())
     with pytest.raises(ValueError, match="exists"):
         policy.held().save_hf(tmp_path / "direct", source)
     if dtype == "float32":

@@ -33,9 +33,8 @@ def driver_version() -> str | None:
 def why_not_device(asked: Device = "auto") -> str | None:
     """Reason why PyTorch cannot compute on the device asked for; None: it can.
 
-    Args:
-        asked: auto is the CPU only if no GPU is available: without a driver, or with an empty CUDA_VISIBLE_DEVICES. If
-            PyTorch sees no GPU, MARSRL_DEVICE=cpu overrides any value with cpu.
+    asked: auto is the CPU only if no GPU is available: without a driver, or with an empty CUDA_VISIBLE_DEVICES. If
+        PyTorch sees no GPU, MARSRL_DEVICE=cpu overrides any value with cpu.
     """
     import torch
 

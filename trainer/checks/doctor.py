@@ -40,9 +40,8 @@ class Finding(NamedTuple):
 def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node: int | None = None) -> list[Finding]:
     """All findings. Runs only a snippet in a sandbox, and briefly joins the Ray cluster that the config names, if any.
 
-    Args:
-        config: also report its outcome on this host; None: check what default settings need.
-        num_nodes, ranks_per_node: torchrun's options; None: a rank for each GPU not used by engines.
+    config: also report its outcome on this host; None: check what default settings need.
+    num_nodes, ranks_per_node: torchrun's options; None: a rank for each GPU not used by engines.
     """
     installed, settings = library_versions(LIBRARIES), config or RunConfig()
     libraries = {name: f"{installed.get(name, 'not installed')}: {purpose}" for name, purpose in LIBRARIES.items()}

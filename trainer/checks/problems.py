@@ -41,10 +41,6 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
     """Problems of the files or of a user's own task, with some held out if none are given for evaluation.
 
     given: to evaluate on, in place of the files' (see preflight). Without training, problems to evaluate on suffice.
-
-    Raises:
-        ValueError: a file is invalid, or does not fit the task.
-        OSError: a file cannot be read.
     """
     found = read_data(config) if given is None else RunProblems((), given)
     of_train, of_eval = sources(config.task)

@@ -44,11 +44,7 @@ from marsrl.trainer.supervised.imitation import imitate, measured_loss, supervis
 
 
 def sft(config_file: str | None, settings: Sequence[str]) -> int:
-    """Exit codes: 0 done, 1 it failed, 130 interrupted.
-
-    Raises:
-        ValueError: the settings, the demonstrations or a model cannot be used.
-    """
+    """Exit codes: 0 done, 1 it failed, 130 interrupted. Raises ValueError for settings and files that cannot be used."""
     is_first, directory = int(os.environ.get("RANK", "0")) == 0, None
     config, origin = read_config(config_file, settings)
     with origin.places_in_errors():

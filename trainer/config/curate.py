@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from marsrl.rollout.config import Settings
-from marsrl.trainer.config.sections import Count, Share, Tokens, ZeroOrMore
+from marsrl.rollout.config import Count, CountOr0, Settings, Share, Tokens
 
 Fate = Literal["drop", "keep"]
 _LEAST_FOUND = 0.9
@@ -71,7 +70,7 @@ class BestOfNConfig(Settings):
     """Answers of the config's team: what it always gets right, or never, teaches nothing."""
 
     n: Count = Field(16, description="answers of the whole team to each question")
-    keep: tuple[ZeroOrMore, ZeroOrMore] = (1, 11)
+    keep: tuple[CountOr0, CountOr0] = (1, 11)
     """fewest and most right answers of a question that is kept"""
     missing: Fate = Field("drop", description="questions that too many unknown answers leave undecided")
     max_missing_share: Share = Field(0.1, description="of such questions; with more the command stops")

@@ -105,8 +105,7 @@ def _scalar(value: Any) -> str:
 def explained(name: str, config: RunConfig, origin: ConfigOrigin) -> str:
     """Type, default and meaning of a key or section, and its value in these settings.
 
-    Raises:
-        ConfigError: no such key; the message names the nearest.
+    Raises ConfigError: no such key; the message names the nearest.
     """
     where = name.split(".")
     generic = as_key(where)

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from marsrl.rollout.config import Settings
-from marsrl.trainer.config.sections import OFF, Tokens
+from marsrl.rollout.config import Settings, Tokens
+from marsrl.trainer.config.sections import OFF
 
 ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and value != "all" else value)
 """`credit.train_agents=solver` means [solver]."""
@@ -84,8 +84,8 @@ class LossConfig(Settings):
     def _correction_corrects(self) -> LossConfig:
         if self.old_policy == "sais" and self.correction != "none":
             raise ValueError(
-                f"loss.correction={self.correction} changes nothing with loss.old_policy=sais, whose ratio is to the "
-                "rollout's own log-probs already: set loss.correction=none, or loss.old_policy=pois or recompute"
+                f"loss.correction={self.correction} changes nothing with loss.old_policy=sais, whose ratio is the correction: "
+                "set none, or loss.old_policy=pois or recompute"
             )
         return self
 

@@ -8,9 +8,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from marsrl.rollout.adapter import AdapterConfig
-from marsrl.rollout.config import MOST_RANKS, OpenAIOptions, Settings, VllmOptions
+from marsrl.rollout.config import MOST_RANKS, CountOr0, OpenAIOptions, Ranks, Settings, Share, VllmOptions
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.trainer.config.sections import Ranks, Share, ZeroOrMore
 
 
 class LayoutConfig(Settings):
@@ -35,7 +34,7 @@ class OptimizerConfig(Settings):
 
     lr: float = Field(1e-6, ge=0)
     """learning rate at its peak; lower it where actor/entropy or actor/grad_norm runs away (docs/troubleshooting.md)"""
-    warmup_steps: ZeroOrMore = 0
+    warmup_steps: CountOr0 = 0
     """steps in which the learning rate rises from lr / warmup_steps to lr"""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """how the learning rate falls after the warm-up, to final_lr_ratio at run.steps"""
@@ -57,13 +56,11 @@ class OptimizerConfig(Settings):
     def _parts_agree(self) -> OptimizerConfig:
         if self.offload and not self.distributed:
             raise ValueError(
-                "optimizer.offload needs optimizer.distributed (Megatron's precision-aware optimizer); set distributed=true, or "
-                "leave offload out"
+                "optimizer.offload needs optimizer.distributed: set distributed=true, or leave offload out"
             )
         if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
             raise ValueError(
-                f"optimizer.overlap_param_gather needs optimizer.distributed (found {self.distributed}) and "
-                f"optimizer.overlap_grad_reduce (found {self.overlap_grad_reduce}); set both, or leave it off"
+                "optimizer.overlap_param_gather needs optimizer.distributed and optimizer.overlap_grad_reduce: set both"
             )
         return self
 
@@ -130,8 +127,7 @@ OF_BASE = ("model", "shape", "dtype", "layout", "recompute", "layers", "determin
 def on_bases(policies: Mapping[str, PolicyConfig]) -> dict[str, PolicyConfig]:
     """The policies with what a base says of its model said of those that are built on it.
 
-    Raises:
-        ValueError: a base is missing or is none, or a policy contradicts its base.
+    Raises ValueError: a base is missing or is none, or a policy contradicts its base.
     """
     return {
         name: policy if policy.base is None else _on_base(policies, name, policy) for name, policy in policies.items()
@@ -150,7 +146,7 @@ def _on_base(policies: Mapping[str, PolicyConfig], name: str, policy: PolicyConf
         raise ValueError(f"{key}, which a server answers for (engine: openai): an adapter needs its weights here")
     if policy.adapter is None:
         raise ValueError(
-            f"{key}, and policies.{name}.adapter is not set: an adapter is what is trained of it, set adapter={{}}"
+            f"{key}, and policies.{name}.adapter is not set: an adapter is what is trained of it, set {{}}"
         )
     if policy.frozen:
         raise ValueError(f"{key}, and policies.{name}.frozen is true: a policy is built on another one to be trained")
@@ -158,9 +154,7 @@ def _on_base(policies: Mapping[str, PolicyConfig], name: str, policy: PolicyConf
         own, given = getattr(policy, setting), getattr(base, setting)
         if setting in policy.model_fields_set and own != given:
             own, given = (value.model_dump() if isinstance(value, LayoutConfig) else value for value in (own, given))
-            raise ValueError(
-                f"policies.{name}.{setting} is {own}, and it has its base's ({policy.base}: {given}): leave it out"
-            )
+            raise ValueError(f"policies.{name}.{setting} is {own}, and it has its base's ({given}): leave it out")
     return policy.model_copy(update={setting: getattr(base, setting) for setting in OF_BASE})
 
 
@@ -175,7 +169,7 @@ def why_not_adapter(adapter: AdapterConfig, shape: ModelShape, layout: LayoutCon
     expert_tensor = layout.expert_tensor or (layout.tensor if layout.expert == 1 else 1)
     if expert_tensor > 1:
         return (
-            f"adapter.targets names experts, and layout.expert_tensor is {expert_tensor}: adapters of experts are not cut, set "
-            "layout.expert above 1 with expert_tensor 1, or leave experts out"
+            f"adapter.targets names experts, which layout.expert_tensor={expert_tensor} cuts: set layout.expert above 1 with "
+            "expert_tensor 1, or leave experts out"
         )
     return None

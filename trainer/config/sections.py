@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from marsrl.rollout.config import LONGEST_S, MOST, MOST_MIB, MOST_RANKS, MOST_TOKENS, SILENCE_S, Settings
+from marsrl.rollout.config import LONGEST_S, MOST_MIB, MOST_RANKS, SILENCE_S, Count, CountOr0, Settings, Share, Tokens
 from marsrl.rollout.tasks.config import (
     DualSystemSlips,
     EvalFile,
@@ -21,12 +21,6 @@ OFF = BeforeValidator(lambda value: "off" if value is False else value)
 
 
 MOST_SEED = 2**31 - 1  # Megatron adds to it, and NumPy's generators take 32 bits
-
-Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
-Tokens = Annotated[int, Field(gt=0, le=MOST_TOKENS)]
-Count = Annotated[int, Field(gt=0, le=MOST)]
-ZeroOrMore = Annotated[int, Field(ge=0, le=MOST)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class RunSection(Settings):
@@ -43,18 +37,18 @@ class RunSection(Settings):
     """auto: go on from the latest checkpoint of run.name, stop if it is damaged; previous: go back to the newest whole one
     then"""
     evaluate: bool = Field(True, description="evaluate before and after")
-    eval_every: ZeroOrMore = Field(0, description="steps between evaluations on the way; 0 = none")
-    checkpoint_every: ZeroOrMore = 0
+    eval_every: CountOr0 = Field(0, description="steps between evaluations on the way; 0 = none")
+    checkpoint_every: CountOr0 = 0
     """steps between checkpoints, beside those of checkpoint_minutes; 0: none"""
     checkpoint_minutes: float = Field(15.0, ge=0, allow_inf_nan=False)
     """minutes between checkpoints, each at the end of a step: a crash loses no more and that step; 0: none"""
     keep_checkpoints: Count = Field(2, description="how many of the last checkpoints stay")
-    keep_every: ZeroOrMore = Field(0, description="checkpoints of steps divisible by it stay too; 0 = none")
+    keep_every: CountOr0 = Field(0, description="checkpoints of steps divisible by it stay too; 0 = none")
     async_checkpoint: bool = False
     """write checkpoints beside training, from copies in CPU memory (weights and optimizer state)"""
     silence_s: float = Field(SILENCE_S, gt=0, le=LONGEST_S)
     """a rank or an engine whose process says nothing for so long is lost: the run ends, an engine is replaced"""
-    token_log_every: ZeroOrMore = 10
+    token_log_every: CountOr0 = 10
     """steps between those of which single tokens are kept, for `marsrl view` (docs/view.md); 0 = none"""
     token_log_groups: Count = 1
     """whose tokens are kept of such a step: groups of each agent, at most 32 MiB together"""
@@ -89,7 +83,7 @@ class SftConfig(Settings):
     batch: Count = Field(32, description="demonstrations an optimizer step")
     lr: float = Field(1e-5, ge=0)
     """learning rate at its peak; what else there is of policies.<name>.optimizer holds"""
-    warmup_steps: ZeroOrMore = Field(0, description="steps in which the learning rate rises to lr")
+    warmup_steps: CountOr0 = Field(0, description="steps in which the learning rate rises to lr")
     decay: Literal["constant", "linear", "cosine"] = "cosine"
     """how it falls after that, to optimizer.final_lr_ratio"""
     held_out: Share = 0.02
@@ -110,7 +104,7 @@ class TrainerConfig(Settings):
     """consecutive steps with a non-finite loss or gradient before the run stops"""
     max_empty_steps: Count = 20
     """consecutive steps with samples of which none has a gradient before the run stops"""
-    agent_grad_norm_every: ZeroOrMore = 0
+    agent_grad_norm_every: CountOr0 = 0
     """steps between measurements of the gradient norm of each agent's share, a forward and backward pass an agent; 0 =
     none"""
     threads: int | None = Field(None, gt=0, le=MOST_RANKS, description="CPU threads of the trainer; default: torch's")
@@ -152,14 +146,14 @@ _ACCURACY = (
 class SearchTeamLessons(SearchSlips):
     """Lessons of the search team about linked facts."""
 
-    drills: ZeroOrMore = Field(4, description="documents and questions about them, a step in phase 2")
+    drills: CountOr0 = Field(4, description="documents and questions about them, a step in phase 2")
     accuracy: tuple[float, float] = Field((0.35, 0.65), description=_ACCURACY.format("the whole team"))
 
 
 class DualSystemLessons(DualSystemSlips):
     """Lessons of System 2 and System 1 about linked facts and calculations."""
 
-    drills: ZeroOrMore = Field(4, description="documents and questions about them, a step in phase 2")
+    drills: CountOr0 = Field(4, description="documents and questions about them, a step in phase 2")
     accuracy: tuple[float, float] = Field((0.35, 0.65), description=_ACCURACY.format("the whole team"))
 
 
@@ -174,7 +168,7 @@ class WarmStartConfig(Settings):
     weight_decay: float = Field(0.01, ge=0, description="AdamW's")
     router_aux_loss: float = Field(0.01, ge=0)
     """coefficient of the MoE load-balancing loss, without which random routers settle on a few experts"""
-    warmup_steps: ZeroOrMore = Field(50, description="first steps of phase 1, in which the learning rate rises to lr")
+    warmup_steps: CountOr0 = Field(50, description="first steps of phase 1, in which the learning rate rises to lr")
     solver_batch: Count = Field(32, description="problems (search team: drills) a step in phase 1 (one role alone)")
     solver_loss: float = Field(0.10, gt=0, description="phase 1 ends when the averaged loss is below it")
     max_solver_steps: Count = Field(900, description="phase 1 ends after so many steps, whatever the loss")
@@ -182,11 +176,11 @@ class WarmStartConfig(Settings):
     verifier_loss: float = Field(0.17, gt=0)
     """the learning rate falls from when the averaged loss is below it"""
     max_team_steps: Count = Field(400, description="of phase 2 at the full learning rate")
-    decay_steps: ZeroOrMore = Field(170, description="then, the learning rate falling to a tenth")
+    decay_steps: CountOr0 = Field(170, description="then, the learning rate falling to a tenth")
     verdict_weight: float = Field(6.0, gt=0, description="loss weight of verdict tokens")
-    equality_drills: ZeroOrMore = Field(64, description="`are these digits equal` drills a step")
-    table_drills: ZeroOrMore = Field(256, description="single operations a step in phase 1")
-    short_steps: ZeroOrMore = Field(120, description="first steps of phase 1, on short problems")
+    equality_drills: CountOr0 = Field(64, description="`are these digits equal` drills a step")
+    table_drills: CountOr0 = Field(256, description="single operations a step in phase 1")
+    short_steps: CountOr0 = Field(120, description="first steps of phase 1, on short problems")
     slip_solver_phase1: Share = Field(0.03, description="wrong lines of the Solver's tutor in phase 1, as a share")
     slip_solver: Share = 0.10
     """the same in phase 2: fewer slips leave RL less to improve (docs/cpu_default.md)"""

@@ -23,8 +23,7 @@ from marsrl.trainer.runs.lock import RunLock
 def settings_of_run(run: Path) -> tuple[str, list[str]]:
     """(config file, words) to evaluate the run's team with the weights of its latest checkpoint.
 
-    Raises:
-        ValueError: no run, or a run without a complete checkpoint.
+    Raises ValueError: no run, or a run without a complete checkpoint.
     """
     config = RunDirectory(run).config
     if not config.is_file():
@@ -45,9 +44,6 @@ def evaluate_alone(
 
     The fixed inputs are collected from the team itself. out: a folder for the evaluation and every finished draw; an earlier
     evaluation in it is resumed.
-
-    Raises:
-        ValueError: the settings, the data or the model cannot be used.
     """
     console = RunConsole()
     config, origin = read_config(config_file, settings, trains=False)

@@ -118,8 +118,7 @@ class Evaluator:
 
         kept: this evaluation's saved results by these weights, which are not repeated; new ones are added.
 
-        Raises:
-            RuntimeError: a judge left more answers unjudged than judge.max_missing_share.
+        Raises RuntimeError: a judge left more answers unjudged than judge.max_missing_share.
         """
         kept, identity, model = kept or Kept(), self._identity(versions), self.team.judge.model
         sets = {episode.id: (each.name, episode) for each in self.held_out() for episode in self._episodes(each)}

@@ -99,8 +99,7 @@ class Rehearsal(NamedTuple):
 def rehearse(config: RunConfig, answers: Answers, *, question: str = "", reference: str = "") -> Rehearsal:
     """Play this question, or a problem of the task, to the end of its rollout instance, with its credit.
 
-    Raises:
-        ValueError: the task has no problems.
+    Raises ValueError: the task has no problems.
     """
     asked: list[str] = []
     with _scripted(config, answers, question, reference, pipeline="trajectory", asked=asked) as (rollout, problem):
@@ -323,8 +322,7 @@ def _line(sample: Sample, advantage: float | None, says: str, error: str | None)
 class _MadeUp:
     """Made-up answers of an agent: the examples of its prompts.
 
-    Raises:
-        ValueError: the prompts are a file without an example.
+    Raises ValueError: the prompts are a file without an example.
     """
 
     prompts: PromptSet

@@ -103,8 +103,7 @@ class Learner:
             with an adapter: its starting point, which is loaded anyway.
         base: another learner's frozen base to share, instead of loading model_dir again.
 
-        Raises:
-            ValueError: the directory or the layout cannot be used; nothing has been started.
+        Raises ValueError: the directory or the layout cannot be used; nothing has been started.
         """
         objective = objectives[0]
         if objective.kl != "none" and reference_dir is None and policy.adapter is None:
@@ -147,11 +146,11 @@ class Learner:
             trained,
             reference,
             layout,
-            policy,
-            objectives=self._objectives,
-            mpt=mpt,
-            old_policy=old_policy,
-            router_replay=router_replay,
+            policy.router_aux_loss,
+            self._objectives,
+            mpt,
+            old_policy,
+            router_replay,
         )
         self.num_steps = 0  # steps, including skipped and empty ones, as the schedule counts
 
@@ -217,8 +216,7 @@ class Learner:
         Ranks of a data-parallel group bring equally many micro-batches; an empty share is pack([]). An update whose loss or
         gradient is not finite on any rank changes nothing.
 
-        Raises:
-            ValueError: on all ranks, if the micro-batches of any of them do not match (number, alignment, scope).
+        Raises ValueError: on all ranks, if the micro-batches of any of them do not match (number, alignment, scope).
         """
         (stats,) = take_step([self.step_of(lr=lr)], self.passes, updates, by_agent=by_agent, keep=keep)
         return stats
@@ -252,8 +250,7 @@ class Learner:
     def read_weights(self, folder: str | Path) -> None:
         """Load weights from a Hugging Face directory, an adapter's from a PEFT directory; the optimizer's moments stay.
 
-        Raises:
-            ValueError: a tensor is missing or has a wrong shape; with its name, file and both shapes.
+        Raises ValueError: a tensor is missing or has a wrong shape; with its name, file and both shapes.
         """
         if self.adapter is None:
             self._converter.load(folder)
@@ -302,8 +299,7 @@ class Learner:
     def load(self, folder: str | Path) -> None:
         """Restore a save; under the same layout training continues bit for bit.
 
-        Raises:
-            ValueError: the checkpoint is incomplete (names the missing file), or its adapter belongs to another base.
+        Raises ValueError: the checkpoint is incomplete (names the missing file), or its adapter belongs to another base.
         """
         from marsrl.trainer.learner.megatron.checkpoint_store import load, policy_state
 

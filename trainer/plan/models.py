@@ -107,8 +107,7 @@ def taught_shape(config: RunConfig, policy: PolicyConfig) -> ModelShape | None:
 def find_shape(model: str) -> ModelShape:
     """The shape of a directory's model (config.json suffices), else of a published one by name.
 
-    Raises:
-        ValueError: neither a directory nor a known name; lists the names.
+    Raises ValueError: neither a directory nor a known name; lists the names.
     """
     if Path(model).is_dir():
         return read_shape(model, needs_weights=False)

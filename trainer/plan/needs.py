@@ -87,7 +87,8 @@ def needs_of(
     policy, rollout = config.policies[name], config.rollout
     longest = longest_sequence(config, name)
     response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
-    prompt = min(hw.MEAN_PROMPT.value, _longest_prompt(config, name))
+    longest_prompt = max(config.agents[each].max_input_tokens for each in _agents_of(config, name))
+    prompt = min(hw.MEAN_PROMPT.value, longest_prompt)
     work = _work(config, name, prompt, response)
     setup = _engine_setup(config, name, shape, longest)
     backend, num_gpus = setup.carried_by(config.sync.backend), trainers + setup.num_gpus
@@ -184,10 +185,6 @@ def shortages_here(config: RunConfig, name: str, shape: ModelShape, trainers: in
 
 def _agents_of(config: RunConfig, name: str) -> list[str]:
     return [each for each in config.agents if config.agents[each].policy in config.policies_in(name)]
-
-
-def _longest_prompt(config: RunConfig, name: str) -> int:
-    return max(config.agents[each].max_input_tokens for each in _agents_of(config, name))
 
 
 def _work(config: RunConfig, name: str, prompt: float, response: float) -> Work:

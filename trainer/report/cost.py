@@ -27,9 +27,8 @@ def cost_metrics(
 ) -> dict[str, float]:
     """cost/{agent}/spent and policy_cost/{policy}/{input_tokens, cached_tokens, output_tokens, seconds, spent} of one step.
 
-    Args:
-        counted: the batch's metrics, with cost/{agent}/{input_tokens, cached_tokens, output_tokens, seconds}
-            (rollout/player/player.py).
+    counted: the batch's metrics, with cost/{agent}/{input_tokens, cached_tokens, output_tokens, seconds}
+        (rollout/player/player.py).
 
     `spent` is in the currency of policies.<name>.price; a policy without a price has none.
     """
@@ -53,8 +52,7 @@ def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
 
     Pages are read by tools, and do not count as agents' calls.
 
-    Args:
-        counted: the batch's metrics, with tools/<name>/calls (rollout/tools/pool.py).
+    counted: the batch's metrics, with tools/<name>/calls (rollout/tools/pool.py).
     """
     calls = {key: num for key, num in counted.items() if key.startswith("tools/") and key.endswith("/calls")}
     calls.pop("tools/pages/calls", None)
@@ -65,9 +63,8 @@ def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
 def failing_tools(counted: Mapping[str, float], last_errors: Mapping[str, str]) -> list[str]:
     """Warnings about tools whose calls were mostly errors in a step, such as a lost server or an exhausted key.
 
-    Args:
-        counted: the batch's metrics, with tools/<name>/calls and errors (rollout/tools/pool.py).
-        last_errors: text of each tool's last failed run. A tool without one did not fail: its calls were invalid.
+    counted: the batch's metrics, with tools/<name>/calls and errors (rollout/tools/pool.py).
+    last_errors: text of each tool's last failed run. A tool without one did not fail: its calls were invalid.
     """
     found = []
     for name, error in last_errors.items():

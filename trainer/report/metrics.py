@@ -96,8 +96,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 def read_metrics(path: Path) -> list[MetricsRow]:
     """Every complete line. A torn last line (the run died while writing it, or is writing it now) is skipped.
 
-    Raises:
-        ValueError: another line, which the message names, is invalid.
+    Raises ValueError: another line, which the message names, is invalid.
     """
     return [row for row, _ in parse_metrics(path.read_bytes(), path)]
 

@@ -24,7 +24,7 @@ def key_of(**parts: Any) -> str:
 
 
 class Answers(dict[str, Answer]):
-    """Answers by key, in one file. read: parses an answer of the file; None if it is not valid."""
+    """Answers by key, in one file. read: parses an answer of the file; None or an error if it is not valid."""
 
     def __init__(self, path: Path, read: Callable[[Any], Answer | None]) -> None:
         super().__init__()

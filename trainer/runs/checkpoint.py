@@ -82,8 +82,7 @@ class CheckpointWriter:
 
         rollout: rank 0's; None elsewhere, and in supervised training. A save that is still under way is brought to its end first.
 
-        Raises:
-            RuntimeError: on all ranks, if one could not write (disk full, no permission); earlier checkpoints stay.
+        Raises RuntimeError: on all ranks, if one could not write (disk full, no permission); earlier checkpoints stay.
         """
         self.finish()
         part, error = self._part(step), None
@@ -117,8 +116,7 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Wait for the save in progress, if any, and finish it: manifest, rename, latest, removal of older ones.
 
-        Raises:
-            RuntimeError: on all ranks, if one could not write.
+        Raises RuntimeError: on all ranks, if one could not write.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -202,9 +200,8 @@ def load_checkpoint(
     names none, resume="auto" stops and names the newest intact one; resume="previous" takes that one and reports how many
     steps are lost. Afterwards `latest` names the restored one.
 
-    Raises:
-        CheckpointError: on all ranks: damaged files, each with what was found and expected; no intact checkpoint; or weights
-            that do not fit the model.
+    Raises CheckpointError: on all ranks: damaged files, each with what was found and expected; no intact checkpoint; or
+    weights that do not fit the model.
     """
     latest, problem = _latest(run)
     if latest is None and problem is None:

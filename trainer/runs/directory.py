@@ -172,9 +172,8 @@ class RunDirectory:
         The default name is preset-YYYYMMDD-HHMMSS (UTC), with -2, -3, ... appended if taken; mkdir claims it, so that two runs
         started in the same second do not share it. A folder whose run never began (its start failed) is reused.
 
-        Raises:
-            ValueError: the name exists, its run began, and resume is off; it is no run directory; it is no plain file name;
-                resume without a name; the folder is not writable.
+        Raises ValueError: the name exists, its run began, and resume is off; it is no run directory; it is no plain file
+        name; resume without a name; the folder is not writable.
         """
         found, root = cls.find(directory, name, resume), Path(directory)
         with _told_where(root):
@@ -192,11 +191,7 @@ class RunDirectory:
     def find(
         cls, directory: str | Path, name: str | None, resume: Literal["off", "auto", "previous"] = "off"
     ) -> RunDirectory | None:
-        """The directory that `create` would create or open (see `existed`), without creating it; None if it would choose a name.
-
-        Raises:
-            ValueError: as `create` does.
-        """
+        """The directory that `create` would create or open (see `existed`), None if that chooses a name. Raises as it does."""
         if name is None and resume != "off":
             raise ValueError(f"run.resume={resume} goes on with the run called run.name, and run.name is not set")
         if name is not None and not _NAME.fullmatch(name):
@@ -300,8 +295,7 @@ class RunDirectory:
     def latest_checkpoint(self) -> Checkpoint | None:
         """The last complete checkpoint, None before the first.
 
-        Raises:
-            CheckpointError: `latest` is missing although there are checkpoints, or does not name one of them.
+        Raises CheckpointError: `latest` is missing although there are checkpoints, or does not name one of them.
         """
         pointer = self.checkpoints / "latest"
         if not pointer.exists():

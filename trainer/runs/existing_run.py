@@ -28,8 +28,7 @@ OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # select the run
 def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
     """Describe, in sentences, the effect of starting with these settings. Writes nothing.
 
-    Raises:
-        ValueError: the start would be refused; with the same text.
+    Raises ValueError: the start would be refused; with the same text.
     """
     run = RunDirectory.find(config.run.dir, config.run.name, config.run.resume)
     if run is None:
@@ -44,8 +43,7 @@ def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
 def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> list[str]:
     """The step from which an existing run resumes, and the settings that differ, in sentences.
 
-    Raises:
-        ValueError: it cannot resume with these settings or problems; names the setting, the run's value and the given one.
+    Raises ValueError: it cannot resume with these settings or problems; names the setting, the run's value and the given one.
     """
     if not run.has_begun:
         return [f"run: {run.path}, which a start has made and nothing has begun in: it begins at step 1"]

@@ -57,11 +57,10 @@ class DemonstrationTokens:
     ) -> TrainSequence:
         """All of the completion is to be imitated, none of the prompt.
 
-        Args:
-            prompt: a text is tokenised as it stands, messages by the chat template.
-            writer: an index by which losses are summed up.
-            ends: the end token follows the completion.
-            weights: of each token of the completion, the end token included; None: 1.
+        prompt: a text is tokenised as it stands, messages by the chat template.
+        writer: an index by which losses are summed up.
+        ends: the end token follows the completion.
+        weights: of each token of the completion, the end token included; None: 1.
         """
         if isinstance(prompt, str):
             prompt_ids = self._encoded(prompt)

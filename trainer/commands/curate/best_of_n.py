@@ -82,7 +82,4 @@ def _decision(config: BestOfNConfig, correct: Sequence[float]) -> Decision:
 
 
 def _read(answer: Any) -> list[float] | None:
-    """Parse an answer in the file."""
-    found = answer.get("correct") if isinstance(answer, dict) else None
-    is_list = isinstance(found, list) and all(isinstance(value, int | float) for value in found)
-    return [float(value) for value in found] if is_list and found else None
+    return [float(value) for value in answer["correct"]] or None

@@ -138,9 +138,7 @@ class _Judge:
 
 def _read(answer: Any) -> _Said | None:
     """An answer of the file."""
-    if not isinstance(answer, dict):
-        return None
-    if isinstance(answer.get("too_long"), str):
-        return _Said(None, answer["too_long"])
-    text = answer.get("text")
-    return _Said(read_verdict(text), text[-_MAX_REASON:] or "no answer") if isinstance(text, str) else None
+    if "too_long" in answer:
+        return _Said(None, str(answer["too_long"]))
+    text = str(answer["text"])
+    return _Said(read_verdict(text), text[-_MAX_REASON:] or "no answer")

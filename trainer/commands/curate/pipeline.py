@@ -17,7 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -102,52 +102,50 @@ class _Decided:
             os.fsync(self._file.fileno())
 
 
+@dataclass(frozen=True)
 class Pipeline:
     """Runs the stages that are not on disk yet.
 
     open_rows: reads the inputs from the start. task: of the rows' problems.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        stages: Sequence[Stage],
-        open_rows: Callable[[], Iterator[Row]],
-        task: str,
-        console: RunConsole,
-    ) -> None:
-        self._out, self._stages, self._open_rows, self._task, self._console = out, stages, open_rows, task, console
+    out: Path
+    stages: Sequence[Stage]
+    open_rows: Callable[[], Iterator[Row]]
+    task: str
+    console: RunConsole
 
     def run(self) -> list[StageRecord]:
         """Finish every stage, write curated.jsonl, and return all records."""
         records: list[StageRecord] = []
         key, is_told = "", False
-        for number, stage in enumerate(self._stages):
+        for number, stage in enumerate(self.stages):
             key = key_of(before=key, name=stage.name, settings=stage.settings)
             found = self._record(stage.name)
             if found is not None and found.key == key:
-                self._console.message(f"{stage.name}: done before, {_counts(found.tally)}")
+                self.console.message(f"{stage.name}: done before, {_counts(found.tally)}")
                 records.append(found)
                 continue
             if not is_told:
-                self._tell_what_is_redone(self._stages[number:], found)
+                self._tell_what_is_redone(self.stages[number:], found)
                 is_told = True
             self._file(stage.name, "stage.json").unlink(missing_ok=True)  # before the rows that it counts
             tally = self._run(stage, records[-1] if records else None)
             records.append(StageRecord(name=stage.name, settings=dict(stage.settings), key=key, tally=tally))
             write_json(self._file(stage.name, "stage.json"), records[-1].model_dump(mode="json"))
-            self._console.message(f"{stage.name}: {_counts(tally)}")
-        self._write_result(records[-1].name)
+            self.console.message(f"{stage.name}: {_counts(tally)}")
+        with opened_atomically(self.out / "curated.jsonl") as file:
+            file.writelines(encoded(row.fields) for row in self._kept(records[-1].name))
         return records
 
     def _run(self, stage: Stage, before: StageRecord | None) -> Tally:
         self._file(stage.name, "").mkdir(parents=True, exist_ok=True)
-        rows, total = (self._open_rows(), None) if before is None else (self._kept(before.name), before.tally.num_kept)
+        rows, total = (self.open_rows(), None) if before is None else (self._kept(before.name), before.tally.num_kept)
         with (
             closing(_Decided(self._file(stage.name, "kept.jsonl"))) as kept,
             closing(_Decided(self._file(stage.name, "dropped.jsonl"))) as dropped,
             closing(stage.decide(rows)) as decisions,
-            self._console.progress(f"curate: {stage.name}", total, "rows") as bar,
+            self.console.progress(f"curate: {stage.name}", total, "rows") as bar,
         ):
             for row, decision in decisions:
                 try:
@@ -164,12 +162,7 @@ class Pipeline:
     def _kept(self, name: str) -> Iterator[Row]:
         with self._file(name, "kept.jsonl").open("rb") as lines:
             for line in lines:
-                yield from_line(line, self._task)
-
-    def _write_result(self, last: str) -> None:
-        """Write curated.jsonl atomically."""
-        with opened_atomically(self._out / "curated.jsonl") as file:
-            file.writelines(encoded(row.fields) for row in self._kept(last))
+                yield from_line(line, self.task)
 
     def _tell_what_is_redone(self, stages: Sequence[Stage], found: StageRecord | None) -> None:
         """Warn if decisions on disk are obsolete. found: of the first of these stages."""
@@ -181,7 +174,7 @@ class Pipeline:
                 changed = [f"{key} is {str(new.get(key))[:200]}, was {str(old.get(key))[:200]}" for key in differ]
             why = "; ".join(changed) or "the stages before it are others"
             names = ", ".join(stage.name for stage in stages)
-            self._console.warning(f"curate.{stages[0].name}: {why}. Done again: {names}")
+            self.console.warning(f"curate.{stages[0].name}: {why}. Done again: {names}")
 
     def _record(self, name: str) -> StageRecord | None:
         """The record of a finished stage; None also for an invalid file, so that the stage runs again."""
@@ -191,7 +184,7 @@ class Pipeline:
             return None
 
     def _file(self, stage: str, name: str) -> Path:
-        return self._out / "stages" / stage / name
+        return self.out / "stages" / stage / name
 
 
 def _counts(tally: Tally) -> str:

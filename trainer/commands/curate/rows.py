@@ -95,8 +95,7 @@ def from_line(line: bytes, task: str) -> Row:
 def encoded(value: Mapping[str, Any]) -> bytes:
     """JSON in one line. Types of tables get the nearest form: dates as ISO 8601, NaN and infinity as null.
 
-    Raises:
-        BadLine: JSON cannot represent it (bytes, or deeper than DEEPEST).
+    Raises BadLine: JSON cannot represent it (bytes, or deeper than DEEPEST).
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -243,8 +243,7 @@ class Catalog:
     def find(self, wanted: Filter, before: tuple[int, int] | None = None) -> Page:
         """The newest samples that pass, below `before` (step, line).
 
-        Raises:
-            ValueError: an unknown flag, or words without a letter or digit.
+        Raises ValueError: an unknown flag, or words without a letter or digit.
         """
         if unknown := set(wanted.flag) - FLAGS.keys():
             raise ValueError(f"{sorted(unknown)} is nothing to filter by; expected some of {', '.join(FLAGS)}")

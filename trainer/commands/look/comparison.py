@@ -79,8 +79,7 @@ def rows_of(evaluation: Evaluation) -> dict[str, Estimate]:
 def read_compared(path: Path) -> Compared:
     """A run's directory, or the folder of an evaluation (`marsrl evaluate --out`).
 
-    Raises:
-        ValueError: neither of them, no evaluation in it, or a damaged file.
+    Raises ValueError: neither of them, no evaluation in it, or a damaged file.
     """
     run = RunDirectory(path)
     if (path / EVALUATION).is_file():

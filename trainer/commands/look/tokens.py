@@ -18,8 +18,7 @@ _MOST_LISTED = 40
 def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
     """kept: the sample's columns, or None; near: the nearest step with a token log, and samples in it.
 
-    Raises:
-        ValueError: the step's file, which the message names, is damaged.
+    Raises ValueError: the step's file, which the message names, is damaged.
     """
     log = _nearest(token_files(run), step)
     kept = None

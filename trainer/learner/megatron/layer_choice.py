@@ -31,8 +31,7 @@ class LayerChoice(NamedTuple):
 def choose_layers(wanted: Literal["auto"] | Layers = "auto") -> LayerChoice:
     """TransformerEngine's where they can be used, else ours; what is asked for by name is used or refused.
 
-    Raises:
-        ValueError: TransformerEngine is asked for and cannot be used; with the reason.
+    Raises ValueError: TransformerEngine is asked for and cannot be used; with the reason.
     """
     if wanted == "ours":
         return LayerChoice("ours", "policies.<name>.layers=ours")

@@ -52,8 +52,7 @@ def resolve(config: LayoutConfig) -> Layout:
 def check(layout: Layout, shape: ModelShape, world_size: int) -> None:
     """Refuse a layout that does not fit the model or the number of ranks, or that trains wrongly in silence.
 
-    Raises:
-        ValueError: naming the keys of policies.<name>.layout, both numbers and the nearest layout that fits.
+    Raises ValueError: naming the keys of policies.<name>.layout, both numbers and the nearest layout that fits.
     """
     why = why_not(layout, shape, world_size)
     if why is not None:

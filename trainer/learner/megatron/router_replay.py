@@ -52,8 +52,7 @@ class ReplayCounts(NamedTuple):
 def experts_of_rank(model: PolicyModel, routed_experts: Tensor) -> Choices:
     """This rank's layers and tokens of a micro-batch's [T, L, K] record.
 
-    Raises:
-        ValueError: the record belongs to a model with other layers or another top_k.
+    Raises ValueError: the record belongs to a model with other layers or another top_k.
     """
     mine, config = routed_experts, model.config
     if config.sequence_parallel:
