@@ -33,9 +33,12 @@ OptionValues = Mapping[str, int | float | str | bool | None]
 
 
 class Settings(BaseModel):
-    """Base of every settings model: frozen, no unknown keys, numbers are numbers and strings are strings."""
+    """Base of every settings model: frozen, no unknown keys, numbers are numbers and strings are strings.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    The docstring below a field is its description, where that is too long to stand in it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 Read = TypeVar("Read", bound=Settings)

@@ -52,7 +52,7 @@ from marsrl.trainer.runs.collective import broadcast_bytes, gather_bytes, rank, 
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import as_it_began
 from marsrl.trainer.runs.failure import where_to_go_on
-from marsrl.trainer.runs.heartbeat import heartbeat
+from marsrl.trainer.runs.heartbeat import Heartbeat, heartbeat
 from marsrl.trainer.runs.stop import handlers_restored
 from marsrl.trainer.schools.warm_start import WarmStart, warm_starts
 from marsrl.trainer.weights.adapter_sync import AdapterSync
@@ -65,32 +65,35 @@ if TYPE_CHECKING:  # it imports megatron
 _CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
+def join_ranks(
+    stack: ExitStack, config: RunConfig, directory: RunDirectory | None
+) -> tuple[RunDirectory, RunConsole, Heartbeat | None]:
+    """Process groups, run directory, console and heartbeat of this rank, until the stack closes. Collective."""
+    stack.enter_context(handlers_restored())
+    parallel.start(resolve(next(iter(config.trained_policies.values())).layout), config.run.seed)
+    stack.callback(parallel.stop)
+    path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
+    directory = directory or RunDirectory(Path(path))
+    console, beat = RunConsole(rank()), None
+    console.keep_warnings(directory.warnings)
+    if world_size() > 1:  # from now on a rank waits for the others as long as they send heartbeats
+        beat = stack.enter_context(heartbeat(config.run.silence_s, functools.partial(where_to_go_on, directory)))
+    return directory, console, beat
+
+
 @contextmanager
 def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
     """The run, ready for the loop; on exit, engines, workers, files and process groups are closed in turn.
 
-    Args:
-        directory: rank 0's run directory (made before anything starts); None elsewhere.
+    directory: rank 0's run directory (made before anything starts); None elsewhere.
     """
     config = checked.config
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     with ExitStack() as stack:
-        stack.enter_context(handlers_restored())
-        layout = resolve(next(iter(config.trained_policies.values())).layout)
-        parallel.start(layout, config.run.seed)
-        stack.callback(parallel.stop)
-        checked = dataclasses.replace(
-            checked, host=dataclasses.replace(checked.host, rank_hosts=_hosts_of_ranks(checked.host))
-        )
-        console = RunConsole(rank())
-        path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
-        directory = directory or RunDirectory(Path(path))
-        console.keep_warnings(directory.warnings)
-        beat = None
-        if world_size() > 1:  # from now on a rank waits for the others as long as they send heartbeats
-            beat = heartbeat(config.run.silence_s, functools.partial(where_to_go_on, directory))
-            stack.enter_context(beat)
+        directory, console, beat = join_ranks(stack, config, directory)
+        host = dataclasses.replace(checked.host, rank_hosts=_hosts_of_ranks(checked.host))
+        checked = dataclasses.replace(checked, host=host)
         started: dict[str, WarmStart] = {}
         if any(policy.model is None for policy in config.policies.values()):
             started = warm_starts(as_it_began(directory, config), console)
@@ -294,10 +297,9 @@ def open_pool(
 ) -> EnginePool:
     """The engines of one policy and of those that are built on it, or its end of a server.
 
-    Args:
-        model: its directory.
-        max_model_len: prompt and completion together, tokens.
-        deadline_s: of a server's answer; None: callers do not wait.
+    model: its directory.
+    max_model_len: prompt and completion together, tokens.
+    deadline_s: of a server's answer; None: callers do not wait.
     """
     policy, served = config.policies[name], config.policies_in(name)
     if policy.openai is not None:
@@ -310,7 +312,7 @@ def open_pool(
         dtype=policy.dtype,
         max_model_len=max_model_len,
         seed=config.run.seed,
-        served=config.served_rollouts,
+        served=tuple(config.served_rollouts.values()),
         host=host,
         silence_s=config.run.silence_s,
         own_host=config.sync.host,

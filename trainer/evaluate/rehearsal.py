@@ -1,7 +1,6 @@
 """`marsrl try`: a team plays one problem with made-up answers, through the scheduler, rewards and credit of training.
 
-Without a model: a script answers, right or wrong at random, or from a table. It shows a team's asks, prompts and rewards before
-anything is trained.
+Without a model: a script answers, right or wrong at random, or from a table. It shows a team's asks, prompts and rewards.
 """
 
 from __future__ import annotations
@@ -60,11 +59,7 @@ Answers = Mapping[str, Sequence[str]]
 
 
 def read_answers(path: Path, agents: Sequence[str]) -> Answers:
-    """A YAML file `agent: [text, ...]`.
-
-    Raises:
-        ValueError: invalid, or names an agent that the team does not have.
-    """
+    """A YAML file `agent: [text, ...]`. Raises ValueError: invalid, or names an agent that the team does not have."""
     try:
         table = yaml.safe_load(path.read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -104,8 +99,7 @@ class Rehearsal(NamedTuple):
 def rehearse(config: RunConfig, answers: Answers, *, question: str = "", reference: str = "") -> Rehearsal:
     """Play this question, or a problem of the task, to the end of its rollout instance, with its credit.
 
-    Raises:
-        ValueError: the task has no problems.
+    Raises ValueError: the task has no problems.
     """
     asked: list[str] = []
     with _scripted(config, answers, question, reference, pipeline="trajectory", asked=asked) as (rollout, problem):
@@ -328,8 +322,7 @@ def _line(sample: Sample, advantage: float | None, says: str, error: str | None)
 class _MadeUp:
     """Made-up answers of an agent: the examples of its prompts.
 
-    Raises:
-        ValueError: the prompts are a file without an example.
+    Raises ValueError: the prompts are a file without an example.
     """
 
     prompts: PromptSet

@@ -74,11 +74,7 @@ def placement(config: RunConfig, host: TrainerHost, world_size: int) -> list[Hos
         num = min(host.num_ranks, world_size - first)
         hosts.append(Host("trainer host", [Tenant("rank", first, num, 1, 0 if has_gpus else None)]))
     hosts = hosts or [Host("this host", [])]
-    of = {
-        name: config.rollout_of(name)
-        for name, policy in config.policies.items()
-        if policy.openai is None and policy.base is None
-    }
+    of = config.served_rollouts
     starts_ray = rollout.ray_address is None or is_started_here(rollout.ray_address)
     if rollout.placement == "local" or not has_gpus:
         joins = rollout.placement != "local" and starts_ray and rollout.ray_address is not None
@@ -145,11 +141,7 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
 def rebalance_outlook(config: RunConfig, *, has_gpus: bool) -> str:
     """Possible moves of rollout.rebalance, as text. has_gpus: an engine takes GPUs, otherwise a slot."""
     asked = {agent.policy for agent in config.agents.values()}
-    of = {
-        name: config.rollout_of(name)
-        for name, each in config.policies.items()
-        if each.openai is None and each.base is None and name in asked
-    }
+    of = {name: each for name, each in config.served_rollouts.items() if name in asked}
     takes = {name: {"GPU": each.vllm.tensor_parallel if has_gpus else 1.0} for name, each in of.items()}
     return outlook({name: each.engines for name, each in of.items()}, takes)
 

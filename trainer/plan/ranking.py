@@ -1,5 +1,4 @@
-"""All layouts and recompute modes for a policy: memory, step time, and reasons why some do not fit; and other ways to decode and
-to split the GPUs."""
+"""All layouts and recompute modes for a policy: memory, step time, reasons why some do not fit; other splits of the GPUs."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
     """Refusals of these settings by engines and trainer on that host."""
     by_files = config.sync.backend == "shm" or bool(config.pools_of_adapters)
     files = (config.sync.directory or "/dev/shm") if by_files else None
-    found = list(refusals(config.served_rollouts, host, weight_files=files))
+    found = list(refusals(tuple(config.served_rollouts.values()), host, weight_files=files))
     for name, vllm in vllm_of(config).items():
         is_trained = name in config.trained_policies and host.num_ranks > 0
         found += vllm_refusals(vllm, engines_device(host), config.records_of(name), takes_weights=is_trained)
