@@ -51,17 +51,12 @@ def agent_of(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Agent:
     agent = agents.get(str(body.get("model")))
     if agent is None:
         raise Refused(404, f"model {body.get('model')!r} is no agent; there are {', '.join(agents)}", "model_not_found")
-    for name, own in (("temperature", agent.temperature), ("top_p", agent.top_p)):
+    for name, own in (("temperature", agent.settings.temperature), ("top_p", agent.settings.top_p)):
         asked = body.get(name)
         if asked is not None and asked != own and (agent.name, name) not in _told:
             _told.add((agent.name, name))
-            _log.warning(
-                "a program asks agent %s with %s=%s; it is sampled with %g, that of its settings",
-                agent.name,
-                name,
-                asked,
-                own,
-            )
+            said = "a program asks agent %s with %s=%s; it is sampled with %g, that of its settings"
+            _log.warning(said, agent.name, name, asked, own)
     return agent
 
 
@@ -85,11 +80,7 @@ def stops_of(value: Any) -> tuple[str, ...]:
 
 
 def read_chat(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """Parse a request.
-
-    Raises:
-        Refused: it requests something unsupported, or is malformed.
-    """
+    """Parse a request. Raises Refused: it requests something unsupported, or is malformed."""
     check_fields(body, SERVED)
     agent = agent_of(body, agents)
     messages = body.get("messages")
@@ -160,11 +151,8 @@ def _call(given: Any) -> Mapping[str, Any]:
     if isinstance(arguments, str):
         with suppress(ValueError):  # not JSON: keep the model's text
             arguments = json.loads(arguments)
-    return {
-        "id": given.get("id"),
-        "type": "function",
-        "function": {"name": function.get("name"), "arguments": arguments},
-    }
+    called = {"name": function.get("name"), "arguments": arguments}
+    return {"id": given.get("id"), "type": "function", "function": called}
 
 
 def chat_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:

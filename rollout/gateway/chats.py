@@ -1,12 +1,13 @@
-"""A program's request to an agent and the answer, independent of the protocol."""
+"""Agents as programs see them, a program's request to one, and the answer, independent of the protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.gateway.history import ChatMessage
 from marsrl.rollout.types import FloatArray, IntArray
 
@@ -83,14 +84,39 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent as programs see it. temperature, top_p: its own, regardless of a program's request."""
+    """An agent as programs see it. settings: they hold whatever a program requests; max_response_tokens: theirs, or the run's."""
 
     name: str
+    settings: AgentConfig
     renderer: ChatRenderer
-    max_input_tokens: int
     max_response_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    template_options: Mapping[str, bool | str] = field(default_factory=dict)
-    reader: Reader = field(default_factory=PlainReader)
+    reader: Reader
+
+
+def agents_of(
+    agents: Mapping[str, AgentConfig],
+    renderers: Mapping[str, ChatRenderer],
+    max_response_tokens: int,
+    parsers: Mapping[str, tuple[str | None, str | None]] | None = None,
+) -> dict[str, Agent]:
+    """The configured agents; ValueError: a parser does not match its model.
+
+    renderers: by policy. parsers: by policy, vLLM's names of the tool and reasoning parsers.
+    """
+    readers: dict[Any, Reader] = {}  # one for equal agents
+
+    def reader(agent: AgentConfig) -> Reader:
+        tools, thoughts = (parsers or {}).get(agent.policy, (None, None))
+        if tools is None and thoughts is None:
+            return PlainReader()
+        from marsrl.rollout.gateway.vllm_reader import VllmReader  # imported here: vLLM takes ten seconds
+
+        key = (agent.policy, *sorted(agent.template_options.items()))
+        if key not in readers:
+            readers[key] = VllmReader(renderers[agent.policy], tools, thoughts, agent.template_options)
+        return readers[key]
+
+    return {
+        name: Agent(name, each, renderers[each.policy], each.max_response_tokens or max_response_tokens, reader(each))
+        for name, each in agents.items()
+    }

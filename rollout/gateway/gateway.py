@@ -70,11 +70,7 @@ class Gateway:
             self._has_news = False
 
     def take(self, sessions: Collection[str]) -> Taken:
-        """Events of the given sessions since the last call.
-
-        Raises:
-            RuntimeError: all workers are gone.
-        """
+        """Events of the given sessions since the last call. Raises RuntimeError: all workers are gone."""
         with self._news:
             if self._error is not None:
                 raise RuntimeError(self._error)

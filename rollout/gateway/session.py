@@ -87,8 +87,7 @@ class Session:
             body: a digest of the request.
             is_long: tokenise in a thread; this session's next calls wait for it, those of others do not.
 
-        Raises:
-            Refused: unknown agent, prompt too long, or the session has used up its calls or has ended.
+        Raises Refused: unknown agent, prompt too long, or the session has used up its calls or has ended.
         """
         self._note_begin()
         try:
@@ -166,7 +165,7 @@ class Session:
 
     async def _by_chat(self, agent: Agent, ask: Ask, is_long: bool) -> tuple[Strand, Call]:
         found = self._history.find(agent.name, ask.tools, ask.messages)
-        renderer, options = agent.renderer, agent.template_options
+        renderer, options = agent.renderer, agent.settings.template_options
         if found is None:
             token_ids, text = await _rendered(
                 agent, lambda: renderer.render_chat(ask.messages, ask.tools, **options), is_long
@@ -200,10 +199,11 @@ class Session:
         return strand, call
 
     def _new(self, agent: Agent, ask: Ask, token_ids: IntArray, text: str, behind: str = "") -> tuple[Strand, Call]:
-        if not 0 < len(token_ids) <= agent.max_input_tokens:
+        if not 0 < len(token_ids) <= agent.settings.max_input_tokens:
             raise Refused(
                 400,
-                f"the prompt has {len(token_ids)} tokens, agents.{agent.name}.max_input_tokens is {agent.max_input_tokens}",
+                f"the prompt has {len(token_ids)} tokens, agents.{agent.name}.max_input_tokens is "
+                f"{agent.settings.max_input_tokens}",
                 "context_length_exceeded",
             )
         number = self._numbers[agent.name]
@@ -244,7 +244,7 @@ class Session:
         num_prompt = len(strand.token_ids)
         strand.token_ids = np.concatenate([strand.token_ids, got.token_ids])
         strand.is_busy = False
-        text = _without_stop(agent.renderer.decode(got.token_ids), (*agent.stop, *ask.stop))
+        text = _without_stop(agent.renderer.decode(got.token_ids), (*agent.settings.stop, *ask.stop))
         said = agent.reader(text, got.token_ids, ask)
         if strand.text is not None:
             strand.text += said.content

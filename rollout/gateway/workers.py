@@ -134,8 +134,7 @@ def worker_words(config: ExternalConfig, *options: str) -> list[str]:
 def check_program(config: ExternalConfig) -> None:
     """Refuse a program that workers could not start, such as a function that `external.python` cannot import.
 
-    Raises:
-        ValueError: says why.
+    Raises ValueError: says why.
     """
     if not config.workers:
         return

@@ -31,8 +31,7 @@ from marsrl.rollout.config import MOST_TOKENS, AgentConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.gateway.agents import agents_of
-from marsrl.rollout.gateway.chats import Ask, Said
+from marsrl.rollout.gateway.chats import Ask, Said, agents_of
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
