@@ -122,7 +122,6 @@ class Team:
     adapters: Mapping[str, str] = field(default_factory=dict)
 
     def pool_of(self, policy: str) -> EnginePool:
-        """The engines that decode with a policy."""
         return self.pools[self.adapters.get(policy, policy)]
 
     @property

@@ -72,7 +72,6 @@ def whole_number(body: Mapping[str, Any], *names: str) -> int | None:
 
 
 def stops_of(value: Any) -> tuple[str, ...]:
-    """The field `stop`."""
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(each, str) and each for each in stops):
         raise Refused(400, f"stop is {value!r}; expected a text, or up to 4 of them")
@@ -185,7 +184,6 @@ def chat_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One server-sent event."""
     return (f"event: {name}\n" if name else "").encode() + b"data: " + json.dumps(data).encode() + b"\n\n"
 
 

@@ -87,7 +87,6 @@ def _turns(message: Mapping[str, Any]) -> Sequence[ChatMessage]:
 
 
 def messages_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer as a message."""
     said = answer.said
     content: list[dict[str, Any]] = []
     if said.reasoning:

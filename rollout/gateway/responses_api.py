@@ -78,7 +78,6 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
 
 
 def responses_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer as a response."""
     said, done = answer.said, {"status": "completed"}
     output: list[dict[str, Any]] = []
     if said.reasoning:

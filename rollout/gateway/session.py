@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -67,7 +68,6 @@ class Session:
     _told: set[asyncio.Task[Answer]] = field(default_factory=set)  # whose answers were read
 
     def start(self, worker: str) -> None:
-        """Assign it to a worker."""
         self.worker, self.began_s = worker, self.clock()
         self._idle_since = self.began_s
 
@@ -180,22 +180,17 @@ class Session:
 
     async def _by_prompt(self, agent: Agent, ask: Ask, prompt: IntArray | str, is_long: bool) -> tuple[Strand, Call]:
         strand = self._history.find_prompt(agent.name, prompt)
-        is_new, start = strand is None, 0
-        if strand is not None:
-            start = len(strand.token_ids) if strand.text is None else len(strand.text)
-        rest = prompt[start:]
-        if isinstance(rest, str):
-            text = rest
-            rest = await _rendered(agent, lambda: agent.renderer.encode_trusted(text), is_long)
+        start = 0 if strand is None else len(strand.token_ids if strand.text is None else strand.text)
+        new = prompt[start:]
+        if isinstance(new, str):
+            new = await _rendered(agent, partial(agent.renderer.encode_trusted, new), is_long)
+        text = prompt if isinstance(prompt, str) else None
         if strand is None:
-            strand, call = self._new(
-                agent, ask, rest, prompt if isinstance(prompt, str) else agent.renderer.decode(rest)
-            )
-        else:
-            strand, call = self._go_on(agent, ask, strand, rest)
-        strand.text = prompt if isinstance(prompt, str) else None
-        if is_new:
+            strand, call = self._new(agent, ask, new, agent.renderer.decode(new) if text is None else text)
             self._history.add(agent.name, strand)
+        else:
+            strand, call = self._go_on(agent, ask, strand, new)
+        strand.text = text
         return strand, call
 
     def _new(self, agent: Agent, ask: Ask, token_ids: IntArray, text: str, behind: str = "") -> tuple[Strand, Call]:

@@ -122,7 +122,6 @@ def join_line(config: ExternalConfig) -> str:
 
 
 def worker_words(config: ExternalConfig, *options: str) -> list[str]:
-    """The command line of a worker."""
     words = [config.python or sys.executable, str(WORKER), *options]
     if config.function:
         return [*words, "--function", config.function]

@@ -46,7 +46,7 @@ def known(reward: Reward) -> Future[Reward]:
 class RewardPool:
     """Judge processes, each with a thread that feeds it; started with the first answers.
 
-        with RewardPool(JudgeOptions(workers=2, timeout_s=10)) as pool:
+        with closing(RewardPool(JudgeOptions(workers=2, timeout_s=10))) as pool:
             reward = pool.submit(problem, r"\\frac{1}{2}").result()
 
     Args:
@@ -66,13 +66,8 @@ class RewardPool:
 
     def submit(self, problem: Problem, answer: str) -> Future[Reward]:
         """Begin a judgement. The future is cancelled, or fails with CancelledError, if the pool closes first; it fails with
-        RuntimeError if no judge process starts.
-
-        Raises:
-            RuntimeError: the pool is closed.
+        RuntimeError if no judge process starts. Raises RuntimeError after `close`.
         """
-        if self._processes.is_closed:
-            raise RuntimeError("RewardPool.submit: the pool is closed")
         if problem.answer is None and self._judge == MATH_JUDGE:
             return known(Reward(MISSING, MISSING, note=f"problem {problem.id} has no reference answer"))
         if len(answer) > (most := self._options.max_answer_chars):
@@ -84,12 +79,6 @@ class RewardPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._processes.close()
         self._threads.shutdown()
-
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _judged(self, problem: Problem, answer: str) -> Reward:
         """The reward of an answer; runs in one of the pool's threads."""
@@ -118,7 +107,6 @@ class RewardPool:
 
 
 def math_judge() -> Callable[[Problem, str], bool]:
-    """Judges an answer by the problem's reference (same_answer)."""
     return lambda problem, answer: same_answer(problem.answer or "", answer)
 
 

@@ -206,7 +206,6 @@ class World:
         return zlib.crc32(question.encode()) % self._options.held_out_modulus == 0
 
     def questions(self, seed: int) -> NumberedProblems:
-        """Endless training questions."""
         return NumberedProblems(lambda n: self.draw(random.Random(f"linked facts/{seed}/{n}"), held_out=False))
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:

@@ -281,5 +281,4 @@ class ToolsConfig(Settings):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tools that are set."""
         return tuple(self.given)
