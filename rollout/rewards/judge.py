@@ -2,15 +2,12 @@
 
 A comparison of two answers may hang (sympy ignores signals in places) or crash, and so may a user's own judge; answers are
 hostile input. RewardPool makes each judgement in a worker process (rollout/worker_process.py), which is killed and replaced
-at the deadline. A worker is this module as a program:
-
-    python -P -m marsrl.rollout.rewards.judge CONNECTION module:function '{"name": "argument"}'
+at the deadline.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -23,7 +20,7 @@ import numpy as np
 from marsrl.rollout.agents.same_answer import same_answer
 from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.types import MISSING, Problem, Reward
-from marsrl.rollout.worker_process import Answer, Crashed, Late, NotStarted, WorkerPool, serve
+from marsrl.rollout.worker_process import Answer, Crashed, Failed, NotStarted, WorkerPool
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +58,8 @@ class RewardPool:
         arguments: Mapping[str, object] | None = None,
     ) -> None:
         self._options, self._judge = options or JudgeOptions(), judge
-        self._processes = WorkerPool(self._options.workers, _MODULE, (judge, json.dumps(arguments or {})))
+        given = {"path": judge, "arguments": dict(arguments or {})}
+        self._processes = WorkerPool(self._options.workers, f"{_MODULE}:load_judge", given, _MEMORY_BYTES)
         self._threads = ThreadPoolExecutor(self._options.workers, "marsrl-rewards")
 
     def submit(self, problem: Problem, answer: str) -> Future[Reward]:
@@ -83,9 +81,9 @@ class RewardPool:
     def _judged(self, problem: Problem, answer: str) -> Reward:
         """The reward of an answer; runs in one of the pool's threads."""
         try:
-            with self._processes.worker() as worker:
-                reply = worker.ask({"problem": asdict(problem), "answer": answer}, timeout_s=self._options.timeout_s)
-        except (NotStarted, Late, Crashed) as error:
+            request = {"problem": asdict(problem), "answer": answer}
+            reply = self._processes.ask(request, timeout_s=self._options.timeout_s)
+        except (NotStarted, Failed) as error:
             if self._processes.is_closed:
                 raise CancelledError from error
             if isinstance(error, NotStarted):
@@ -117,15 +115,9 @@ def _checked(value: object) -> float:
     raise ValueError(f"it returned {value!r:.60}, expected a number from 0 to 1")
 
 
-def main(line: str, path: str, arguments: str) -> None:
-    def load() -> Answer:
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off, as we want them
-        module, _, function = path.partition(":")
-        judge = getattr(importlib.import_module(module), function)(**json.loads(arguments))
-        return lambda asked: {"reward": _checked(judge(Problem(**asked["problem"]), asked["answer"]))}
-
-    serve(line, _MEMORY_BYTES, load)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def load_judge(path: str, arguments: Mapping[str, object]) -> Answer:
+    """The worker's answering function. path, arguments: as in RewardPool."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off, as we want them
+    module, _, function = path.partition(":")
+    judge = getattr(importlib.import_module(module), function)(**arguments)
+    return lambda asked: {"reward": _checked(judge(Problem(**asked["problem"]), asked["answer"]))}
