@@ -6,6 +6,7 @@ RE2, which does not backtrack: `re` can take exponential time, and a time limit 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -138,11 +139,8 @@ def boxed_answer(solution: str) -> str | None:
 
 
 def _word_after_last(key: str, text: str) -> str | None:
-    words = text.split()
-    for index in range(len(words) - 2, -1, -1):
-        if words[index] == key:
-            return words[index + 1]
-    return None
+    found = [after for word, after in itertools.pairwise(text.split()) if word == key]
+    return found[-1] if found else None
 
 
 def chain_answer(solution: str) -> str | None:

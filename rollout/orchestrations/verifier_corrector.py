@@ -114,11 +114,9 @@ class VerifierCorrector(Orchestration):
             prefers_right = successor.role is Role.CORRECTOR
             rule, rng = self.settings[successor.name].pick, episode.rng("pick", asks[0].agent)
             chosen = pick(chosen, self.num_picks, rule, prefers_right, rng)
-        return [self._about(episode, sample, ask_of[sample.uid]) for sample in chosen]
-
-    def _about(self, episode: Episode, sample: Sample, ask: Ask) -> tuple[Sample, ...]:
-        """The inputs of an ask about this sample: for a Corrector, the solution and the report on it."""
-        return (episode.sample(ask.inputs[0]), sample) if self.spec(sample.agent).gives_verdicts else (sample,)
+        if successor.role is not Role.CORRECTOR:
+            return [(sample,) for sample in chosen]
+        return [(episode.sample(ask_of[report.uid].inputs[0]), report) for report in chosen]
 
     def loop(self, episode: Episode) -> Loop:
         """State of the inference loop of an evaluation."""
