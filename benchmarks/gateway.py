@@ -65,7 +65,7 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
 
         from marsrl.rollout.agents.render import ChatRenderer
         from marsrl.rollout.config import AgentConfig, RolloutConfig
-        from marsrl.rollout.gateway.chats import agents_of
+        from marsrl.rollout.gateway.agents import agents_of
         from marsrl.rollout.gateway.config import ExternalConfig
         from marsrl.rollout.gateway.server import open_gateway
         from marsrl.rollout.orchestrations.external import External

@@ -136,7 +136,7 @@ class AgentConfig(Settings):
     max_response_tokens: Tokens | None = Field(
         None, description="of this agent's completions; default and at most: rollout.max_response_tokens"
     )
-    stop: list[str] = Field(
+    stop: list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]] = Field(
         default_factory=list,
         max_length=4,
         description="texts that end a completion, as part of it, beside the end token (`</search>`); engines of ours",
@@ -185,13 +185,6 @@ class AgentConfig(Settings):
     missing_verdict: Literal["wrong", "correct"] = Field(
         "wrong", description="how the loop goes on without a verdict; the reward is 0 either way"
     )
-
-    @field_validator("stop")
-    @classmethod
-    def _can_be_found(cls, value: list[str]) -> list[str]:
-        if any(not text or len(text) > LONGEST_STOP for text in value):
-            raise ValueError(f"stop is {value}; expected texts of 1 to {LONGEST_STOP} characters")
-        return value
 
 
 Sampler = Literal["engine", "marsrl"]

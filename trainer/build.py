@@ -22,7 +22,7 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.engines.refusals import RankHost, TrainerHost
-from marsrl.rollout.gateway.chats import agents_of
+from marsrl.rollout.gateway.agents import agents_of
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration

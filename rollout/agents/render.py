@@ -66,7 +66,9 @@ class ChatRenderer:
         self._control_pattern = re.compile("|".join(map(re.escape, words))) if words else None
         self._hidden_pattern = re.compile("|".join([_PLACEHOLDER_PATTERN.pattern, *map(re.escape, words)]))
         self._control_ids = frozenset(self._control.values())
-        self.eos_id: int = _required_eos(self._tokenizer.eos_token_id, directory)
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(f"{directory}: the tokenizer names no eos_token; set it in tokenizer_config.json")
+        self.eos_id: int = self._tokenizer.eos_token_id
         self.stop_ids: tuple[int, ...] = tuple(sorted({self.eos_id, *_generation_stops(Path(directory))}))
         self.vocab_size: int = len(self._tokenizer)
 
@@ -401,12 +403,6 @@ def load_tokenizer(directory: Path) -> Any:
 
     # not that of mistral_common, which reads tekken.json and has no chat template that could be rendered here
     return AutoTokenizer.from_pretrained(str(directory), mistral_format=False)
-
-
-def _required_eos(eos_id: int | None, directory: str | Path) -> int:
-    if eos_id is None:
-        raise ValueError(f"{directory}: the tokenizer names no eos_token; set it in tokenizer_config.json")
-    return int(eos_id)
 
 
 def _generation_stops(directory: Path) -> list[int]:

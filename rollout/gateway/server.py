@@ -183,7 +183,8 @@ def open_gateway(
 
     key: of workers; None: a random one. clock: see Gateway.
 
-    Raises OSError: the address cannot be bound.
+    Raises:
+        OSError: the address cannot be bound.
     """
     key = key or secrets.token_urlsafe(24)
     gateway = Gateway(config, agents, clock)

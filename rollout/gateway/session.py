@@ -87,7 +87,8 @@ class Session:
             body: a digest of the request.
             is_long: tokenise in a thread; this session's next calls wait for it, those of others do not.
 
-        Raises Refused: unknown agent, prompt too long, or the session has used up its calls or has ended.
+        Raises:
+            Refused: unknown agent, prompt too long, or the session has used up its calls or has ended.
         """
         self._note_begin()
         try:

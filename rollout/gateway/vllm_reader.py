@@ -29,8 +29,9 @@ class VllmReader:
     Args:
         tool_parser, reasoning_parser: names as for `vllm serve`; None: not parsed.
 
-    Raises ValueError: unknown parser, or it does not find a call written by the model's chat template: with the wrong one,
-    calls would silently stay text.
+    Raises:
+        ValueError: unknown parser, or it does not find a call written by the model's chat template: with the wrong
+            one, calls would silently stay text.
     """
 
     def __init__(

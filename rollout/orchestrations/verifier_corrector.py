@@ -128,7 +128,7 @@ class VerifierCorrector(Orchestration):
                 return loop
             sample = next(iter(episode.samples(ask)), None)
             if sample is None:
-                loop.end(loop.best(self.is_script), "no answer came")
+                loop.final = loop.best(self.is_script)
                 return loop
             if self.spec(ask.agent).gives_verdicts:
                 ask = self._after_report(episode, loop, ask, sample)
@@ -145,7 +145,7 @@ class VerifierCorrector(Orchestration):
         # the script looks only at the finish reason
         is_whole = sample.finish is Finish.STOP and (self.is_script or sample.shown != "")
         if not is_whole and loop.candidates:
-            loop.end(loop.best(self.is_script), "truncated correction")
+            loop.final = loop.best(self.is_script)
             return None
         if sample.agent == "solver":
             loop.solution = sample
@@ -154,7 +154,7 @@ class VerifierCorrector(Orchestration):
                 return episode.ask("solver", turn=num_draws + 1)
         loop.candidates.append(Candidate(sample))
         if not is_whole:
-            loop.end(sample, "truncated solution")
+            loop.final = sample
             return None
         return episode.ask("verifier1" if sample.agent == "solver" else "verifier2", sample)
 
@@ -167,10 +167,10 @@ class VerifierCorrector(Orchestration):
         current.num_verdicts += report.finish is Finish.STOP
         loop.streak = loop.streak + 1 if accepts else 0
         if loop.streak >= rules.accept_after:
-            loop.end(loop.best(True) if self.is_script else current.sample, "accepted")
+            loop.final = loop.best(True) if self.is_script else current.sample
             return None
         if loop.num_iterations >= rules.most_verdicts:
-            loop.end(loop.best(self.is_script), "max_iterations")
+            loop.final = loop.best(self.is_script)
             return None
         if not accepts and (report.verdict is False or self.is_script or report.shown):
             corrector = "corrector1" if report.agent == "verifier1" else "corrector2"
@@ -227,8 +227,8 @@ class Loop:
     extract_solution.py, e68a831): a truncated solution is drawn again, three draws in all; empty reports are handed on; and
     however the loop ends, the candidate with the most completed Verifier calls counts (the earliest of equals), accepted or not.
 
-    asks: in order. solution: the Solver's last draw. final: the answer that counts, None while the loop runs; reason: why it
-    stopped; num_iterations: Verifier calls.
+    asks: in order. solution: the Solver's last draw. final: the answer that counts, None while the loop runs. num_iterations:
+    Verifier calls.
     """
 
     asks: list[Ask] = field(default_factory=list)
@@ -237,13 +237,9 @@ class Loop:
     final: Sample | None = None
     num_iterations: int = 0
     streak: int = 0
-    reason: str = ""
 
     def best(self, by_calls: bool) -> Sample | None:
         def votes(candidate: Candidate) -> int:
             return candidate.num_verdicts if by_calls else candidate.num_correct
 
         return max(self.candidates, key=votes).sample if self.candidates else None  # max keeps the first of equals
-
-    def end(self, final: Sample | None, reason: str) -> None:
-        self.final, self.reason = final, reason

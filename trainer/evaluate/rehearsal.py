@@ -23,7 +23,7 @@ import yaml
 from rich.text import Text
 from rich.tree import Tree
 
-from marsrl.rollout.agents.parsers import VerdictParser, all_tagged
+from marsrl.rollout.agents.parsers import all_tagged
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import READS, AgentSpec, Role
@@ -31,7 +31,8 @@ from marsrl.rollout.config import MOST_TOKENS, AgentConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.gateway.chats import Ask, Said, agents_of
+from marsrl.rollout.gateway.agents import agents_of
+from marsrl.rollout.gateway.chats import Ask, Said
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
@@ -361,7 +362,7 @@ class _MadeUp:
         if self.role is Role.REASONER and turn == 0:
             return _CALL.replace("QUESTION", question)
         parser = self.prompts.parsers[READS[self.role]]
-        if isinstance(parser, VerdictParser):
+        if len(parser.examples) == 2:  # a yes and a no
             said = parser.examples[verdict]
         else:
             said = parser.examples[0].replace("ANSWER", question if self.role is Role.SEARCHER else answer)

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
-from marsrl.rollout.engines.local.rope import rotary_frequencies
+from marsrl.rollout.engines.local.model import rotary_frequencies
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.learner.megatron.convert import Converter
