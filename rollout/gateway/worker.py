@@ -135,7 +135,6 @@ class Worker:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def run(self, is_wanted: Callable[[], bool]) -> None:
-        """Play until the run ends."""
         while is_wanted():
             try:
                 news = _request(f"{self._url}/next?worker={self._name}&most={self._most}", self._key, None, 60.0)
@@ -151,7 +150,6 @@ class Worker:
                 end()
 
     def end(self) -> None:
-        """End all running sessions."""
         for end in list(self._open.values()):
             end()
 
@@ -296,7 +294,6 @@ class Groups:
 
 
 def guard() -> None:
-    """The guard process of Groups."""
     groups: set[int] = set()
     for line in sys.stdin:  # until the parent has ended
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))

@@ -64,14 +64,14 @@ def test_answers_are_compared_in_processes() -> None:
         ("(3,4)", "(4,3)", 0),
         ("5", "no", 0),
     ]
-    with RewardPool(JudgeOptions(workers=2, timeout_s=60)) as pool:
+    with contextlib.closing(RewardPool(JudgeOptions(workers=2, timeout_s=60))) as pool:
         rewards = judged(pool, [(problem(reference), answer) for reference, answer, _ in table])
     assert [r.value for r in rewards] == [right for _, _, right in table], rewards
 
 
 def test_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged(odd_judge: str) -> None:
     answers = ["1", "2", "die", "1", "raise", "memory", "print", "1"]
-    with RewardPool(JudgeOptions(workers=2, timeout_s=60.0), judge=odd_judge) as pool:
+    with contextlib.closing(RewardPool(JudgeOptions(workers=2, timeout_s=60.0), judge=odd_judge)) as pool:
         rewards = judged(pool, [(problem("1"), answer) for answer in answers])
     values = [None if r.is_missing else r.value for r in rewards]
     assert values == [1, 0, None, 1, None, None, 0, 1]
@@ -80,7 +80,7 @@ def test_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged(odd_j
 
 
 def test_an_answer_that_hangs_is_missing_with_a_note_and_another_process_judges_on(odd_judge: str) -> None:
-    with RewardPool(JudgeOptions(workers=1, timeout_s=2.0), judge=odd_judge) as pool:
+    with contextlib.closing(RewardPool(JudgeOptions(workers=1, timeout_s=2.0), judge=odd_judge)) as pool:
         (hung,) = judged(pool, [(problem("1"), "hang")])
         assert hung.is_missing and "took over 2 s and was killed" in hung.note
         end = time.monotonic() + 120.0
@@ -90,7 +90,7 @@ def test_an_answer_that_hangs_is_missing_with_a_note_and_another_process_judges_
 
 
 def test_a_reward_is_a_number_from_0_to_1_and_anything_else_is_missing(odd_judge: str) -> None:
-    with RewardPool(JudgeOptions(workers=1, timeout_s=60.0), judge=odd_judge) as pool:
+    with contextlib.closing(RewardPool(JudgeOptions(workers=1, timeout_s=60.0), judge=odd_judge)) as pool:
         part, *others = judged(pool, [(problem("1"), a) for a in ("part", "seven", "nan", "word", "none", "read")])
         assert (part.value, part.correct, part.parts) == (0.25, 0.25, {"answer": 0.25})
         assert [r.is_missing for r in others] == [True, True, True, True, False]
@@ -99,7 +99,7 @@ def test_a_reward_is_a_number_from_0_to_1_and_anything_else_is_missing(odd_judge
 
 
 def test_a_reference_that_is_not_there_is_missing_and_an_endless_answer_is_wrong() -> None:
-    with RewardPool(JudgeOptions(max_answer_chars=10)) as pool:  # no process is started for these
+    with contextlib.closing(RewardPool(JudgeOptions(max_answer_chars=10))) as pool:  # no process is started for these
         nothing, endless = judged(pool, [(problem(None), "1"), (problem("1"), "1" * 11)])
     assert nothing.is_missing and "no reference" in nothing.note
     assert endless.value == 0 and "11 characters" in endless.note
@@ -116,7 +116,7 @@ def test_an_answer_that_hangs_holds_up_no_other_and_close_leaves_no_process(odd_
     pool.close()
     assert waits.cancelled() and isinstance(hangs.exception(), CancelledError)
     assert set(psutil.Process().children()) <= before
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match="after shutdown"):
         judged(pool, [(problem("1"), "1")])
 
 
@@ -138,5 +138,8 @@ def test_a_judge_ends_with_its_parent_even_while_it_hangs(odd_judge: str) -> Non
 
 
 def test_a_judge_that_cannot_be_loaded_is_an_error_not_a_reward() -> None:
-    with RewardPool(judge="no_such_module:judge") as pool, pytest.raises(RuntimeError, match="before it was ready"):
+    with (
+        contextlib.closing(RewardPool(judge="no_such_module:judge")) as pool,
+        pytest.raises(RuntimeError, match="before it was ready"),
+    ):
         judged(pool, [(problem("1"), "1")])

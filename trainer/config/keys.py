@@ -159,7 +159,7 @@ def _words(annotation: Any) -> str:
     """A type in terms of YAML."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return f"{_words(parts[0])}{_bounds(parts[1:])}"
+        return f"{_words(parts[0])}{_bounds(FieldInfo.from_annotation(annotation).metadata)}"
     if origin is Literal:
         return " or ".join(str(part) for part in parts)
     if origin in (Union, types.UnionType):

@@ -22,7 +22,7 @@ import yaml
 from rich.text import Text
 from rich.tree import Tree
 
-from marsrl.rollout.agents.parsers import VerdictParser, all_tagged
+from marsrl.rollout.agents.parsers import all_tagged
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import READS, AgentSpec, Role
@@ -355,7 +355,7 @@ class _MadeUp:
         if self.role is Role.REASONER and turn == 0:
             return _CALL.replace("QUESTION", question)
         parser = self.prompts.parsers[READS[self.role]]
-        if isinstance(parser, VerdictParser):
+        if len(parser.examples) == 2:  # a yes and a no
             said = parser.examples[verdict]
         else:
             said = parser.examples[0].replace("ANSWER", question if self.role is Role.SEARCHER else answer)

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from marsrl.kernels import swiglu
-from marsrl.rollout.engines.local.rope import rotary_frequencies
+from marsrl.rollout.engines.local.model import rotary_frequencies
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.learner.megatron.attention import HeadNorm, NormedAttention, PackedAttention, RMSNorm
