@@ -212,37 +212,29 @@ EXPERTS, KEPT = Records(experts=True), Records(kept_tokens=True)
 
 
 @pytest.mark.parametrize(
-    ("options", "device", "records", "takes_weights", "says"),
+    ("options", "device", "records", "says"),
     [
-        (
-            {"quantization": "fp8"},
-            "cuda",
-            Records(),
-            True,
-            "^rollout.vllm.quantization is fp8; .* on a frozen policy alone",
-        ),
-        ({"sampler": "marsrl"}, "cuda", EXPERTS, True, "^trainer.router_replay=rollout .*vllm.sampler=engine"),
-        ({}, "cpu", EXPERTS, True, "on a CPU vLLM runs V1: set rollout.engine=local"),
-        ({"sampler": "engine"}, "cpu", KEPT, True, "^loss.truncation=.* set rollout.vllm.sampler=marsrl"),
-        ({}, "cuda", Records(kept_tokens=True, experts=True), True, None),
-        ({"draft_tokens": 4}, "cuda", Records(kept_tokens=True, experts=True), True, None),
-        ({"draft_tokens": 4}, "cpu", Records(), True, "draft_tokens is 4, and on a CPU .* or draft_tokens=0"),
+        ({"sampler": "marsrl"}, "cuda", EXPERTS, "^trainer.router_replay=rollout .*vllm.sampler=engine"),
+        ({}, "cpu", EXPERTS, "on a CPU vLLM runs V1: set rollout.engine=local"),
+        ({"sampler": "engine"}, "cpu", KEPT, "^loss.truncation=.* set rollout.vllm.sampler=marsrl"),
+        ({}, "cuda", Records(kept_tokens=True, experts=True), None),
+        ({"draft_tokens": 4}, "cuda", Records(kept_tokens=True, experts=True), None),
+        ({"draft_tokens": 4}, "cpu", Records(), "draft_tokens is 4, and on a CPU .* or draft_tokens=0"),
         (
             {"draft_tokens": 4, "sampler": "marsrl"},
             "cuda",
             Records(),
-            True,
             "draws one token at a time: .*sampler=engine",
         ),
-        ({"sampler": "marsrl"}, "cuda", KEPT, True, None),
-        ({}, "cpu", KEPT, True, None),
-        ({"quantization": "fp8"}, "cuda", Records(), False, None),
+        ({"sampler": "marsrl"}, "cuda", KEPT, None),
+        ({}, "cpu", KEPT, None),
+        ({"quantization": "fp8"}, "cuda", Records(), None),
     ],
 )
 def test_what_vllm_cannot_do_here_is_refused_with_what_it_can(
-    options: dict[str, Any], device: str, records: Records, takes_weights: bool, says: str | None
+    options: dict[str, Any], device: str, records: Records, says: str | None
 ) -> None:
-    found = vllm_refusals(VllmOptions.model_validate(options), device, records, takes_weights=takes_weights)
+    found = vllm_refusals(VllmOptions.model_validate(options), device, records)
     assert len(found) == (says is not None) and all(re.search(str(says), sentence) for sentence in found), found
 
 
