@@ -322,8 +322,8 @@ def _files_out_of_reach(rollouts: Sequence[RolloutConfig], host: TrainerHost, we
     if not Path(weight_files).resolve().is_relative_to("/dev/shm"):
         return None
     return (
-        f"sync.backend=shm, as an adapter in any case, writes weights to {weight_files} of trainer rank 0's host, which engines "
-        f"on the other hosts of rollout.ray_address={rollout.ray_address} do not see: set sync.directory to a folder that all "
-        "hosts share, or send weights over the network (sync.backend=auto on GPUs; on CPUs rollout.engine=local with "
-        "sync.cpu_twin=true)"
+        f"sync.backend=shm, as adapters and FP8 weights in any case, writes weights to {weight_files} of trainer rank 0's host, "
+        f"which engines on the other hosts of rollout.ray_address={rollout.ray_address} do not see: set sync.directory to a "
+        "folder that all hosts share, or send weights over the network (sync.backend=auto on GPUs; on CPUs "
+        "rollout.engine=local with sync.cpu_twin=true)"
     )
