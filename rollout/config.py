@@ -229,7 +229,9 @@ class VllmOptions(Settings):
         "trainer's by more: set loss.correction and watch train_rollout/",
     )
     quantization: Literal["fp8"] | None = Field(
-        None, description="of the weights, made as they are loaded; policies.<name>.frozen only: docs/weight_sync.md"
+        None,
+        description="of the layers' matrices, rounded by vLLM as it loads them, in blocks of 128 x 128: half the memory and "
+        "traffic. A trained policy's want loss.correction and sync.backend=shm: docs/weight_sync.md",
     )
     extra: dict[str, Any] = Field(
         default_factory=dict,

@@ -43,6 +43,7 @@ from marsrl.trainer.evaluate.identity import evaluation_identity
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import resolve
+from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.plan.batch_plan import longest_sequence
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.prometheus import MetricsPort, served
@@ -62,7 +63,7 @@ from marsrl.trainer.weights.sync import DirectSync, FileSync, WeightSync
 if TYPE_CHECKING:  # it imports megatron
     from marsrl.trainer.learner.megatron.adapter import FrozenBase
 
-_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def join_ranks(
@@ -142,9 +143,11 @@ def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | Non
         adapter, settings = policy if has_adapter else "", shape.settings()
         engines = CheckedEngines(pool, vocab_size=shape.vocab_size, settings=settings, adapter=adapter)
     dtype: torch.dtype = getattr(torch, config.engine_dtype(policy))
-    is_vllm = config.rollout.engine == "vllm"
-    cache_dtype = _CACHE_DTYPES.get(config.rollout_of(policy).vllm.kv_cache_dtype) if is_vllm else None
-    common: dict[str, Any] = {"verify_every": sync.verify_every, "cache_dtype": cache_dtype}
+    precision = Precision(dtype)
+    if config.rollout.engine == "vllm":
+        vllm = config.rollout_of(policy).vllm
+        precision = Precision(dtype, _FP8.get(vllm.kv_cache_dtype), _FP8.get(vllm.quantization or ""))
+    common: dict[str, Any] = {"verify_every": sync.verify_every, "precision": precision}
     if has_adapter:
         return AdapterSync(engines, dtype, base=model_dir, directory=sync.directory, **common)
     if sync.backend == "shm":

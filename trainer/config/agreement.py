@@ -40,6 +40,9 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
     if config.judge is not None:
         _check_judge(config, config.judge)
     _check_sync(config.sync, config.rollout)
+    for name in config.policies if config.rollout.engine == "vllm" else ():
+        if config.rollout_of(name).vllm.quantization is not None:
+            _check_quantised(config, name, is_trained=trains and name in config.trained_policies)
     _check_colocated_engines(config)
     _check_gate(config)
     _check_credit(config)
@@ -256,6 +259,26 @@ def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
     if sync.backend == "ipc" and rollout.placement == "disaggregated" and not sync.cpu_twin:
         raise ValueError(
             f"{key} is between processes on one GPU: set sync.backend=nccl, or rollout.placement=colocated"
+        )
+
+
+def _check_quantised(config: RunConfig, name: str, *, is_trained: bool) -> None:
+    key, loss = f"rollout.vllm.quantization of policies.{name} is fp8, and", config.loss
+    if config.engine_dtype(name) == "float32":
+        raise ValueError(f"{key} beside it vLLM computes in 16 bits alone: set rollout.vllm.dtype=bfloat16")
+    if not is_trained:
+        return
+    if config.policies[name].adapter is not None:
+        raise ValueError(f"{key} a trained adapter needs the base as the trainer has it: set it to null")
+    if loss.correction == "none" and loss.old_policy != "sais":
+        raise ValueError(
+            f"{key} tokens are drawn by rounded weights, which loss.correction=none takes for the trainer's: set "
+            "loss.correction=tis (or icepop, sequence_mask), or loss.old_policy=sais"
+        )
+    if config.sync.backend not in ("auto", "shm"):
+        raise ValueError(
+            f"{key} vLLM rounds weights as it reads them from files: set sync.backend=shm, with sync.directory on a folder that "
+            "all hosts share if engines are on others"
         )
 
 

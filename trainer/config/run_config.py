@@ -164,6 +164,12 @@ class RunConfig(Settings):
         asked = self.rollout_of(policy).vllm.dtype if self.rollout.engine == "vllm" else None
         return asked or self.policies[policy].dtype
 
+    @property
+    def has_quantised(self) -> bool:
+        """True if vLLM's engines of a trained policy round its weights."""
+        quantises = (self.rollout_of(name).vllm.quantization is not None for name in self.trained_policies)
+        return self.rollout.engine == "vllm" and any(quantises)
+
     @model_validator(mode="before")
     @classmethod
     def _vllm_of_policies_is_whole(cls, given: Any) -> Any:

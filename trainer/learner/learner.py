@@ -47,7 +47,7 @@ from marsrl.trainer.data.scatter import BatchShard, Update
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame, weights_sum
 from marsrl.trainer.learner.megatron.layout import Layout, check, resolve, why_not_context
-from marsrl.trainer.learner.other_roundings import other_roundings
+from marsrl.trainer.learner.other_roundings import Precision, other_roundings
 from marsrl.trainer.learner.step_stats import StepStats, empty_update, summed, update_stats
 from marsrl.trainer.machine import training_device
 from marsrl.trainer.runs.directory import write_json
@@ -235,16 +235,14 @@ class Learner:
         self,
         batches: Sequence[PackedBatch],
         *,
-        rounded_as: torch.dtype | None = None,
-        cache_dtype: torch.dtype | None = None,
+        rounded_as: Precision | None = None,
     ) -> list[Tensor]:
         """[T] float32 CPU log-probs of each batch under the current weights, nats; 0 outside its mask.
 
         The router chooses the experts, regardless of trainer.router_replay.
-        rounded_as: perturb every intermediate result by the roundings of another program in that dtype (other_roundings.py).
-        cache_dtype: of that program's KV cache, if different.
+        rounded_as: perturb every intermediate result by the roundings of another program (other_roundings.py).
         """
-        with nullcontext() if rounded_as is None else other_roundings(self.model, rounded_as, cache_dtype=cache_dtype):
+        with nullcontext() if rounded_as is None else other_roundings(self.model, rounded_as):
             return self.passes.score(batches)
 
     def read_weights(self, folder: str | Path) -> None:
