@@ -24,7 +24,7 @@ BUILD_MODES = ("auto", "require", "off")
 LIBRARY = "marsrl_cpu"  # CMake target
 
 REQUIREMENTS = [
-    "torch>=2.10",  # no upper pin: the native code does not link against it
+    "torch>=2.11",  # no upper pin: the native code does not link against it
     "numpy",
     "pydantic>=2",
     "omegaconf",
@@ -43,6 +43,7 @@ REQUIREMENTS = [
     "math-verify",
     "jinja2",
     "typer>=0.20",  # marsrl
+    "aiohttp",  # orchestration external
     "google-re2",  # expressions of prompt files
 ]
 EXTRAS = {

@@ -10,7 +10,7 @@ A case is a module of benchmarks/cases/ with CASE; benchmarks/cases/__init__.py 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from marsrl.kernels.testing import assert_accurate
 
+Outputs = Tensor | tuple[Tensor, ...]
 Results = dict[str, Tensor]  # name -> result of a variant; the names are those of the exact results
 
 
@@ -70,43 +71,52 @@ class Variant:
     """
 
     name: str
-    run: Callable[[], Results]
+    run: Callable[[], Any]
     does: str = ""
     prepare: Callable[[], Any] = lambda: None
 
     def __call__(self) -> Results:
         self.prepare()
-        return self.run()
+        results: Results = self.run()
+        return results
 
 
 @dataclass(frozen=True)
-class BothWays:
-    """Variants of a function of `leaves`, forward and then backward from `gradient`: the results are its output and, by the
-    leaves' names, their gradients."""
+class Compared:
+    """Variants of a function of the tensors `inputs`: the results are its outputs, by these names.
 
-    leaves: Mapping[str, Tensor]
-    gradient: Tensor
+    With a gradient of the first output the function runs backward too, and results are also the gradients of inputs by name.
+    """
 
-    def variant(self, name: str, function: Callable[..., Tensor], does: str = "") -> Variant:
-        return Variant(name, partial(_both_ways, function, self.leaves, self.gradient), does, self._clear)
+    inputs: Mapping[str, Tensor]
+    gradient: Tensor | None = None
+    outputs: tuple[str, ...] = ("out",)
 
-    def judge(self, definition: Callable[..., Tensor]) -> Judgement:
-        """The definition in float64, and at the leaves' own dtypes."""
-        exact = {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
-        plain = {name: leaf.detach().clone().requires_grad_() for name, leaf in self.leaves.items()}
-        return Judgement(_both_ways(definition, exact, self.gradient), _both_ways(definition, plain, self.gradient))
+    def variant(self, name: str, function: Callable[..., Outputs], does: str = "") -> Variant:
+        return Variant(name, partial(self._run, function, self.inputs), does, self._clear)
+
+    def judge(self, definition: Callable[..., Outputs]) -> Judgement:
+        """The definition in float64, and at the inputs' own dtypes."""
+        exact, plain = (
+            {name: values.detach().to(dtype, copy=True).requires_grad_() for name, values in self.inputs.items()}
+            for dtype in (torch.float64, None)
+        )
+        return Judgement(self._run(definition, exact), self._run(definition, plain))
+
+    def _run(self, function: Callable[..., Outputs], inputs: Mapping[str, Tensor]) -> Results:
+        found = function(*inputs.values())
+        outputs = found if isinstance(found, tuple) else (found,)
+        results = {name: each.detach() for name, each in zip(self.outputs, outputs, strict=True)}
+        if self.gradient is None:
+            return results
+        outputs[0].backward(self.gradient.to(outputs[0].dtype))
+        gradients = {name: values.grad for name, values in inputs.items() if values.grad is not None}
+        assert gradients.keys() == inputs.keys(), "the backward pass has left no gradient"
+        return results | gradients
 
     def _clear(self) -> None:
-        for leaf in self.leaves.values():
-            leaf.grad = None
-
-
-def _both_ways(function: Callable[..., Tensor], leaves: Mapping[str, Tensor], gradient: Tensor) -> Results:
-    out = function(*leaves.values())
-    out.backward(gradient.to(out.dtype))
-    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    assert gradients.keys() == leaves.keys(), "the backward pass has left no gradient"
-    return {"out": out.detach(), **gradients}
+        for values in self.inputs.values():
+            values.grad = None
 
 
 @dataclass(frozen=True)
@@ -134,32 +144,32 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Bench:
-    """A case at one shape.
+    """A case at one shape. candidates: what runs, and what cannot.
 
     judge: float64 results on the inputs' device, and what plain PyTorch computes at the dtype of the input: the
-    yardstick of assert_accurate. Called once; a child that measures memory never calls it.
+    yardstick of assert_accurate, by which the variant `ours` must be right. Called once; a child that measures memory
+    never calls it.
     flops, bytes: what the job needs at least, by formula: each input read once, each result written once.
     result_bytes: of the results that every variant must allocate (dX and dW); peak memory is reported beyond them.
     notes: remarks for readers of the table.
     """
 
-    variants: list[Variant]
-    missing: list[Missing]
+    candidates: Sequence[Variant | Missing]
     judge: Callable[[], Judgement]
     flops: float
     bytes: float
     result_bytes: int
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def variants(self) -> list[Variant]:
+        return [each for each in self.candidates if isinstance(each, Variant)]
+
 
 @dataclass(frozen=True)
 class Case:
-    """name: as on the command line. shapes(device, quick): to measure; quick: tiny ones, only to see that it runs.
-
-    ours: the variant that must be right.
-    """
+    """name: as on the command line. shapes(device, quick): to measure; quick: tiny ones, only to see that it runs."""
 
     name: str
     shapes: Callable[[str, bool], list[Shape]]
     build: Callable[[Shape], Bench]
-    ours: str = "ours"

@@ -29,8 +29,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from marsrl.trainer.commands.curate.near_duplicates import as_compared, jaccard, shingled
 from marsrl.trainer.config.curate import NearDuplicatesConfig
@@ -39,33 +39,6 @@ SECONDS, BYTES, ROWS = 600.0, 4e9, 1_000_000
 EDITED = 0.2  # share of the prompts
 EDITS = ("surface", "a word replaced", "a word left out", "two words replaced")
 _CONFIG = NearDuplicatesConfig()
-
-
-@dataclass(frozen=True)
-class Edits:
-    """Planted near-duplicates of one kind. similarity: mean. above, below: the threshold; each with how many were dropped."""
-
-    kind: str
-    similarity: float
-    above: int
-    above_dropped: int
-    below: int
-    below_dropped: int
-
-
-@dataclass(frozen=True)
-class Measured:
-    """dropped_unplanted: original prompts mistaken for duplicates."""
-
-    rows: int
-    recall: float
-    precision: float
-    dropped_unplanted: int
-    seconds: float
-    cpu_seconds: float
-    peak_bytes: int
-    load: float
-    edits: list[Edits]
 
 
 def write_prompts(path: Path, num_rows: int, seed: int) -> dict[int, tuple[str, float]]:
@@ -104,7 +77,9 @@ def _similarity(one: str, other: str) -> float:
     return jaccard(*(frozenset(shingled(as_compared(text), _CONFIG.shingle)) for text in (one, other)))
 
 
-def measure(num_rows: int, seed: int, folder: Path) -> Measured:
+def measure(num_rows: int, seed: int, folder: Path) -> dict[str, Any]:
+    """dropped_unplanted: original prompts mistaken for duplicates. edits: planted near-duplicates by kind; similarity: their
+    mean; above, below: the threshold; each with how many were dropped."""
     planted = write_prompts(folder / "prompts.jsonl", num_rows, seed)
     words = [sys.executable, "-m", "marsrl.trainer.commands.cli", "curate", "prompts.jsonl", "--out", "out"]
     load, before, start = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
@@ -112,25 +87,26 @@ def measure(num_rows: int, seed: int, folder: Path) -> Measured:
     seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     with (folder / "out/stages/near_duplicates/dropped.jsonl").open(encoding="utf-8") as lines:
         dropped = {json.loads(line)["row"] + 1 for line in lines}
-    edits = []
+    edits: list[dict[str, Any]] = []
     for kind in EDITS:
         own = {line: similarity for line, (each, similarity) in planted.items() if each == kind}
         above = {line for line, similarity in own.items() if similarity >= _CONFIG.threshold}
         below = own.keys() - above
-        mean = sum(own.values()) / max(1, len(own))
-        edits.append(Edits(kind, mean, len(above), len(above & dropped), len(below), len(below & dropped)))
-    found, wanted = sum(each.above_dropped for each in edits), sum(each.above for each in edits)
-    return Measured(
-        rows=num_rows,
-        recall=found / max(1, wanted),
-        precision=found / max(1, len(dropped)),
-        dropped_unplanted=len(dropped - planted.keys()),
-        seconds=seconds,
-        cpu_seconds=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        peak_bytes=after.ru_maxrss * 1024,
-        load=load,
-        edits=edits,
-    )
+        found = {"kind": kind, "similarity": sum(own.values()) / max(1, len(own))}
+        found |= {"above": len(above), "above_dropped": len(above & dropped)}
+        edits.append(found | {"below": len(below), "below_dropped": len(below & dropped)})
+    num_found = sum(each["above_dropped"] for each in edits)
+    return {
+        "rows": num_rows,
+        "recall": num_found / max(1, sum(each["above"] for each in edits)),
+        "precision": num_found / max(1, len(dropped)),
+        "dropped_unplanted": len(dropped - planted.keys()),
+        "seconds": seconds,
+        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "peak_bytes": after.ru_maxrss * 1024,
+        "load": load,
+        "edits": edits,
+    }
 
 
 def main() -> int:
@@ -143,24 +119,22 @@ def main() -> int:
         parser.error(f"--rows is {words.rows}, expected at least 100")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(words.rows, words.seed, Path(folder))
-    for each in found.edits:
+    for each in found["edits"]:
         print(
-            f"{each.kind}: similarity {each.similarity:.2f} on average; dropped {each.above_dropped:,} of {each.above:,} at or "
-            f"above {_CONFIG.threshold:g}, {each.below_dropped:,} of {each.below:,} below"
+            "{kind}: similarity {similarity:.2f} on average; dropped {above_dropped:,} of {above:,} at or above {threshold:g}, "
+            "{below_dropped:,} of {below:,} below".format(**each, threshold=_CONFIG.threshold)
         )
     print(
-        f"recall {found.recall:.4f}, precision {found.precision:.4f}, {found.dropped_unplanted:,} of their own dropped"
-    )
-    print(
-        f"{found.rows:,} rows: {found.seconds:.0f} s ({found.cpu_seconds:.0f} s of CPU), {found.peak_bytes / 1e9:.2f} GB at "
-        f"most; load of the machine before: {found.load:.1f}"
+        "recall {recall:.4f}, precision {precision:.4f}, {dropped_unplanted:,} of their own dropped\n"
+        "{rows:,} rows: {seconds:.0f} s ({cpu_seconds:.0f} s of CPU), {gb:.2f} GB at most; load of the machine before: "
+        "{load:.1f}".format(**found, gb=found["peak_bytes"] / 1e9)
     )
     if words.json:
-        Path(words.json).write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
-    if found.rows >= ROWS:
-        is_held = found.seconds <= SECONDS and found.peak_bytes <= BYTES
+        Path(words.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if found["rows"] >= ROWS:
+        is_held = found["seconds"] <= SECONDS and found["peak_bytes"] <= BYTES
         print(f"{SECONDS / 60:.0f} minutes and {BYTES / 1e9:.0f} GB: {'held' if is_held else 'MISSED'}")
-    print(f"ratio: {SECONDS * found.rows / ROWS / found.seconds:.2f}")
+    print(f"ratio: {SECONDS * found['rows'] / ROWS / found['seconds']:.2f}")
     return 0
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
-from evidence_page import PAGE, Result, Results, page, sections, unsaid
+from evidence_page import CLAIMS, PAGE, Result, Results, page, table
 from namespace import ROOT
 from studies import FOREIGN, FOREIGN_SEEDS, OTHER_KIND, STUDIES, shown
 
@@ -275,7 +275,7 @@ def main() -> int:
             environment = {**os.environ, "MARSRL_CACHE": f"{folder}/cache"}
             made = Path(folder, "results")
             Runner("smoke", made, Path(folder, "runs"), words.jobs, TINY, environment).all(first)
-            print("\n\n".join(sections(read_results(made))))
+            print("\n\n".join(table(claim, read_results(made)) for claim in CLAIMS.values()))
         return 0
     runs = RUNS / state_of_the_code()
     os.environ["MARSRL_CACHE"] = str(runs / "cache")
@@ -287,11 +287,11 @@ def main() -> int:
         if files := changed_files():
             parser.error(f"the tree differs from its commit, which the results are to name: commit or undo\n{files}")
         runner.all(missing)
-    results = read_results(RESULTS)
-    PAGE.write_text(page(results), "utf-8")
+    text = page(PAGE.read_text("utf-8"), read_results(RESULTS))
+    PAGE.write_text(text, "utf-8")
     print(f"{PAGE}: written")
-    if left := unsaid(results):
-        print("What was seen is to be said anew (benchmarks/evidence_page.py) for\n" + "\n".join(left))
+    if unsaid := [section.partition("\n")[0] for section in text.split("\n## ")[1:] if "**Seen**" not in section]:
+        print("What is seen in their tables is to be said in the page: " + "; ".join(unsaid))
     return 0
 
 

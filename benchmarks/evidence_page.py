@@ -1,13 +1,13 @@
-"""The page docs/evidence.md: claims of the papers, and tables of results. benchmarks/evidence.py writes it.
+"""The tables of docs/evidence.md, from results. benchmarks/evidence.py puts them into the page, whose text is written by hand.
 
 Two arms are told apart if Student's 95% interval of their mean difference over seeds excludes 0 (arms of a seed share the warm
-start, the problems and the seed of the draws). The text under a table is written by hand for exactly that table, and omitted if
-the numbers change.
+start, the problems and the seed of the draws). The text under a table is of exactly that table, and removed with the numbers that
+it is of.
 """
 
 from __future__ import annotations
 
-import hashlib
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,19 +40,14 @@ Results = Mapping[tuple[str, str, int], Result]
 
 @dataclass(frozen=True)
 class Claim:
-    """says: in our words. groups: arms to compare, the first of a group with each other.
+    """A section's table. groups: arms to compare, the first of a group with each other.
 
-    columns: {number of a result: heading}; the first has its range over seeds, and is compared. seen: by hand, of the table
-    whose digest is seen_of.
+    columns: {number of a result: heading}; the first has its range over seeds, and is compared.
     """
 
-    title: str
-    says: str
     study: str
     groups: tuple[tuple[str, ...], ...]
     columns: Mapping[str, str]
-    seen: str = ""
-    seen_of: str = ""
 
 
 def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, float]:
@@ -110,31 +105,9 @@ def _short(value: float) -> str:
     return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}".replace("0.", ".", 1) if value else "0"
 
 
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def section(claim: Claim, results: Results) -> str:
-    found = table(claim, results)
-    parts = [f"## {claim.title}", claim.says, found]
-    if claim.seen_of == digest(found):
-        parts.append(f"**Seen**: {claim.seen}")
-    return "\n\n".join(parts)
-
-
-def sections(results: Results) -> list[str]:
-    return [section(claim, results) for claim in CLAIMS]
-
-
-def unsaid(results: Results) -> list[str]:
-    """Claims whose text is for another table, with the current table's digest."""
-    found = {claim.title: (claim.seen_of, digest(table(claim, results))) for claim in CLAIMS}
-    return [f"{title}: seen_of={today}" for title, (of, today) in found.items() if of != today]
-
-
 def provenance(results: Results) -> str:
     """A sentence with the commits of the results."""
-    used = {(claim.study, arm) for claim in CLAIMS for group in claim.groups for arm in group}
+    used = {(claim.study, arm) for claim in CLAIMS.values() for group in claim.groups for arm in group}
     commits = Counter(each.commit for key, each in results.items() if key[:2] in used)
     if not commits:
         return "Nothing has been run yet."
@@ -147,26 +120,23 @@ def provenance(results: Results) -> str:
     )
 
 
-BEGINNING = """\
-# Evidence
+def page(text: str, results: Results) -> str:
+    """The page with today's tables and commits."""
+    beginning, *sections = re.split(r"(?m)^(?=## )", text)
+    *blocks, _ = beginning.strip().split("\n\n")
+    blocks.append(provenance(results))
+    for section in sections:
+        heading, says, old, *seen = section.strip().split("\n\n")
+        new = table(CLAIMS[heading.removeprefix("## ")], results)
+        blocks += [heading, says, new, *(seen if new == old else [])]
+    return "\n\n".join(blocks) + "\n"
 
-What the papers claim, tried on teams that a CPU trains in minutes; written by `python benchmarks/evidence.py`. What a tiny policy
-does not show on arithmetic can be true of 30 billion parameters on olympiad problems, and the other way round.
-
-An arm is a whole training from its seed's warm start, no seed left out; accuracies are of the run's evaluation after it, on
-the same 200 or 300 held-out problems for all seeds. Differences are paired by seed; `±` is Student's 95% interval of a mean
-over seeds. *Told apart*: the difference's interval leaves out 0, as one in twenty does by chance. *Idle*: steps that trained
-nothing. Values by seed: `benchmarks/results/cpu_xeon_2core/evidence/`."""
 
 _WHOLE = {"system": "team"}
 _TEAM = {**_WHOLE, "solver": "Solver", "verifier1": "Verifier"}
 
-CLAIMS = (
-    Claim(
-        "Whose training improves the Solver",
-        "MarsRL, Table 2: the Solver gains more when the whole team is trained (AIME-25: 91.1), and even when Verifier and "
-        "Corrector alone are (90.4), than by its own samples alone (89.5). In `a mean of each agent` the Solver's tokens weigh "
-        "as much as when it is trained alone; `strong Solver` begins mostly right, as the paper's does.",
+CLAIMS = {
+    "Whose training improves the Solver": Claim(
         "marsrl",
         (
             ("Solver trained", "whole", "critics trained", "a mean of each agent"),
@@ -179,84 +149,35 @@ CLAIMS = (
             "solver_tokens": "its tokens trained",
             "empty_steps": "idle",
         },
-        "the paper's order is reversed for Verifier and Corrector alone (.802 for .891, lower on every seed; the interval just "
-        "includes 0), and the whole team's Solver is not told from one trained alone; neither the number of its tokens nor "
-        "their weight explains it. With a strong Solver the order is the same. Here the agents share 0.57 M weights, and what "
-        "Verifier and Corrector learn helps the Solver less than its own samples do.",
-        seen_of="9795bf1e",
     ),
-    Claim(
-        "Agents' own rewards, not the outcome's",
-        "MarsRL: rewards of their own (is the answer right, is the verdict true) are less noisy than the last answer's, shared. "
-        "Both arms train whole trajectories.",
-        "marsrl",
-        (("own rewards", "outcome reward"),),
-        _TEAM,
-        "own rewards lead by .041, not told apart on five seeds. The Verifier's accuracy differs most, .830 and .745.",
-        seen_of="b88139fe",
-    ),
-    Claim(
-        "Another Solver's answers",
-        "MarsRL, Table 3: a trained Verifier and Corrector help Solvers that they were not trained with: here one of another "
-        "seed, and one of another kind (other shape, tutor and mistakes).",
+    "Agents' own rewards, not the outcome's": Claim("marsrl", (("own rewards", "outcome reward"),), _TEAM),
+    "Another Solver's answers": Claim(
         "foreign",
         (("untrained", "trained", "own team"), ("untrained, another kind", "trained, another kind")),
         {"added": "team less Solver", "alone": "Solver", "system": "team"},
-        "as claimed, for both kinds: the trained Verifier and Corrector add .11 to .39 on every seed, the untrained .00 to "
-        ".07. Their own Solver, whose mistakes the training removed, leaves little to add.",
-        seen_of="8c331b00",
     ),
-    Claim(
-        "Which answers are judged and repaired",
-        "MarsRL: picking wrong solutions and found errors (adaptive) trains better than a random or balanced pick.",
-        "marsrl",
-        (("whole", *(f"{pick} picks" for pick in PICKS)),),
-        _WHOLE,
-        "nothing is told apart.",
-        seen_of="0752fa63",
+    "Which answers are judged and repaired": Claim(
+        "marsrl", (("whole", *(f"{pick} picks" for pick in PICKS)),), _WHOLE
     ),
-    Claim(
-        "Masking tokens that are mastered",
-        "UloRL: masking them while entropy is below a target keeps entropy from collapsing, and accuracy rises.",
+    "Masking tokens that are mastered": Claim(
         "marsrl",
         (("whole", "gate off", "gate always"),),
         {**_WHOLE, "entropy_first": "entropy, first quarter", "entropy_last": "last quarter"},
-        "entropy falls alike in all three; 24 steps are short for a collapse, which UloRL shows over hundreds.",
-        seen_of="cf061f46",
     ),
-    Claim(
-        "Segments, and whose log-probs are old",
-        "UloRL: segments cost no accuracy; the present policy as the old one (POIS) is as good as each segment's own (SAIS), "
-        "which can let entropy explode.",
+    "Segments, and whose log-probs are old": Claim(
         "marsrl",
         (("whole", "4 segments", "4 segments, sais"),),
         {**_WHOLE, "entropy_last": "entropy, last quarter", "empty_steps": "idle"},
-        "not told apart, as is claimed, which proves nothing; nothing explodes.",
-        seen_of="4355f3d6",
     ),
-    Claim(
-        "A mean of tokens or of samples",
-        "MarsRL's equation 2 averages within a sample first, DAPO (arXiv:2503.14476) over all tokens.",
-        "marsrl",
-        (("whole", "mean of samples"),),
-        {**_WHOLE, "grad_norm_max": "largest gradient norm"},
-        "accuracy is not told apart.",
-        seen_of="bf278faf",
+    "A mean of tokens or of samples": Claim(
+        "marsrl", (("whole", "mean of samples"),), {**_WHOLE, "grad_norm_max": "largest gradient norm"}
     ),
-    Claim(
-        "Advantages of each agent",
-        "Dr. MAS: a baseline and deviation of each agent's own keep the gradient's norm from spiking, where one over all agents "
-        "(`global`, and `trajectory`, the published GRPO baseline) does not; with shared, separate and adapted policies.",
+    "Advantages of each agent": Claim(
         "drmas",
         tuple(tuple(f"{policies}, {name}" for name in NORMALISE) for policies in POLICIES),
         {"grad_norm_max": "largest gradient norm", **_WHOLE, "grad_spikes": "spikes"},
-        "no norm is told apart; two of 63 trainings spike. By the lemma, mean rewards .2 to .3 apart inflate by 0.8 to 1.15: "
-        "little could explode. Adapters end below whole weights, whose seeds 2 to 4 are of earlier code and warm starts.",
-        seen_of="34d97e6e",
     ),
-    Claim(
-        "System 1 and System 2",
-        "MARS: System 1, the tools, and the balance of its samples each add to System 2.",
+    "System 1 and System 2": Claim(
         "mars",
         (("whole", "without System 1", "without Python", "without balance", "one mean"),),
         {
@@ -265,15 +186,8 @@ CLAIMS = (
             "system2_reward_last": "last quarter",
             "empty_steps": "idle",
         },
-        "System 1 is needed, but here because the policy was taught to read distillates and never pages. Python adds .07. "
-        "Balance and the mean are not told from their absence.",
-        seen_of="1cc669e2",
     ),
-    Claim(
-        "Adapters in place of whole weights",
-        "LoRA Without Regret (Thinking Machines Lab, 2025): in RL, adapters of a small rank learn what whole weights do, at ten "
-        "times their learning rate. Arms: an adapter for each of five agents, one policy for all, a policy for each. CPU seconds "
-        "and memory: of one process, which trains and decodes.",
+    "Adapters in place of whole weights": Claim(
         "adapters",
         (("adapters", "shared weights", "separate weights"),),
         {
@@ -284,12 +198,6 @@ CLAIMS = (
             "cpu_seconds": "CPU seconds",
             "peak_bytes": "bytes of memory",
         },
-        "every seed gains .32 or more with adapters, and the team is not told from those of whole weights.",
-        seen_of="58169295",
     ),
-)
-
-
-def page(results: Results) -> str:
-    """The whole page docs/evidence.md."""
-    return "\n\n".join([BEGINNING, provenance(results), *sections(results)]) + "\n"
+}
+"""{heading of the page: its table}"""

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import tracemalloc
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from rollout import Child, closed
+from rollout import Child, Side, measured, show_ratio
 
 HERE = Path(__file__).resolve()
 GROUP = 8  # sessions of a problem
@@ -110,12 +112,8 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
     return {"sessions": sessions, "rounds": played, "worker_cpu_ms": worker_ms, "session_bytes": peak / sessions}
 
 
-def play(model_dir: str, orchestration: str) -> None:
-    """Child: a line in; {"tokens", "seconds"} of the next TOKENS, or some more, a line out."""
-    import os
-
-    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # Ray and vLLM print to stdout
-    os.dup2(2, 1)
+def play(model_dir: str, orchestration: str) -> Side:
+    """Asked, answers with {"tokens", "seconds"} of the next TOKENS, or some more."""
     from marsrl.rollout.imports import imports_for_good
 
     with imports_for_good():  # as a run does
@@ -138,39 +136,28 @@ def play(model_dir: str, orchestration: str) -> None:
     checked = preflight(read_config(None, settings)[0], world_size=1)
     with open_team(checked, {"main": model_dir}) as team:
         rollout, pool = Rollout(checked.config.rollout, team, checked.task.problems(0), seed=0), team.pools["main"]
-        answer: Any = "ready"
-        while True:
-            with rollout.resting():  # the other side has its turn
-                print(json.dumps(answer), file=out, flush=True)
-                if not sys.stdin.readline():
-                    break
-            before, start = sum(pool.num_decoded()), time.perf_counter()
-            while (tokens := sum(pool.num_decoded()) - before) < TOKENS:
-                rollout.next_batch({"main": 0})
-            answer = {"tokens": tokens, "seconds": time.perf_counter() - start}
-        rollout.close()
+        answer: Any = None
+        with closing(rollout):
+            while True:
+                with rollout.resting():  # the other side has its turn
+                    yield answer
+                before, start = sum(pool.num_decoded()), time.perf_counter()
+                while (tokens := sum(pool.num_decoded()) - before) < TOKENS:
+                    rollout.next_batch({"main": 0})
+                answer = {"tokens": tokens, "seconds": time.perf_counter() - start}
 
 
 def over_native(turns: int) -> list[dict[str, Any]]:
     """Turns of the program and of the native team, without the warm-up."""
     from marsrl.trainer.models.init_model import init_model
 
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         init_model("cpu_default", "arithmetic", Path(folder), seed=0, dtype="float32")
         names = ("external", f"{HERE.with_name('in_turn.py')}:InTurn")
-        with closed(*(Child("--play", folder, name) for name in names)) as sides:
-            for turn in range(turns + 1):
-                told = [side.ask(turn) for side in sides]
-                speeds = [each["tokens"] / each["seconds"] for each in told]
-                row = {"sides": told, "speeds": speeds, "ratio": speeds[0] / speeds[1]}
-                print(
-                    f"{f'turn {turn}' if turn else 'warm-up'}: program "
-                    f"{speeds[0]:,.0f} tokens/s, native {speeds[1]:,.0f} tokens/s, ratio {row['ratio']:.3f}",
-                    flush=True,
-                )
-                rows += [row] if turn else []
-    return rows
+        program, native = (Child(play, folder, name) for name in names)
+        with closing(program), closing(native):
+            told = ((program.ask(turn), native.ask(turn)) for turn in range(turns + 1))
+            return measured(told, "program", "native")
 
 
 def main() -> int:
@@ -181,21 +168,13 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=5, help="stages that are timed, of each number of sessions")
     parser.add_argument("--turns", type=int, default=0, help="turns of the program and the native team; 0: calls alone")
-    parser.add_argument("--calls", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--play", nargs=2, help=argparse.SUPPRESS)
     words = parser.parse_args()
-    if words.calls:
-        print(json.dumps(calls(words.calls, words.rounds)))
-        return 0
-    if words.play:
-        play(*words.play)
-        return 0
     from marsrl.trainer.machine import commit, device_name
 
     record: dict[str, Any] = {"device": device_name(), "commit": commit(), "calls": []}
     for sessions in words.sessions:
-        command = [sys.executable, str(HERE), "--calls", str(sessions), "--rounds", str(words.rounds)]
-        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            found = process.submit(calls, sessions, words.rounds).result()
         record["calls"].append(found)
         speeds, cpu = ([each[name] for each in found["rounds"]] for name in ("calls_per_s", "cpu_ms"))
         print(
@@ -209,8 +188,7 @@ def main() -> int:
     if words.json:
         words.json.write_text(json.dumps(record, indent=1))
     if words.turns:
-        ratios = [row["ratio"] for row in record["turns"]]
-        print(f"spread of the turns: {min(ratios):.3f} to {max(ratios):.3f}\nratio: {statistics.median(ratios):.3f}")
+        show_ratio(record["turns"], "program", "native")
     return 0
 
 

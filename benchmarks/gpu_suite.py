@@ -4,10 +4,10 @@
 
 First the GPU tests of the kernels, the fused loss, two steps of training, a buffer shared by CUDA IPC, attention and grouped
 GEMM, however long each takes. Then the other benchmarks, each only if its whole time limit is left. Needs torch >= 2.11, triton
->= 3.6, numpy and g++, no network and no installation; --wheels adds packages (suite_wheels.txt lists them). Parts that cannot run
-are listed with the missing module. Each part is a separate process with a time limit (on a GPU); failures are recorded, and the
-rest continues. On a GPU other processes fill Triton's cache until the first timed part. After each part --out has report.md and
-results.tar.gz with everything. --device cpu --quick does the same with tiny sizes on a CPU.
+>= 3.6, numpy and the C compiler that Triton calls, no network and no installation; --wheels adds packages (suite_wheels.txt lists
+them). Parts that cannot run are listed with the missing module. Each part is a separate process with a time limit (on a GPU);
+failures are recorded, and the rest continues. After each part --out has report.md and results.tar.gz with everything. --device
+cpu --quick does the same with tiny sizes on a CPU.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from namespace import ROOT, folder_with_marsrl
 HERE = Path(__file__).resolve().parent
 TOTAL_S = 560.0
 KILL_AFTER_S = 5.0  # grace period of a part after its limit
-LAST_PROMISED = "grouped linear"  # the parts up to this one always run, however long each takes
-UNTIMED = ("surroundings", "build", "tests")  # while these run, Triton's cache is filled
 LOG_BYTES = 200_000  # of each log's end: packed together, all stay far below a megabyte
 LOG_LINES = 150  # of each log, its end, in the report
 TESTING_MODULES = ("pytest", "xdist")
@@ -118,7 +116,6 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
     step = ["--model", model, "--no-dmmpt", "--profile", "--repeats", "1" if is_quick else "3"]
     return [
         script("surroundings", 20, "record.py", "--device", device, *to("surroundings")),
-        script("build", 30, "native.py"),
         tests("tests", 100, 30, *of_kernels),
         bench("headline", "linear_policy_loss", 95, "--budget", "8", "--profile", *rounds, *headline),
         script("first steps", 90, "first_steps.py", "--folder", str(work / "first"), *tiny, *engine, *to("first_steps"),
@@ -126,7 +123,6 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
         tests("two processes", 25, 20, "tests/engines/test_shared_buffer.py", "--noconftest", "-m", marker),
         bench("attention varlen", "attention_varlen", 35, "--budget", "2"),
         bench("grouped linear", "grouped_linear", 35, "--budget", "2"),
-        bench("head gemms", "head_gemms", 45, "--budget", "2"),
         bench("policy rows", "policy_rows", 45, "--budget", "2"),
         script("train step", 120, "train_step.py", *step, *to("train_step"), modules=TRAINING_MODULES),
         *(bench(case.replace("_", " "), case, 45, "--budget", "2") for case in CASES),
@@ -148,7 +144,10 @@ def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: floa
         return Outcome(part.name, "skipped", 0.0, f"needs up to {part.limit_s:.0f} s, {max(left_s, 0):.0f} s are left")
     log = folder / part.log
     start = time.monotonic()
-    process = _started(part.command, environment, log)
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            part.command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
+        )
     try:
         code = process.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -157,26 +156,14 @@ def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: floa
             process.wait(timeout=KILL_AFTER_S)
         return Outcome(part.name, "timeout", limit_s or 0.0, f"ended after {limit_s:.0f} s", part.log)
     finally:
-        _kill_group(process)
+        with contextlib.suppress(ProcessLookupError):  # its children would occupy the GPU of the next part
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     seconds = time.monotonic() - start
     if code:
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:] or ["no output"]
         return Outcome(part.name, "failed", seconds, f"exit code {code}: {last[0][:200]}", part.log)
     return Outcome(part.name, "ok", seconds, log=part.log)
-
-
-def _started(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("w") as stream:
-        return subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
-        )
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a part and its children, which would otherwise occupy the GPU of the next one."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def missing_modules(names: tuple[str, ...], environment: dict[str, str]) -> list[str]:
@@ -270,23 +257,16 @@ def main() -> int:
         if not has_limit:
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         print(f"results in {out}", flush=True)
-        fill = [sys.executable, str(HERE / "fill_cache.py"), "--shape", HEADLINE]
-        filler = _started(fill, environment, folder / "fill_cache.log") if has_limit else None
         outcomes: list[Outcome] = []
         suite: dict[str, Any] = {"device": words.device, "commit": words.commit, "before": gpu_state(), "after": ""}
         for part in parts(words.device, words.quick, folder, work):
             if words.only and not any(word in part.name for word in words.only):
                 continue
-            if filler and part.name not in UNTIMED:
-                _kill_group(filler)  # its log shows how far it got
-                filler = None
             outcome = run_part(part, environment, folder, TOTAL_S - (time.monotonic() - start) if has_limit else None)
             outcomes.append(outcome)
             print(f"{outcome.status:8} {outcome.seconds:6.1f} s  {outcome.name}  {outcome.reason}", flush=True)
             suite |= {"parts": [dataclasses.asdict(each) for each in outcomes], "after": gpu_state()}
             pack(folder, out, suite)
-        if filler:
-            _kill_group(filler)
     print(f"{out / 'report.md'}: {time.monotonic() - start:.0f} s")
     return 1 if any(outcome.status in ("failed", "timeout") for outcome in outcomes) else 0
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+import torch.nn.functional as F
 from case import Judgement, Results, Shape, Variant
-from peers.plain import eager_logprob
 from torch import Tensor
 
 from marsrl.kernels.head.gemms import cpu_multiplies_bfloat16
@@ -15,8 +16,33 @@ from marsrl.kernels.head.gemms import cpu_multiplies_bfloat16
 PLAIN_ROWS = 4096  # plain PyTorch judges larger batches in parts: its full logits would not fit
 EXACT_BYTES = 2**28  # of one float64 chunk of logits
 
-# Adds up what a part of the rows contributes to the scalar that is differentiated: (log-probs [R], entropy [R], rows).
-Objective = Callable[[Tensor, Tensor, slice], Tensor]
+Rows = slice | Tensor
+# What these rows contribute to the scalar that is differentiated: (log-probs [R], entropy [R] or None, rows).
+Objective = Callable[[Tensor, Tensor | None, Rows], Tensor]
+LogprobFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(hidden [T, H], weight [V, H], targets [T]) -> log-probs [T] and entropy [T] or None, differentiable."""
+
+
+def eager_logprob(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-prob of the target and entropy, through the full logits: what a trainer without kernels writes."""
+    logits = F.linear(hidden, weight)
+    logp = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+    chosen = logp.gather(1, targets[:, None]).squeeze(1)
+    return chosen, -(logp.exp() * logp).sum(-1)
+
+
+def eager_logprob_detached(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """As eager_logprob, with the entropy only as a metric: nothing is saved for its gradient."""
+    logp = torch.log_softmax(F.linear(hidden, weight).float(), -1)
+    chosen = logp.gather(1, targets[:, None]).squeeze(1)
+    with torch.no_grad():
+        entropy = -(logp.exp() * logp).sum(-1)
+    return chosen, entropy
+
+
+@cache
+def compiled(function):  # type: ignore[no-untyped-def]
+    return torch.compile(function, dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -81,68 +107,61 @@ def make_inputs(shape: Shape) -> HeadInputs:
     return HeadInputs(hidden, weight, targets, cu_seqlens, advantages, mask, torch.cat(parts) + noise)
 
 
+def through_logprobs(
+    inputs: HeadInputs, objective: Objective, call: LogprobFunction, kept: Tensor | None = None
+) -> Results:
+    """value (the scalar), logprobs, entropy, dX and dW by a function that returns log-probs.
+
+    kept: the rows that it gets, all of the mask; results of the others are 0.
+    """
+    rows: Rows = slice(None) if kept is None else kept
+    hidden = inputs.hidden if kept is None else inputs.hidden[kept]
+    logprobs, entropy = call(hidden, inputs.weight, inputs.targets[rows])
+    value = objective(logprobs, entropy, rows)
+    value.backward()
+    results = {"value": value.detach(), **inputs.gradients()}
+    for name, values in (("logprobs", logprobs), ("entropy", entropy)):
+        if values is None:
+            continue
+        values = values.detach().float()
+        if kept is not None:
+            values = torch.zeros_like(inputs.old_logprobs).index_copy(0, kept, values)
+        results[name] = values if inputs.mask is None else values * inputs.mask
+    return results
+
+
 def judge(inputs: HeadInputs, objective: Objective) -> Judgement:
     """float64 results and plain PyTorch's: value (the scalar), logprobs, entropy, dX, dW."""
-    has_no_target = torch.ones(inputs.weight.shape[0], dtype=torch.bool, device=inputs.weight.device)
+    vocab = inputs.weight.shape[0]
+    has_no_target = torch.ones(vocab, dtype=torch.bool, device=inputs.weight.device)
     has_no_target[inputs.targets] = False
-    return Judgement(_exact(inputs, objective), _plain(inputs, objective), apart={"dW": has_no_target})
+    exact = _in_parts(inputs, objective, torch.float64, max(1, EXACT_BYTES // (8 * vocab)))
+    return Judgement(exact, _in_parts(inputs, objective, inputs.weight.dtype, PLAIN_ROWS), apart={"dW": has_no_target})
 
 
-def _exact(inputs: HeadInputs, objective: Objective) -> Results:
-    """Closed form in chunks of rows: dz_v = c (1[v = y] - p_v) - e p_v (log p_v + H), c and e by autograd."""
-    hidden, weight = inputs.hidden.detach().double(), inputs.weight.detach().double()
-    num_tokens, vocab = hidden.shape[0], weight.shape[0]
-    step = max(1, EXACT_BYTES // (8 * vocab))
-    value = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    logprobs, entropy = hidden.new_empty(num_tokens), hidden.new_empty(num_tokens)
-    of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-    for begin in range(0, num_tokens, step):
-        rows = slice(begin, min(begin + step, num_tokens))
-        logp = torch.log_softmax(hidden[rows] @ weight.t(), -1)
-        at = inputs.targets[rows, None]
-        chosen = logp.gather(1, at).squeeze(1).requires_grad_()
-        ent = -(logp.exp() * logp).sum(-1)
-        ent.requires_grad_()
-        part = objective(chosen, ent, rows)
-        c, e = torch.autograd.grad(part, (chosen, ent), allow_unused=True)
-        e = torch.zeros_like(ent) if e is None else e
-        value += part.detach()
-        logprobs[rows], entropy[rows] = chosen.detach(), ent.detach()
-        dz = logp.exp().mul_(-(c[:, None] + e[:, None] * (logp + ent.detach()[:, None])))
-        dz.scatter_add_(1, at, c[:, None])
-        of_hidden[rows] = dz @ weight
-        of_weight.addmm_(dz.t(), hidden[rows])
-    return {"value": value, "logprobs": logprobs, "entropy": entropy, "dX": of_hidden, "dW": of_weight}
-
-
-def _plain(inputs: HeadInputs, objective: Objective) -> Results:
+def _in_parts(inputs: HeadInputs, objective: Objective, dtype: torch.dtype, num_rows: int) -> Results:
+    """By autograd at this dtype, so many rows at a time."""
     num_tokens = inputs.targets.numel()
-    values, logprobs, entropies, of_hidden = [], [], [], []
-    of_weight: Tensor | None = None
-    for begin in range(0, num_tokens, PLAIN_ROWS):
-        rows = slice(begin, min(begin + PLAIN_ROWS, num_tokens))
-        hidden = inputs.hidden.detach()[rows].requires_grad_()
-        weight = inputs.weight.detach().requires_grad_()
-        chosen, entropy = eager_logprob(hidden, weight, inputs.targets[rows])
-        value = objective(chosen, entropy, rows)
-        value.backward()
-        assert hidden.grad is not None and weight.grad is not None
-        values.append(value.detach())
-        logprobs.append(chosen.detach())
-        entropies.append(entropy.detach())
-        of_hidden.append(hidden.grad)
-        of_weight = weight.grad.float() if of_weight is None else of_weight.add_(weight.grad)
-    assert of_weight is not None
+    hidden, weight = inputs.hidden.detach().to(dtype), inputs.weight.detach().to(dtype).requires_grad_()
+    of_weight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32), requires_grad=False)
+    parts = []
+    for begin in range(0, num_tokens, num_rows):
+        rows = slice(begin, min(begin + num_rows, num_tokens))
+        own = hidden[rows].requires_grad_()
+        logprobs, entropy = eager_logprob(own, weight, inputs.targets[rows])
+        value = objective(logprobs, entropy, rows)
+        of_hidden, of_part = torch.autograd.grad(value, (own, weight))
+        of_weight += of_part
+        parts.append((value.detach(), logprobs.detach(), entropy.detach(), of_hidden))
+    values, logprobs_of, entropies, gradients = zip(*parts)
+    mask = 1 if inputs.mask is None else inputs.mask
     return {
         "value": torch.stack(values).sum(),
-        "logprobs": torch.cat(logprobs),
-        "entropy": torch.cat(entropies),
-        "dX": torch.cat(of_hidden),
-        "dW": of_weight.to(inputs.weight.dtype),
+        "logprobs": torch.cat(logprobs_of) * mask,
+        "entropy": torch.cat(entropies) * mask,
+        "dX": torch.cat(gradients),
+        "dW": of_weight.to(dtype),
     }
-
-
-FLOOR = "three GEMMs (the floor)"
 
 
 def floors(inputs: HeadInputs, shape: Shape) -> tuple[list[Variant], str]:
@@ -186,8 +205,8 @@ def floors(inputs: HeadInputs, shape: Shape) -> tuple[list[Variant], str]:
         sentence += "; the bfloat16 input was converted beforehand and is not counted"
     if is_native:
         sentence += "; dX and dW are products of bfloat16, in this CPU's own instructions"
-    does = "no softmax, no loss"
-    return [Variant(FLOOR, run, does), Variant("three GEMMs, all buffers there", run_in_place, does)], sentence
+    ways = (("three GEMMs (the floor)", run), ("three GEMMs, all buffers there", run_in_place))
+    return [Variant(name, way, "no softmax, no loss") for name, way in ways], sentence
 
 
 def head_flops(shape: Shape) -> float:

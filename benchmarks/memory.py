@@ -18,50 +18,52 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from case import Shape, Variant
 
 CHILD_LIMIT_S = 600
 
 
+class PeakMemory:
+    """Peak bytes since this object was made, beyond those held then: of torch's allocator on a GPU, else resident ones."""
+
+    def __init__(self, *, is_cuda: bool) -> None:
+        self._is_cuda = is_cuda
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        else:
+            self._before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+
+    def extra_bytes(self) -> int:
+        if self._is_cuda:
+            return torch.cuda.max_memory_allocated() - self._before
+        # VmHWM. Not getrusage: its maximum is inherited from the process that started this one.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")) - self._before
+
+
 def of_call_on_gpu(run: Callable[[], Any]) -> int:
     """Bytes; the results that `run` returns are included."""
-    import torch
-
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    peak = PeakMemory(is_cuda=True)
     results = run()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    extra = peak.extra_bytes()
     del results
-    return peak
+    return extra
 
 
-def of_variants_on_cpu(case: str, shape: Shape, names: list[str]) -> dict[str, int] | str:
-    """Bytes by variant, or the reason why unknown; measured in a child that forks once for each variant."""
+def of_variants_on_cpu(case: str, shape: Shape, names: list[str]) -> dict[str, int]:
+    """Bytes by variant, of those that do not fail; measured in a child that forks once for each variant."""
     words = [sys.executable, str(Path(__file__).resolve()), case, json.dumps(dataclasses.asdict(shape)), *names]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=CHILD_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return f"no answer within {CHILD_LIMIT_S} s"
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or ["no message"])[-1]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=CHILD_LIMIT_S, check=True)
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
-def rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak_rss_bytes() -> int:
-    """VmHWM. Not getrusage: its maximum is inherited from the process that started this one."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-
 def _child(case_name: str, shape_json: str, *names: str) -> int:
-    import torch
     from cases import load
 
     torch.set_num_threads(1)
@@ -86,10 +88,9 @@ def _measure(variant: Variant) -> int:
     variant.prepare()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # memory that the heap retained would be reused unnoticed
-    standing = rss_bytes()
-    Path("/proc/self/clear_refs").write_text("5")
+    peak = PeakMemory(is_cuda=False)
     results = variant.run()
-    extra = peak_rss_bytes() - standing
+    extra = peak.extra_bytes()
     del results
     return extra
 

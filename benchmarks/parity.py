@@ -40,8 +40,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ VOCABULARY = 323
 # gradient: a dozen ulp of the largest entry. Of the first layer's o_proj, the worst, one rank and transformers are 0.6e-6 to
 # 0.8e-6 apart and two layouts 0.7e-6 to 1.1e-6, by the order in which norms and attention round.
 LIMITS = {"loss": 2e-6, "gradient": 1.5e-6, "sgd": 1e-6}
+COLUMNS = (*LIMITS, "adam")
 REFERENCE_LIMITS = {"loss": 2e-6, "gradient": 1e-5}
 PROBE_LR = 4096.0  # a power of two: (before - after) / lr is the gradient to its own rounding
 SGD_LR = 0.5
@@ -108,7 +110,6 @@ REFUSED = (
     Case("pp4", {"pipeline": 4}),
     Case("optimizer offload", optimizer={"offload": True}),
 )
-NOT_RUN = {"dp2, tp2, pp2, cp2 on two ranks": "a world of two: tests/megatron/test_layouts.py runs them"}
 
 
 def samples() -> list[Any]:
@@ -185,32 +186,38 @@ def reference(model_dir: Path, sequences: list[Any]) -> tuple[list[Any], float, 
     return out, float(loss.detach()), load_file(model_dir.parent / "gradient" / "model.safetensors"), masked
 
 
-def train(model_dir: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
-    """Train on the ranks of this world: losses, gradients and weights after two steps of each optimizer (rank 0's)."""
+def open_learner(model_dir: str | Path, case: Case, optimizer: dict[str, Any], **policy: Any) -> Any:
+    """A learner of this layout on the ranks of this world; ValueError where it is refused."""
     from marsrl.kernels import PolicyObjective
     from marsrl.trainer.config import MptConfig, PolicyConfig
-    from marsrl.trainer.data.scatter import Update, micro_batches
     from marsrl.trainer.learner.learner import Learner
+
+    optimizer = {**optimizer, "grad_clip": 1e9, **case.optimizer}
+    words = {"dtype": "float32", "layout": case.layout, "optimizer": optimizer, **case.policy, **policy}
+    return Learner(
+        PolicyConfig.model_validate(words),
+        model_dir,
+        objectives=[PolicyObjective()] * 2,
+        mpt=MptConfig(scope="sample", entropy=MPT_ENTROPY, probability=MPT_PROBABILITY),
+        total_steps=8,
+        seed=0,
+        old_policy="sais",
+    )
+
+
+def one_update(learner: Any, sequences: list[Any]) -> list[Any]:
+    from marsrl.trainer.data.scatter import Update, micro_batches
+
+    num_tokens = float(sum(s.num_sampled for s in sequences))
+    return [Update(tuple(micro_batches(sequences, learner.shard(160))), num_tokens)]
+
+
+def train(model_dir: Path, case: Case, sequences: list[Any]) -> dict[str, Any]:
+    """Train on the ranks of this world: losses, gradients and weights after two steps of each optimizer (rank 0's)."""
     from marsrl.trainer.learner.megatron import parallel
 
-    optimizer = {"lr": 1e-3, "grad_clip": 1e9, **case.optimizer}
-    policy = PolicyConfig.model_validate(
-        {"dtype": "float32", "layout": case.layout, "optimizer": optimizer, **case.policy}
-    )
-    try:
-        learner = Learner(
-            policy,
-            model_dir,
-            objectives=[PolicyObjective()] * 2,
-            mpt=MptConfig(scope="sample", entropy=MPT_ENTROPY, probability=MPT_PROBABILITY),
-            total_steps=8,
-            seed=0,
-            old_policy="sais",
-        )
-    except ValueError as refusal:
-        return {"refused": str(refusal)}
-    num_tokens = float(sum(s.num_sampled for s in sequences))
-    updates = [Update(tuple(micro_batches(sequences, learner.shard(160))), num_tokens)]
+    learner = open_learner(model_dir, case, {"lr": 1e-3})
+    updates = one_update(learner, sequences)
     before = dict(learner.held().export())
     found: dict[str, Any] = {}
     for _ in range(2):
@@ -225,7 +232,7 @@ def train(model_dir: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
             found.setdefault("gated", stats.gated_samples)
             found.setdefault("masked", sum(stats.agent_sums["masked_tokens"]))
         found[name] = dict(learner.held().export())
-    found["gradient"] = {n: (before[n].double() - w.double()) / PROBE_LR for n, w in found["gradient"].items()}
+    found["gradient"] = gradient(before, found["gradient"])
     parallel.stop(keep_world=True)
     return found
 
@@ -234,32 +241,12 @@ def train_adapter(model_dir: Path, adapter: Path, kind: str, case: Case, sequenc
     """On the ranks of this world: loss, log-probs, gradients of A and B and their norm, by one step (rank 0's)."""
     import torch.distributed as dist
 
-    from marsrl.kernels import PolicyObjective
-    from marsrl.trainer.config import MptConfig, PolicyConfig
-    from marsrl.trainer.data.scatter import Update, micro_batches
-    from marsrl.trainer.learner.learner import Learner
     from marsrl.trainer.learner.megatron import parallel
 
-    settings = {
-        "dtype": "float32",
-        "layout": case.layout,
-        "optimizer": {"grad_clip": 1e9, **case.optimizer},
-        **case.policy,
-    }
-    policy = PolicyConfig.model_validate(
-        {**settings, "adapter": {**parity_adapters.ADAPTERS[kind], "start": str(adapter)}}
-    )
-    mpt = MptConfig(scope="sample", entropy=MPT_ENTROPY, probability=MPT_PROBABILITY)
-    common: dict[str, Any] = {"objectives": [PolicyObjective()] * 2, "mpt": mpt, "total_steps": 8, "seed": 0}
-    try:
-        learner = Learner(policy, model_dir, **common, old_policy="sais")
-    except ValueError as refusal:
-        return {"refused": str(refusal)}
+    learner = open_learner(model_dir, case, {}, adapter={**parity_adapters.ADAPTERS[kind], "start": str(adapter)})
     with_sgd(learner)
     before = dict(learner.held_adapter().export())
-    num_tokens = float(sum(s.num_sampled for s in sequences))
-    updates = [Update(tuple(micro_batches(sequences, learner.shard(160))), num_tokens)]
-    stats = learner.train_step(updates, lr=PROBE_LR, keep=[s.uid for s in sequences])
+    stats = learner.train_step(one_update(learner, sequences), lr=PROBE_LR, keep=[s.uid for s in sequences])
     after = dict(learner.held_adapter().export())
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, {each.uid: torch.from_numpy(each.logprobs) for each in stats.tokens})
@@ -269,8 +256,13 @@ def train_adapter(model_dir: Path, adapter: Path, kind: str, case: Case, sequenc
         "norm": stats.grad_norm,
         "masked": sum(stats.agent_sums["masked_tokens"]),
         "logprobs": {uid: values for part in told for uid, values in part.items()},
-        "gradient": {n: (before[n].double() - tensor.double()) / PROBE_LR for n, tensor in after.items()},
+        "gradient": gradient(before, after),
     }
+
+
+def gradient(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What one SGD step at PROBE_LR has taken, in float64."""
+    return {name: (before[name].double() - tensor.double()) / PROBE_LR for name, tensor in after.items()}
 
 
 def with_sgd(learner: Any) -> None:
@@ -279,6 +271,13 @@ def with_sgd(learner: Any) -> None:
         sgd = torch.optim.SGD([torch.zeros(1)], lr=0.0)
         sgd.param_groups = [{**sgd.defaults, **group, "fused": False} for group in part.optimizer.param_groups]
         part.optimizer = sgd
+
+
+def line_of(one: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Differences of a layout from one rank."""
+    off = differences(found, one)
+    same = (found["gated"], found["masked"]) == (one["gated"], one["masked"])
+    return {**off, "is_ok": same and all(off[name] <= limit for name, limit in LIMITS.items())}
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
@@ -297,7 +296,7 @@ def against_transformers(title: str, model: Path) -> tuple[dict[str, Any], list[
     """(one rank's results, the samples with rollout log-probs, the line); prints the line."""
     begin = time.perf_counter()
     given, loss, gradient, masked = reference(model, samples())
-    one = train(str(model), Case("one rank"), given)
+    one = train(model, Case("one rank"), given)
     off = differences(one, {"loss": loss, "gradient": gradient})
     is_ok = all(off[n] <= limit for n, limit in REFERENCE_LIMITS.items()) and one["masked"] == masked > 0
     line = {"layout": title, "seconds": time.perf_counter() - begin, **off, "is_ok": is_ok}
@@ -320,8 +319,11 @@ def against_peft(folder: Path) -> list[dict[str, Any]]:
         adapter = parity_adapters.random_adapter(model, settings, folder / kind / "adapter")
         expected[kind] = parity_adapters.peft_reference(model, adapter, samples(), loss_of)
         found = train_adapter(model, adapter, kind, Case("one rank"), expected[kind]["samples"])
-        lines.append(parity_adapters.line_of(f"adapters, {kind}, one rank", found, expected[kind]))
-        print(row({**lines[-1], "seconds": time.perf_counter() - begin}, parity_adapters.LIMITS), flush=True)
+        lines.append(
+            {"layout": f"adapters, {kind}, one rank", "seconds": time.perf_counter() - begin}
+            | parity_adapters.line_of(expected[kind], found)
+        )
+        print(row(lines[-1], parity_adapters.LIMITS), flush=True)
     torch.save(expected, folder.parent / "adapters.pt")
     return lines
 
@@ -353,40 +355,32 @@ def worker(rank: int, port: int, folder: Path, names: list[str], is_given: Event
     is_given.wait()
     sequences = list(decode(MiniBatch, (folder / "samples").read_bytes()).sequences)
     one = torch.load(folder / "one.pt", weights_only=True)
-    report: list[dict[str, Any]] = []
-    for case in (*CASES, *REFUSED):
-        if names and case.name not in names:
-            continue
-        begin = time.perf_counter()
-        found = train(str(folder / "model"), case, sequences)
-        if rank != 0:
-            continue
-        line: dict[str, Any] = {"layout": case.name, "seconds": time.perf_counter() - begin}
-        if "refused" in found:
-            line |= {"is_ok": case in REFUSED, "refused": found["refused"]}
-        else:
-            line |= differences(found, one)
-            within = all(line[name] <= limit for name, limit in LIMITS.items())
-            same = (found["gated"], found["masked"]) == (one["gated"], one["masked"])
-            line["is_ok"] = within and same and case not in REFUSED
-        print(row(line), flush=True)
-        report.append(line)
     adapters = torch.load(folder / "adapters.pt", weights_only=False)  # written by this very program
-    for case in CASES:
-        if names and case.name not in names:
+    chosen = [case for case in (*CASES, *REFUSED) if not names or case.name in names]
+    runs: list[tuple[str, bool, Callable[[], Any], Callable[[Any], dict[str, Any]], Iterable[str]]] = []
+    for case in chosen:
+        run = partial(train, folder / "model", case, sequences)
+        runs.append((case.name, case in REFUSED, run, partial(line_of, one), COLUMNS))
+    for case in chosen:
+        if case in REFUSED:
             continue
-        begin, kind = time.perf_counter(), "moe" if "expert" in case.layout else "dense"
+        kind = "moe" if "expert" in case.layout else "dense"
         model, expected = folder / "adapters" / kind, adapters[kind]
-        found = train_adapter(model / "model", model / "adapter", kind, case, expected["samples"])
-        if rank != 0:
-            continue
-        title = f"adapters, {kind}, {case.name}"
-        if "refused" in found:
-            line = {"layout": title, "is_ok": case.name in parity_adapters.REFUSED, "refused": found["refused"]}
-        else:
-            line = parity_adapters.line_of(title, found, expected)
-        print(row({**line, "seconds": time.perf_counter() - begin}, parity_adapters.LIMITS), flush=True)
-        report.append(line)
+        run = partial(train_adapter, model / "model", model / "adapter", kind, case, expected["samples"])
+        is_refused, of_run = case.name in parity_adapters.REFUSED, partial(parity_adapters.line_of, expected)
+        runs.append((f"adapters, {kind}, {case.name}", is_refused, run, of_run, parity_adapters.LIMITS))
+    report: list[dict[str, Any]] = []
+    for title, is_refused, train_it, line_of_run, columns in runs:
+        begin = time.perf_counter()
+        try:
+            found = train_it()
+            line = line_of_run(found) if rank == 0 else {}
+            line["is_ok"] = line.get("is_ok") and not is_refused
+        except ValueError as refusal:
+            line = {"is_ok": is_refused, "refused": str(refusal)}
+        if rank == 0:
+            report.append({"layout": title, "seconds": time.perf_counter() - begin, **line})
+            print(row(report[-1], columns), flush=True)
     if rank == 0:
         (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
     if dist.is_initialized():
@@ -407,7 +401,7 @@ def wait(ranks: list[Any]) -> list[int]:
     return [each.exitcode for each in ranks]
 
 
-def row(line: dict[str, Any], columns: Iterable[str] = (*LIMITS, "adam")) -> str:
+def row(line: dict[str, Any], columns: Iterable[str] = COLUMNS) -> str:
     """One layout, ending in ok or FAIL."""
     verdict = "ok" if line["is_ok"] else "FAIL"
     if "refused" in line:
@@ -446,7 +440,7 @@ def main() -> int:
         for each in ranks:
             each.start()
         model = init_model(InitShape(64, 2, 4, 2, 32, 8, 2, 48, vocab_size=VOCABULARY), "bytes", folder / "model")
-        titles = "".join(f"{title:>10s}" for title in (*LIMITS, "adam"))
+        titles = "".join(f"{title:>10s}" for title in COLUMNS)
         print(f"{'':38s}{titles}\n{'at most':38s}" + "".join(f"{limit:10.1e}" for limit in LIMITS.values()))
         one, given, first = against_transformers("one rank against transformers", model)
         lines = [first]
@@ -462,8 +456,6 @@ def main() -> int:
             lines += json.loads((folder / "report.json").read_text("utf-8"))
         else:
             print((folder / "stderr").read_text("utf-8", errors="replace")[-6000:])
-    for what, why in NOT_RUN.items():
-        print(f"{what:38s}not run here: {why}")
     failed = sum(not line["is_ok"] for line in lines) + any(codes)
     if any(codes):
         print(f"the ranks ended with exit codes {codes}")

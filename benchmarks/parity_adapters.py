@@ -74,7 +74,7 @@ def by_expert(name: str, gradient: torch.Tensor, config: Any) -> dict[str, torch
     return {f"{prefix}.{e}.{part}.lora_{letter}.weight": of[e] for part, of in parts.items() for e in range(num)}
 
 
-def line_of(title: str, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+def line_of(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """Differences from PEFT, see the head of this file."""
     gradient, logprobs = expected["gradient"], expected["logprobs"]
     assert found["gradient"].keys() == gradient.keys() and found["logprobs"].keys() == logprobs.keys(), (
@@ -87,4 +87,4 @@ def line_of(title: str, found: dict[str, Any], expected: dict[str, Any]) -> dict
         "norm": abs(found["norm"] - expected["norm"]) / expected["norm"],
     }
     is_ok = all(off[name] <= limit for name, limit in LIMITS.items()) and found["masked"] == expected["masked"]
-    return {"layout": title, **off, "is_ok": is_ok}
+    return {**off, "is_ok": is_ok}

@@ -29,8 +29,8 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from marsrl.rollout.tools.config import PythonTool
 from marsrl.rollout.tools.pool import ToolPool
@@ -52,15 +52,6 @@ HOSTILE = (
 )
 
 
-@dataclass(frozen=True)
-class Latency:
-    """Overhead of one set of calls, ms: from submit to output, less the snippet's own time."""
-
-    calls: str
-    median_ms: float
-    p95_ms: float
-
-
 def latencies(pool: ToolPool, codes: Sequence[str], own_s: float, is_at_once: bool) -> list[float]:
     """Overhead of each call, ms; RuntimeError if an output is not the snippet's."""
     found: list[float] = []
@@ -76,11 +67,6 @@ def latencies(pool: ToolPool, codes: Sequence[str], own_s: float, is_at_once: bo
     if len(outputs) != 1 or next(iter(outputs)).is_error:
         raise RuntimeError(f"calls of the same snippet answered {outputs}")
     return [1000 * (each - own_s) for each in found]
-
-
-def summary(calls: str, found: Sequence[float]) -> Latency:
-    ordered = sorted(found)
-    return Latency(calls, statistics.median(ordered), ordered[int(0.95 * len(ordered))])
 
 
 def cost(before: resource.struct_rusage, after: resource.struct_rusage, num_calls: int) -> tuple[float, float]:
@@ -134,12 +120,15 @@ def main() -> int:
             refill(tool, most)
     finally:
         pool.close()
-    rows = [summary(name, each) for name, each in found.items()]
+    rows: list[dict[str, Any]] = [
+        {"calls": name, "median_ms": statistics.median(each), "p95_ms": sorted(each)[int(0.95 * len(each))]}
+        for name, each in found.items()
+    ]
     print(
         f"{os.cpu_count()} cores, load {load:.1f}; {words.calls} calls at once, {words.rounds} rounds; sandbox: {tool.sandbox}"
     )
     for row in rows:
-        print(f"{row.calls}: median {row.median_ms:.1f} ms, p95 {row.p95_ms:.1f} ms")
+        print("{calls}: median {median_ms:.1f} ms, p95 {p95_ms:.1f} ms".format(**row))
     cpu_ms, switches = (statistics.median(each) for each in zip(*costs, strict=True))
     print(f"this process: {cpu_ms:.2f} ms of CPU and {switches:.1f} context switches a call of those at once")
     print(f"refill: {statistics.median(refilled):.0f} ms an interpreter")
@@ -151,10 +140,10 @@ def main() -> int:
             "rounds": words.rounds,
             "sandbox": tool.sandbox,
         }
-        record |= {"rows": [asdict(row) for row in rows], "refill_ms": statistics.median(refilled)}
+        record |= {"rows": rows, "refill_ms": statistics.median(refilled)}
         record |= {"own_cpu_ms": cpu_ms, "own_switches": switches}
         Path(words.json).write_text(json.dumps(record, indent=1) + "\n")
-    print(f"ratio: {WANTED_MS / rows[1].median_ms:.2f}")
+    print(f"ratio: {WANTED_MS / statistics.median(found['at once']):.2f}")
     return 0
 
 

@@ -8,7 +8,6 @@ them one after the other on the same base: in training it has one active at a ti
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,6 @@ class ReferenceOptions:
 
     micro_batch: int = 8
     is_sorted: bool = False
-    experts: str = "eager"
     mpt_entropy: float | None = None
     mpt_probability: float = 0.99
     dtype: str = "float32"
@@ -41,7 +39,7 @@ def _load(model_dir: str, options: ReferenceOptions) -> Any:
         model_dir,
         dtype=getattr(torch, options.dtype),
         attn_implementation="sdpa",
-        experts_implementation=options.experts,
+        experts_implementation="grouped_mm",  # the quickest of transformers' here, on CPUs too
     )
     if not options.adapters:
         return model
@@ -120,24 +118,3 @@ class ReferenceLoop:
                 gate = positive & (mean < self.options.mpt_entropy)
                 keep &= ~(gate[:, None] & (logprobs.exp() >= self.options.mpt_probability))
         return -(logprobs * advantage[:, None] * keep).sum()
-
-
-def fastest_experts(model_dir: str, sequences: Sequence[TrainSequence]) -> tuple[str, dict[str, float]]:
-    """The quickest of transformers' experts implementations on this machine, and the seconds of a step on 8 sequences.
-
-    Those that take four times the best on one short sequence are excluded: batched_mm copies an expert for every token, 17 GB
-    for the eight.
-    """
-    short = sorted(sequences, key=lambda s: s.num_tokens)[:1]
-    first = {name: _step_seconds(model_dir, name, short) for name in ("eager", "batched_mm", "grouped_mm")}
-    near = [name for name in first if first[name] < 4 * min(first.values())]
-    seconds = {name: _step_seconds(model_dir, name, sequences[:8]) for name in near}
-    return min(seconds, key=lambda name: seconds[name]), seconds
-
-
-def _step_seconds(model_dir: str, experts: str, sequences: Sequence[TrainSequence]) -> float:
-    loop = ReferenceLoop(model_dir, ReferenceOptions(experts=experts))
-    loop.step(sequences)  # warm-up: first-call allocations
-    start = time.process_time()
-    loop.step(sequences)
-    return time.process_time() - start

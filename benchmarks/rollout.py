@@ -14,27 +14,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from marsrl.trainer.checks.preflight import Checked
 
+Side = Generator[Any, Any, None]  # yields None when it is ready, then an answer to each question
 
-def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> None:
-    """Child: one JSON list of [prompt ids, length] a line in, seconds of LLM.generate a line out."""
+
+def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> Side:
+    """Asked for [prompt ids, length] of completions, answers with the seconds of LLM.generate."""
     from marsrl.rollout.engines.vllm.arguments import vllm_environment
 
-    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # vLLM prints to stdout
-    os.dup2(2, 1)
     os.environ.update(vllm_environment(threads))
     import torch
     from vllm import LLM, SamplingParams
@@ -45,37 +46,32 @@ def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: in
         model=model_dir, dtype="float32", enforce_eager=True, block_size=32, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, kv_cache_memory_bytes=kv_cache_mib << 20, skip_tokenizer_init=True, seed=0,
     )  # fmt: skip
-    print("ready", file=out, flush=True)
-    for line in sys.stdin:
-        work = json.loads(line)
+    work = yield None
+    while True:
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in work]
         sampling = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in work]
         llm.reset_prefix_cache()
         start = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
-        decoded = [len(o.outputs[0].token_ids) for o in outputs]
-        if decoded != [n for _, n in work]:
-            raise SystemExit("bare vLLM did not decode the lengths it was told to")
-        print(json.dumps(seconds), file=out, flush=True)
+        if [len(o.outputs[0].token_ids) for o in outputs] != [n for _, n in work]:
+            raise RuntimeError("bare vLLM did not decode the lengths it was told to")
+        work = yield seconds
 
 
-def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int) -> None:
-    """Child: a seed a line in; {"tokens", "seconds", "work": [[prompt ids, length], ...]} of its stages a line out.
+def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int) -> Side:
+    """Asked for a seed, answers with {"tokens", "seconds", "work": [[prompt ids, length], ...]} of its stages.
 
     One stage, or the first four of rollout.overlap. tokens: all decoded ones; work: the finished completions.
     """
-    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # Ray and vLLM print to stdout
-    os.dup2(2, 1)
     from marsrl.rollout.player.rollout import Rollout
     from marsrl.trainer.build import open_team
 
     settings = (f"rollout.engines={engines}", f"rollout.threads={threads}", f"rollout.overlap={overlap}")
     checked = checked_config(problems, *settings)
     with open_team(checked, {"main": model_dir}) as team:
-        print("ready", file=out, flush=True)
-        for line in sys.stdin:
-            seed = json.loads(line)
+        seed = yield None
+        while True:
             scheduler = Rollout(checked.config.rollout, team, checked.task.problems(seed), seed=seed)
             pool = team.pools["main"]
             before = sum(pool.num_decoded())
@@ -87,7 +83,7 @@ def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int
             tokens = sum(pool.num_decoded()) - before
             samples = [s for batch in batches for group in batch.groups for s in group.samples]
             work = [(s.prompt_ids.tolist(), len(s.token_ids)) for s in samples]
-            print(json.dumps({"tokens": tokens, "seconds": seconds, "work": work}), file=out, flush=True)
+            seed = yield {"tokens": tokens, "seconds": seconds, "work": work}
 
 
 def checked_config(problems: int, *settings: str) -> Checked:
@@ -99,55 +95,36 @@ def checked_config(problems: int, *settings: str) -> Checked:
 
 
 class Child:
-    """One side, this script in a separate process: it reports when ready, then answers each line with one."""
+    """One side in a process of its own, which is ready when this returns."""
 
-    def __init__(self, *arguments: object) -> None:
-        command = [sys.executable, str(Path(sys.argv[0]).resolve()), *map(str, arguments)]
-        self._name = f"the side {' '.join(map(str, arguments))}"
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - for the life of the process
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            cwd=tempfile.gettempdir(),  # Ray's workers import from it: in a checkout transformers takes our kernels/ for its own
-        )
-        self._answer("start")
+    def __init__(self, side: Callable[..., Side], *arguments: object) -> None:
+        self._connection, other = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_answer, args=(other, side, arguments))
+        self._process.start()
+        other.close()
+        self._connection.recv()
 
     def ask(self, question: Any) -> Any:
-        stdin: IO[str] | None = self._process.stdin
-        assert stdin is not None
-        stdin.write(json.dumps(question) + "\n")
-        stdin.flush()
-        return json.loads(self._answer("work"))
-
-    def _answer(self, what: str) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            raise SystemExit(f"{self._name} failed at {what}:\n{self._log.read()[-3000:]}")
-        return line
+        self._connection.send(question)
+        return self._connection.recv()
 
     def close(self) -> None:
-        """End the input, upon which it exits with its engines."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """End the questions, upon which it exits with its engines."""
+        self._connection.close()
+        self._process.join(60)
+        self._process.kill()
 
 
-@contextmanager
-def closed(*children: Child) -> Iterator[tuple[Child, ...]]:
-    try:
-        yield children
-    finally:
-        for child in children:
-            child.close()
+def _answer(connection: Connection, side: Callable[..., Side], arguments: tuple[object, ...]) -> None:
+    os.chdir(
+        tempfile.gettempdir()
+    )  # Ray's workers import from it: in a checkout transformers takes our kernels/ for its own
+    os.dup2(2, 1)  # Ray and vLLM print to stdout
+    with closing(side(*arguments)) as answers, suppress(EOFError):
+        connection.send(next(answers))
+        while True:
+            connection.send(answers.send(connection.recv()))
 
 
 Turn = tuple[dict[str, Any], dict[str, Any]]  # tokens and seconds of each side; the first is a warm-up
@@ -157,26 +134,43 @@ def over_bare(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
     config = checked_config(words.problems).config
     longest = max(agent.max_input_tokens for agent in config.agents.values()) + config.rollout.max_response_tokens
     vllm, threads = config.rollout.vllm, config.rollout.threads or os.cpu_count() or 1
-    sizes = (vllm.max_num_seqs, longest, vllm.kv_cache_mib, threads)
-    sides = player(model_dir, words), Child("--bare", model_dir, *sizes)
-    with closed(*sides) as (ours, bare):
+    player = Child(play, model_dir, words.problems, 1, threads, words.overlap)
+    other = Child(bare, model_dir, vllm.max_num_seqs, longest, vllm.kv_cache_mib, threads)
+    with closing(player), closing(other):
         for turn in range(words.repeats + 1):
-            played = ours.ask(turn)
+            played = player.ask(turn)
             tokens = sum(length for _, length in played["work"])
-            yield played, {"tokens": tokens, "seconds": bare.ask(played["work"])}
+            yield played, {"tokens": tokens, "seconds": other.ask(played["work"])}
 
 
 def over_one_engine(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
-    sides = (player(model_dir, words, engines=engines, threads=1) for engines in (words.engines, 1))
-    with closed(*sides) as (several, one):
+    several, one = (Child(play, model_dir, words.problems, num, 1, words.overlap) for num in (words.engines, 1))
+    with closing(several), closing(one):
         for turn in range(words.repeats + 1):
             yield several.ask(turn), one.ask(turn)
 
 
-def player(model_dir: str, words: argparse.Namespace, engines: int = 1, threads: int | None = None) -> Child:
-    if threads is None:
-        threads = checked_config(words.problems).config.rollout.threads or os.cpu_count() or 1
-    return Child("--play", model_dir, words.problems, engines, threads, words.overlap)
+def measured(turns: Iterable[Turn], ours: str, other: str) -> list[dict[str, Any]]:
+    """Prints each turn; returns them without the warm-up."""
+    rows = []
+    for turn, sides in enumerate(turns):
+        speeds = [side["tokens"] / side["seconds"] for side in sides]
+        ratio = speeds[0] / speeds[1]
+        print(
+            f"{f'turn {turn}' if turn else 'warm-up'}: {sides[0]['tokens']} tokens; {ours} {speeds[0]:,.0f} tokens/s, "
+            f"{other} {speeds[1]:,.0f} tokens/s, ratio {ratio:.3f}",
+            flush=True,
+        )
+        seconds = {"ours_s": sides[0]["seconds"], "other_s": sides[1]["seconds"]}
+        rows.append({"tokens": sides[0]["tokens"], **seconds, "speeds": speeds, "ratio": ratio})
+    return rows[1:]
+
+
+def show_ratio(rows: list[dict[str, Any]], ours: str, other: str) -> None:
+    for side, name in enumerate((ours, other)):
+        print(f"{name}: {statistics.median(row['speeds'][side] for row in rows):,.0f} tokens/s, median of the turns")
+    ratios = [row["ratio"] for row in rows]
+    print(f"spread of the turns: {min(ratios):.3f} to {max(ratios):.3f}\nratio: {statistics.median(ratios):.3f}")
 
 
 def main() -> int:
@@ -186,15 +180,7 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=64, help="new problems of the stage, 8 samples each")
     parser.add_argument("--engines", type=int, help="compare so many engines with one, each of one thread")
     parser.add_argument("--overlap", type=int, default=0, help="rollout.overlap: stages that decoding may be ahead")
-    parser.add_argument("--bare", nargs=5, help=argparse.SUPPRESS)
-    parser.add_argument("--play", nargs=5, help=argparse.SUPPRESS)
     words = parser.parse_args()
-    if words.bare:
-        bare(words.bare[0], *map(int, words.bare[1:]))
-        return 0
-    if words.play:
-        play(words.play[0], *map(int, words.play[1:]))
-        return 0
     if words.engines is not None and words.engines < 2:
         parser.error(f"--engines is {words.engines}; it is compared with one, so give 2 or more")
     from marsrl.trainer.machine import commit, device_name
@@ -203,28 +189,9 @@ def main() -> int:
     other_name, compare = "bare", over_bare
     if words.engines is not None:
         other_name, compare = "one engine", over_one_engine
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         init_model("cpu_default", "arithmetic", Path(folder), seed=0, dtype="float32")
-        for turn, (ours, other) in enumerate(compare(folder, words)):
-            speeds = [side["tokens"] / side["seconds"] for side in (ours, other)]
-            ratio = speeds[0] / speeds[1]
-            print(
-                f"{f'turn {turn}' if turn else 'warm-up'}: {len(ours['work'])} samples, {ours['tokens']} tokens; ours "
-                f"{speeds[0]:,.0f} tokens/s, {other_name} {speeds[1]:,.0f} tokens/s, ratio {ratio:.3f}",
-                flush=True,
-            )
-            if turn:
-                rows.append(
-                    {
-                        "tokens": ours["tokens"],
-                        "ours_s": ours["seconds"],
-                        "other_s": other["seconds"],
-                        "speeds": speeds,
-                        "ratio": ratio,
-                    }
-                )
-    ratios = [row["ratio"] for row in rows]
+        rows = measured(compare(folder, words), "ours", other_name)
     if words.json:
         record = {
             "device": device_name(),
@@ -235,10 +202,7 @@ def main() -> int:
             "turns": rows,
         }
         Path(words.json).write_text(json.dumps(record, indent=1))
-    for name, side in (("ours", 0), (other_name, 1)):
-        print(f"{name}: {statistics.median(row['speeds'][side] for row in rows):,.0f} tokens/s, median of the turns")
-    print(f"spread of the turns: {min(ratios):.3f} to {max(ratios):.3f}")
-    print(f"ratio: {statistics.median(ratios):.3f}")
+    show_ratio(rows, "ours", other_name)
     return 0
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from case import Results, Variant
+from case import Variant
 from timing import Clock, interleave
 
 
@@ -34,32 +35,14 @@ def measure(device: str, dtype: str) -> Roofline:
     size = 8192 if is_cuda else 1024
     copied = torch.randn((2**28 if is_cuda else 2**24) // 4, device=device)
     target = torch.empty_like(copied)
-    variants = [Variant("copy", _copy(target, copied))]
+    variants = [Variant("copy", partial(target.copy_, copied))]
     for each in dtypes:
         a, b = (torch.randn(size, size, device=device).to(each) for _ in range(2))
-        variants.append(Variant(f"gemm {each}", _product(a, b)))
+        variants.append(Variant(f"gemm {each}", partial(torch.mm, a, b, out=torch.empty_like(a))))
     times, _ = interleave(variants, Clock(device), rounds=7, budget_s=10)
-    best = {name: min(each.seconds) for name, each in times.items()}
+    best = {name: min(seconds) for name, seconds in times.items()}
     gemm = min(seconds for name, seconds in best.items() if name != "copy")
     found = Roofline(2 * size**3 / gemm, 2 * copied.nbytes / best["copy"])
     before = _best.get((device, dtype), found)
     _best[device, dtype] = Roofline(max(found.gemm_flops, before.gemm_flops), max(found.copy_bytes, before.copy_bytes))
     return _best[device, dtype]
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor):  # type: ignore[no-untyped-def]
-    def run() -> Results:
-        target.copy_(source)
-        return {}
-
-    return run
-
-
-def _product(a: torch.Tensor, b: torch.Tensor):  # type: ignore[no-untyped-def]
-    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-
-    def run() -> Results:
-        torch.mm(a, b, out=out)
-        return {}
-
-    return run

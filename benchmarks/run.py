@@ -22,6 +22,7 @@ import dataclasses
 import gc
 import json
 import os
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +35,14 @@ import base_revision
 import memory
 import roofline
 import torch
-from case import Bench, Case, Judgement, Results, Shape, Variant
+from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from cases import ORDER, load
 from namespace import ROOT
 from record import surroundings
 from timing import Clock, interleave, top_kernels
 
 HEADLINE = ("linear_policy_loss", "float32", 151_936, 0.5)  # case, dtype, V, mask share of the `ratio:` line
+OURS = "ours"
 HEADLINE_PEER = "torch eager, unmasked rows only"
 
 
@@ -48,7 +50,7 @@ HEADLINE_PEER = "torch eager, unmasked rows only"
 class Row:
     """One line of a table. errors: per result, relative to the largest exact value; is_right: all within tolerance.
 
-    floor_share: roofline time / median. extra_bytes: None if unknown, with the reason in memory_note.
+    floor_share: roofline time / median. extra_bytes: None if unknown.
     """
 
     name: str
@@ -59,7 +61,6 @@ class Row:
     over_ours: float
     floor_share: float
     extra_bytes: int | None
-    memory_note: str
     errors: dict[str, float]
     is_right: bool
 
@@ -97,12 +98,12 @@ def measure(
     table = Table(
         case.name, shape, bench.flops, bench.bytes, roof.gemm_flops, roof.copy_bytes, notes=tuple(bench.notes)
     )
-    skipped = {each.name: each.reason.replace(f"{ROOT}/", "") for each in bench.missing}
+    skipped = {each.name: each.reason.replace(f"{ROOT}/", "") for each in bench.candidates if isinstance(each, Missing)}
     judgement = bench.judge()
     errors: dict[str, dict[str, float]] = {}
     wrong: dict[str, str] = {}
     usable: list[Variant] = []
-    for variant in sorted(bench.variants, key=lambda each: each.name != case.ours):
+    for variant in sorted(bench.variants, key=lambda each: each.name != OURS):
         if only is not None and variant.name != only:
             continue
         if variant.name in without:
@@ -111,7 +112,7 @@ def measure(
         try:
             results = variant()
         except Exception as error:  # a failing peer is listed with the reason; ours must not fail
-            if variant.name == case.ours:
+            if variant.name == OURS:
                 raise
             skipped[variant.name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
             continue
@@ -119,34 +120,32 @@ def measure(
         del results
         if complaint is not None:
             wrong[variant.name] = complaint
-            if variant.name == case.ours:
+            if variant.name == OURS:
                 return dataclasses.replace(table, skipped=skipped, failure=complaint)
         usable.append(variant)
     del judgement
     _free(shape.device)
     times, failed = interleave(usable, Clock(shape.device), rounds, budget_s)
     skipped |= failed
-    ours = times[case.ours].median
-    extras, note = _memory(case, shape, bench, usable) if has_memory else ({}, "not asked for")
+    extras = _memory(case, shape, bench, usable) if has_memory else {}
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     rows = []
     for variant in usable:
-        if variant.name not in times:
+        if (name := variant.name) not in times:
             continue
-        each = times[variant.name]
-        extra = extras.get(variant.name)
+        seconds, median = times[name], medians[name]
         rows.append(
             Row(
-                variant.name,
-                variant.does,
-                each.seconds,
-                each.median,
-                each.spread,
-                each.median / ours,
-                roof.floor_s(bench.flops, bench.bytes) / each.median,
-                extra,
-                "" if extra is not None else note,
-                errors[variant.name],
-                variant.name not in wrong,
+                name=name,
+                does=variant.does,
+                seconds=seconds,
+                median_s=median,
+                spread=(max(seconds) - min(seconds)) / median,
+                over_ours=median / medians[OURS],
+                floor_share=roof.floor_s(bench.flops, bench.bytes) / median,
+                extra_bytes=extras.get(name),
+                errors=errors[name],
+                is_right=name not in wrong,
             )
         )
     return dataclasses.replace(table, rows=tuple(sorted(rows, key=lambda row: row.median_s)), skipped=skipped)
@@ -166,20 +165,17 @@ def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str
     return errors, complaint
 
 
-def _memory(case: Case, shape: Shape, bench: Bench, variants: list[Variant]) -> tuple[dict[str, int], str]:
-    """({variant: peak beyond inputs, dX and dW}, reason for missing ones)."""
-    note = "the variant failed in the process that measures memory"
+def _memory(case: Case, shape: Shape, bench: Bench, variants: list[Variant]) -> dict[str, int]:
+    """{variant: peak beyond inputs, dX and dW}, of those that have not failed in the process that measures memory."""
     if shape.device == "cpu":
         found = memory.of_variants_on_cpu(case.name, shape, [variant.name for variant in variants])
-        if isinstance(found, str):
-            return {}, found
     else:
         found = {}
         for variant in variants:
             _free("cuda")
             variant.prepare()
             found[variant.name] = memory.of_call_on_gpu(variant.run)
-    return {name: max(0, num_bytes - bench.result_bytes) for name, num_bytes in found.items()}, note
+    return {name: max(0, num_bytes - bench.result_bytes) for name, num_bytes in found.items()}
 
 
 def _free(device: str) -> None:
@@ -223,7 +219,7 @@ def headline(tables: list[Table]) -> float | None:
     for table in tables:
         shape = table.shape
         if (table.case, shape.dtype, shape.vocab, shape.mask_share) == HEADLINE and table.rows:
-            theirs, ours = table.median(HEADLINE_PEER), table.median("ours")
+            theirs, ours = table.median(HEADLINE_PEER), table.median(OURS)
             return None if theirs is None or ours is None else theirs / ours
     return None
 
@@ -280,7 +276,7 @@ def main() -> int:
         for shape in shapes:
             table = measure(case, shape, rounds, words.budget, not words.no_memory, words.only, words.skip)
             if words.profile and table.failure is None:
-                ours = next(each for each in case.build(shape).variants if each.name == case.ours)
+                ours = next(each for each in case.build(shape).variants if each.name == OURS)
                 table = dataclasses.replace(table, kernels=top_kernels(ours, is_cuda=shape.device == "cuda"))
             _free(words.device)
             print(f"\n{text(table)}", flush=True)

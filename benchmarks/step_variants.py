@@ -45,19 +45,17 @@ def build(
     sequences: Sequence[TrainSequence],
     *,
     layout: dict[str, int],
-    experts: str,
     mpt: float | None,
     adapters: Sequence[AdapterConfig] = (),
 ) -> Variant:
     """One of VARIANTS or ADAPTER_VARIANTS.
 
-    layout: of the learner's; experts: transformers' implementation; mpt: DMMPT's entropy, nats; adapters: of each agent.
+    layout: of the learner's; mpt: DMMPT's entropy, nats; adapters: of each agent.
     """
     if name in (REFERENCE, SORTED):
         options = ReferenceOptions(
             micro_batch=problem.reference_rows,
             is_sorted=name == SORTED,
-            experts=experts,
             mpt_entropy=mpt,
             dtype=problem.dtype,
             adapters=tuple(each.start or "" for each in adapters),

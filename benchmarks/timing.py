@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from case import Variant
@@ -13,22 +11,6 @@ from torch.profiler import ProfilerActivity, profile
 
 SHORT_S = 0.01  # on the CPU a call is repeated for at least this time: a single one of 50 us is mostly noise
 FLUSH_BYTES = 256 * 2**20  # more than any L2 cache of today's GPUs (50 MB on H100, 126 MB on B200)
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of the rounds of one variant."""
-
-    seconds: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def spread(self) -> float:
-        """(largest - smallest) / median."""
-        return (max(self.seconds) - min(self.seconds)) / self.median
 
 
 class Clock:
@@ -60,8 +42,8 @@ class Clock:
 
 def interleave(
     variants: Sequence[Variant], clock: Clock, rounds: int, budget_s: float
-) -> tuple[dict[str, Times], dict[str, str]]:
-    """(times by name, reasons for abandoned variants): each variant once a round, in rotating order.
+) -> tuple[dict[str, tuple[float, ...]], dict[str, str]]:
+    """(seconds of the rounds by name, reasons for abandoned variants): each variant once a round, in rotating order.
 
     Clock drift or other load then affects all variants alike, and cancels in their ratio. After budget_s of
     wall time no new round starts once three are done. The first round is a warm-up.
@@ -84,7 +66,7 @@ def interleave(
                 continue
             if turn:
                 seconds[variant.name].append(elapsed)
-    return {name: Times(tuple(values)) for name, values in seconds.items() if values}, failed
+    return {name: tuple(values) for name, values in seconds.items() if values}, failed
 
 
 def top_kernels(

@@ -33,8 +33,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from memory import peak_rss_bytes, rss_bytes
-
 CHILD_LIMIT_S = 900
 TOLERANCE = {
     "float32": 1e-4,
@@ -42,10 +40,11 @@ TOLERANCE = {
 }  # of the gradient norm; in bfloat16 routers of other programs choose otherwise
 
 
-def child(words: argparse.Namespace) -> None:
-    """Runs one variant, on this rank of one or more, and prints one JSON line on the first."""
+def child(job: dict[str, Any]) -> None:
+    """Runs one variant, on this rank of one or more, and prints one JSON line on the first. job: as measure() makes it."""
     import torch
     import torch.distributed as dist
+    from memory import PeakMemory
     from step_problem import PROBLEMS, batch, model_flops
     from step_variants import OURS, WHOLE, build
     from timing import top_kernels
@@ -54,78 +53,46 @@ def child(words: argparse.Namespace) -> None:
     from marsrl.rollout.model_shape import read_shape
 
     torch.set_num_threads(1)
-    problem = PROBLEMS[words.model]
+    problem, name = PROBLEMS[job["model"]], job["variant"]
     sequences = batch(problem)
-    adapters = [AdapterConfig.model_validate({"targets": words.targets, "start": each}) for each in words.adapter_dirs]
-    layout = sizes(words.layout)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    adapters = [
+        AdapterConfig.model_validate({"targets": job["targets"], "start": each}) for each in job.get("adapter_dirs", ())
+    ]
     variant = build(
-        words.child,
-        words.model_dir,
-        problem,
-        sequences,
-        layout=layout,
-        experts=words.experts,
-        mpt=words.mpt_entropy,
-        adapters=adapters,
+        name, job["model_dir"], problem, sequences, layout=job["layout"], mpt=job.get("mpt"), adapters=adapters
     )
-    uses_clock = ranks > 1 or torch.cuda.is_available()
-    memory = GpuMemory() if torch.cuda.is_available() else CpuMemory()
+    ranks, is_cuda = int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.is_available()
+    clock = time.perf_counter if ranks > 1 or is_cuda else time.process_time
+    memory = PeakMemory(is_cuda=is_cuda)
     norms, seconds = [], []
-    for _ in range(words.repeats + 1):  # the first is a warm-up
-        start = time.perf_counter() if uses_clock else time.process_time()
+    for _ in range(job["repeats"] + 1):  # the first is a warm-up
+        start = clock()
         norms.append(variant.step())  # the norm comes from the device: the step is over
-        seconds.append((time.perf_counter() if uses_clock else time.process_time()) - start)
+        seconds.append(clock() - start)
     found: list[Any] = [(seconds[1:], memory.extra_bytes())]
     if ranks > 1:
         found = [None] * ranks
         dist.all_gather_object(found, (seconds[1:], memory.extra_bytes()))
-    trained = adapters[0] if adapters and words.child != WHOLE else None
-    flops = model_flops(read_shape(words.model_dir), variant.trained, trained)
     if int(os.environ.get("RANK", "0")) == 0:
-        slowest = [max(each) for each in zip(*(times for times, _ in found), strict=True)]
+        trained = adapters[0] if adapters and name != WHOLE else None
         row: dict[str, Any] = {
-            "seconds": slowest,
+            "seconds": [max(each) for each in zip(*(times for times, _ in found), strict=True)],
             "norm": norms[0],
             "extra_bytes": max(extra for _, extra in found),
             "ranks": ranks,
+            "tokens": sum(s.num_tokens for s in sequences),
+            "flops": model_flops(read_shape(job["model_dir"]), variant.trained, trained),
+            "peak_flops": peak_flops(),
         }
-        total = sum(s.num_tokens for s in sequences)
-        row |= {"tokens": total, "flops": flops, "peak_flops": peak_flops()}
-        if words.profile and words.child == OURS and ranks == 1:
-            row["kernels"] = top_kernels(variant.step, is_cuda=torch.cuda.is_available())
+        if job["profile"] and name == OURS and ranks == 1:
+            row["kernels"] = top_kernels(variant.step, is_cuda=is_cuda)
         print(json.dumps(row), flush=True)
     variant.close()
 
 
-class CpuMemory:
-    """Peak RSS since now, minus RSS now."""
-
-    def __init__(self) -> None:
-        self.standing = rss_bytes()
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: loading the model had its own
-
-    def extra_bytes(self) -> int:
-        return peak_rss_bytes() - self.standing
-
-
-class GpuMemory:
-    """Peak of torch's allocator since this object was made, minus the bytes it held then."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.standing = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-
-    def extra_bytes(self) -> int:
-        import torch
-
-        return torch.cuda.max_memory_allocated() - self.standing
-
-
 def peak_flops() -> float:
     """FLOP/s of one rank at best: see the head of this file. NaN on a GPU that the planner does not know."""
+    import roofline
     import torch
 
     from marsrl.trainer.plan.hardware import GPUS
@@ -133,13 +100,7 @@ def peak_flops() -> float:
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name().lower()
         return next((gpu.flops for key, gpu in GPUS.items() if key.split("-")[0] in name), math.nan)
-    a = torch.randn(1024, 1024)
-    best = math.inf
-    for _ in range(5):
-        start = time.process_time()
-        a @ a
-        best = min(best, time.process_time() - start)
-    return 2 * 1024**3 / best
+    return roofline.measure("cpu", "float32").gemm_flops
 
 
 def sizes(words: list[str]) -> dict[str, int]:
@@ -154,17 +115,14 @@ def ranks_of(layout: dict[str, int]) -> int:
     return layout.get("pipeline", 1) * math.lcm(dense, max(expert, 1))
 
 
-def measure(variant: str, model_dir: str, experts: str, extra: list[str], words: argparse.Namespace) -> dict[str, Any]:
-    """The row of one variant, given extra words of its own; {"problem": why} where its memory does not suffice."""
-    layout = words.layout if variant.startswith(("ours", "plain")) else []
-    ranks = ranks_of(sizes(layout))
+def measure(variant: str, job: dict[str, Any]) -> dict[str, Any]:
+    """The row of one variant; {"problem": why} where its memory does not suffice."""
+    layout = job["layout"] if variant.startswith(("ours", "plain")) else {}
+    ranks = ranks_of(layout)
     command = [sys.executable, "-W", "ignore"]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(Path(__file__).resolve()), "--child", variant, "--model", words.model, "--model-dir", model_dir]
-    command += ["--experts", experts, "--repeats", str(words.repeats)]
-    command += ["--profile"] if words.profile else []
-    command += extra + (["--layout", *layout] if layout else [])
+    command += [str(Path(__file__).resolve()), "--child", json.dumps({**job, "variant": variant, "layout": layout})]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CHILD_LIMIT_S)
     if "OutOfMemoryError" in done.stderr:
@@ -190,19 +148,14 @@ def main() -> int:
     parser.add_argument(
         "--adapter", dest="adapters", action="store_true", help="adapters of four agents in place of all weights"
     )
-    parser.add_argument("--adapter-dirs", nargs="+", default=[], help=argparse.SUPPRESS)
-    parser.add_argument("--targets", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--model-dir", help=argparse.SUPPRESS)
-    parser.add_argument("--experts", default="eager", help=argparse.SUPPRESS)
-    parser.add_argument("--mpt-entropy", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.child:
-        child(words)
+        child(words.child)
         return 0
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
-    from step_problem import PROBLEMS, batch
+    from step_problem import PROBLEMS
     from step_variants import ADAPTER_VARIANTS, MEGATRON, VARIANTS
 
     from marsrl.trainer.machine import commit, device_name
@@ -214,16 +167,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = f"{folder}/model"
         init_model(problem.shape, "bytes", Path(model_dir), seed=0, dtype=problem.dtype)
-        torch.set_num_threads(1)
-        experts, times = fastest(model_dir, batch(problem), problem.dtype)
-        decided = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
-        print(f"experts implementation of the reference: {experts}" + (f" ({decided})" if decided else ""))
+        job = {
+            "model": words.model,
+            "model_dir": model_dir,
+            "layout": sizes(words.layout),
+            "repeats": words.repeats,
+            "profile": words.profile,
+        }
         results = {}
         for label, extra in tables(model_dir, words).items():
             chosen: tuple[str, ...] = ADAPTER_VARIANTS if words.adapters else VARIANTS
-            if "--mpt-entropy" in extra:
+            if "mpt" in extra:
                 chosen = tuple(variant for variant in VARIANTS if variant != MEGATRON)
-            rows = {variant: measure(variant, model_dir, experts, extra, words) for variant in chosen}
+            rows = {variant: measure(variant, {**job, **extra}) for variant in chosen}
             check_same_update(label, rows, TOLERANCE[problem.dtype])
             results[label] = table(label, rows)
     if words.json:
@@ -233,7 +189,6 @@ def main() -> int:
             "torch": torch.__version__,
             "model": words.model,
             "layout": sizes(words.layout),
-            "experts": times,
             "results": results,
         }
         Path(words.json).write_text(json.dumps(record, indent=1))
@@ -242,12 +197,11 @@ def main() -> int:
     return 0
 
 
-def tables(model_dir: str, words: argparse.Namespace) -> dict[str, list[str]]:
-    """{title of a table: words of its variants}; of adapters the directories are written."""
+def tables(model_dir: str, words: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """{title of a table: what its job has besides}; of adapters the directories are written."""
     if not words.adapters:
         # 20 nats: above ln V, so every positive sample is gated
-        both = {"DMMPT off": [], "DMMPT on": ["--mpt-entropy", "20"]}
-        return {"DMMPT off": []} if words.no_dmmpt else both
+        return {"DMMPT off": {}} | ({} if words.no_dmmpt else {"DMMPT on": {"mpt": 20.0}})
     from parity_adapters import random_adapter
     from step_problem import NUM_AGENTS
 
@@ -257,19 +211,8 @@ def tables(model_dir: str, words: argparse.Namespace) -> dict[str, list[str]]:
         folders = [Path(f"{model_dir}_{label.replace(' ', '_')}") / str(agent) for agent in range(NUM_AGENTS)]
         for agent, folder in enumerate(folders):
             random_adapter(Path(model_dir), {"targets": targets}, folder, seed=agent)
-        found[label] = ["--targets", *targets, "--adapter-dirs", *map(str, folders)]
+        found[label] = {"targets": targets, "adapter_dirs": [*map(str, folders)]}
     return found
-
-
-def fastest(model_dir: str, sequences: list[Any], dtype: str) -> tuple[str, dict[str, float]]:
-    """transformers' experts implementation for the reference, and the seconds that decided; on a GPU its grouped GEMMs."""
-    import torch
-
-    if torch.cuda.is_available() or dtype != "float32":
-        return "grouped_mm", {}
-    from reference_loop import fastest_experts
-
-    return fastest_experts(model_dir, sequences)
 
 
 def check_same_update(label: str, rows: dict[str, Any], tolerance: float) -> None:

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fastapi.testclient import TestClient
@@ -51,17 +50,6 @@ FILTERS = {
     "two words and an agent": "words=w3+w50&agent=corrector2&high=0",
     "a problem": "problem=p17",
 }
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Seconds by filter, the median of REPEATS."""
-
-    samples: int
-    read_per_s: float
-    file_bytes: int
-    filters_s: dict[str, float]
-    load: float
 
 
 def _samples(step: int, rng: random.Random, words: list[str]) -> Iterator[SampleRecord]:
@@ -109,6 +97,7 @@ def make_run(folder: Path, num_samples: int) -> RunDirectory:
 
 
 def measure_filters(run: RunDirectory) -> dict[str, float]:
+    """Seconds by filter, the median of REPEATS."""
     client = TestClient(make_app([run.path], "token"), base_url="http://127.0.0.1")
     client.get("/?token=token")
     while (about := client.get("/api/runs").json()[0])["files"] < about["num_files"]:
@@ -140,15 +129,20 @@ def main() -> int:
         read_s = time.perf_counter() - began
         size = sum(path.stat().st_size for path in run.samples.iterdir())
         filters = measure_filters(run)
-        found = Measured(words.samples, words.samples / read_s, size, filters, load)
-    print(f"{found.samples:,} samples in {found.file_bytes / 1e6:,.0f} MB: {found.read_per_s:,.0f} a second read")
-    for name, seconds in found.filters_s.items():
+    print(f"{words.samples:,} samples in {size / 1e6:,.0f} MB: {words.samples / read_s:,.0f} a second read")
+    for name, seconds in filters.items():
         print(f"{name}: {1000 * seconds:.0f} ms")
-    slowest = max(found.filters_s.values())
+    slowest = max(filters.values())
     print(f"a filter in {1000 * FILTER_S:.0f} ms: {'held' if slowest < FILTER_S else 'MISSED'}")
-    print(f"load of the machine before: {found.load:.1f}")
+    print(f"load of the machine before: {load:.1f}")
     if words.json:
-        Path(words.json).write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+        found = {
+            "samples": words.samples,
+            "read_per_s": words.samples / read_s,
+            "file_bytes": size,
+            "filters_s": filters,
+        }
+        Path(words.json).write_text(json.dumps(found | {"load": load}, indent=1) + "\n", encoding="utf-8")
     print(f"ratio: {FILTER_S / slowest:.2f}")
     return 0
 

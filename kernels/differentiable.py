@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from marsrl.kernels.dispatch import Implementation, without_autocast
+from marsrl.kernels.dispatch import Implementation, late_object, without_autocast
+from marsrl.kernels.triton_machine import machine_lacks_triton
 
 
 def first_derivative_only(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -130,6 +131,10 @@ class Gradient:
             return self.node.apply(load(), *args)
 
         return Implementation(name, run, why_not, machine_lacks, load)
+
+    def triton(self, module: str, name: str, why_not: Callable[..., str | None]) -> Implementation:
+        """The implementation called triton, by the Kernels class of this name in marsrl.kernels.<module>."""
+        return self.implementation("triton", late_object(module, name), why_not, machine_lacks_triton)
 
     def reference(self, function: Callable[..., Any], why_not: Callable[..., str | None] = lambda *args: None) -> Any:
         """The implementation called reference, by a function that PyTorch can differentiate."""

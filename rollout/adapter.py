@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from marsrl.rollout.config import Settings
 from marsrl.rollout.model_shape import ModelShape
@@ -56,12 +56,6 @@ class AdapterConfig(Settings):
     start: str | None = Field(
         None, description="PEFT directory whose numbers training starts from; default: A random, B zero, as the base"
     )
-
-    @model_validator(mode="after")
-    def _targets_once(self) -> AdapterConfig:
-        if len(set(self.targets)) < len(self.targets):
-            raise ValueError(f"adapter.targets names one twice: {', '.join(self.targets)}")
-        return self
 
     @property
     def scale(self) -> float:

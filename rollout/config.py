@@ -8,7 +8,16 @@ from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 # Bounds of counts and sizes: far above any real use, far below a typo that adds a few zeros.
 MOST = 1_000_000
@@ -25,7 +34,10 @@ Count = Annotated[int, Field(gt=0, le=MOST)]
 CountOr0 = Annotated[int, Field(ge=0, le=MOST)]
 Tokens = Annotated[int, Field(gt=0, le=MOST_TOKENS)]
 Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
+Size = Annotated[int, Field(gt=0, le=MOST_MIB)]
+SizeOr0 = Annotated[int, Field(ge=0, le=MOST_MIB)]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+SecondsOr0 = Annotated[float, Field(ge=0, le=LONGEST_S)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 OptionValues = Mapping[str, int | float | str | bool | None]
@@ -33,9 +45,12 @@ OptionValues = Mapping[str, int | float | str | bool | None]
 
 
 class Settings(BaseModel):
-    """Base of every settings model: frozen, no unknown keys, numbers are numbers and strings are strings."""
+    """Base of every settings model: frozen, no unknown keys, numbers are numbers and strings are strings.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    The docstring below a field is its description, where that is too long to stand in it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 Read = TypeVar("Read", bound=Settings)
@@ -67,21 +82,26 @@ def read_settings(kind: type[Read], values: Mapping[str, object], prefix: str = 
         raise ValueError(where + problems_of(error, prefix, kind.model_fields)) from error
 
 
-def http_url(key: str, value: str, expected: str, why: str) -> str:
-    """A server's URL without a trailing slash. ValueError: no http(s) URL, or one with a user, password or query (`why` not)."""
+def _http_url(value: str, info: ValidationInfo) -> str:
+    """A server's URL without a trailing slash."""
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # .port raises ValueError too
-        raise ValueError(f"{key} is {value!r}; expected {expected} or https://...")
+        raise ValueError(f"{info.field_name} is {value!r}; expected http://host[:port]... or https://...")
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ValueError(f"{key} holds a user, password or query; {why}")
+        raise ValueError(f"{info.field_name} holds a user, password or query, and the config is saved: leave it out")
     return value.rstrip("/")
 
 
-def variable_name(key: str, value: str) -> str:
-    """The name of an environment variable. ValueError if it is none, without showing it: it may be the secret itself."""
+def _variable_name(value: str, info: ValidationInfo) -> str:
+    """The name of an environment variable. The message does not show what is none: it may be the secret itself."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        key = info.field_name
         raise ValueError(f"{key} is not the name of an environment variable; put the key into one, name it here")
     return value
+
+
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
+VariableName = Annotated[str, AfterValidator(_variable_name)]
 
 
 class TeacherConfig(Settings):
@@ -116,13 +136,10 @@ class AgentConfig(Settings):
         description="a prompt above max_input_tokens is not asked, or the contents of its longest messages are cut to fit, in "
         "the middle or on the left (counted: rollout/prompts_too_long, rollout/prompts_cut)",
     )
-    max_response_tokens: int | None = Field(
-        None,
-        gt=0,
-        le=MOST_TOKENS,
-        description="of this agent's completions; default and at most: rollout.max_response_tokens",
+    max_response_tokens: Tokens | None = Field(
+        None, description="of this agent's completions; default and at most: rollout.max_response_tokens"
     )
-    stop: list[str] = Field(
+    stop: list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]] = Field(
         default_factory=list,
         max_length=4,
         description="texts that end a completion, as part of it, beside the end token (`</search>`); engines of ours",
@@ -172,13 +189,6 @@ class AgentConfig(Settings):
         "wrong", description="how the loop goes on without a verdict; the reward is 0 either way"
     )
 
-    @field_validator("stop")
-    @classmethod
-    def _can_be_found(cls, value: list[str]) -> list[str]:
-        if any(not text or len(text) > LONGEST_STOP for text in value):
-            raise ValueError(f"stop is {value}; expected texts of 1 to {LONGEST_STOP} characters")
-        return value
-
 
 Sampler = Literal["engine", "marsrl"]
 """The sampler of an engine's tokens: its own, or ours."""
@@ -189,11 +199,8 @@ class VllmOptions(Settings):
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the policy's dtype")
     max_num_seqs: Count = Field(256, description="requests decoded at once by one engine")
-    kv_cache_mib: int | None = Field(
-        None,
-        gt=0,
-        le=MOST_MIB,
-        description="KV cache of each of an engine's GPUs, MiB; default: vLLM decides (GPU), 256 (CPU)",
+    kv_cache_mib: Size | None = Field(
+        None, description="KV cache of each of an engine's GPUs, MiB; default: vLLM decides (GPU), 256 (CPU)"
     )
     gpu_memory_utilization: PositiveShare = Field(0.9, description="share of the GPU's memory vLLM may take")
     tensor_parallel: Ranks = Field(
@@ -222,7 +229,9 @@ class VllmOptions(Settings):
         "trainer's by more: set loss.correction and watch train_rollout/",
     )
     quantization: Literal["fp8"] | None = Field(
-        None, description="of the weights, made as they are loaded; policies.<name>.frozen only: docs/weight_sync.md"
+        None,
+        description="of the layers' matrices, rounded by vLLM as it loads them, in blocks of 128 x 128: half the memory and "
+        "traffic. A trained policy's want loss.correction and sync.backend=shm: docs/weight_sync.md",
     )
     extra: dict[str, Any] = Field(
         default_factory=dict,
@@ -254,28 +263,19 @@ class LocalOptions(Settings):
 class OpenAIOptions(Settings):
     """A server that speaks OpenAI's completions protocol (vLLM, SGLang, llama.cpp, hosted ones)."""
 
-    base_url: str = Field(description="http(s)://host[:port]/v1; requests go to base_url/completions")
+    base_url: HttpUrl = Field(description="http(s)://host[:port]/v1; requests go to base_url/completions")
     model: str = Field(description="the model's name on that server")
-    api_key_env: str | None = Field(None, description="environment variable that holds the key; never the key itself")
+    api_key_env: VariableName | None = Field(
+        None, description="environment variable that holds the key; never the key itself"
+    )
     prompt: Literal["text", "tokens"] = Field(
         "text", description="tokens: send ids, for a server that has the tokenizer of policies.<name>.model"
     )
     concurrency: Ranks = Field(32, description="requests under way at once")
     timeout_s: Seconds = Field(600.0, description="one attempt at one request, from connection to last byte")
     retries: CountOr0 = Field(5, description="further attempts after 429, 5xx, or a failed connection")
-    backoff_s: float = Field(1.0, ge=0, le=LONGEST_S, description="wait before the first retry; doubles, up to 60 s")
-    max_response_kib: int = Field(4096, gt=0, le=MOST_MIB, description="a larger answer is refused, KiB")
-
-    @field_validator("base_url")
-    @classmethod
-    def _is_http(cls, value: str) -> str:
-        why = "give a key by api_key_env: the config is saved"
-        return http_url("base_url", value, "http://host[:port]/v1", why)
-
-    @field_validator("api_key_env")
-    @classmethod
-    def _is_a_name(cls, value: str | None) -> str | None:
-        return None if value is None else variable_name("api_key_env", value)
+    backoff_s: SecondsOr0 = Field(1.0, description="wait before the first retry; doubles, up to 60 s")
+    max_response_kib: Size = Field(4096, description="a larger answer is refused, KiB")
 
 
 class RolloutConfig(Settings):
@@ -293,9 +293,7 @@ class RolloutConfig(Settings):
         description="between stages, move an engine from the policy whose engines had least to decode to the one whose had more "
         "than twice that, where it has room there: docs/clusters.md",
     )
-    threads: int | None = Field(
-        None, gt=0, le=MOST_RANKS, description="CPU threads of one engine; default: all cores shared evenly"
-    )
+    threads: Ranks | None = Field(None, description="CPU threads of one engine; default: all cores shared evenly")
     ray_address: str | None = Field(
         None,
         description="Ray cluster to join, host:port; here or here:port (6379): start one that other hosts join by `marsrl join`; "
@@ -318,9 +316,7 @@ class RolloutConfig(Settings):
     picks: Count = Field(2, description="outputs handed to the next agent, for one rollout instance and agent")
     max_response_tokens: Tokens = Field(1024, description="global maximum length of a completion")
     segments: Count = Field(1, description="stages a completion may take; 1 = whole completions")
-    segment_length: int | None = Field(
-        None, gt=0, le=MOST_TOKENS, description="tokens a stage; default max_response_tokens / segments"
-    )
+    segment_length: Tokens | None = Field(None, description="tokens a stage; default max_response_tokens / segments")
     pipeline: Literal["agentic", "trajectory"] = Field(
         "agentic", description="train on finished groups, or on whole trajectories"
     )
@@ -334,9 +330,7 @@ class RolloutConfig(Settings):
         "wait", description="what a group does about unfinished samples"
     )
     max_group_age: CountOr0 = Field(4, description="versions after which drop_stragglers closes a group")
-    max_unfinished: int = Field(
-        4096, gt=0, le=MOST_TOKENS, description="no new problems while more samples than this are carried over"
-    )
+    max_unfinished: Tokens = Field(4096, description="no new problems while more samples than this are carried over")
     deadline_s: Seconds = Field(
         1800.0, description="an engine that has a stage (with overlap: a request) for longer counts as lost"
     )
@@ -410,20 +404,15 @@ class RolloutConfig(Settings):
 class EvaluateConfig(Settings):
     """The inference loop: Solver, then Verifier and Corrector in turn until a stop rule holds (MarsRL)."""
 
-    num_problems: int | None = Field(
+    num_problems: Count | None = Field(
         None,
-        gt=0,
-        le=MOST,
         description="held-out problems at most, of each set of data.eval; default: all of a set, 64 where a task makes them or "
         "they are taken out of data.train",
     )
     repeat: Count = Field(1, description="avg@n: draws of every problem")
     accept_after: Count = Field(4, description="consecutive 'correct' verdicts that accept a candidate")
-    max_iterations: int | None = Field(
-        None,
-        gt=0,
-        le=MOST,
-        description="Verifier calls before giving up; default: 10, with compat=marsrl the script's 11",
+    max_iterations: Count | None = Field(
+        None, description="Verifier calls before giving up; default: 10, with compat=marsrl the script's 11"
     )
     compat: Literal["marsrl"] | None = Field(
         None,

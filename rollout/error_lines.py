@@ -4,7 +4,6 @@ from __future__ import annotations
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error."""
     return _lines(error)[0][:300]
 
 

@@ -9,16 +9,11 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     """Pack sizes into bins: the indices in each, largest first, ties in input order. O(n log n) for n sizes.
 
     The largest remaining size goes into the first bin with room for it: at most 11/9 of the optimum plus 6/9 bins (Dosa, 2007).
-
-    Raises:
-        ValueError: a size is negative, or larger than the capacity.
+    No size may be larger than the capacity.
     """
-    if any(not 0 <= size <= capacity for size in sizes):
-        raise ValueError(f"first fit: sizes from {min(sizes)} to {max(sizes)}, expected 0 to the capacity, {capacity}")
     num_leaves = 1 << max(0, len(sizes) - 1).bit_length()
-    room = [capacity] * (
-        2 * num_leaves
-    )  # a tree: each node has the largest room of the bins below it, unopened ones too
+    # a tree: each node has the largest room of the bins below it, unopened ones too
+    room = [capacity] * (2 * num_leaves)
     bins: list[list[int]] = []
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         size, node = sizes[index], 1

@@ -47,7 +47,7 @@ _FIXED = {"hidden_act": "silu", "use_sliding_window": False, "partial_rotary_fac
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretched rotary frequencies (rope type llama3), see engines/local/rope.py."""
+    """Llama 3.1's stretched rotary frequencies (rope type llama3), see engines/local/model.py."""
 
     factor: float
     low_freq_factor: float

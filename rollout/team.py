@@ -122,7 +122,6 @@ class Team:
     adapters: Mapping[str, str] = field(default_factory=dict)
 
     def pool_of(self, policy: str) -> EnginePool:
-        """The engines that decode with a policy."""
         return self.pools[self.adapters.get(policy, policy)]
 
     @property
@@ -335,15 +334,15 @@ class Team:
 
     def begin_judging(self, ended: Sequence[Completion]) -> list[Future[Reward] | None]:
         """The judgements that these completions' rewards need; None for each that needs none."""
-        samples = [sample for each in ended if (sample := each.sample) is not None]
-        pairs = list(zip((each.episode for each in ended), samples, strict=True))
-        answers = [
-            None if sample.finish is Finish.ERROR else self.orchestration.to_judge(episode, sample)
-            for episode, sample in pairs
-        ]
-        asked = [(pair[0], answer) for pair, answer in zip(pairs, answers, strict=True) if answer is not None]
+        answers = [self._to_judge(each) for each in ended]
+        asked = [(each.episode, answer) for each, answer in zip(ended, answers, strict=True) if answer is not None]
         judgements = iter(self.judge(asked))
         return [None if answer is None else next(judgements) for answer in answers]
+
+    def _to_judge(self, ended: Completion) -> str | None:
+        assert ended.sample is not None, f"{ended.uid} has not ended"
+        is_error = ended.sample.finish is Finish.ERROR
+        return None if is_error else self.orchestration.to_judge(ended.episode, ended.sample)
 
     def rewarded(self, completion: Completion, judgement: Reward | None) -> Sample:
         """The completion's sample with its reward, by the orchestration's rules and, if they need it, the answer's judgement."""

@@ -1,7 +1,10 @@
 """Worker processes for work that may hang, crash or exhaust memory: judging answers, parsing untrusted pages.
 
-    with pool.worker() as worker:                                 # a free one, started if there is none
-        reply = worker.ask({"answer": "1/2"}, timeout_s=10)       # plain values each way, bytes too
+    reply = pool.ask({"answer": "1/2"}, timeout_s=10)             # by a free one, started if there is none; plain values each way
+
+A worker is this module as a program: it imports a function, calls it with arguments, and answers requests by what that returns.
+
+    python -P -m marsrl.rollout.worker_process CONNECTION MEMORY_BYTES module:function '{"name": "argument"}'
 
 A worker past its deadline is killed with all processes that it has started, and the next caller gets a new one.
 multiprocessing, and pools on top of it, will not do: their children import the trainer's main script, and a child's own children
@@ -11,6 +14,8 @@ outlive it.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import os
 import queue
 import resource
@@ -18,7 +23,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -35,27 +40,34 @@ class NotStarted(Exception):
     """A worker did not start; the text says how it failed, for example "ended with status 1 before it was ready"."""
 
 
-class Late(Exception):
+class Failed(Exception):
+    """A request without a reply; the text says why: it "found no free process", for example."""
+
+
+class Late(Failed):
     """The worker was killed at its deadline."""
 
+    def __init__(self) -> None:
+        super().__init__("took too long")
 
-class Crashed(Exception):
+
+class Crashed(Failed):
     """The worker ended during a request. status: its exit code, negative for a signal."""
 
     def __init__(self, status: int) -> None:
-        super().__init__(f"ended with status {status}")
+        super().__init__(f"crashed (status {status})")
         self.status = status
 
 
-class WorkerProcess:
-    """One process that runs `serve`; asked by one thread at a time."""
+class _WorkerProcess:
+    """One process; asked by one thread at a time."""
 
-    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None) -> None:
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None) -> None:
         self._line, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
                 # -P: keeps the working directory off the path; its folder names would shadow installed packages
-                [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a library prints goes to stderr
                 env=environment,
@@ -71,9 +83,9 @@ class WorkerProcess:
         except Late:
             raise NotStarted(f"was not ready after {START_TIMEOUT_S:.0f} s; is the machine overloaded?") from None
         except Crashed as error:
-            raise NotStarted(f"{error} before it was ready") from None
+            raise NotStarted(f"ended with status {error.status} before it was ready") from None
 
-    def ask(self, request: Mapping[str, object], *, timeout_s: float) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
         """The worker's reply. Raises Late or Crashed, after which the worker has ended."""
         with contextlib.suppress(OSError):  # the worker has died; the end of its replies is noticed below
             self._line.send_bytes(_packed((timeout_s, request)))
@@ -102,35 +114,44 @@ class WorkerPool:
     """At most `number` worker processes, started on demand and replaced when lost.
 
     Args:
-        module: run by each worker (python -m); it calls `serve` with its first argument.
+        load: "module:function", importable by a fresh interpreter; called there with `arguments` (plain values), it returns the
+            function that answers requests.
+        memory_bytes: limit of a worker's address space: a huge power must not exhaust the machine's memory.
         environment: of the workers; None: this process's.
     """
 
     def __init__(
-        self, number: int, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        number: int,
+        load: str,
+        arguments: Mapping[str, object],
+        memory_bytes: int,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._command = (module, arguments, environment)
-        self._idle: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()  # None: not started
+        self._command = ((str(memory_bytes), load, json.dumps(arguments)), environment)
+        self._idle: queue.LifoQueue[_WorkerProcess | None] = queue.LifoQueue()  # None: not started
         for _ in range(number):
             self._idle.put(None)
-        self._all: set[WorkerProcess] = set()
+        self._all: set[_WorkerProcess] = set()
         self._lock = threading.Lock()  # no worker is started after `close`
         self.is_closed = False
 
-    @contextlib.contextmanager
-    def worker(self, wait_s: float | None = None) -> Iterator[WorkerProcess]:
-        """A worker for exclusive use by the caller; killed if the caller raises.
+    def ask(self, request: Mapping[str, object], *, timeout_s: float, wait_s: float | None = None) -> dict[str, Any]:
+        """A worker's reply.
 
         Raises:
-            queue.Empty: all were busy for wait_s seconds; None waits forever.
+            Failed: all were busy for wait_s seconds (None waits forever), or the one asked crashed or took over timeout_s.
             NotStarted: the worker does not start, or the pool is closed.
         """
-        worker = self._idle.get(timeout=wait_s)
+        try:
+            worker = self._idle.get(timeout=wait_s)
+        except queue.Empty:
+            raise Failed("found no free process") from None
         try:
             if worker is None:
                 worker = self._start()
                 worker.wait_until_ready()
-            yield worker
+            return worker.ask(request, timeout_s)
         except BaseException:
             if worker is not None:
                 worker.kill()
@@ -147,28 +168,23 @@ class WorkerPool:
         for worker in list(self._all):
             worker.kill()
 
-    def _start(self) -> WorkerProcess:
+    def _start(self) -> _WorkerProcess:
         with self._lock:
             if self.is_closed:
                 raise NotStarted("is not started: its pool is closed")
-            worker = WorkerProcess(*self._command)
+            worker = _WorkerProcess(*self._command)
             self._all.add(worker)
         return worker
 
 
-def serve(line: str, memory_bytes: int, load: Callable[[], Answer]) -> None:
-    """The worker's side: answers requests until the parent closes the connection or dies, even during a request.
-
-    Args:
-        line: the process's first argument, which names the connection.
-        memory_bytes: limit of address space: a huge power must not exhaust the machine's memory.
-        load: returns the answering function; runs before the worker reports ready.
-    """
+def main(line: str, memory_bytes: str, load: str, arguments: str) -> None:
+    """The worker's side: answers requests until the parent closes the connection or dies, even during a request."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
     os.set_inheritable(int(line), False)
     connection = Connection(int(line))
-    answer = load()
+    module, _, function = load.partition(":")
+    answer: Answer = getattr(importlib.import_module(module), function)(**json.loads(arguments))
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
@@ -196,3 +212,7 @@ def _packed(value: object) -> bytes:
 
 def _unpacked(data: bytes) -> Any:
     return msgpack.unpackb(data, unicode_errors="surrogatepass")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

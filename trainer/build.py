@@ -43,6 +43,7 @@ from marsrl.trainer.evaluate.identity import evaluation_identity
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import resolve
+from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.plan.batch_plan import longest_sequence
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.prometheus import MetricsPort, served
@@ -52,7 +53,7 @@ from marsrl.trainer.runs.collective import broadcast_bytes, gather_bytes, rank, 
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import as_it_began
 from marsrl.trainer.runs.failure import where_to_go_on
-from marsrl.trainer.runs.heartbeat import heartbeat
+from marsrl.trainer.runs.heartbeat import Heartbeat, heartbeat
 from marsrl.trainer.runs.stop import handlers_restored
 from marsrl.trainer.schools.warm_start import WarmStart, warm_starts
 from marsrl.trainer.weights.adapter_sync import AdapterSync
@@ -62,35 +63,38 @@ from marsrl.trainer.weights.sync import DirectSync, FileSync, WeightSync
 if TYPE_CHECKING:  # it imports megatron
     from marsrl.trainer.learner.megatron.adapter import FrozenBase
 
-_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+def join_ranks(
+    stack: ExitStack, config: RunConfig, directory: RunDirectory | None
+) -> tuple[RunDirectory, RunConsole, Heartbeat | None]:
+    """Process groups, run directory, console and heartbeat of this rank, until the stack closes. Collective."""
+    stack.enter_context(handlers_restored())
+    parallel.start(resolve(next(iter(config.trained_policies.values())).layout), config.run.seed)
+    stack.callback(parallel.stop)
+    path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
+    directory = directory or RunDirectory(Path(path))
+    console, beat = RunConsole(rank()), None
+    console.keep_warnings(directory.warnings)
+    if world_size() > 1:  # from now on a rank waits for the others as long as they send heartbeats
+        beat = stack.enter_context(heartbeat(config.run.silence_s, functools.partial(where_to_go_on, directory)))
+    return directory, console, beat
 
 
 @contextmanager
 def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
     """The run, ready for the loop; on exit, engines, workers, files and process groups are closed in turn.
 
-    Args:
-        directory: rank 0's run directory (made before anything starts); None elsewhere.
+    directory: rank 0's run directory (made before anything starts); None elsewhere.
     """
     config = checked.config
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     with ExitStack() as stack:
-        stack.enter_context(handlers_restored())
-        layout = resolve(next(iter(config.trained_policies.values())).layout)
-        parallel.start(layout, config.run.seed)
-        stack.callback(parallel.stop)
-        checked = dataclasses.replace(
-            checked, host=dataclasses.replace(checked.host, rank_hosts=_hosts_of_ranks(checked.host))
-        )
-        console = RunConsole(rank())
-        path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
-        directory = directory or RunDirectory(Path(path))
-        console.keep_warnings(directory.warnings)
-        beat = None
-        if world_size() > 1:  # from now on a rank waits for the others as long as they send heartbeats
-            beat = heartbeat(config.run.silence_s, functools.partial(where_to_go_on, directory))
-            stack.enter_context(beat)
+        directory, console, beat = join_ranks(stack, config, directory)
+        host = dataclasses.replace(checked.host, rank_hosts=_hosts_of_ranks(checked.host))
+        checked = dataclasses.replace(checked, host=host)
         started: dict[str, WarmStart] = {}
         if any(policy.model is None for policy in config.policies.values()):
             started = warm_starts(as_it_began(directory, config), console)
@@ -139,9 +143,11 @@ def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | Non
         adapter, settings = policy if has_adapter else "", shape.settings()
         engines = CheckedEngines(pool, vocab_size=shape.vocab_size, settings=settings, adapter=adapter)
     dtype: torch.dtype = getattr(torch, config.engine_dtype(policy))
-    is_vllm = config.rollout.engine == "vllm"
-    cache_dtype = _CACHE_DTYPES.get(config.rollout_of(policy).vllm.kv_cache_dtype) if is_vllm else None
-    common: dict[str, Any] = {"verify_every": sync.verify_every, "cache_dtype": cache_dtype}
+    precision = Precision(dtype)
+    if config.rollout.engine == "vllm":
+        vllm = config.rollout_of(policy).vllm
+        precision = Precision(dtype, _FP8.get(vllm.kv_cache_dtype), _FP8.get(vllm.quantization or ""))
+    common: dict[str, Any] = {"verify_every": sync.verify_every, "precision": precision}
     if has_adapter:
         return AdapterSync(engines, dtype, base=model_dir, directory=sync.directory, **common)
     if sync.backend == "shm":
@@ -281,7 +287,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
 
 def _gateway(config: RunConfig, renderers: dict[str, ChatRenderer]) -> AbstractContextManager[Gateway]:
     """The gateway for external programs, with its workers."""
-    from marsrl.rollout.gateway.server import open_gateway  # imported here: most runs do not need FastAPI
+    from marsrl.rollout.gateway.server import open_gateway  # imported here: most runs need no HTTP server
     from marsrl.rollout.gateway.workers import workers_key
 
     assert config.external is not None
@@ -294,10 +300,9 @@ def open_pool(
 ) -> EnginePool:
     """The engines of one policy and of those that are built on it, or its end of a server.
 
-    Args:
-        model: its directory.
-        max_model_len: prompt and completion together, tokens.
-        deadline_s: of a server's answer; None: callers do not wait.
+    model: its directory.
+    max_model_len: prompt and completion together, tokens.
+    deadline_s: of a server's answer; None: callers do not wait.
     """
     policy, served = config.policies[name], config.policies_in(name)
     if policy.openai is not None:
@@ -310,7 +315,7 @@ def open_pool(
         dtype=policy.dtype,
         max_model_len=max_model_len,
         seed=config.run.seed,
-        served=config.served_rollouts,
+        served=tuple(config.served_rollouts.values()),
         host=host,
         silence_s=config.run.silence_s,
         own_host=config.sync.host,

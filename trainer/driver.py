@@ -64,8 +64,7 @@ class Driver:
     ) -> None:
         """Collect the fixed inputs and make the first evaluation, once: a resumed run reads them.
 
-        Args:
-            bounds: expected ranges of the evaluation's rows, if the team comes from a warm start.
+        bounds: expected ranges of the evaluation's rows, if the team comes from a warm start.
         """
         inputs_file, before_file = self.directory.path / "fixed_inputs.msgpack", self.directory.evaluation_before
         if before_file.exists():
@@ -104,9 +103,8 @@ class Driver:
     ) -> Summary:
         """Results and hardware of the run, which ends now.
 
-        Args:
-            started: warm starts of the policies that had no model.
-            seconds: by part of the run.
+        started: warm starts of the policies that had no model.
+        seconds: by part of the run.
         """
         info = self.team.pool_of(next(iter(config.trained_policies))).infos()[0]  # of frozen policies nothing is said
         return Summary(

@@ -75,8 +75,7 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     from marsrl.trainer.checks.preflight import preflight
     from marsrl.trainer.evaluate.rehearsal import first_update_line
     from marsrl.trainer.runs.directory import RunDirectory
-    from marsrl.trainer.runs.existing_run import outlook, resume_lines
-    from marsrl.trainer.runs.kept_prompts import keep_prompts, with_kept_prompts
+    from marsrl.trainer.runs.existing_run import keep_settings, outlook, resume_lines
     from marsrl.trainer.runs.lock import RunLock
 
     launcher = os.getppid()
@@ -99,8 +98,7 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
                 fingerprints = checked.fingerprints()
                 if run.resume != "off" and directory.existed:
                     lines = resume_lines(directory, checked.config, fingerprints)
-                keep_prompts(directory, checked.config)
-                directory.write_config(with_kept_prompts(checked.config).model_dump(mode="json"), made_of=str(origin))
+                keep_settings(directory, checked.config, str(origin))
                 directory.keep_data(fingerprints)
     except (ValueError, OSError) as error:
         from marsrl.trainer.config.explain import help_line

@@ -1,6 +1,4 @@
-"""The operations of the loop (loop.py), on every rank: all update; rank 0 plays and evaluates (driver.py) and logs
-(report/step_log.py).
-"""
+"""The operations of the loop (loop.py), on every rank: all update; rank 0 plays, evaluates (driver.py) and logs."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ from marsrl.trainer.schools.schools import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import WarmStart
 from marsrl.trainer.weights.sync import Standby, WeightSync
 
-_FEWEST_JUDGED = (
-    20  # answers, of one step or more: among fewer, one or two missing ones would already exceed a small share
-)
+_FEWEST_JUDGED = 20  # answers, of one step or more: among fewer, one or two missing ones exceed a small share
 _LANES = {"credit": "credit/main"}  # parts of a step with their own lane beside rank 0's
 
 
@@ -181,8 +177,7 @@ class Run:
     def play(self) -> StepBatch | None:
         """This stage's finished groups; None on ranks other than 0, which wait for them. Collective.
 
-        Raises:
-            Stopped: rank 0 was asked to stop; the previous step is saved, and nothing of this one.
+        Raises Stopped: rank 0 was asked to stop; the previous step is saved, and nothing of this one.
         """
         self.consumed_version = max(self.versions[policy] for policy in self.learners)
         title = f"step {self.step}/{self.config.run.steps} rollout"
@@ -267,8 +262,7 @@ class Run:
         barrier()
 
     def note_step(self, policy: str, stats: StepStats, mini_batches: tuple[MiniBatch, ...] | None) -> None:
-        """Count a skipped step and save its batch; rank 0 keeps the metrics and logged tokens. mini_batches: rank 0's.
-        Collective."""
+        """Count a skipped step and save its batch; rank 0 keeps metrics and logged tokens. mini_batches: rank 0's. Collective."""
         self.has_trained |= not stats.is_empty
         bad = self.bad_steps.setdefault(policy, [])
         if not stats.is_skipped:
@@ -293,10 +287,9 @@ class Run:
     def stop_if_unusable(self, batch: StepBatch | None) -> None:
         """Called when the step's metrics and samples are on disk. Collective; `batch` is rank 0's, None elsewhere.
 
-        Raises:
-            RuntimeError: more than rollout.max_error_share of the step ended in errors; the judge left more than
-                judge.max_missing_share unjudged; it has no completion and none is under way; or trainer.max_empty_steps steps
-                in a row had samples of which none had a gradient (on all ranks at once).
+        Raises RuntimeError: more than rollout.max_error_share of the step ended in errors; the judge left more than
+        judge.max_missing_share unjudged; it has no completion and none is under way; or trainer.max_empty_steps steps in a
+        row had samples of which none had a gradient (on all ranks at once).
         """
         reason = ""
         if self.driver is not None and batch is not None:
@@ -315,8 +308,7 @@ class Run:
     def stop_if_diverged(self) -> None:
         """Called when the step's metrics and samples are on disk.
 
-        Raises:
-            RuntimeError: trainer.max_bad_steps steps in a row had a non-finite loss or gradient (on all ranks at once).
+        Raises RuntimeError: trainer.max_bad_steps steps in a row had a non-finite loss or gradient (on all ranks at once).
         """
         for policy, bad in self.bad_steps.items():
             if len(bad) >= self.config.trainer.max_bad_steps:
@@ -390,8 +382,7 @@ class Run:
         """Save a checkpoint if run.checkpoint_every or run.checkpoint_minutes says so, after the last step, and if a rank was
         asked to stop. Collective.
 
-        Raises:
-            Stopped: a rank was asked to stop, on all ranks; the step is saved.
+        Raises Stopped: a rank was asked to stop, on all ranks; the step is saved.
         """
         self.checkpoints.finish_if_written()
         is_asked, last = self.stop.is_asked, self.config.run.steps

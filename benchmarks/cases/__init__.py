@@ -9,7 +9,6 @@ from case import Case
 ORDER = (
     "linear_policy_loss",
     "linear_logprob",
-    "head_gemms",
     "policy_rows",
     "policy_loss",
     "group_advantage",

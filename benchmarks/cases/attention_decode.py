@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from case import Bench, Case, Judgement, Missing, Results, Shape, Variant, normal
+from case import Bench, Case, Compared, Missing, Shape, Variant, normal
 from peers import flash_attn
 from torch import Tensor
 
@@ -41,41 +41,30 @@ def _build(shape: Shape) -> Bench:
     k, v = (randn(*of_cache).to(dtype).transpose(1, 2) for _ in range(2))
     lengths = torch.linspace(1, capacity, shape.sequences, device=shape.device).long()
     scale = shape.head_size**-0.5
-
-    def ours() -> Results:
-        return {"out": attention_decode(q, k, v, lengths)}
-
-    def judge() -> Judgement:
-        exact = attention_decode_reference(q.double(), k.double(), v.double(), lengths, scale)
-        return Judgement({"out": exact}, _eager(q, k, v, lengths, scale))
-
-    variants = [
-        Variant("ours", ours),
-        Variant("torch eager", partial(_eager, q, k, v, lengths, scale), "reads the whole cache"),
-        Variant("torch SDPA", partial(_sdpa, q, k, v, lengths, scale), "reads the whole cache"),
+    compared = Compared({"q": q, "k": k, "v": v})
+    eager = partial(attention_decode_reference, lengths=lengths, scale=scale)
+    candidates: list[Variant | Missing] = [
+        compared.variant("ours", partial(attention_decode, lengths=lengths)),
+        compared.variant("torch eager", eager, "reads the whole cache"),
+        compared.variant("torch SDPA", partial(_sdpa, lengths=lengths, scale=scale), "reads the whole cache"),
     ]
-    missing: list[Missing] = []
     name, flash = "flash-attn with a cache", flash_attn("flash_attn_with_kvcache")
     if isinstance(flash, str) or shape.device != "cuda":
-        missing.append(Missing(name, flash if isinstance(flash, str) else "it has no CPU kernel"))
+        candidates.append(Missing(name, flash if isinstance(flash, str) else "it has no CPU kernel"))
     else:
         cached = lengths.int()
-        variants.append(Variant(name, lambda: {"out": flash(q[:, None], k, v, cache_seqlens=cached)[:, 0]}))
+        candidates.append(compared.variant(name, lambda q, k, v: flash(q[:, None], k, v, cache_seqlens=cached)[:, 0]))
     known = int(lengths.sum())
     flops = 4.0 * known * shape.heads * shape.head_size  # q k^T and p v
     num_bytes = 2.0 * known * shape.kv_heads * shape.head_size * dtype.itemsize + 2 * q.nbytes
-    return Bench(variants, missing, judge, flops, num_bytes, q.nbytes)
+    return Bench(candidates, partial(compared.judge, eager), flops, num_bytes, q.nbytes)
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Results:
-    return {"out": attention_decode_reference(q, k, v, lengths, scale)}
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Results:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
     is_known = (torch.arange(k.shape[1], device=q.device) < lengths[:, None])[:, None, None]  # [S, 1, 1, L]
     heads_first = q[:, :, None], k.transpose(1, 2), v.transpose(1, 2)
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=is_known, scale=scale, enable_gqa=True)
-    return {"out": out[:, :, 0]}
+    return out[:, :, 0]
 
 
 CASE = Case("attention_decode", _shapes, _build)

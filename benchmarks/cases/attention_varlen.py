@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from case import Bench, BothWays, Case, Missing, Shape, normal
-from peers import flash_attn, why_not_imported
+from case import Bench, Case, Compared, Missing, Shape, Variant, normal
 from torch import Tensor
 
 from marsrl.kernels import attention_varlen
+from marsrl.kernels.attention_varlen import flash
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
@@ -42,28 +40,26 @@ def _build(shape: Shape) -> Bench:
         randn(shape.tokens, heads, shape.head_size).to(dtype).requires_grad_()
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
-    ways = BothWays({"dq": q, "dk": k, "dv": v}, randn(*q.shape).to(dtype))
+    compared = Compared({"dq": q, "dk": k, "dv": v}, randn(*q.shape).to(dtype))
     sizes = lengths(shape)
     bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=shape.device)
     segments = partial(_segments, bounds=bounds)
-    variants = [
-        ways.variant("ours", partial(attention_varlen, cu_seqlens=cu_seqlens)),
-        ways.variant("torch eager", segments, "a loop over the sequences"),
+    variants: list[Variant | Missing] = [
+        compared.variant("ours", partial(attention_varlen, cu_seqlens=cu_seqlens)),
+        compared.variant("torch eager", segments, "a loop over the sequences"),
     ]
-    missing: list[Missing] = []
     if shape.device == "cpu" or shape.tokens <= 16384:
-        variants.append(ways.variant("torch SDPA, padded", partial(_padded, sizes=sizes), "pads to the longest"))
-    for name, found in (("flash-attn varlen", _flash_attn()), ("torch varlen_attn", _torch_varlen(shape))):
-        if isinstance(found, str):
-            missing.append(Missing(name, found))
-        else:
-            variants.append(ways.variant(name, partial(found, cu_seqlens=cu_seqlens, longest=max(sizes))))
+        variants.append(compared.variant("torch SDPA, padded", partial(_padded, sizes=sizes), "pads to the longest"))
+    others = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens, "scale": shape.head_size**-0.5, "causal": True}
+    others["max_seqlen"] = max(sizes)
+    for name, why_not, run in _others(q):
+        variants.append(compared.variant(name, partial(run, **others)) if why_not is None else Missing(name, why_not))
     # causal: n^2 / 2 pairs; q k^T and p v forward, five such products backward
     flops = 7 * sum(n * n for n in sizes) * shape.heads * shape.head_size
     num_bytes = 2.0 * (q.nbytes + k.nbytes + v.nbytes) + 2 * q.nbytes
     result_bytes = q.nbytes * 2 + k.nbytes + v.nbytes
-    return Bench(variants, missing, partial(ways.judge, segments), flops, num_bytes, result_bytes)
+    return Bench(variants, partial(compared.judge, segments), flops, num_bytes, result_bytes)
 
 
 def _segments(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
@@ -84,46 +80,13 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
     return torch.cat([row[:size] for row, size in zip(out, sizes)])
 
 
-Attention = Callable[..., Tensor]
-"""out [T, N, D] of q, k, v, cu_seqlens [S+1] and the longest sequence."""
-
-
-def _flash_attn() -> Attention | str:
-    """It, or why not."""
-    function = flash_attn("flash_attn_varlen_func")
-    if isinstance(function, str):
-        return function
-
-    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-        return function(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
-
-    return call
-
-
-def _torch_varlen(shape: Shape) -> Attention | str:
-    """It, or why not. Its first releases take is_causal, the later ones a window, of which (-1, 0) is causal."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError as error:
-        return why_not_imported(error)
-    if shape.device != "cuda":
-        return "it has no CPU kernel"
-    known = inspect.signature(varlen_attn).parameters
-    ways: list[dict[str, Any]] = [{"window_size": (-1, 0)}, {"is_causal": True}]
-    causal = next((way for way in ways if way.keys() <= known.keys()), None)
-    if causal is None:
-        return (
-            f"in torch {torch.__version__} it has neither window_size nor is_causal, so it cannot be told to be causal"
-        )
-
-    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-        repeats = q.shape[1] // k.shape[1]  # not every version takes grouped queries
-        keys, values = (each.repeat_interleave(repeats, dim=1) for each in (k, v))
-        out = varlen_attn(q, keys, values, cu_seqlens, cu_seqlens, longest, longest, **causal)
-        assert isinstance(out, Tensor)  # a pair only where the log-sum-exp is asked for
-        return out
-
-    return call
+def _others(q: Tensor) -> Iterator[tuple[str, str | None, Callable[..., Tensor]]]:
+    """The other projects' kernels that ours can call: (name, why not, function)."""
+    for version in (flash.FLASH_4, flash.FLASH_3, flash.FLASH_2):
+        reason = flash.machine_lacks(version) or flash.why_not(version, q)
+        yield f"flash-attn {version.name[-1]}", reason, partial(flash.attention_varlen_flash, version)
+    reason = flash.machine_lacks_varlen_attn() or flash.why_not_varlen_attn(q, False)
+    yield "torch varlen_attn", reason, flash.attention_varlen_torch
 
 
 CASE = Case("attention_varlen", _shapes, _build)

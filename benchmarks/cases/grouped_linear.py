@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from case import Bench, BothWays, Case, Missing, Shape, normal
+from case import Bench, Case, Compared, Missing, Shape, Variant, normal
 from torch import Tensor
 
 from marsrl.kernels import grouped_linear
@@ -25,24 +25,21 @@ def _build(shape: Shape) -> Bench:
     x = randn(shape.tokens, shape.hidden).to(dtype).requires_grad_()
     weights = (randn(shape.experts, shape.hidden, shape.hidden) * shape.hidden**-0.5).to(dtype).requires_grad_()
     gradient = randn(shape.tokens, shape.hidden).to(dtype)
-    ways, counts = BothWays({"dx": x, "dw": weights}, gradient), _counts(shape)
+    compared, counts = Compared({"dx": x, "dw": weights}, gradient), _counts(shape)
     loop = partial(_loop, counts=counts)
-    variants = [
-        ways.variant("ours", partial(grouped_linear, tokens_per_expert=counts)),
-        ways.variant("torch eager", loop, "a loop over the experts"),
+    variants: list[Variant | Missing] = [
+        compared.variant("ours", partial(grouped_linear, tokens_per_expert=counts)),
+        compared.variant("torch eager", loop, "a loop over the experts"),
     ]
-    missing: list[Missing] = []
-    if not hasattr(torch, "_grouped_mm"):
-        missing.append(Missing("torch._grouped_mm", f"torch {torch.__version__} has none"))
-    elif dtype != torch.bfloat16 and shape.device == "cuda":
-        missing.append(Missing("torch._grouped_mm", "it takes bfloat16 on a GPU"))
+    if dtype != torch.bfloat16 and shape.device == "cuda":
+        variants.append(Missing("torch._grouped_mm", "it takes bfloat16 on a GPU"))
     else:
         ends = torch.tensor(counts, device=shape.device).cumsum(0).to(torch.int32)
         layer = lambda x, w: torch._grouped_mm(x, w.transpose(-2, -1), offs=ends)  # noqa: E731
-        variants.append(ways.variant("torch._grouped_mm", layer))
+        variants.append(compared.variant("torch._grouped_mm", layer))
     flops = 6.0 * shape.tokens * shape.hidden**2
     num_bytes = 2.0 * (x.nbytes + weights.nbytes) + 2 * gradient.nbytes
-    return Bench(variants, missing, partial(ways.judge, loop), flops, num_bytes, x.nbytes * 2 + weights.nbytes)
+    return Bench(variants, partial(compared.judge, loop), flops, num_bytes, x.nbytes * 2 + weights.nbytes)
 
 
 def _counts(shape: Shape) -> list[int]:

@@ -5,19 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import head_problem as head
 import torch
-from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
-from head_problem import (
-    HeadInputs,
-    head_bytes,
-    head_shapes,
-    judge,
-    make_inputs,
-    result_bytes,
-)
-from peers import LogprobFunction, LogprobPeer
-from peers.fused import fused_peers
-from peers.plain import compiled, eager_logprob, torch_linear_cross_entropy
+from case import Bench, Case, Missing, Results, Shape, Variant
+from head_problem import HeadInputs, LogprobFunction, Objective, Rows
+from peers import LogprobPeer, fused_peers
 from torch import Tensor
 
 from marsrl.kernels import linear_logprob
@@ -26,41 +18,46 @@ NO_GRADIENT = "no gradient wanted"
 
 
 def _build(shape: Shape) -> Bench:
-    inputs = make_inputs(shape)
-    generator = torch.Generator(shape.device).manual_seed(1)
-    # dL/dlogp and dL/dH of each token; the entropy's is small, as an entropy bonus is
-    gradients = torch.randn(2, shape.tokens, generator=generator, device=shape.device) * torch.tensor(
-        [[1.0], [0.01]], device=shape.device
-    )
+    inputs, objective = head.make_inputs(shape), _objective(shape)
     peers = [
-        LogprobPeer("ours", _ours, has_entropy_gradient=True),
-        LogprobPeer("torch eager", eager_logprob, has_entropy_gradient=True),
-        LogprobPeer("torch.compile", compiled(eager_logprob), has_entropy_gradient=True),
-        torch_linear_cross_entropy(),
+        LogprobPeer("ours", _ours),
+        LogprobPeer("torch eager", head.eager_logprob),
+        LogprobPeer("torch.compile", head.compiled(head.eager_logprob)),
         *fused_peers(shape.device),
     ]
-    run_peer = _evaluate if shape.note == NO_GRADIENT else _run
-    variants, missing = list[Variant](), list[Missing]()
+    run = _evaluate if shape.note == NO_GRADIENT else _run
+    variants: list[Variant | Missing] = []
     for peer in peers:
-        if isinstance(peer, Missing):
-            missing.append(peer)
-        elif isinstance(peer, LogprobPeer):
-            does = "" if peer.has_entropy_gradient else "no entropy"
-            variants.append(Variant(peer.name, partial(run_peer, inputs, gradients, peer.call), does, inputs.clear))
-    judge_them = partial(_judge, inputs, gradients)
+        if isinstance(peer, LogprobPeer):
+            variants.append(Variant(peer.name, partial(run, inputs, objective, peer.call), peer.does, inputs.clear))
+        elif isinstance(peer, Missing):
+            variants.append(peer)
     flops = 2 * shape.tokens * shape.hidden * shape.vocab
+    judge_them = partial(head.judge, inputs, objective)
     if shape.note == NO_GRADIENT:
-        return Bench(variants, missing, judge_them, flops, head_bytes(inputs) - result_bytes(inputs), 0)
+        return Bench(variants, judge_them, flops, head.head_bytes(inputs) - head.result_bytes(inputs), 0)
     # logits twice, dX, dW: their gradient is known after the forward
-    return Bench(variants, missing, judge_them, 4 * flops, head_bytes(inputs), result_bytes(inputs))
+    return Bench(variants, judge_them, 4 * flops, head.head_bytes(inputs), head.result_bytes(inputs))
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    shapes = head_shapes(device, quick, with_masks=False)
+    shapes = head.head_shapes(device, quick, with_masks=False)
     largest = max(
         (shape for shape in shapes if not shape.note), key=lambda shape: (shape.tokens <= 16384, shape.tokens)
     )
     return [*shapes, replace(largest, note=NO_GRADIENT)]
+
+
+def _objective(shape: Shape) -> Objective:
+    generator = torch.Generator(shape.device).manual_seed(1)
+    # dL/dlogp and dL/dH of each token; the entropy's is small, as an entropy bonus is
+    of_logprobs, of_entropy = torch.randn(2, shape.tokens, generator=generator, device=shape.device)
+
+    def objective(logprobs: Tensor, entropy: Tensor | None, rows: Rows) -> Tensor:
+        value = (logprobs * of_logprobs[rows]).sum()
+        return value if entropy is None else value + (entropy * 0.01 * of_entropy[rows]).sum()
+
+    return objective
 
 
 def _ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,30 +65,17 @@ def _ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     return found.logprobs, found.entropy
 
 
-def _run(inputs: HeadInputs, gradients: Tensor, call: LogprobFunction) -> Results:
-    logprobs, entropy = call(inputs.hidden, inputs.weight, inputs.targets)
-    scalar = (logprobs * gradients[0]).sum()
-    if entropy is None:  # its dX and dW are of another scalar
-        scalar.backward()
-        return {"logprobs": logprobs.detach()}
-    (scalar + (entropy * gradients[1]).sum()).backward()
-    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), **inputs.gradients()}
+def _run(inputs: HeadInputs, objective: Objective, call: LogprobFunction) -> Results:
+    results = head.through_logprobs(inputs, objective, call)
+    del results["value"]
+    # without entropy dX and dW are of another scalar
+    return results if "entropy" in results else {"logprobs": results["logprobs"]}
 
 
-def _evaluate(inputs: HeadInputs, gradients: Tensor, call: LogprobFunction) -> Results:
+def _evaluate(inputs: HeadInputs, _: Objective, call: LogprobFunction) -> Results:
     with torch.no_grad():
         logprobs, entropy = call(inputs.hidden, inputs.weight, inputs.targets)
     return {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
-
-
-def _judge(inputs: HeadInputs, gradients: Tensor) -> Judgement:
-    def objective(logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
-        return (logprobs * gradients[0, rows] + entropy * gradients[1, rows]).sum()
-
-    found = judge(inputs, objective)
-    for results in (found.exact, found.plain):
-        del results["value"]
-    return found
 
 
 CASE = Case("linear_logprob", _shapes, _build)

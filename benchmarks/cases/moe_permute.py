@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from case import Bench, BothWays, Case, Missing, Shape, normal
+from case import Bench, Case, Compared, Missing, Shape, Variant, normal
 from peers import why_not_imported
 from torch import Tensor
 
@@ -46,16 +46,15 @@ def _build(shape: Shape) -> Bench:
     scores = randn(shape.tokens, shape.experts)
     routing_map = torch.zeros_like(scores).bool().scatter(1, scores.topk(TOP_K).indices, True)
     given = {"weights": scores.softmax(1) * routing_map, "routing_map": routing_map}
-    ways = BothWays({"dx": hidden}, randn(shape.tokens, shape.hidden).to(dtype))
-    variants = [
-        ways.variant("ours", partial(_ours, **given)),
-        ways.variant("torch eager", partial(_eager, **given), "sums in the dtype of the rows; waits for a GPU"),
+    compared = Compared({"dx": hidden}, randn(shape.tokens, shape.hidden).to(dtype))
+    variants: list[Variant | Missing] = [
+        compared.variant("ours", partial(_ours, **given)),
+        compared.variant("torch eager", partial(_eager, **given), "sums in the dtype of the rows; waits for a GPU"),
     ]
-    missing = [Missing("TransformerEngine", "not installed; it has no kernels for a CPU")]
     try:
         from megatron.core.transformer.moe import moe_utils
     except Exception as error:  # a broken peer must not end the benchmark; its reason is printed
-        missing.append(Missing("megatron-core, unfused", why_not_imported(error)))
+        variants.append(Missing("megatron-core, unfused", why_not_imported(error)))
     else:
 
         def megatron(hidden: Tensor, weights: Tensor, routing_map: Tensor) -> Tensor:
@@ -63,12 +62,12 @@ def _build(shape: Shape) -> Bench:
             return moe_utils.unpermute(rows, order, hidden.shape, routing_map=routing_map)
 
         told = "sums in the dtype of the rows; waits for a GPU"
-        variants.append(ways.variant("megatron-core, unfused", partial(megatron, **given), told))
+        variants.append(compared.variant("megatron-core, unfused", partial(megatron, **given), told))
     num_bytes = (
         4.0 * (TOP_K + 1) * hidden.nbytes
     )  # both moves and both gradients: tokens and rows, one read, one written
     flops = 2.0 * TOP_K * hidden.numel()
-    return Bench(variants, missing, partial(ways.judge, partial(_eager, **given)), flops, num_bytes, 2 * hidden.nbytes)
+    return Bench(variants, partial(compared.judge, partial(_eager, **given)), flops, num_bytes, 2 * hidden.nbytes)
 
 
 CASE = Case("moe_permute", _shapes, _build)

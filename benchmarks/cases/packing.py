@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-from case import Bench, Case, Judgement, Results, Shape, Variant
+from case import Bench, Case, Compared, Shape
+from torch import Tensor
 
 from cases.attention_varlen import lengths
 from marsrl.kernels import kept_rows, pack
@@ -27,13 +30,13 @@ def _build(shape: Shape) -> Bench:
     cu_seqlens = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32, device=shape.device)
     num_kept = int(is_sampled.sum())  # known to the host: on a GPU ours does not synchronise
 
-    def ours() -> Results:
+    def ours(logprobs: Tensor) -> Tensor:
         packed = pack(token_ids, is_sampled, cu_seqlens, shape.tokens, logprobs=logprobs)
         kept_rows(packed.mask, num_kept=num_kept)
         assert packed.logprobs is not None
-        return {"logprobs": packed.logprobs}
+        return packed.logprobs
 
-    def loop() -> Results:
+    def loop(logprobs: Tensor) -> Tensor:
         position_ids, targets = torch.zeros(2, shape.tokens, dtype=torch.int64, device=shape.device)
         packed, mask = torch.zeros_like(logprobs), torch.zeros_like(is_sampled)
         begin = 0
@@ -45,17 +48,14 @@ def _build(shape: Shape) -> Bench:
             packed[begin : end - 1] = logprobs[begin + 1 : end].where(is_sampled[begin + 1 : end], 0)
             begin = end
         mask.nonzero()
-        return {"logprobs": packed}
-
-    def judge() -> Judgement:
-        # nothing is rounded, so one result stands for all; tests/kernels/test_packing.py has the others
-        plain = loop()
-        return Judgement({name: values.double() for name, values in plain.items()}, plain)
+        return packed
 
     read = shape.tokens * (4 + 4 + 1)  # token, log-prob, flag
     written = shape.tokens * (8 + 8 + 8 + 1 + 4) + 8 * num_kept
-    variants = [Variant("ours", ours), Variant("a loop over sequences", loop)]
-    return Bench(variants, [], judge, 0.0, float(read + written), read)
+    # nothing is rounded, so one result stands for all; tests/kernels/test_packing.py has the others
+    compared = Compared({"logprobs": logprobs})
+    variants = [compared.variant("ours", ours), compared.variant("a loop over sequences", loop)]
+    return Bench(variants, partial(compared.judge, loop), 0.0, float(read + written), read)
 
 
 CASE = Case("packing", _shapes, _build)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
-from case import Bench, Case, Judgement, Results, Shape, Variant, normal
-from peers.plain import compiled
+from case import Bench, Case, Compared, Judgement, Shape, normal
+from head_problem import compiled
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective, policy_loss
@@ -26,50 +28,42 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 
 def _build(shape: Shape) -> Bench:
     randn = normal(shape)
-    logprobs = (-randn(shape.tokens).abs()).requires_grad_()
+    logprobs = -randn(shape.tokens).abs()
     entropy = randn(shape.tokens).abs()
-    old, rollout = (logprobs.detach() + 0.3 * randn(shape.tokens) for _ in range(2))
+    old, rollout = (logprobs + 0.3 * randn(shape.tokens) for _ in range(2))
     length = shape.tokens // shape.sequences
     mask = torch.arange(shape.tokens, device=shape.device) % length >= length // 2
     cu_seqlens = torch.arange(0, shape.tokens + 1, length, dtype=torch.int32, device=shape.device)
     advantages = randn(shape.sequences)
     agent_of = torch.arange(shape.sequences, device=shape.device) % NUM_AGENTS
     total = float(mask.sum())
-    given = (entropy, old, rollout, advantages, mask, agent_of)
-    has_backward = shape.note != FORWARD
-    if not has_backward:
-        logprobs.requires_grad_(False)
+    given = (entropy, old, rollout, advantages, mask, agent_of, total)
+    gradient = None if shape.note == FORWARD else torch.ones((), device=shape.device)
+    compared = Compared({"gradient": logprobs.requires_grad_(gradient is not None)}, gradient, ("loss", "agent loss"))
 
-    def clear() -> None:
-        logprobs.grad = None
-
-    def ours() -> Results:
+    def ours(logprobs: Tensor) -> tuple[Tensor, Tensor]:
         inputs = LossInputs(
             objective=OBJECTIVE, advantages=advantages, mask=mask, cu_seqlens=cu_seqlens, agent_of=agent_of,
             num_agents=NUM_AGENTS, old_logprobs=old, rollout_logprobs=rollout, normaliser=total,
         )  # fmt: skip
         out = policy_loss(logprobs, entropy, inputs)
-        return _results(out.loss, out.agent_sums["loss"], logprobs)
+        return out.loss, out.agent_sums["loss"]
+
+    def plain(function: Callable[..., tuple[Tensor, Tensor]], logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        loss, sums = function(logprobs, *given)
+        return loss, sums[0]
 
     def judge() -> Judgement:
-        exact = _plain(
-            _eager, logprobs.detach().double().requires_grad_(has_backward), tuple(map(_double, given)), total
-        )
-        plain = _plain(_eager, logprobs.detach().clone().requires_grad_(has_backward), given, total)
         size = float(advantages.abs().mean())  # of the terms; their sum nearly cancels
-        return Judgement(exact, plain, {"loss": size, "agent loss": size})
+        return replace(compared.judge(partial(plain, _eager)), scales={"loss": size, "agent loss": size})
 
     variants = [
-        Variant("ours", ours, prepare=clear),
-        Variant("torch eager", partial(_plain, _eager, logprobs, given, total), prepare=clear),
-        Variant("torch.compile", partial(_plain, compiled(_eager), logprobs, given, total), prepare=clear),
+        compared.variant("ours", ours),
+        compared.variant("torch eager", partial(plain, _eager)),
+        compared.variant("torch.compile", partial(plain, compiled(_eager))),
     ]
     # read: 4 numbers and the mask of a token; written: coefficient
-    return Bench(variants, [], judge, 20.0 * shape.tokens, shape.tokens * (5 * 4 + 1), logprobs.nbytes)
-
-
-def _double(values: Tensor) -> Tensor:
-    return values.double() if values.is_floating_point() else values
+    return Bench(variants, judge, 20.0 * shape.tokens, shape.tokens * (5 * 4 + 1), logprobs.nbytes)
 
 
 def _eager(
@@ -77,6 +71,7 @@ def _eager(
     agent_of: Tensor, total: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss and the metrics per agent that a trainer logs."""
+    old, rollout = old.to(logprobs.dtype), rollout.to(logprobs.dtype)
     length = logprobs.numel() // advantages.numel()
     of_token, agent = advantages.repeat_interleave(length), agent_of.repeat_interleave(length)
     ratio = torch.exp(logprobs - old)
@@ -86,24 +81,9 @@ def _eager(
     with torch.no_grad():
         is_clipped = (clipped != ratio) & mask
         sums = torch.zeros(4, NUM_AGENTS, dtype=term.dtype, device=term.device)
-        metrics = torch.stack((term, is_clipped.to(term.dtype), entropy * mask, mask.to(term.dtype)))
+        metrics = torch.stack([each.to(term.dtype) for each in (term, is_clipped, entropy * mask, mask)])
         sums.index_add_(1, agent, metrics)
     return term.sum(), sums
-
-
-def _plain(function, logprobs: Tensor, given: tuple[Tensor, ...], total: float) -> Results:  # type: ignore[no-untyped-def]
-    loss, sums = function(logprobs, *given, total)
-    return _results(loss, sums[0], logprobs)
-
-
-def _results(loss: Tensor, of_agents: Tensor, logprobs: Tensor) -> Results:
-    """With the gradient, where logprobs require one."""
-    results = {"loss": loss.detach(), "agent loss": of_agents}
-    if logprobs.requires_grad:
-        loss.backward()
-        assert logprobs.grad is not None
-        results["gradient"] = logprobs.grad
-    return results
 
 
 CASE = Case("policy_loss", _shapes, _build)

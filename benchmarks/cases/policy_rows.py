@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
-from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
-from peers.plain import compiled
+from case import Bench, Case, Compared, Judgement, Missing, Results, Shape, Variant
+from head_problem import compiled
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective
@@ -40,31 +42,36 @@ def _build(shape: Shape) -> Bench:
     advantages = torch.randn(shape.tokens, generator=generator, device=shape.device)
     noise = torch.rand(shape.tokens, generator=generator, device=shape.device) * 0.1 - 0.05
     old = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1) + noise
-    leaf = logits.clone().requires_grad_()
     bonus = 0.01 if shape.note else 0.0
+    given = (targets, advantages, old, bonus)
+    one = torch.ones((), device=shape.device)
+    compared = Compared({"dz": logits.clone().requires_grad_()}, one, ("loss", "logprobs", "entropy"))
 
-    def clear() -> None:
-        leaf.grad = None
+    def plain(function: Callable[..., tuple[Tensor, ...]], logits: Tensor) -> tuple[Tensor, ...]:
+        return function(logits, *given)
 
-    variants: list[Variant] = []
-    missing: list[Missing] = []
+    def judge() -> Judgement:
+        found = compared.judge(partial(plain, _eager))
+        # The ratio is exp of a float32 log-prob: no better than |log-prob| ulp, and the target's dz is a multiple of it.
+        size = float(found.exact["dz"].abs().max() * found.exact["logprobs"].abs().max())
+        return replace(found, scales={"dz": size, "loss": float(advantages.abs().sum())})
+
+    variants: list[Variant | Missing] = []
     for provider in ROW_PROVIDERS:
         reason = provider.machine_lacks() or provider.why_not(logits=logits)
         if reason is not None:
-            missing.append(Missing(f"ours, {provider.name}", reason))
+            variants.append(Missing(f"ours, {provider.name}", reason))
             continue
         name = f"ours, {provider.name}" if any(each.name == "ours" for each in variants) else "ours"
-        ours = _Ours(provider.load(), logits, targets, advantages, old, bonus)
+        ours = _Ours(provider.load(), logits, *given)
         variants.append(Variant(name, ours.run, "" if name != "ours" else provider.name, prepare=ours.fill))
     variants += [
-        Variant("torch eager", partial(_plain, _eager, leaf, targets, advantages, old, bonus), prepare=clear),
-        Variant(
-            "torch.compile", partial(_plain, compiled(_eager), leaf, targets, advantages, old, bonus), prepare=clear
-        ),
+        compared.variant("torch eager", partial(plain, _eager)),
+        compared.variant("torch.compile", partial(plain, compiled(_eager))),
     ]
     # Two exp of some 20 operations for each logit; what counts is memory: read, then read and written.
     flops, num_bytes = 60.0 * logits.numel(), 3.0 * logits.nbytes
-    return Bench(variants, missing, partial(_judge, logits, targets, advantages, old, bonus), flops, num_bytes, 0)
+    return Bench(variants, judge, flops, num_bytes, 0)
 
 
 class _Ours:
@@ -80,7 +87,7 @@ class _Ours:
         self.active = torch.empty(num_tokens, dtype=torch.int64, device=device)
         # the head of a model with hidden size 1: it carries targets and temperature, its GEMMs are not called
         rows, weight = torch.empty(num_tokens, 1, device=device), torch.empty(vocab, 1, device=device)
-        self.head = make_head("policy_rows", rows, weight, targets, 1.0, None, None)
+        self.head = make_head("policy_rows", rows, weight, targets, 1.0)
         objective = PolicyObjective(mpt_probability=None, entropy_coef=bonus)
         bounds = torch.tensor([0, num_tokens], device=device)
         inputs = LossInputs(objective, bounds, 1.0, token_advantages=advantages, old_logprobs=old)
@@ -117,21 +124,6 @@ def _eager(
     ratio = torch.exp(chosen - old)
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     return -(surrogate + bonus * entropy).sum(), chosen, entropy
-
-
-def _plain(function, leaf: Tensor, targets: Tensor, advantages: Tensor, old: Tensor, bonus: float) -> Results:  # type: ignore[no-untyped-def]
-    loss, chosen, entropy = function(leaf, targets, advantages, old, bonus)
-    loss.backward()
-    assert leaf.grad is not None
-    return {"logprobs": chosen.detach(), "entropy": entropy.detach(), "dz": leaf.grad}
-
-
-def _judge(logits: Tensor, targets: Tensor, advantages: Tensor, old: Tensor, bonus: float) -> Judgement:
-    exact = _plain(_eager, logits.double().requires_grad_(), targets, advantages.double(), old.double(), bonus)
-    plain = _plain(_eager, logits.clone().requires_grad_(), targets, advantages, old, bonus)
-    # The ratio is exp of a float32 log-prob: no better than |log-prob| ulp, and the target's dz is a multiple of it.
-    size = float(exact["dz"].abs().max() * exact["logprobs"].abs().max())
-    return Judgement(exact, plain, {"dz": size})
 
 
 CASE = Case("policy_rows", _shapes, _build)

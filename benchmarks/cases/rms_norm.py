@@ -6,8 +6,8 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from case import Bench, BothWays, Case, Shape, normal
-from peers.plain import compiled
+from case import Bench, Case, Compared, Shape, normal
+from head_problem import compiled
 from torch import Tensor
 
 from marsrl.kernels import rms_norm
@@ -53,20 +53,20 @@ def _build(shape: Shape) -> Bench:
     x = whole[:, -shape.hidden :].requires_grad_()
     weight = randn(shape.hidden).to(dtype).requires_grad_()
     gradient = randn(shape.tokens, shape.hidden).to(dtype)
-    ways = BothWays({"dx": x, "dw": weight}, gradient)
+    compared = Compared({"dx": x, "dw": weight}, gradient)
     rotation, eager = None, _eager
     if shape.note:
         angles = randn(shape.tokens, shape.hidden // 2) * 1000
         rotation = torch.cat((angles.cos(), angles.sin()), -1)
         eager = partial(_eager_rotated, rotation=rotation)
     variants = [
-        ways.variant("ours", partial(rms_norm, eps=EPS, rotation=rotation)),
-        ways.variant("torch eager", eager),
-        ways.variant("torch.compile", compiled(eager)),
+        compared.variant("ours", partial(rms_norm, eps=EPS, rotation=rotation)),
+        compared.variant("torch eager", eager),
+        compared.variant("torch.compile", compiled(eager)),
     ]
     # read and written once each: forward 2 numbers of a column, backward 3
     num_bytes = 5.0 * gradient.nbytes + (0 if rotation is None else 2 * rotation.nbytes)
-    return Bench(variants, [], partial(ways.judge, eager), 12.0 * gradient.numel(), num_bytes, 2 * gradient.nbytes)
+    return Bench(variants, partial(compared.judge, eager), 12.0 * gradient.numel(), num_bytes, 2 * gradient.nbytes)
 
 
 CASE = Case("rms_norm", _shapes, _build)

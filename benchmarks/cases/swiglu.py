@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from case import Bench, BothWays, Case, Shape, normal
-from peers.plain import compiled
+from case import Bench, Case, Compared, Shape, normal
+from head_problem import compiled
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -42,15 +42,15 @@ def _build(shape: Shape) -> Bench:
     if shape.experts:
         leaves["dw"] = randn(shape.tokens).sigmoid().requires_grad_()
     gradient = randn(shape.tokens, shape.hidden).to(dtype)
-    ways = BothWays(leaves, gradient)
+    compared = Compared(leaves, gradient)
     variants = [
-        ways.variant("ours", swiglu),
-        ways.variant("torch eager", _eager),
-        ways.variant("torch.compile", compiled(_eager)),
+        compared.variant("ours", swiglu),
+        compared.variant("torch eager", _eager),
+        compared.variant("torch.compile", compiled(_eager)),
     ]
     # read and written once each: forward 3 numbers of a column, backward 5
     num_bytes, result_bytes = 8.0 * gradient.nbytes, leaves["dx"].nbytes + gradient.nbytes
-    return Bench(variants, [], partial(ways.judge, _eager), 30.0 * gradient.numel(), num_bytes, result_bytes)
+    return Bench(variants, partial(compared.judge, _eager), 30.0 * gradient.numel(), num_bytes, result_bytes)
 
 
 CASE = Case("swiglu", _shapes, _build)

@@ -12,9 +12,9 @@ from marsrl.kernels.attention_varlen.cpu import attention_varlen_cpu
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.checks import FLOATS, check, check_cu_seqlens
 from marsrl.kernels.differentiable import Gradient
-from marsrl.kernels.dispatch import Implementation, Op, late_object, of_first, why_not_host
+from marsrl.kernels.dispatch import Implementation, Op, of_first, why_not_host
 from marsrl.kernels.traced_op import register
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
+from marsrl.kernels.triton_machine import why_not_triton_float32
 
 
 def attention_varlen(
@@ -128,12 +128,7 @@ _OP = Op(
         Implementation(
             "torch", flash.attention_varlen_torch, flash.why_not_varlen_attn, flash.machine_lacks_varlen_attn
         ),
-        _GRADIENT.implementation(
-            "triton",
-            late_object("attention_varlen.triton_impl", "TritonAttention"),
-            why_not_triton_heads,
-            machine_lacks_triton,
-        ),
+        _GRADIENT.triton("attention_varlen.triton_impl", "TritonAttention", why_not_triton_heads),
         Implementation("cpu", attention_varlen_cpu, of_first(why_not_host, "q")),
         _GRADIENT.reference(attention_varlen_reference),
     ),

@@ -49,7 +49,8 @@ def why_not(version: Version, q: Tensor, *_: Any) -> str | None:
         return reason
     major, minor = torch.cuda.get_device_capability(q.device)
     if major not in version.generations:
-        return f"the GPU has compute capability {major}.{minor}, this version is for {_listed(version.generations)}"
+        generations = ", ".join(f"{each}.x" for each in version.generations)
+        return f"the GPU has compute capability {major}.{minor}, this version is for {generations}"
     if version is FLASH_4 and major != 9 and 128 < q.shape[2] < MOST_HEAD_SIZE:
         return f"head size {q.shape[2]}, on Blackwell it takes up to 128, and {MOST_HEAD_SIZE}"
     return None
@@ -121,10 +122,6 @@ def _function(module: str) -> Callable[..., Any] | str:
     except (ImportError, OSError, AttributeError) as error:  # built for another torch; a CUDA library that is missing
         return f"{module} is installed and does not import: {error}"
     return function
-
-
-def _listed(generations: tuple[int, ...]) -> str:
-    return ", ".join(f"{each}.x" for each in generations)
 
 
 _NEEDED = {"window_size", "enable_gqa", "scale"}  # its first releases lack some of these arguments

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from marsrl.kernels.checks import FLOATS, INTEGERS, check
 from marsrl.kernels.differentiable import Gradient
-from marsrl.kernels.dispatch import Implementation, Op, late_object, of_first, why_not_host
+from marsrl.kernels.dispatch import Implementation, Op, of_first, why_not_host
 from marsrl.kernels.grouped_linear.cpu import CpuGroupedLinear
 from marsrl.kernels.grouped_linear.reference import grouped_linear_reference
 from marsrl.kernels.grouped_linear.torch_impl import grouped_linear_torch, machine_lacks_grouped_mm, why_not_grouped_mm
 from marsrl.kernels.traced_op import register
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
+from marsrl.kernels.triton_machine import why_not_triton_float32
 
 
 def grouped_linear(x: Tensor, weights: Tensor, tokens_per_expert: Tensor | Sequence[int]) -> Tensor:
@@ -62,12 +62,7 @@ _OP = Op(
     "grouped_linear",
     (
         Implementation("torch", grouped_linear_torch, why_not_grouped_mm, machine_lacks_grouped_mm),
-        _GRADIENT.implementation(
-            "triton",
-            late_object("grouped_linear.triton_impl", "TritonGroupedLinear"),
-            of_first(why_not_triton_float32, "x"),
-            machine_lacks_triton,
-        ),
+        _GRADIENT.triton("grouped_linear.triton_impl", "TritonGroupedLinear", of_first(why_not_triton_float32, "x")),
         _GRADIENT.implementation("cpu", CpuGroupedLinear, of_first(why_not_host, "x")),
         _GRADIENT.reference(grouped_linear_reference),
     ),

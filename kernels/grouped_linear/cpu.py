@@ -27,12 +27,9 @@ class CpuGroupedLinear:
             for expert, rows in spans:
                 torch.mm(grads[0][rows], weights[expert], out=of_x[rows])
         if needs[1]:
-            has_rows = len(spans) == weights.shape[0]
-            of_weights = (
-                torch.empty_like(weights, memory_format=torch.contiguous_format)
-                if has_rows
-                else weights.new_zeros(weights.shape)
-            )
+            of_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
+            if len(spans) < weights.shape[0]:
+                of_weights.zero_()
             for expert, rows in spans:
                 torch.mm(grads[0][rows].t(), x[rows], out=of_weights[expert])
         return of_x, of_weights, None

@@ -7,9 +7,7 @@ ALIGNMENT = 8  # bfloat16 numbers: the kernel reads 16 bytes at a time
 
 
 def machine_lacks_grouped_mm() -> str | None:
-    """None if torch._grouped_mm exists and a GPU is there, else the reason."""
-    if not hasattr(torch, "_grouped_mm"):
-        return f"PyTorch {torch.__version__} has no torch._grouped_mm"
+    """None if a GPU is there, else the reason."""
     return None if torch.cuda.is_available() else "PyTorch sees no CUDA device"
 
 

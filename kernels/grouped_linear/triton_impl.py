@@ -1,7 +1,6 @@
 """Grouped linear layers on a GPU by our Triton kernels: launches and tile sizes. Nothing waits for the device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,44 +12,35 @@ from marsrl.kernels.grouped_linear.triton_kernels import matrix_gradients, rows_
 from marsrl.kernels.triton_machine import on_device_of
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """A tile of the result is m by n; k is the depth of a step."""
-
-    m: int
-    n: int
-    k: int
-    num_warps: int
-    num_stages: int
+def plan_tiles(dtype: torch.dtype) -> dict[str, int]:
+    """Launch options: a tile of the result is BLOCK_M by BLOCK_N; BLOCK_K is the depth of a step."""
+    m, n, k, num_warps, num_stages = (32, 32, 32, 4, 1) if dtype == torch.float32 else (128, 128, 64, 8, 3)
+    return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": num_warps, "num_stages": num_stages}
 
 
-def plan_tiles(dtype: torch.dtype) -> Tiles:
-    return Tiles(32, 32, 32, 4, 1) if dtype == torch.float32 else Tiles(128, 128, 64, 8, 3)
-
-
-def _rows_times_matrices(x: Tensor, matrices: Tensor, ends: Tensor, tiles: Tiles) -> Tensor:
+def _rows_times_matrices(x: Tensor, matrices: Tensor, ends: Tensor, tiles: dict[str, int]) -> Tensor:
     """[T, out] from x [T, in] and matrices [E, out, in] of any strides."""
     num_experts, num_out, num_in = matrices.shape
     out = torch.empty(x.shape[0], num_out, dtype=x.dtype, device=x.device)
-    num_programs = (x.shape[0] // tiles.m + num_experts) * -(-num_out // tiles.n)
+    num_programs = (x.shape[0] // tiles["BLOCK_M"] + num_experts) * -(-num_out // tiles["BLOCK_N"])
     if x.shape[0] and num_programs:
         with on_device_of(x):
             rows_times_matrices[(num_programs,)](
                 x, matrices, out, ends, num_experts, num_in, num_out, x.stride(0), *matrices.stride(),
-                **_constants(tiles),
+                **tiles,
             )  # fmt: skip
     return out
 
 
-def _matrix_gradients(x: Tensor, grad_out: Tensor, ends: Tensor, tiles: Tiles) -> Tensor:
+def _matrix_gradients(x: Tensor, grad_out: Tensor, ends: Tensor, tiles: dict[str, int]) -> Tensor:
     """[E, out, in] from x [T, in] and grad_out [T, out]."""
     num_in, num_out = x.shape[1], grad_out.shape[1]
     out = torch.empty(ends.numel(), num_out, num_in, dtype=x.dtype, device=x.device)
-    num_programs = ends.numel() * -(-num_out // tiles.m) * -(-num_in // tiles.n)
+    num_programs = ends.numel() * -(-num_out // tiles["BLOCK_M"]) * -(-num_in // tiles["BLOCK_N"])
     if num_programs:
         with on_device_of(x):
             matrix_gradients[(num_programs,)](
-                x, grad_out, out, ends, num_in, num_out, x.stride(0), grad_out.stride(0), **_constants(tiles)
+                x, grad_out, out, ends, num_in, num_out, x.stride(0), grad_out.stride(0), **tiles
             )
     return out
 
@@ -73,13 +63,3 @@ class TritonGroupedLinear:
         if needs[1]:
             of_weights = _matrix_gradients(rows_dense(x), grad_out, ends, tiles)
         return of_x, of_weights, None
-
-
-def _constants(tiles: Tiles) -> dict[str, Any]:
-    return {
-        "BLOCK_M": tiles.m,
-        "BLOCK_N": tiles.n,
-        "BLOCK_K": tiles.k,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-    }

@@ -14,16 +14,6 @@ DEVICE_TILE_ROWS = 4096
 
 
 @cache
-def why_no_narrow_products() -> str | None:
-    """None if this PyTorch multiplies bfloat16 pairs to float32 results, else the reason."""
-    if hasattr(torch.ops.aten.mm, "dtype_out") and hasattr(torch.ops.aten.addmm, "dtype_out"):
-        return None
-    return (
-        f"torch {torch.__version__} has no product of bfloat16 with a float32 result (mm, addmm: out_dtype); 2.11 has"
-    )
-
-
-@cache
 def cpu_multiplies_bfloat16() -> bool:
     """True if the CPU has instructions for bfloat16 products (AVX512-BF16, AMX): a GEMM then takes a half to a fifth of the
     time of float32. Otherwise oneDNN emulates them."""
@@ -57,8 +47,6 @@ class HeadGemms:
         self.weight = weight
         self._is_narrow = weight.dtype == hidden_dtype == torch.bfloat16
         self._multiplies_narrow = self._is_narrow and weight.is_cuda
-        if self._multiplies_narrow and (reason := why_no_narrow_products()):
-            raise RuntimeError(f"a bfloat16 head on a GPU: {reason}; install torch 2.11 or later, or use float32")
         if not self._is_narrow and (reason := why_no_full_float32(weight.is_cuda)):
             found = f"hidden {hidden_dtype}, weight {weight.dtype}".replace("torch.", "")
             raise RuntimeError(

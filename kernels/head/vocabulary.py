@@ -66,8 +66,8 @@ def make_head(
     weight: Tensor,
     targets: Tensor,
     temperature: float | Tensor,
-    tp_group: Any,
-    real_vocab_size: int | None,
+    tp_group: Any = None,
+    real_vocab_size: int | None = None,
     support: Support | None = None,
 ) -> Head:
     """Check the common arguments of fused heads except tensors' values (see bad_values.py); ValueError names the argument, what

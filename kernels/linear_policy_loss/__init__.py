@@ -69,8 +69,8 @@ def linear_policy_loss(
     """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg="linear_policy_loss forms its gradient in the forward, and writes main_grad")
-    given = temperature, main_grad, tp_group, real_vocab_size, support
-    return _OP(_checked(hidden, weight, targets, inputs, *given))
+    of_head = temperature, tp_group, real_vocab_size, support
+    return _OP(_checked(hidden, weight, targets, inputs, main_grad, *of_head))
 
 
 def served_by(hidden: Tensor, weight: Tensor, targets: Tensor, inputs: LossInputs) -> str:
@@ -83,13 +83,11 @@ def _checked(
     weight: Tensor,
     targets: Tensor,
     inputs: LossInputs,
-    temperature: float | Tensor = 1.0,
     main_grad: Tensor | None = None,
-    tp_group: Any = None,
-    real_vocab_size: int | None = None,
-    support: Support | None = None,
+    temperature: float | Tensor = 1.0,
+    *of_head: Any,
 ) -> "_Call":
-    head = make_head("linear_policy_loss", hidden, weight, targets, temperature, tp_group, real_vocab_size, support)
+    head = make_head("linear_policy_loss", hidden, weight, targets, temperature, *of_head)
     if main_grad is not None:
         check("linear_policy_loss", "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
         if any(size > 1 and stride == 0 for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)):

@@ -1,5 +1,6 @@
 """moe_permute and moe_unpermute: tokens to rows that are sorted by expert, with the router's weights, and back as sums."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -8,11 +9,12 @@ from torch.nn.functional import pad
 
 from marsrl.kernels.checks import FLOATS, INTEGERS, check, check_cu_seqlens, check_range
 from marsrl.kernels.differentiable import Gradient
-from marsrl.kernels.dispatch import Op, late_object, of_first, why_not_host
-from marsrl.kernels.moe_permute.cpu import cpu_permute, cpu_unpermute
+from marsrl.kernels.dispatch import Op, of_first, why_not_host
+from marsrl.kernels.moe_permute.cpu import CPU_MOVES
 from marsrl.kernels.moe_permute.reference import moe_permute_reference, moe_unpermute_reference
+from marsrl.kernels.moe_permute.two_moves import Permute, Unpermute
 from marsrl.kernels.traced_op import register
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
+from marsrl.kernels.triton_machine import why_not_triton_float32
 
 
 class RowOrder(NamedTuple):
@@ -140,26 +142,16 @@ _OF_UNPERMUTE = Gradient("moe_unpermute", num_tensors=4, num_unread=1)
 _PERMUTE = Op(
     "moe_permute",
     (
-        _OF_PERMUTE.implementation(
-            "triton",
-            late_object("moe_permute.triton_impl", "triton_permute"),
-            of_first(why_not_triton_float32, "hidden"),
-            machine_lacks_triton,
-        ),
-        _OF_PERMUTE.implementation("cpu", cpu_permute, of_first(why_not_host, "hidden")),
+        _OF_PERMUTE.triton("moe_permute.triton_impl", "triton_permute", of_first(why_not_triton_float32, "hidden")),
+        _OF_PERMUTE.implementation("cpu", partial(Permute, CPU_MOVES), of_first(why_not_host, "hidden")),
         _OF_PERMUTE.reference(moe_permute_reference),
     ),
 )
 _UNPERMUTE = Op(
     "moe_unpermute",
     (
-        _OF_UNPERMUTE.implementation(
-            "triton",
-            late_object("moe_permute.triton_impl", "triton_unpermute"),
-            of_first(why_not_triton_float32, "rows"),
-            machine_lacks_triton,
-        ),
-        _OF_UNPERMUTE.implementation("cpu", cpu_unpermute, of_first(why_not_host, "rows")),
+        _OF_UNPERMUTE.triton("moe_permute.triton_impl", "triton_unpermute", of_first(why_not_triton_float32, "rows")),
+        _OF_UNPERMUTE.implementation("cpu", partial(Unpermute, CPU_MOVES), of_first(why_not_host, "rows")),
         _OF_UNPERMUTE.reference(moe_unpermute_reference),
     ),
 )

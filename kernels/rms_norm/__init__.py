@@ -7,12 +7,12 @@ from torch import Tensor
 
 from marsrl.kernels.checks import FLOATS, check, rows_dense, why_not_double
 from marsrl.kernels.differentiable import Gradient
-from marsrl.kernels.dispatch import Op, late_object
+from marsrl.kernels.dispatch import Op
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
 from marsrl.kernels.rms_norm.cpu import CpuRmsNorm
 from marsrl.kernels.rms_norm.reference import rms_norm_reference
 from marsrl.kernels.traced_op import register
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
+from marsrl.kernels.triton_machine import why_not_triton_float32
 
 WIDEST = 16384  # columns of a row that a program of triton_impl.py holds at once
 
@@ -83,12 +83,7 @@ _GRADIENT = Gradient("rms_norm", num_tensors=3)
 _OP = Op(
     "rms_norm",
     (
-        _GRADIENT.implementation(
-            "triton",
-            late_object("rms_norm.triton_impl", "TritonRmsNorm"),
-            _why_not_triton,
-            machine_lacks_triton,
-        ),
+        _GRADIENT.triton("rms_norm.triton_impl", "TritonRmsNorm", _why_not_triton),
         _GRADIENT.implementation("cpu", CpuRmsNorm, _why_not_cpu, why_no_cpu_library),
         _GRADIENT.reference(rms_norm_reference),
     ),

@@ -5,12 +5,12 @@ from torch import Tensor
 
 from marsrl.kernels.checks import FLOATS, check, why_not_double
 from marsrl.kernels.differentiable import Gradient
-from marsrl.kernels.dispatch import Op, late_object
+from marsrl.kernels.dispatch import Op
 from marsrl.kernels.library import why_no_cpu_library, why_not_float_or_bfloat16
 from marsrl.kernels.swiglu.cpu import CpuSwiglu
 from marsrl.kernels.swiglu.reference import swiglu_reference
 from marsrl.kernels.traced_op import register
-from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton_float32
+from marsrl.kernels.triton_machine import why_not_triton_float32
 
 
 def swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -59,9 +59,7 @@ _GRADIENT = Gradient("swiglu", num_tensors=2)
 _OP = Op(
     "swiglu",
     (
-        _GRADIENT.implementation(
-            "triton", late_object("swiglu.triton_impl", "TritonSwiglu"), _why_not_triton, machine_lacks_triton
-        ),
+        _GRADIENT.triton("swiglu.triton_impl", "TritonSwiglu", _why_not_triton),
         _GRADIENT.implementation("cpu", CpuSwiglu, _why_not_cpu, why_no_cpu_library),
         _GRADIENT.reference(swiglu_reference),
     ),

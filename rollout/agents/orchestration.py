@@ -81,7 +81,8 @@ class Orchestration:
         optional = [name for name in self.optional_tools if name in tools]
         self.tools = tuple(dict.fromkeys((*self.tools, *optional, *of_agents)))
         self._prompts: dict[str, PromptSet] = {name: self._prompts_of(name, default_prompts) for name in self.settings}
-        self._compats = {name: self._compat_of(name) for name in self.settings if self._is_compat(name)}
+        is_compat = {name: agent.parser == "compat" for name, agent in self.settings.items()}
+        self._compats = {name: self._compat_of(name) for name in self.verifiers if is_compat[name]}
 
     @classmethod
     def whole_team(cls, agents: Mapping[str, AgentConfig]) -> dict[str, AgentConfig]:
@@ -289,9 +290,6 @@ class Orchestration:
             return Reward(0.0, 0.0, note="no verdict")
         agrees = float(sample.verdict == is_right(solution))
         return Reward(agrees, agrees, {"verdict": agrees})
-
-    def _is_compat(self, agent: str) -> bool:
-        return self.spec(agent).gives_verdicts and self.settings[agent].parser == "compat"
 
 
 def is_right(sample: Sample) -> bool:

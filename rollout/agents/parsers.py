@@ -6,6 +6,7 @@ RE2, which does not backtrack: `re` can take exponential time, and a time limit 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -138,11 +139,8 @@ def boxed_answer(solution: str) -> str | None:
 
 
 def _word_after_last(key: str, text: str) -> str | None:
-    words = text.split()
-    for index in range(len(words) - 2, -1, -1):
-        if words[index] == key:
-            return words[index + 1]
-    return None
+    found = [after for word, after in itertools.pairwise(text.split()) if word == key]
+    return found[-1] if found else None
 
 
 def chain_answer(solution: str) -> str | None:
@@ -157,34 +155,29 @@ def chain_verdict(report: str) -> bool | None:
 
 
 @dataclass(frozen=True, slots=True)
-class TextParser:
-    """Finds a text in a completion. examples: texts that it parses, with ANSWER as placeholder; () unknown."""
+class Parser:
+    """Finds a text, or a yes or no, in a completion.
 
-    read: Callable[[str], str | None]
+    examples: of what it parses: a text with ANSWER as placeholder, or a text parsed as yes and one parsed as no; () unknown.
+    """
+
+    read: Callable[[str], str | bool | None]
     examples: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class VerdictParser:
-    """Finds a yes or no in a completion. examples: a text parsed as yes, and one parsed as no; () unknown."""
-
-    read: Callable[[str], bool | None]
-    examples: tuple[str, ...] = ()
-
-
-PARSERS: Mapping[str, Mapping[str, TextParser | VerdictParser]] = {
+PARSERS: Mapping[str, Mapping[str, Parser]] = {
     "answer": {
-        "boxed": TextParser(boxed_answer, ("\\boxed{ANSWER}",)),
-        "answer_tag": TextParser(lambda text: tagged("answer", text), ("<answer>ANSWER</answer>",)),
-        "answer_word": TextParser(chain_answer, ("Answer: ANSWER",)),
+        "boxed": Parser(boxed_answer, ("\\boxed{ANSWER}",)),
+        "answer_tag": Parser(lambda text: tagged("answer", text), ("<answer>ANSWER</answer>",)),
+        "answer_word": Parser(chain_answer, ("Answer: ANSWER",)),
     },
     "verdict": {
-        "verdict_line": VerdictParser(strict_verdict, ("Verdict: correct", "Verdict: wrong")),
-        "verdict_word": VerdictParser(chain_verdict, ("Verdict: correct", "Verdict: wrong")),
-        "verify_tag": VerdictParser(tagged_verdict, ("<verify>approve</verify>", "<verify>reject</verify>")),
+        "verdict_line": Parser(strict_verdict, ("Verdict: correct", "Verdict: wrong")),
+        "verdict_word": Parser(chain_verdict, ("Verdict: correct", "Verdict: wrong")),
+        "verify_tag": Parser(tagged_verdict, ("<verify>approve</verify>", "<verify>reject</verify>")),
     },
-    "route": {"verify_tag": VerdictParser(route, ("<verify>yes</verify>", "<verify>no</verify>"))},
-    "query": {"search_tag": TextParser(lambda text: tagged("search", text), ("<search>ANSWER</search>",))},
+    "route": {"verify_tag": Parser(route, ("<verify>yes</verify>", "<verify>no</verify>"))},
+    "query": {"search_tag": Parser(lambda text: tagged("search", text), ("<search>ANSWER</search>",))},
 }
 """Parsers by kind and by their name in a prompt file."""
 

@@ -27,7 +27,7 @@ from typing import NoReturn, TypeGuard, TypeVar
 
 import yaml
 
-from marsrl.rollout.agents.parsers import COMPATS, PARSERS, Compat, TextParser, VerdictParser, regex_text, regex_verdict
+from marsrl.rollout.agents.parsers import COMPATS, PARSERS, Compat, Parser, regex_text, regex_verdict
 from marsrl.rollout.agents.roles import PLACEHOLDERS, READS, Role
 from marsrl.rollout.types import Message
 
@@ -53,7 +53,7 @@ class PromptSet:
 
     name: str
     turns: Mapping[Role, tuple[Message, ...]]
-    parsers: Mapping[str, TextParser | VerdictParser]
+    parsers: Mapping[str, Parser]
     purpose: str = "{purpose}"
 
     def fill(self, role: Role, **values: str) -> tuple[Message, ...]:
@@ -143,7 +143,7 @@ class _File:
                 self._fail(node, message, text.count("\n", 0, start) + 1 if node.style == "|" else 0)
         return {name for _, name in found}
 
-    def _parser(self, what: str, node: yaml.Node) -> TextParser | VerdictParser:
+    def _parser(self, what: str, node: yaml.Node) -> Parser:
         named = PARSERS[what]
         if isinstance(node, yaml.ScalarNode):
             name = self._text(node)
@@ -155,7 +155,7 @@ class _File:
             read = self._checked(node, f"{what}.regex", lambda: regex_text(regex))
             if example and "ANSWER" not in example:
                 self._fail(node, f"{what}.example lacks ANSWER, where what is read stands")
-            return TextParser(read, (example,) if example else ())
+            return Parser(read, (example,) if example else ())
         kinds = _KINDS[what]
         found = self._mapping(node, kinds)
         for kind in kinds:
@@ -166,7 +166,7 @@ class _File:
         for kind, example, right in zip(kinds, (said_yes, said_no), (True, False)):
             if example and verdict(example) is not right:
                 self._fail(found[kind], f"{what}.{kind}.example {example!r} is not read as {kind}")
-        return VerdictParser(verdict, (said_yes, said_no) if said_yes and said_no else ())
+        return Parser(verdict, (said_yes, said_no) if said_yes and said_no else ())
 
     def _expression(self, node: yaml.Node) -> tuple[str, str]:
         """(the regular expression, an example that it matches or "")."""

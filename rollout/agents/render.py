@@ -16,12 +16,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 from jinja2 import TemplateError
 
-from marsrl.rollout.agents.token_bytes import TokenBytes
 from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.types import IntArray, Message, ToolFunction
 
@@ -66,7 +66,9 @@ class ChatRenderer:
         self._control_pattern = re.compile("|".join(map(re.escape, words))) if words else None
         self._hidden_pattern = re.compile("|".join([_PLACEHOLDER_PATTERN.pattern, *map(re.escape, words)]))
         self._control_ids = frozenset(self._control.values())
-        self.eos_id: int = _required_eos(self._tokenizer.eos_token_id, directory)
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(f"{directory}: the tokenizer names no eos_token; set it in tokenizer_config.json")
+        self.eos_id: int = self._tokenizer.eos_token_id
         self.stop_ids: tuple[int, ...] = tuple(sorted({self.eos_id, *_generation_stops(Path(directory))}))
         self.vocab_size: int = len(self._tokenizer)
 
@@ -248,9 +250,9 @@ class ChatRenderer:
         return self._text(ids.tolist()) if self._token_bytes is None else self._token_bytes.text(ids)
 
     @cached_property
-    def _token_bytes(self) -> TokenBytes | None:
+    def _token_bytes(self) -> _TokenBytes | None:
         """The vocabulary's bytes where it is byte-level, else None; reading them takes 0.2 s."""
-        return TokenBytes.of(self._fast) if self._fast is not None else None
+        return _TokenBytes.of(self._fast) if self._fast is not None else None
 
     def pieces(self, ids: IntArray) -> list[str]:
         """The text of each token, for display; joined, they are the whole text, stop token included.
@@ -403,12 +405,6 @@ def load_tokenizer(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(directory), mistral_format=False)
 
 
-def _required_eos(eos_id: int | None, directory: str | Path) -> int:
-    if eos_id is None:
-        raise ValueError(f"{directory}: the tokenizer names no eos_token; set it in tokenizer_config.json")
-    return int(eos_id)
-
-
 def _generation_stops(directory: Path) -> list[int]:
     """End tokens of generation_config.json, or without that file, as transformers has it, of config.json."""
     paths = (directory / "generation_config.json", directory / "config.json")
@@ -417,3 +413,41 @@ def _generation_stops(directory: Path) -> list[int]:
         return []
     stops = json.loads(path.read_text("utf-8")).get("eos_token_id")
     return [] if stops is None else [int(i) for i in (stops if isinstance(stops, list) else [stops])]
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """The characters by which GPT-2's vocabulary writes bytes: printable ones as they are, the rest from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+class _TokenBytes:
+    """Texts of byte-level vocabularies (GPT-2, Qwen, Llama 3, DeepSeek): the bytes of each token, put together and read as UTF-8.
+
+    A seventh of the time that the tokenizers library takes, which writes every token as a string first: 33 ns a token instead of
+    240. tokens: by id; ids without a token have none.
+    """
+
+    def __init__(self, tokens: dict[int, bytes]) -> None:
+        self._table: npt.NDArray[np.object_] = np.full(max(tokens, default=0) + 2, b"", np.object_)
+        for index, own in tokens.items():
+            self._table[index] = own
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Self | None:
+        """The table of a tokenizers.Tokenizer; None if its decoder is not the byte-level one."""
+        if type(tokenizer.decoder).__name__ != "ByteLevel":
+            return None
+        byte_of = _bytes_by_character()
+        tokens = {}
+        for word, index in tokenizer.get_vocab(with_added_tokens=True).items():
+            is_bytes = all(character in byte_of for character in word)
+            # added tokens may be any text
+            tokens[index] = bytes(byte_of[character] for character in word) if is_bytes else word.encode()
+        return cls(tokens)
+
+    def text(self, ids: IntArray) -> str:
+        """The tokens' text; bytes that are no character become U+FFFD."""
+        own = self._table.take(ids, mode="clip")  # the last entry is empty, for ids beyond the vocabulary
+        return b"".join(own.tolist()).decode("utf-8", "replace")

@@ -29,10 +29,8 @@ def read_calls(sample: Sample, functions: Mapping[str, ToolFunction]) -> list[To
 
     functions: those that it can call, by name.
     """
-    calls: list[ToolCall | str] = []
-    for index, text in enumerate(all_tagged("tool_call", sample.shown)):
-        calls.append(_call(f"{sample.uid}/{sample.turn}", index, text, functions))
-    return calls
+    turn = f"{sample.uid}/{sample.turn}"
+    return [_call(turn, index, text, functions) for index, text in enumerate(all_tagged("tool_call", sample.shown))]
 
 
 def _call(turn: str, index: int, text: str, functions: Mapping[str, ToolFunction]) -> ToolCall | str:
@@ -40,11 +38,8 @@ def _call(turn: str, index: int, text: str, functions: Mapping[str, ToolFunction
         return f"at most {MOST_CALLS} calls in a turn are made"
     try:
         said = json.loads(text)
-        if (
-            not isinstance(said, dict)
-            or said.keys() != {"name", "arguments"}
-            or not isinstance(said["arguments"], dict)
-        ):
+        has_keys = isinstance(said, dict) and said.keys() == {"name", "arguments"}
+        if not has_keys or not isinstance(said["arguments"], dict):
             return 'a call has to be {"name": ..., "arguments": {...}}'
         function = functions.get(str(said["name"]))
         if function is None:

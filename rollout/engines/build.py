@@ -33,7 +33,8 @@ class EngineSpec:
         if self.kind == "vllm":
             from marsrl.rollout.engines.vllm.arguments import vllm_environment
 
-            return vllm_environment(self.threads, self.device, self.vllm.sampler_on(self.device))
+            sampler, quantises = self.vllm.sampler_on(self.device), self.vllm.quantization is not None
+            return vllm_environment(self.threads, self.device, sampler, quantises=quantises)
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 

@@ -82,7 +82,6 @@ class OpenAIEngine:
         return self._num_decoded
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        """Queue requests; uids of running requests are distinct."""
         if version != _VERSION:
             raise WrongVersion(
                 f"OpenAIEngine: asked for policy version {version}, but a server's weights stay {_VERSION}"
@@ -93,7 +92,6 @@ class OpenAIEngine:
                 self._under_way[request.uid] = (request, work)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """Finished results, waiting at most timeout_s for the first."""
         with self._lock:
             aborted, self._aborted = self._aborted, []
             waiting = {work: uid for uid, (_, work) in self._under_way.items()}
@@ -162,20 +160,16 @@ class OpenAIEngine:
             answered = line.post(body, lambda answer: self._completion(request, answer), jitter)
             return replace(answered, seconds=time.monotonic() - start)
         except Refused as error:
-            reason = (
-                str(error) if self._key is None else str(error).replace(self._key, "[key]")
-            )  # servers may repeat it
-            return DecodeResult.without_tokens(
-                request.uid, Finish.ERROR, _VERSION, f"{self._options.base_url}: {reason}"
-            )
+            reason = f"{self._options.base_url}: {error}"
+            reason = reason if self._key is None else reason.replace(self._key, "[key]")  # servers may repeat it
+            return DecodeResult.without_tokens(request.uid, Finish.ERROR, _VERSION, reason)
 
     def _body(self, request: DecodeRequest) -> bytes:
         sampling = request.sampling
+        ids, sends_tokens = request.token_ids, self._options.prompt == "tokens"
         body: dict[str, Any] = {
             "model": self._options.model,
-            "prompt": request.token_ids.tolist()
-            if self._options.prompt == "tokens"
-            else self._renderer.prompt_text(request.token_ids),
+            "prompt": ids.tolist() if sends_tokens else self._renderer.prompt_text(ids),
             "max_tokens": request.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

@@ -15,7 +15,7 @@ from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import RolloutConfig, VllmOptions, is_started_here
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.weights.layout import VOCAB_MULTIPLE
+from marsrl.rollout.weights.layout import FP8_BLOCK, VOCAB_MULTIPLE
 
 _ALL2ALL = "allgather_reducescatter"  # vLLM's default
 
@@ -116,7 +116,7 @@ def why_not_cut(shape: ModelShape, vllm: VllmOptions) -> str | None:
     if vllm.expert_parallel and not shape.num_experts:
         return f"rollout.vllm.expert_parallel spreads experts, and a {shape.architecture} has none: set it to false"
     if (uneven := _uneven(shape, vllm.tensor_parallel, vllm.expert_parallel)) is None:
-        return None
+        return _why_no_blocks(shape, vllm) if vllm.quantization and shape.num_experts else None
     fitting = next(n for n in range(vllm.tensor_parallel - 1, 0, -1) if _uneven(shape, n, vllm.expert_parallel) is None)
     return (
         f"rollout.vllm.tensor_parallel is {vllm.tensor_parallel}, over which the model's {uneven} cannot be cut: set "
@@ -136,6 +136,21 @@ def _uneven(shape: ModelShape, parts: int, spreads_experts: bool) -> str | None:
         f"MLP width of {shape.ffn_size}": not spreads_experts and shape.ffn_size % parts,
     }
     return next((size for size, rest in sizes.items() if rest), None)
+
+
+def _why_no_blocks(shape: ModelShape, vllm: VllmOptions) -> str | None:
+    """Why an engine cannot round its part of an expert in whole blocks of FP8; vLLM would pad it."""
+    width = shape.ffn_size // (1 if vllm.expert_parallel else vllm.tensor_parallel)
+    odd = next((size for size in (shape.hidden_size, width) if size % FP8_BLOCK), None)
+    if odd is None:
+        return None
+    set_what = "rollout.vllm.quantization=null"
+    if shape.hidden_size % FP8_BLOCK == shape.ffn_size % FP8_BLOCK == 0:
+        set_what = "rollout.vllm.expert_parallel=true"
+    return (
+        f"rollout.vllm.quantization=fp8 rounds blocks of {FP8_BLOCK} x {FP8_BLOCK}, and an expert's matrix has {odd} rows or "
+        f"columns on a GPU: set {set_what}"
+    )
 
 
 def wider_than_a_host(tensor_parallel: int, gpus_of_host: int) -> str | None:
@@ -176,23 +191,14 @@ def _not_on_several_gpus(rollout: RolloutConfig, num_policies: int, host: Traine
     return wider_than_a_host(wide, host.num_gpus)
 
 
-QUANTIZED = (
-    "rollout.vllm.quantization is {}; vLLM rounds the weights of every sync as it loads them, and their checksums, which are "
-    "those of what the trainer sent, cannot be compared: set it to null, or on a frozen policy alone "
-    "(policies.<name>.vllm.quantization), and rollout.vllm.kv_cache_dtype=fp8 for room"
-)
-
-
-def vllm_refusals(
-    options: VllmOptions, device: str, records: Records, *, takes_weights: bool = False
-) -> tuple[str, ...]:
-    """Sentences about options that vLLM does not support on "cpu" or "cuda".
-
-    records: requested per token. takes_weights: True for a trained policy, whose engines get new weights.
-    """
+def vllm_refusals(options: VllmOptions, device: str, records: Records) -> tuple[str, ...]:
+    """Sentences about options that vLLM does not support on "cpu" or "cuda". records: requested per token."""
     found, sampler = [], options.sampler_on(device)
-    if takes_weights and options.quantization is not None:
-        found.append(QUANTIZED.format(options.quantization))
+    if options.quantization is not None and device == "cpu" and not _has_amx():
+        found.append(
+            f"rollout.vllm.quantization is {options.quantization}, and vLLM's FP8 kernels for CPUs need AMX, which this "
+            "one lacks: set it to null"
+        )
     if options.draft_tokens and (sampler == "marsrl" or device == "cpu"):
         why = (
             "on a CPU vLLM 0.32 runs V1, which fails at drafts beside top_p and top_k: set rollout.engine=local"
@@ -216,6 +222,12 @@ def vllm_refusals(
             "Runner V2 alone, and on a CPU it runs V1: set rollout.vllm.sampler=marsrl"
         )
     return tuple(found)
+
+
+def _has_amx() -> bool:
+    import torch
+
+    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def adapter_refusals(
@@ -310,8 +322,8 @@ def _files_out_of_reach(rollouts: Sequence[RolloutConfig], host: TrainerHost, we
     if not Path(weight_files).resolve().is_relative_to("/dev/shm"):
         return None
     return (
-        f"sync.backend=shm, as an adapter in any case, writes weights to {weight_files} of trainer rank 0's host, which engines "
-        f"on the other hosts of rollout.ray_address={rollout.ray_address} do not see: set sync.directory to a folder that all "
-        "hosts share, or send weights over the network (sync.backend=auto on GPUs; on CPUs rollout.engine=local with "
-        "sync.cpu_twin=true)"
+        f"sync.backend=shm, as adapters and FP8 weights in any case, writes weights to {weight_files} of trainer rank 0's host, "
+        f"which engines on the other hosts of rollout.ray_address={rollout.ray_address} do not see: set sync.directory to a "
+        "folder that all hosts share, or send weights over the network (sync.backend=auto on GPUs; on CPUs "
+        "rollout.engine=local with sync.cpu_twin=true)"
     )

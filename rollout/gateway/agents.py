@@ -7,7 +7,18 @@ from typing import Any
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.gateway.chats import Agent, PlainReader, Reader
+from marsrl.rollout.gateway.chats import Agent, Ask, Reader, Said
+from marsrl.rollout.gateway.vllm_reader import VllmReader
+from marsrl.rollout.types import IntArray
+
+
+class PlainReader:
+    """Parses nothing: all is content."""
+
+    reads_calls = False
+
+    def __call__(self, text: str, token_ids: IntArray, ask: Ask) -> Said:
+        return Said(text)
 
 
 def agents_of(
@@ -16,41 +27,22 @@ def agents_of(
     max_response_tokens: int,
     parsers: Mapping[str, tuple[str | None, str | None]] | None = None,
 ) -> dict[str, Agent]:
-    """The configured agents.
+    """The configured agents; ValueError: a parser does not match its model.
 
-    Args:
-        renderers: by policy.
-        max_response_tokens: default of agents without their own.
-        parsers: by policy, vLLM's names of the tool and reasoning parsers.
-
-    Raises:
-        ValueError: a parser does not match its model.
+    renderers: by policy. parsers: by policy, vLLM's names of the tool and reasoning parsers.
     """
-
     readers: dict[Any, Reader] = {}  # one for equal agents
 
     def reader(agent: AgentConfig) -> Reader:
         tools, thoughts = (parsers or {}).get(agent.policy, (None, None))
         if tools is None and thoughts is None:
             return PlainReader()
-        from marsrl.rollout.gateway.vllm_reader import VllmReader  # imported here: vLLM takes ten seconds
-
         key = (agent.policy, *sorted(agent.template_options.items()))
         if key not in readers:
             readers[key] = VllmReader(renderers[agent.policy], tools, thoughts, agent.template_options)
         return readers[key]
 
     return {
-        name: Agent(
-            name,
-            renderers[agent.policy],
-            agent.max_input_tokens,
-            agent.max_response_tokens or max_response_tokens,
-            agent.temperature,
-            agent.top_p,
-            tuple(agent.stop),
-            agent.template_options,
-            reader(agent),
-        )
-        for name, agent in agents.items()
+        name: Agent(name, each, renderers[each.policy], each.max_response_tokens or max_response_tokens, reader(each))
+        for name, each in agents.items()
     }

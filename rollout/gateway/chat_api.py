@@ -51,17 +51,12 @@ def agent_of(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Agent:
     agent = agents.get(str(body.get("model")))
     if agent is None:
         raise Refused(404, f"model {body.get('model')!r} is no agent; there are {', '.join(agents)}", "model_not_found")
-    for name, own in (("temperature", agent.temperature), ("top_p", agent.top_p)):
+    for name, own in (("temperature", agent.settings.temperature), ("top_p", agent.settings.top_p)):
         asked = body.get(name)
         if asked is not None and asked != own and (agent.name, name) not in _told:
             _told.add((agent.name, name))
-            _log.warning(
-                "a program asks agent %s with %s=%s; it is sampled with %g, that of its settings",
-                agent.name,
-                name,
-                asked,
-                own,
-            )
+            said = "a program asks agent %s with %s=%s; it is sampled with %g, that of its settings"
+            _log.warning(said, agent.name, name, asked, own)
     return agent
 
 
@@ -77,7 +72,6 @@ def whole_number(body: Mapping[str, Any], *names: str) -> int | None:
 
 
 def stops_of(value: Any) -> tuple[str, ...]:
-    """The field `stop`."""
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(each, str) and each for each in stops):
         raise Refused(400, f"stop is {value!r}; expected a text, or up to 4 of them")
@@ -85,11 +79,7 @@ def stops_of(value: Any) -> tuple[str, ...]:
 
 
 def read_chat(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """Parse a request.
-
-    Raises:
-        Refused: it requests something unsupported, or is malformed.
-    """
+    """Parse a request. Raises Refused: it requests something unsupported, or is malformed."""
     check_fields(body, SERVED)
     agent = agent_of(body, agents)
     messages = body.get("messages")
@@ -160,11 +150,8 @@ def _call(given: Any) -> Mapping[str, Any]:
     if isinstance(arguments, str):
         with suppress(ValueError):  # not JSON: keep the model's text
             arguments = json.loads(arguments)
-    return {
-        "id": given.get("id"),
-        "type": "function",
-        "function": {"name": function.get("name"), "arguments": arguments},
-    }
+    called = {"name": function.get("name"), "arguments": arguments}
+    return {"id": given.get("id"), "type": "function", "function": called}
 
 
 def chat_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +184,6 @@ def chat_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One server-sent event."""
     return (f"event: {name}\n" if name else "").encode() + b"data: " + json.dumps(data).encode() + b"\n\n"
 
 

@@ -1,12 +1,13 @@
-"""A program's request to an agent and the answer, independent of the protocol."""
+"""Agents as programs see them, a program's request to one, and the answer, independent of the protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.gateway.history import ChatMessage
 from marsrl.rollout.types import FloatArray, IntArray
 
@@ -53,15 +54,6 @@ class Reader(Protocol):
     def __call__(self, text: str, token_ids: IntArray, ask: Ask) -> Said: ...
 
 
-class PlainReader:
-    """Parses nothing: all is content."""
-
-    reads_calls = False
-
-    def __call__(self, text: str, token_ids: IntArray, ask: Ask) -> Said:
-        return Said(text)
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A finished turn.
@@ -83,14 +75,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent as programs see it. temperature, top_p: its own, regardless of a program's request."""
+    """An agent as programs see it. settings: they hold whatever a program requests; max_response_tokens: theirs, or the run's."""
 
     name: str
+    settings: AgentConfig
     renderer: ChatRenderer
-    max_input_tokens: int
     max_response_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    template_options: Mapping[str, bool | str] = field(default_factory=dict)
-    reader: Reader = field(default_factory=PlainReader)
+    reader: Reader

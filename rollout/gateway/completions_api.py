@@ -15,23 +15,12 @@ from marsrl.rollout.types import IntArray
 
 _COMPLETIONS = {"model", "prompt", "max_tokens", "stop", "stream", "stream_options", "logprobs", "temperature", "top_p"}
 _GENERATE = {"model", "token_ids", "sampling_params", "stream", "request_id"}
-_SAMPLING = {
-    "max_tokens",
-    "stop",
-    "temperature",
-    "top_p",
-    "logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-}
+_SAMPLING = {"max_tokens", "stop", "temperature", "top_p", "logprobs"}
+_SAMPLING |= {"skip_special_tokens", "spaces_between_special_tokens"}
 
 
 def read_completion(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """Read a request.
-
-    Raises:
-        Refused: it asks for what is not done here, or is malformed.
-    """
+    """Read a request. Raises Refused: it asks for what is not done here, or is malformed."""
     check_fields(body, _COMPLETIONS)
     agent, prompt = agent_of(body, agents), body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from marsrl.rollout.config import MOST_MIB, Count, CountOr0, Seconds, Settings, variable_name
+from marsrl.rollout.config import Count, CountOr0, Seconds, Settings, Size, VariableName
 
 
 class ExternalConfig(Settings):
@@ -41,16 +41,11 @@ class ExternalConfig(Settings):
     attempts: Count = Field(3, description="workers that may be lost with a session before it fails")
     host: str = Field("127.0.0.1", description="address on which workers and programs are answered")
     port: int = Field(0, ge=0, le=65535, description="0: any that is free")
-    key_env: str | None = Field(
+    key_env: VariableName | None = Field(
         None,
         description="environment variable with the key by which workers from elsewhere join; default: a random key",
     )
-    max_body_mib: int = Field(16, gt=0, le=MOST_MIB, description="a larger request is refused, MiB")
-
-    @field_validator("key_env")
-    @classmethod
-    def _is_a_name(cls, value: str | None) -> str | None:
-        return None if value is None else variable_name("external.key_env", value)
+    max_body_mib: Size = Field(16, description="a larger request is refused, MiB")
 
     @model_validator(mode="after")
     def _say_who_plays(self) -> ExternalConfig:

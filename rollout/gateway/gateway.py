@@ -70,11 +70,7 @@ class Gateway:
             self._has_news = False
 
     def take(self, sessions: Collection[str]) -> Taken:
-        """Events of the given sessions since the last call.
-
-        Raises:
-            RuntimeError: all workers are gone.
-        """
+        """Events of the given sessions since the last call. Raises RuntimeError: all workers are gone."""
         with self._news:
             if self._error is not None:
                 raise RuntimeError(self._error)
@@ -95,7 +91,6 @@ class Gateway:
     # The server's side.
 
     def of_key(self, key: str) -> Session | None:
-        """The running session with this key."""
         return self._playing.get(key)
 
     def knows(self, worker: str) -> bool:
@@ -120,7 +115,6 @@ class Gateway:
         return sessions, self._over.pop(worker, [])
 
     def end(self, session: Session, said: Mapping[str, Any]) -> None:
-        """End a session as its worker reports."""
         self._finish(session, session.end(said))
 
     def lose(self, worker: str, reason: str) -> None:
@@ -157,7 +151,6 @@ class Gateway:
             self._tell()
 
     def close(self) -> None:
-        """Give up all sessions."""
         for session in list(self._playing.values()):
             self._stop(session)
 

@@ -25,11 +25,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """Read a request.
-
-    Raises:
-        Refused: it asks for what is not done here, or is malformed.
-    """
+    """Read a request. Raises Refused: it asks for what is not done here, or is malformed."""
     check_fields(body, _SERVED)
     if (body.get("thinking") or {}).get("type", "disabled") != "disabled":
         raise Refused(400, "thinking is not served here: agents think as agents.<name>.template_options say")
@@ -91,7 +87,6 @@ def _turns(message: Mapping[str, Any]) -> Sequence[ChatMessage]:
 
 
 def messages_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer as a message."""
     said = answer.said
     content: list[dict[str, Any]] = []
     if said.reasoning:

@@ -33,11 +33,7 @@ _SERVED = {
 
 
 def read_responses(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """Read a request.
-
-    Raises:
-        Refused: it asks for what is not done here, or is malformed.
-    """
+    """Read a request. Raises Refused: it asks for what is not done here, or is malformed."""
     check_fields(body, _SERVED)
     agent, given = agent_of(body, agents), body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -82,7 +78,6 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
 
 
 def responses_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer as a response."""
     said, done = answer.said, {"status": "completed"}
     output: list[dict[str, Any]] = []
     if said.reasoning:

@@ -4,8 +4,8 @@
     POST /end                      a session's key   {reward | rewards | answer | error}
     POST /v1/chat/completions      a session's key   and so on: see APIS
 
-An answer takes as long as the engines, also while weights change: status and headers are sent at once, then blanks, or comments
-of a stream, that keep the client from timing out. A call without an answer is cut off, and clients retry it.
+An answer takes as long as the engines, also while weights change: a late one is preceded by blanks, or comments of a stream, that
+keep the client from timing out. A call without an answer fails or is cut off, and clients retry it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from marsrl.rollout.gateway import chat_api, completions_api, messages_api, responses_api
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
@@ -39,6 +38,7 @@ _log = logging.getLogger(__name__)
 _QUIET_S = 10.0  # longest gap between keep-alive bytes of a pending answer
 _POLL_S, _POLLS = 0.05, 100  # a GET /next of a worker waits 5 s for a session
 _TICK_S = 0.5
+_SHUTDOWN_S = 0.1  # what pending requests have at the end of the run
 _LONG = 1 << 16  # bytes of a request above which its tokenisation would delay other calls
 _KEEP_S = 600  # keep-alive of idle connections: clients reuse theirs, and a closed one costs a retry
 
@@ -65,109 +65,123 @@ APIS = {
 }
 
 
-def make_app(gateway: Gateway, key: str) -> FastAPI:
+def make_app(gateway: Gateway, key: str) -> web.Application:
     """The application. key: the workers'."""
-    app = FastAPI(title="marsrl gateway", docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.exception_handler(Refused)
-    def refused(_: Request, error: Refused) -> Response:
-        said = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
-        headers = {"x-should-retry": "false"} if error.status == 429 else None
-        return JSONResponse({"error": said}, error.status, headers)
+    @web.middleware
+    async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refused as error:
+            said = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
+            headers = {"x-should-retry": "false"} if error.status == 429 else None
+            return web.json_response({"error": said}, status=error.status, headers=headers)
+        except (web.HTTPException, ConnectionError):
+            raise
+        except Exception as error:
+            if not isinstance(error, CallLost):
+                _log.warning("%s fails: %r", request.path, error, exc_info=error)
+            return web.json_response(
+                {"error": {"message": "the gateway has failed", "type": "server_error"}}, status=500
+            )
 
-    @app.exception_handler(Exception)
-    def failed(request: Request, error: Exception) -> Response:
-        if not isinstance(error, CallLost):
-            _log.warning("%s fails: %r", request.url.path, error, exc_info=error)
-        return JSONResponse({"error": {"message": "the gateway has failed", "type": "server_error"}}, 500)
-
-    def known(request: Request) -> Session:
+    def known(request: web.Request) -> Session:
         session = gateway.of_key(_key_of(request))
         if session is None:
             raise Refused(401, "no session that goes on has this key")
         return session
 
-    async def session_of(request: Request) -> tuple[Session, dict[str, Any], bytes, bool]:
+    async def session_of(request: web.Request) -> tuple[Session, dict[str, Any], bytes, bool]:
         """(the session, its request's body as JSON, its digest, whether it is long)."""
         known(request)
-        most, data = gateway.config.max_body_mib << 20, bytearray()
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > most:
-                raise Refused(413, f"the request is larger than external.max_body_mib = {gateway.config.max_body_mib}")
         try:
-            body = json.loads(data)
+            body = json.loads(data := await request.read())
+        except web.HTTPRequestEntityTooLarge:
+            most = gateway.config.max_body_mib
+            raise Refused(413, f"the request is larger than external.max_body_mib = {most}") from None
         except ValueError as error:
             raise Refused(400, f"the request is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise Refused(400, "the request is no JSON object")
-        digest = hashlib.blake2b(request.scope["path"].encode() + data, digest_size=16).digest()
+        digest = hashlib.blake2b(request.path.encode() + data, digest_size=16).digest()
         return known(request), body, digest, len(data) > _LONG  # it may have ended meanwhile
 
-    @app.get("/next")
-    async def hand_out(request: Request, worker: str, most: int) -> Response:
+    async def hand_out(request: web.Request) -> web.Response:
         if not secrets.compare_digest(_key_of(request).encode(), key.encode()):
             raise Refused(401, "this is not the workers' key")
+        worker, most = request.query["worker"], int(request.query["most"])
         sessions, over = gateway.hand_out(worker, most)
         for _ in range(_POLLS):
             if sessions or over:
                 break
             await asyncio.sleep(_POLL_S)
-            if await request.is_disconnected():  # a disconnected worker would get sessions that nobody plays
+            if _is_disconnected(request):  # a disconnected worker would get sessions that nobody plays
                 break
             sessions, over = gateway.hand_out(worker, most)
         given = [
             {"session": each.id, "api_key": each.key, "problem": each.problem, "agents": list(gateway.agents)}
             for each in sessions
         ]
-        return JSONResponse({"sessions": given, "over": over})
+        return web.json_response({"sessions": given, "over": over})
 
-    @app.post("/end")
-    async def end(request: Request) -> Response:
+    async def end(request: web.Request) -> web.Response:
         session, body, *_ = await session_of(request)
         gateway.end(session, body)
-        return JSONResponse({})
+        return web.json_response({})
 
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
+    async def models(request: web.Request) -> web.Response:
         known(request)
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "marsrl"} for name in gateway.agents]
-        return JSONResponse({"object": "list", "data": data})
+        return web.json_response({"object": "list", "data": data})
 
-    def add(path: str, api: Api) -> None:
-        async def call(request: Request) -> Response:
+    def call_of(api: Api) -> Handler:
+        async def call(request: web.Request) -> web.StreamResponse:
+            """The answer, after keep-alive blanks if it is late; once sent, it is noted as read. Cut off if there is none."""
             session, body, digest, is_long = await session_of(request)
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             ask = api.read(body, gateway.agents)
             task = await session.ask(ask, digest, is_retry=is_retry, is_long=is_long)
             streams, quiet_s = bool(body.get("stream")), _quiet_s(request)
-
-            async def parts() -> AsyncIterator[bytes]:
-                """The answer after keep-alive blanks; once sent, it is noted as read. Cut off if there is none."""
-                while not (await asyncio.wait([task], timeout=quiet_s))[0]:
-                    yield b": waiting\n\n" if streams else b" "
-                answer = task.result()
-                for part in api.events(answer, body) if streams else [json.dumps(api.reply(answer, body)).encode()]:
-                    yield part
+            media_type = {"Content-Type": "text/event-stream" if streams else "application/json"}
+            late = web.StreamResponse(headers=media_type)
+            while not (await asyncio.wait([task], timeout=quiet_s))[0]:
+                if not late.prepared:
+                    await late.prepare(request)
+                await late.write(b": waiting\n\n" if streams else b" ")
+            if late.prepared and task.exception() is not None and request.transport is not None:
+                request.transport.abort()
+            answer = task.result()
+            parts = api.events(answer, body) if streams else [json.dumps(api.reply(answer, body)).encode()]
+            if late.prepared:
+                await late.write(b"".join(parts))
+            else:
+                late = web.Response(body=b"".join(parts), headers=media_type)
+                await late.prepare(request)
+            await late.write_eof()
+            if not _is_disconnected(request):
                 session.note_read(task)
+            return late
 
-            return StreamingResponse(parts(), media_type="text/event-stream" if streams else "application/json")
+        return call
 
-        app.add_route(path, call, methods=["POST"])  # bypasses FastAPI's request handling, which is unused here
-
-    for path, api in APIS.items():
-        add(path, api)
+    app = web.Application(middlewares=[refusing], client_max_size=gateway.config.max_body_mib << 20)
+    app.add_routes([web.get("/next", hand_out), web.post("/end", end), web.get("/v1/models", models)])
+    app.add_routes([web.post(path, call_of(api)) for path, api in APIS.items()])
     return app
 
 
-def _quiet_s(request: Request) -> float:
+def _is_disconnected(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
+
+
+def _quiet_s(request: web.Request) -> float:
     """A third of the client's own timeout, if it sends one."""
     with suppress(ValueError):
         return min(_QUIET_S, float(request.headers.get("x-stainless-read-timeout", "inf")) / 3)
     return _QUIET_S
 
 
-def _key_of(request: Request) -> str:
+def _key_of(request: web.Request) -> str:
     bearer = request.headers.get("authorization", "")
     return bearer.removeprefix("Bearer ") if bearer else request.headers.get("x-api-key", "")
 
@@ -193,30 +207,29 @@ def open_gateway(
         workers = Workers(config, url, key)
         if not config.workers:
             _log.warning("%s", join_line(config))
-        settings = uvicorn.Config(
-            make_app(gateway, key),
-            log_level="critical",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            lifespan="off",
-            timeout_keep_alive=_KEEP_S,
-        )
-        server = uvicorn.Server(settings)
+        loop, stopping = asyncio.new_event_loop(), asyncio.Event()
 
         async def answer() -> None:
-            serving = asyncio.ensure_future(server.serve([listening]))
+            runner = web.AppRunner(
+                make_app(gateway, key), access_log=None, keepalive_timeout=_KEEP_S, shutdown_timeout=_SHUTDOWN_S
+            )
+            await runner.setup()
+            await web.SockSite(runner, listening).start()
             try:
-                while not (await asyncio.wait([serving], timeout=_TICK_S))[0]:
+                while not stopping.is_set():
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(stopping.wait(), _TICK_S)
                     workers.end_hanging(gateway.tick())
                     workers.watch(gateway)
             finally:
                 gateway.close()
                 workers.close()
+                await runner.cleanup()
 
         def run() -> None:
             try:
-                asyncio.run(answer())
+                with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                    runner.run(answer())
             except BaseException as error:
                 gateway.fail(f"the gateway has failed: {type(error).__name__}: {error}")
                 raise
@@ -226,5 +239,6 @@ def open_gateway(
         try:
             yield gateway
         finally:
-            server.should_exit = server.force_exit = True
+            with suppress(RuntimeError):  # closed: the gateway has failed
+                loop.call_soon_threadsafe(stopping.set)
             thread.join()

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -67,7 +68,6 @@ class Session:
     _told: set[asyncio.Task[Answer]] = field(default_factory=set)  # whose answers were read
 
     def start(self, worker: str) -> None:
-        """Assign it to a worker."""
         self.worker, self.began_s = worker, self.clock()
         self._idle_since = self.began_s
 
@@ -166,7 +166,7 @@ class Session:
 
     async def _by_chat(self, agent: Agent, ask: Ask, is_long: bool) -> tuple[Strand, Call]:
         found = self._history.find(agent.name, ask.tools, ask.messages)
-        renderer, options = agent.renderer, agent.template_options
+        renderer, options = agent.renderer, agent.settings.template_options
         if found is None:
             token_ids, text = await _rendered(
                 agent, lambda: renderer.render_chat(ask.messages, ask.tools, **options), is_long
@@ -181,29 +181,25 @@ class Session:
 
     async def _by_prompt(self, agent: Agent, ask: Ask, prompt: IntArray | str, is_long: bool) -> tuple[Strand, Call]:
         strand = self._history.find_prompt(agent.name, prompt)
-        is_new, start = strand is None, 0
-        if strand is not None:
-            start = len(strand.token_ids) if strand.text is None else len(strand.text)
-        rest = prompt[start:]
-        if isinstance(rest, str):
-            text = rest
-            rest = await _rendered(agent, lambda: agent.renderer.encode_trusted(text), is_long)
+        start = 0 if strand is None else len(strand.token_ids if strand.text is None else strand.text)
+        new = prompt[start:]
+        if isinstance(new, str):
+            new = await _rendered(agent, partial(agent.renderer.encode_trusted, new), is_long)
+        text = prompt if isinstance(prompt, str) else None
         if strand is None:
-            strand, call = self._new(
-                agent, ask, rest, prompt if isinstance(prompt, str) else agent.renderer.decode(rest)
-            )
-        else:
-            strand, call = self._go_on(agent, ask, strand, rest)
-        strand.text = prompt if isinstance(prompt, str) else None
-        if is_new:
+            strand, call = self._new(agent, ask, new, agent.renderer.decode(new) if text is None else text)
             self._history.add(agent.name, strand)
+        else:
+            strand, call = self._go_on(agent, ask, strand, new)
+        strand.text = text
         return strand, call
 
     def _new(self, agent: Agent, ask: Ask, token_ids: IntArray, text: str, behind: str = "") -> tuple[Strand, Call]:
-        if not 0 < len(token_ids) <= agent.max_input_tokens:
+        if not 0 < len(token_ids) <= agent.settings.max_input_tokens:
             raise Refused(
                 400,
-                f"the prompt has {len(token_ids)} tokens, agents.{agent.name}.max_input_tokens is {agent.max_input_tokens}",
+                f"the prompt has {len(token_ids)} tokens, agents.{agent.name}.max_input_tokens is "
+                f"{agent.settings.max_input_tokens}",
                 "context_length_exceeded",
             )
         number = self._numbers[agent.name]
@@ -244,7 +240,7 @@ class Session:
         num_prompt = len(strand.token_ids)
         strand.token_ids = np.concatenate([strand.token_ids, got.token_ids])
         strand.is_busy = False
-        text = _without_stop(agent.renderer.decode(got.token_ids), (*agent.stop, *ask.stop))
+        text = _without_stop(agent.renderer.decode(got.token_ids), (*agent.settings.stop, *ask.stop))
         said = agent.reader(text, got.token_ids, ask)
         if strand.text is not None:
             strand.text += said.content

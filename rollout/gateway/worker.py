@@ -30,8 +30,7 @@ import sys
 import threading
 import time
 import traceback
-import urllib.error
-import urllib.request
+import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -42,7 +41,6 @@ UNUSABLE = 78
 """Exit code of a worker whose function cannot be imported (EX_CONFIG)."""
 _LONGEST_S = 24 * 3600.0  # of a call, whose connection the gateway keeps alive
 _RETRY_S = 1.0
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _MOST_SHOWN = 4000  # characters kept of an error
 
 
@@ -86,17 +84,42 @@ class Client:
         return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
 
+class _Connections(threading.local):
+    """Each thread's connections by server; a session's calls share one."""
+
+    def __init__(self) -> None:
+        self.by_server: dict[tuple[str, str], http.client.HTTPConnection] = {}
+
+
+_CONNECTIONS = _Connections()
+
+
 def _request(url: str, key: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
     data = None if body is None else json.dumps(body).encode()
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    scheme, server, *parts = urllib.parse.urlsplit(url)
+    is_kept = (connection := _CONNECTIONS.by_server.pop((scheme, server), None)) is not None
+    if connection is None:
+        of_scheme = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+        connection = of_scheme(server, timeout=timeout_s)
+    elif connection.sock is not None:
+        connection.sock.settimeout(timeout_s)
+    method = "GET" if data is None else "POST"
     try:
-        with _DIRECT.open(urllib.request.Request(url, data, headers), timeout=timeout_s) as reply:
-            return json.loads(reply.read())
-    except urllib.error.HTTPError as error:
-        if error.code >= 500:
-            raise  # an OSError: the run is ending
-        said = error.read().decode(errors="replace")
-        raise RuntimeError(f"HTTP {error.code} of {url}: {said[:_MOST_SHOWN]}") from None
+        connection.request(method, urllib.parse.urlunsplit(("", "", *parts)), data, headers)
+        reply = connection.getresponse()
+        said = reply.read()
+    except BaseException as error:
+        connection.close()
+        if is_kept and isinstance(error, ConnectionError):  # the server may have closed it while it was idle
+            return _request(url, key, body, timeout_s)
+        raise
+    _CONNECTIONS.by_server[scheme, server] = connection
+    if reply.status >= 500:
+        raise ConnectionError(f"HTTP {reply.status} of {url}")  # the run is ending
+    if reply.status >= 400:
+        raise RuntimeError(f"HTTP {reply.status} of {url}: {said.decode(errors='replace')[:_MOST_SHOWN]}")
+    return json.loads(said)
 
 
 class Worker:
@@ -112,7 +135,6 @@ class Worker:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def run(self, is_wanted: Callable[[], bool]) -> None:
-        """Play until the run ends."""
         while is_wanted():
             try:
                 news = _request(f"{self._url}/next?worker={self._name}&most={self._most}", self._key, None, 60.0)
@@ -128,7 +150,6 @@ class Worker:
                 end()
 
     def end(self) -> None:
-        """End all running sessions."""
         for end in list(self._open.values()):
             end()
 
@@ -273,7 +294,6 @@ class Groups:
 
 
 def guard() -> None:
-    """The guard process of Groups."""
     groups: set[int] = set()
     for line in sys.stdin:  # until the parent has ended
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))

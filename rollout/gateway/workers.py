@@ -122,7 +122,6 @@ def join_line(config: ExternalConfig) -> str:
 
 
 def worker_words(config: ExternalConfig, *options: str) -> list[str]:
-    """The command line of a worker."""
     words = [config.python or sys.executable, str(WORKER), *options]
     if config.function:
         return [*words, "--function", config.function]
@@ -132,22 +131,14 @@ def worker_words(config: ExternalConfig, *options: str) -> list[str]:
 
 
 def check_program(config: ExternalConfig) -> None:
-    """Refuse a program that workers could not start, such as a function that `external.python` cannot import.
-
-    Raises:
-        ValueError: says why.
-    """
+    """Raise ValueError for a program that workers could not start, as one that `external.python` cannot import."""
     if not config.workers:
         return
     try:
         done = subprocess.run(
             worker_words(config, "--check"), capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
         )
-    except OSError as error:
-        raise ValueError(f"external.python is {config.python}: {error.strerror}") from error
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(
-            f"external: the import of {config.function or config.environment} took longer than 120 s"
-        ) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"external.python is {config.python}: {error}") from error
     if done.returncode != 0:
         raise ValueError(f"external.function, external.environment: {done.stderr.strip()[-2000:]}")

@@ -8,16 +8,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.parsers import tagged
 from marsrl.rollout.agents.prompts import NEXT_TURN, NOTHING_READ, TOOLS, tool_response
-from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import AgentSpec, Role
-from marsrl.rollout.config import AgentConfig, Count, Settings, Tokens
+from marsrl.rollout.config import Count, Settings, Tokens
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.fitting import even_shares, first_fit_decreasing
 from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall, ToolOutput
@@ -25,14 +24,6 @@ from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, 
 _BETWEEN = "\n\n"  # two outputs in a bin
 _PACKED = 1024  # calls whose bins are cached: one an episode; MARS plays 32 x 16 at once, and the next step's
 _READ_ITSELF = ("python",)  # a tool whose output goes to System 2 directly
-
-
-class _Wanted(NamedTuple):
-    """A tool call as System 2 wrote it."""
-
-    tool: str
-    arguments: dict[str, object]
-    purpose: str
 
 
 class DualSystem(Orchestration):
@@ -76,11 +67,10 @@ class DualSystem(Orchestration):
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
         asked: list[Ask | ToolCall] = [episode.ask("system2")]
-        for sample in self._waiting(episode):
-            wanted = self._wanted(sample)
-            if isinstance(wanted, _Wanted):
-                asked.append(self._call(episode, sample, wanted))
-                asked += [ask for ask, _ in self._readings(episode, sample, wanted)]
+        for sample in (each for each in episode.waiting.values() if each.agent == "system2"):
+            wanted = self._wanted(episode, sample)
+            if isinstance(wanted, tuple):
+                asked += [wanted[0], *(ask for ask, _ in self._readings(episode, sample, *wanted))]
         return asked
 
     def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
@@ -88,30 +78,33 @@ class DualSystem(Orchestration):
         if ask.agent == "system2":
             return self.prompt(ask.agent, role, episode, tools="\n".join(TOOLS[name] for name in self.tools))
         (sample,) = episode.inputs(ask)
-        wanted = self._wanted(sample)
-        assert isinstance(wanted, _Wanted)
-        (found,) = (text for each, text in self._readings(episode, sample, wanted) if each.id == ask.id)
-        return self.prompt(ask.agent, role, episode, output=found, purpose=self._purpose(wanted))
+        wanted = self._wanted(episode, sample)
+        assert isinstance(wanted, tuple)
+        (found,) = (text for each, text in self._readings(episode, sample, *wanted) if each.id == ask.id)
+        return self.prompt(ask.agent, role, episode, output=found, purpose=wanted[1])
 
     def continuation(self, episode: Episode, sample: Sample) -> Sequence[Message] | None:
-        wanted = self._wanted(sample)
+        wanted = self._wanted(episode, sample)
         if wanted is None:
             return (Message("user", NEXT_TURN),)
-        if isinstance(wanted, str):
-            return (Message("user", tool_response(f"error: {wanted}")),)
-        output = episode.output(self._call(episode, sample, wanted))
+        text = f"error: {wanted}" if isinstance(wanted, str) else self._found(episode, sample, *wanted)
+        return None if text is None else (Message("user", tool_response(text)),)
+
+    def _found(self, episode: Episode, sample: Sample, call: ToolCall, purpose: str) -> str | None:
+        """The text that System 2 reads of a call's output; None until all of it has come."""
+        output = episode.output(call)
         if output is None:
             return None
-        if output.is_error or wanted.tool in _READ_ITSELF:
-            return (Message("user", tool_response(output.text)),)
+        if output.is_error or call.tool in _READ_ITSELF:
+            return output.text
         if not self.options.distil:
-            return (Message("user", tool_response(self._cut(output))),)
-        asks = [ask for ask, _ in self._readings(episode, sample, wanted)]
+            return self._cut(output)
+        asks = [ask for ask, _ in self._readings(episode, sample, call, purpose)]
         if not all(episode.is_over(ask) for ask in asks):
             return None
         said = [episode.said(ask) for ask in asks]
         read = [NOTHING_READ if each is None or not each.shown else each.shown for each in said]
-        return (Message("user", tool_response(_BETWEEN.join(read) or NOTHING_READ)),)
+        return _BETWEEN.join(read) or NOTHING_READ
 
     def parse(self, sample: Sample) -> Sample:
         """shown: for System 2 the text of its current turn. finish WAITING if the turn has a call, or no answer."""
@@ -168,16 +161,8 @@ class DualSystem(Orchestration):
             **found,
         }
 
-    @staticmethod
-    def _waiting(episode: Episode) -> list[Sample]:
-        return [sample for sample in episode.waiting.values() if sample.agent == "system2"]
-
-    @staticmethod
-    def _call(episode: Episode, sample: Sample, wanted: _Wanted) -> ToolCall:
-        return episode.call(wanted.tool, sample, **wanted.arguments)
-
-    def _wanted(self, sample: Sample) -> _Wanted | str | None:
-        """The call in System 2's current turn, or its error text; None without a call."""
+    def _wanted(self, episode: Episode, sample: Sample) -> tuple[ToolCall, str] | str | None:
+        """(the call in System 2's current turn, its purpose if System 1 is told), or an error text; None without a call."""
         text = tagged("tool_call", sample.shown)
         if text is None:
             return None
@@ -192,24 +177,21 @@ class DualSystem(Orchestration):
             return f"there is no tool {str(tool)[:100]!r}; there are: {', '.join(self.tools) or 'none'}"
         if not isinstance(arguments, dict) or not isinstance(purpose, str):
             return '"arguments" has to be an object, "purpose" a text'
-        return _Wanted(tool, arguments, purpose)
+        return episode.call(tool, sample, **arguments), purpose if self.options.show_purpose else ""
 
-    def _purpose(self, wanted: _Wanted) -> str:
-        return wanted.purpose if self.options.show_purpose else ""
-
-    def _readings(self, episode: Episode, sample: Sample, wanted: _Wanted) -> list[tuple[Ask, str]]:
+    def _readings(self, episode: Episode, sample: Sample, call: ToolCall, purpose: str) -> list[tuple[Ask, str]]:
         """System 1's asks about this call's outputs, each with its bin; none until the outputs have come."""
-        output = episode.output(self._call(episode, sample, wanted))
-        if output is None or output.is_error or wanted.tool in _READ_ITSELF or not self.options.distil:
+        output = episode.output(call)
+        if output is None or output.is_error or call.tool in _READ_ITSELF or not self.options.distil:
             return []
-        found = self._bins(episode.problem.question, self._purpose(wanted), output)
+        found = self._bins(episode.problem.question, purpose, output)
         return [
             (episode.ask("system1", sample, turn=sample.turn, index=index), text) for index, text in enumerate(found)
         ]
 
     def _pack(self, question: str, purpose: str, output: ToolOutput) -> tuple[str, ...]:
         """The bins of a tool's output; () if question and purpose leave System 1 no room."""
-        renderer, settings = self._reads("system1")
+        renderer, settings = self.renderers["system1"], self.settings["system1"]
         empty = self._prompts["system1"].fill(Role.DISTILLER, problem=question, purpose=purpose)
         capacity = settings.max_input_tokens - len(renderer.render(empty, **settings.template_options)[0])
         between = renderer.num_tokens(_BETWEEN)
@@ -223,14 +205,10 @@ class DualSystem(Orchestration):
 
     def _cut(self, output: ToolOutput) -> str:
         """A tool's whole output, cut to max_found_tokens."""
-        renderer, _ = self._reads("system2")
-        texts = _texts(output)
+        renderer, texts = self.renderers["system2"], _texts(output)
         room = self.options.max_found_tokens - (len(texts) - 1) * renderer.num_tokens(_BETWEEN)
         kept = even_shares([renderer.num_tokens(text) for text in texts], max(0, room))
         return _BETWEEN.join(renderer.first_tokens(text, n) for text, n in zip(texts, kept, strict=True) if n)
-
-    def _reads(self, agent: str) -> tuple[ChatRenderer, AgentConfig]:
-        return self.renderers[agent], self.settings[agent]
 
 
 def _texts(output: ToolOutput) -> Sequence[str]:

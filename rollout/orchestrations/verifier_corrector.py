@@ -114,11 +114,9 @@ class VerifierCorrector(Orchestration):
             prefers_right = successor.role is Role.CORRECTOR
             rule, rng = self.settings[successor.name].pick, episode.rng("pick", asks[0].agent)
             chosen = pick(chosen, self.num_picks, rule, prefers_right, rng)
-        return [self._about(episode, sample, ask_of[sample.uid]) for sample in chosen]
-
-    def _about(self, episode: Episode, sample: Sample, ask: Ask) -> tuple[Sample, ...]:
-        """The inputs of an ask about this sample: for a Corrector, the solution and the report on it."""
-        return (episode.sample(ask.inputs[0]), sample) if self.spec(sample.agent).gives_verdicts else (sample,)
+        if successor.role is not Role.CORRECTOR:
+            return [(sample,) for sample in chosen]
+        return [(episode.sample(ask_of[report.uid].inputs[0]), report) for report in chosen]
 
     def loop(self, episode: Episode) -> Loop:
         """State of the inference loop of an evaluation."""
@@ -130,7 +128,7 @@ class VerifierCorrector(Orchestration):
                 return loop
             sample = next(iter(episode.samples(ask)), None)
             if sample is None:
-                loop.end(loop.best(self.is_script), "no answer came")
+                loop.final = loop.best(self.is_script)
                 return loop
             if self.spec(ask.agent).gives_verdicts:
                 ask = self._after_report(episode, loop, ask, sample)
@@ -147,7 +145,7 @@ class VerifierCorrector(Orchestration):
         # the script looks only at the finish reason
         is_whole = sample.finish is Finish.STOP and (self.is_script or sample.shown != "")
         if not is_whole and loop.candidates:
-            loop.end(loop.best(self.is_script), "truncated correction")
+            loop.final = loop.best(self.is_script)
             return None
         if sample.agent == "solver":
             loop.solution = sample
@@ -156,7 +154,7 @@ class VerifierCorrector(Orchestration):
                 return episode.ask("solver", turn=num_draws + 1)
         loop.candidates.append(Candidate(sample))
         if not is_whole:
-            loop.end(sample, "truncated solution")
+            loop.final = sample
             return None
         return episode.ask("verifier1" if sample.agent == "solver" else "verifier2", sample)
 
@@ -169,10 +167,10 @@ class VerifierCorrector(Orchestration):
         current.num_verdicts += report.finish is Finish.STOP
         loop.streak = loop.streak + 1 if accepts else 0
         if loop.streak >= rules.accept_after:
-            loop.end(loop.best(True) if self.is_script else current.sample, "accepted")
+            loop.final = loop.best(True) if self.is_script else current.sample
             return None
         if loop.num_iterations >= rules.most_verdicts:
-            loop.end(loop.best(self.is_script), "max_iterations")
+            loop.final = loop.best(self.is_script)
             return None
         if not accepts and (report.verdict is False or self.is_script or report.shown):
             corrector = "corrector1" if report.agent == "verifier1" else "corrector2"
@@ -229,8 +227,8 @@ class Loop:
     extract_solution.py, e68a831): a truncated solution is drawn again, three draws in all; empty reports are handed on; and
     however the loop ends, the candidate with the most completed Verifier calls counts (the earliest of equals), accepted or not.
 
-    asks: in order. solution: the Solver's last draw. final: the answer that counts, None while the loop runs; reason: why it
-    stopped; num_iterations: Verifier calls.
+    asks: in order. solution: the Solver's last draw. final: the answer that counts, None while the loop runs. num_iterations:
+    Verifier calls.
     """
 
     asks: list[Ask] = field(default_factory=list)
@@ -239,13 +237,9 @@ class Loop:
     final: Sample | None = None
     num_iterations: int = 0
     streak: int = 0
-    reason: str = ""
 
     def best(self, by_calls: bool) -> Sample | None:
         def votes(candidate: Candidate) -> int:
             return candidate.num_verdicts if by_calls else candidate.num_correct
 
         return max(self.candidates, key=votes).sample if self.candidates else None  # max keeps the first of equals
-
-    def end(self, final: Sample | None, reason: str) -> None:
-        self.final, self.reason = final, reason

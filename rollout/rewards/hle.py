@@ -49,20 +49,17 @@ _SEVERAL = "Any one of these is right:\n"
 _SLOT = re.compile(r"\{(\w+)\}")
 
 _MARKS = r"[\s*_`#>-]*"  # around a field's name: Markdown's list, quotation, heading, emphasis and code
-_EMPHASIS = r"[\s*_`]*"  # before a value
 _FIELD = re.compile(rf"{_MARKS}(extracted_final_answer|reasoning|correct|confidence){_MARKS}:(.*)", re.IGNORECASE)
-_YES_NO = re.compile(rf"{_EMPHASIS}(yes|no)[\s*_`.]*", re.IGNORECASE)
-_PERCENT = re.compile(rf"{_EMPHASIS}(\d{{1,3}}(?:\.\d{{1,6}})?) ?%?[\s*_`.]*", re.ASCII)
+_YES_NO = re.compile(r"[\s*_`]*(yes|no)[\s*_`.]*", re.IGNORECASE)
 _LONGEST_LINE = 4096  # characters at the start of a line that are searched for a field
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A judge's decision. confidence: in [0, 1]; None if unreadable."""
+    """A judge's decision."""
 
     is_correct: bool
     reasoning: str = ""
-    confidence: float | None = None
 
 
 class Unreadable(ValueError):
@@ -109,6 +106,4 @@ def read_judgement(text: str) -> Judgement:
     said = _YES_NO.fullmatch(found["correct"])
     if said is None:
         raise Unreadable("its `correct:` is neither yes nor no alone")
-    percent = _PERCENT.fullmatch(found.get("confidence", ""))
-    confidence = float(percent[1]) / 100 if percent is not None and float(percent[1]) <= 100 else None
-    return Judgement(said[1].lower() == "yes", found.get("reasoning", ""), confidence)
+    return Judgement(said[1].lower() == "yes", found.get("reasoning", ""))

@@ -2,15 +2,12 @@
 
 A comparison of two answers may hang (sympy ignores signals in places) or crash, and so may a user's own judge; answers are
 hostile input. RewardPool makes each judgement in a worker process (rollout/worker_process.py), which is killed and replaced
-at the deadline. A worker is this module as a program:
-
-    python -P -m marsrl.rollout.rewards.judge CONNECTION module:function '{"name": "argument"}'
+at the deadline.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -23,7 +20,7 @@ import numpy as np
 from marsrl.rollout.agents.same_answer import same_answer
 from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.types import MISSING, Problem, Reward
-from marsrl.rollout.worker_process import Answer, Crashed, Late, NotStarted, WorkerPool, serve
+from marsrl.rollout.worker_process import Answer, Crashed, Failed, NotStarted, WorkerPool
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +43,7 @@ def known(reward: Reward) -> Future[Reward]:
 class RewardPool:
     """Judge processes, each with a thread that feeds it; started with the first answers.
 
-        with RewardPool(JudgeOptions(workers=2, timeout_s=10)) as pool:
+        with closing(RewardPool(JudgeOptions(workers=2, timeout_s=10))) as pool:
             reward = pool.submit(problem, r"\\frac{1}{2}").result()
 
     Args:
@@ -61,18 +58,14 @@ class RewardPool:
         arguments: Mapping[str, object] | None = None,
     ) -> None:
         self._options, self._judge = options or JudgeOptions(), judge
-        self._processes = WorkerPool(self._options.workers, _MODULE, (judge, json.dumps(arguments or {})))
+        given = {"path": judge, "arguments": dict(arguments or {})}
+        self._processes = WorkerPool(self._options.workers, f"{_MODULE}:load_judge", given, _MEMORY_BYTES)
         self._threads = ThreadPoolExecutor(self._options.workers, "marsrl-rewards")
 
     def submit(self, problem: Problem, answer: str) -> Future[Reward]:
         """Begin a judgement. The future is cancelled, or fails with CancelledError, if the pool closes first; it fails with
-        RuntimeError if no judge process starts.
-
-        Raises:
-            RuntimeError: the pool is closed.
+        RuntimeError if no judge process starts. Raises RuntimeError after `close`.
         """
-        if self._processes.is_closed:
-            raise RuntimeError("RewardPool.submit: the pool is closed")
         if problem.answer is None and self._judge == MATH_JUDGE:
             return known(Reward(MISSING, MISSING, note=f"problem {problem.id} has no reference answer"))
         if len(answer) > (most := self._options.max_answer_chars):
@@ -85,18 +78,12 @@ class RewardPool:
         self._processes.close()
         self._threads.shutdown()
 
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _judged(self, problem: Problem, answer: str) -> Reward:
         """The reward of an answer; runs in one of the pool's threads."""
         try:
-            with self._processes.worker() as worker:
-                reply = worker.ask({"problem": asdict(problem), "answer": answer}, timeout_s=self._options.timeout_s)
-        except (NotStarted, Late, Crashed) as error:
+            request = {"problem": asdict(problem), "answer": answer}
+            reply = self._processes.ask(request, timeout_s=self._options.timeout_s)
+        except (NotStarted, Failed) as error:
             if self._processes.is_closed:
                 raise CancelledError from error
             if isinstance(error, NotStarted):
@@ -118,7 +105,6 @@ class RewardPool:
 
 
 def math_judge() -> Callable[[Problem, str], bool]:
-    """Judges an answer by the problem's reference (same_answer)."""
     return lambda problem, answer: same_answer(problem.answer or "", answer)
 
 
@@ -129,15 +115,9 @@ def _checked(value: object) -> float:
     raise ValueError(f"it returned {value!r:.60}, expected a number from 0 to 1")
 
 
-def main(line: str, path: str, arguments: str) -> None:
-    def load() -> Answer:
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off, as we want them
-        module, _, function = path.partition(":")
-        judge = getattr(importlib.import_module(module), function)(**json.loads(arguments))
-        return lambda asked: {"reward": _checked(judge(Problem(**asked["problem"]), asked["answer"]))}
-
-    serve(line, _MEMORY_BYTES, load)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def load_judge(path: str, arguments: Mapping[str, object]) -> Answer:
+    """The worker's answering function. path, arguments: as in RewardPool."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off, as we want them
+    module, _, function = path.partition(":")
+    judge = getattr(importlib.import_module(module), function)(**arguments)
+    return lambda asked: {"reward": _checked(judge(Problem(**asked["problem"]), asked["answer"]))}

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from marsrl.rollout.config import MOST, Settings, Share, Tokens, read_settings
+from marsrl.rollout.config import MOST, Count, Settings, Share, Tokens, read_settings
 from marsrl.rollout.rewards.config import JudgeOptions
 
 
@@ -17,7 +17,7 @@ class TrainFile(Settings):
     """One of several files of problems: with a count, or with a weight."""
 
     path: str = Field(description="jsonl, parquet or HF dataset directory")
-    count: int | None = Field(None, gt=0, le=MOST, description="so many of its problems, by a seeded draw")
+    count: Count | None = Field(None, description="so many of its problems, by a seeded draw")
     weight: float | None = Field(
         None, gt=0, le=MOST, description="chance that a draw is of this file, beside the other weights"
     )
@@ -28,13 +28,10 @@ class EvalFile(Settings):
 
     path: str = Field(description="jsonl, parquet or HF dataset directory")
     name: str | None = Field(None, description="of its metrics: letters, digits, _ and -; default: the file's name")
-    count: int | None = Field(
-        None,
-        gt=0,
-        le=MOST,
-        description="so many of its problems, by a seeded draw; default: all, or evaluate.num_problems",
+    count: Count | None = Field(
+        None, description="so many of its problems, by a seeded draw; default: all, or evaluate.num_problems"
     )
-    repeat: int | None = Field(None, gt=0, le=MOST, description="draws of every problem; default: evaluate.repeat")
+    repeat: Count | None = Field(None, description="draws of every problem; default: evaluate.repeat")
 
     @property
     def set_name(self) -> str:

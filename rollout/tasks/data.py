@@ -27,16 +27,14 @@ ANSWER_KEYS = (
     *("golden_answers", "answer", "final_answer", "ans_box", "label", "reward_model.ground_truth.target"),
     *("reward_model.ground_truth", "ground_truth", "solution"),
 )
-_MAX_NOTES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """problems in file order; num_bad rows were skipped, the first of them with reasons in notes (file:line: reason)."""
+    """problems in file order; num_bad rows were skipped."""
 
     problems: tuple[Problem, ...]
     num_bad: int
-    notes: tuple[str, ...]
 
 
 def read_problems(
@@ -51,8 +49,7 @@ def read_problems(
     Ids are file name and line, so they are stable while the file is unchanged.
     """
     problems: list[Problem] = []
-    notes: list[str] = []
-    num_bad = 0
+    num_bad, first = 0, "it is empty"
     for row in read_problem_rows(path, task, question_key, answer_key):
         if isinstance(row.problem, Problem):
             problems.append(row.problem)
@@ -61,12 +58,10 @@ def read_problems(
         if on_bad_line == "error":
             raise ValueError(f"{message} (data.on_bad_line=skip leaves such lines out)") from row.problem
         num_bad += 1
-        if len(notes) < _MAX_NOTES:
-            notes.append(message)
+        first = message if num_bad == 1 else first
     if not problems:
-        why = f"{num_bad} bad lines; first: {notes[0]}" if notes else "it is empty"
-        raise ValueError(f"{path} holds no problem: {why}")
-    return ReadResult(tuple(problems), num_bad, tuple(notes))
+        raise ValueError(f"{path} holds no problem: {f'{num_bad} bad lines; first: ' if num_bad else ''}{first}")
+    return ReadResult(tuple(problems), num_bad)
 
 
 @dataclass(frozen=True, slots=True)

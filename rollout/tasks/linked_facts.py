@@ -26,6 +26,7 @@ tokenizer covers those of people and places.
 from __future__ import annotations
 
 import json
+import operator
 import random
 import zlib
 from collections.abc import Mapping, Sequence
@@ -78,6 +79,7 @@ _OF_PAPERS = ("year", "citations", "author", "method")
 
 
 _SIGNS = {"plus": "+", "minus": "-", "times": "*"}
+_VALUES = {"plus": operator.add, "minus": operator.sub, "times": operator.mul}
 _ID = "calculation"
 
 CALCULATION_WORDS = (*_SIGNS, *_SIGNS.values(), *map(str, range(100)))
@@ -94,13 +96,13 @@ class Calculation:
 
     @classmethod
     def draw(cls, rng: random.Random) -> Calculation:
-        operator = rng.choice(tuple(_SIGNS))
-        if operator == "plus":
-            return cls(rng.randint(1, 49), operator, rng.randint(1, 49))
-        if operator == "minus":
+        word = rng.choice(tuple(_SIGNS))
+        if word == "plus":
+            return cls(rng.randint(1, 49), word, rng.randint(1, 49))
+        if word == "minus":
             left = rng.randint(2, 99)
-            return cls(left, operator, rng.randint(1, left - 1))
-        return cls(rng.randint(2, 9), operator, rng.randint(2, 9))
+            return cls(left, word, rng.randint(1, left - 1))
+        return cls(rng.randint(2, 9), word, rng.randint(2, 9))
 
     @classmethod
     def of(cls, problem: Problem) -> Calculation | None:
@@ -108,8 +110,8 @@ class Calculation:
         kind, _, rest = problem.id.partition("/")
         if kind != _ID:
             return None
-        left, operator, right = rest.split("/")
-        return cls(int(left), operator, int(right))
+        left, word, right = rest.split("/")
+        return cls(int(left), word, int(right))
 
     @property
     def code(self) -> str:
@@ -118,9 +120,7 @@ class Calculation:
 
     @property
     def value(self) -> int:
-        if self.operator == "plus":
-            return self.left + self.right
-        return self.left - self.right if self.operator == "minus" else self.left * self.right
+        return int(_VALUES[self.operator](self.left, self.right))
 
     def problem(self, is_terse: bool) -> Problem:
         asked = f"{self.left} {self.operator} {self.right} ?"
@@ -206,7 +206,6 @@ class World:
         return zlib.crc32(question.encode()) % self._options.held_out_modulus == 0
 
     def questions(self, seed: int) -> NumberedProblems:
-        """Endless training questions."""
         return NumberedProblems(lambda n: self.draw(random.Random(f"linked facts/{seed}/{n}"), held_out=False))
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from marsrl.rollout.agents.prompts import set_names
 from marsrl.rollout.config import OptionValues, read_settings
+from marsrl.rollout.jsonl import well_formed
 from marsrl.rollout.own_classes import own_class
 from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.types import Problem
@@ -131,8 +132,5 @@ def _problem(task: str, where: str, uid: str, item: object) -> Problem:
     is_text = isinstance(problem.question, str) and isinstance(problem.answer, str | None)
     if not is_text or not problem.question.strip():
         raise ValueError(f"{where} is {item!r:.80}, expected a question and an answer as text (the answer may be None)")
-    try:
-        f"{problem.question}{problem.answer}".encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has a lone surrogate, which no tokenizer takes: {error.reason}") from error
+    well_formed(f"{problem.question}{problem.answer}", where)
     return problem

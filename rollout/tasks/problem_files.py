@@ -68,7 +68,6 @@ def read_train(train: str | Sequence[TrainFile], read: Read, seed: int) -> ReadR
         return read(train)
     files: list[list[Problem]] = []
     num_bad = 0
-    notes: list[str] = []
     for place, (file, found) in enumerate(_each("data.train", train, read)):
         problems: Sequence[Problem] = found.problems
         if file.count is not None:
@@ -76,10 +75,9 @@ def read_train(train: str | Sequence[TrainFile], read: Read, seed: int) -> ReadR
             problems = [problems[i] for i in sorted(drawn)]
         files.append([replace(problem, id=f"{place}/{problem.id}") for problem in problems])
         num_bad += found.num_bad
-        notes += found.notes
     weights = [file.weight for file in train if file.weight is not None]
     listed = Mixture(files, weights) if weights else tuple(problem for file in files for problem in file)
-    return ReadResult(listed, num_bad, tuple(notes))
+    return ReadResult(listed, num_bad)
 
 
 def read_eval(

@@ -69,7 +69,6 @@ def _reads_pages(settings: ToolLimits) -> bool:
 
 
 def _build_tool(name: str, settings: ToolLimits, documents: Sequence[Document], read_pages: ReadPages) -> Tool:
-    """One tool from its settings; see build_tools."""
     if isinstance(settings, HttpSearch | SerpApiSearch):
         from marsrl.rollout.tools.servers import Retrieval, SerpApi
 

@@ -8,7 +8,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from marsrl.rollout.config import LONGEST_S, MOST, MOST_MIB, MOST_RANKS, MOST_TOKENS, Settings, http_url, variable_name
+from marsrl.rollout.config import (
+    MOST_MIB,
+    Count,
+    CountOr0,
+    HttpUrl,
+    Ranks,
+    Seconds,
+    SecondsOr0,
+    Settings,
+    Size,
+    SizeOr0,
+    Tokens,
+    VariableName,
+)
 
 _KIND = "who answers: index: a file's documents, here; http: a retrieval server (search alone); serpapi: Google, through SerpApi"
 
@@ -16,22 +29,15 @@ _KIND = "who answers: index: a file's documents, here; http: a retrieval server 
 class ToolLimits(Settings):
     """Limits of every tool."""
 
-    timeout_s: float = Field(
-        60.0, gt=0, le=LONGEST_S, description="a call that runs longer is an error; its thread is given up"
-    )
-    concurrency: int = Field(
+    timeout_s: Seconds = Field(60.0, description="a call that runs longer is an error; its thread is given up")
+    concurrency: Ranks = Field(
         8,
-        gt=0,
-        le=MOST_RANKS,
         description="calls that run at once; as many may hang beyond timeout_s, then further ones are refused until one ends",
     )
-    max_output_chars: int = Field(
-        16_000,
-        gt=0,
-        le=MOST_TOKENS,
-        description="of one output, all its parts together; the longest of them are cut to fit, with a mark",
+    max_output_chars: Tokens = Field(
+        16_000, description="of one output, all its parts together; the longest of them are cut to fit, with a mark"
     )
-    cache_mib: int = Field(64, ge=0, le=MOST_MIB, description="outputs kept for calls that are repeated, MiB; 0: none")
+    cache_mib: SizeOr0 = Field(64, description="outputs kept for calls that are repeated, MiB; 0: none")
 
 
 class IndexSearch(ToolLimits):
@@ -60,33 +66,28 @@ class IndexScholar(IndexSearch):
 class ServerLimits(ToolLimits):
     """Limits of a tool that asks a server."""
 
-    request_timeout_s: float = Field(
-        10.0, gt=0, le=LONGEST_S, description="one attempt, from connection to last byte; timeout_s is all of them"
+    request_timeout_s: Seconds = Field(
+        10.0, description="one attempt, from connection to last byte; timeout_s is all of them"
     )
-    retries: int = Field(3, ge=0, le=MOST, description="further attempts after 429, 5xx, or a failed connection")
-    backoff_s: float = Field(0.5, ge=0, le=LONGEST_S, description="wait before the first retry; doubles, up to 60 s")
-    max_response_kib: int = Field(4096, gt=0, le=MOST_MIB, description="a larger answer is refused, KiB")
+    retries: CountOr0 = Field(3, description="further attempts after 429, 5xx, or a failed connection")
+    backoff_s: SecondsOr0 = Field(0.5, description="wait before the first retry; doubles, up to 60 s")
+    max_response_kib: Size = Field(4096, description="a larger answer is refused, KiB")
 
 
 class HttpSearch(ServerLimits):
     """A server that answers POST /retrieve as Search-R1's and Dr. MAS's do (`marsrl serve-retrieval` is one)."""
 
     kind: Literal["http"] = Field(description=_KIND)
-    url: str = Field(description="http(s)://host[:port]/retrieve")
+    url: HttpUrl = Field(description="http(s)://host[:port]/retrieve")
     top_k: int = Field(3, gt=0, le=100, description="documents that a query shows, at most")
-
-    @field_validator("url")
-    @classmethod
-    def _is_http(cls, value: str) -> str:
-        return http_url("url", value, "http://host[:port]/retrieve", "the config is saved")
 
 
 class SerpApiSearch(ServerLimits):
     """Google, by a server that answers GET /search.json as SerpApi's does."""
 
     kind: Literal["serpapi"] = Field(description=_KIND)
-    base_url: str = Field("https://serpapi.com", description="http(s)://host[:port]; asked is base_url/search.json")
-    api_key_env: str = Field(
+    base_url: HttpUrl = Field("https://serpapi.com", description="http(s)://host[:port]; asked is base_url/search.json")
+    api_key_env: VariableName = Field(
         "SERPAPI_API_KEY", description="environment variable that holds the key; never the key itself"
     )
     top_k: int = Field(10, gt=0, le=100, description="pages that a query shows, at most")
@@ -94,16 +95,6 @@ class SerpApiSearch(ServerLimits):
         False,
         description="show the main text of the pages found, not their snippets alone (tools.pages; raise max_output_chars)",
     )
-
-    @field_validator("base_url")
-    @classmethod
-    def _is_http(cls, value: str) -> str:
-        return http_url("base_url", value, "http://host[:port]", "give a key by api_key_env: the config is saved")
-
-    @field_validator("api_key_env")
-    @classmethod
-    def _is_a_name(cls, value: str) -> str:
-        return variable_name("api_key_env", value)
 
 
 class SerpApiScholar(SerpApiSearch):
@@ -123,21 +114,17 @@ class PythonTool(ToolLimits):
         True,
         description="refuse a machine where a part of the sandbox is missing; false: warn, and name what is missing",
     )
-    wall_s: float = Field(
-        20.0, gt=0, le=LONGEST_S, description="a snippet that runs longer is stopped; below timeout_s"
-    )
-    cpu_s: int = Field(10, gt=0, le=MOST, description="CPU time of a process, s")
+    wall_s: Seconds = Field(20.0, description="a snippet that runs longer is stopped; below timeout_s")
+    cpu_s: Count = Field(10, description="CPU time of a process, s")
     memory_mib: int = Field(
         512,
         ge=64,
         le=MOST_MIB,
         description="address space of a process, MiB; where the trainer can make cgroups, memory of all of a call's, too",
     )
-    processes: int = Field(4, gt=0, le=MOST, description="processes and threads at once, the interpreter one of them")
-    tmp_mib: int = Field(16, gt=0, le=MOST_MIB, description="all files together that a snippet may write, in /tmp, MiB")
-    warm: int = Field(
-        8, gt=0, le=MOST_RANKS, description="interpreters started ahead, each for one call, about 10 MiB each"
-    )
+    processes: Count = Field(4, description="processes and threads at once, the interpreter one of them")
+    tmp_mib: Size = Field(16, description="all files together that a snippet may write, in /tmp, MiB")
+    warm: Ranks = Field(8, description="interpreters started ahead, each for one call, about 10 MiB each")
     packages: str | None = Field(
         None,
         description="folder of packages that snippets may import beside the standard library; they can read all of it",
@@ -157,32 +144,23 @@ class PythonTool(ToolLimits):
 class VisitTool(ToolLimits):
     """Pages by their addresses, as tools.pages reads them."""
 
-    timeout_s: float = Field(120.0, gt=0, le=LONGEST_S, description="a call, all its pages together")
-    max_output_chars: int = Field(
-        400_000, gt=0, le=MOST_TOKENS, description="of one output, all its pages together; the longest are cut to fit"
+    timeout_s: Seconds = Field(120.0, description="a call, all its pages together")
+    max_output_chars: Tokens = Field(
+        400_000, description="of one output, all its pages together; the longest are cut to fit"
     )
 
 
 class PagesConfig(ToolLimits):
     """Pages of the web, as tools.visit and searches with read_pages read them (docs/tools.md)."""
 
-    timeout_s: float = Field(
-        30.0,
-        gt=0,
-        le=LONGEST_S,
-        description="a page, from looking up its host to its main text, however slowly it drips",
+    timeout_s: Seconds = Field(
+        30.0, description="a page, from looking up its host to its main text, however slowly it drips"
     )
-    concurrency: int = Field(16, gt=0, le=MOST_RANKS, description="pages at once, for all tools together")
-    max_output_chars: int = Field(
-        100_000, gt=0, le=MOST_TOKENS, description="of one page's main text; a longer one is cut, with a mark"
-    )
-    cache_mib: int = Field(256, ge=0, le=MOST_MIB, description="main texts kept by their addresses, MiB; 0: none")
-    max_kib: int = Field(
-        8192, gt=0, le=MOST_MIB, description="a page that is larger, as sent or decompressed, is refused, KiB"
-    )
-    workers: int = Field(
-        2, gt=0, le=MOST_RANKS, description="processes that parse pages; one that hangs or crashes is replaced"
-    )
+    concurrency: Ranks = Field(16, description="pages at once, for all tools together")
+    max_output_chars: Tokens = Field(100_000, description="of one page's main text; a longer one is cut, with a mark")
+    cache_mib: SizeOr0 = Field(256, description="main texts kept by their addresses, MiB; 0: none")
+    max_kib: Size = Field(8192, description="a page that is larger, as sent or decompressed, is refused, KiB")
+    workers: Ranks = Field(2, description="processes that parse pages; one that hangs or crashes is replaced")
     memory_mib: int = Field(1024, ge=256, le=MOST_MIB, description="address space of such a process, MiB")
     allow_hosts: list[str] = Field(
         [],
@@ -230,25 +208,14 @@ class McpServer(OwnTool):
     command: list[str] | None = Field(
         None, min_length=1, description="the server's command and its arguments; it is spoken to by stdin and stdout"
     )
-    url: str | None = Field(None, description="http(s)://host[:port]/mcp, a server that speaks streamable HTTP")
+    url: HttpUrl | None = Field(None, description="http(s)://host[:port]/mcp, a server that speaks streamable HTTP")
     tools: list[str] | None = Field(None, min_length=1, description="the server's tools to use; null: all that it has")
     environment: list[str] = Field(
         [], description="environment variables, by name, that the command gets beside PATH, HOME and the like"
     )
-    api_key_env: str | None = Field(
+    api_key_env: VariableName | None = Field(
         None, description="environment variable whose value is the url's bearer token; never the token itself"
     )
-
-    @field_validator("url")
-    @classmethod
-    def _is_http(cls, value: str | None) -> str | None:
-        why = "give a key by api_key_env: the config is saved"
-        return None if value is None else http_url("url", value, "http://host[:port]/mcp", why)
-
-    @field_validator("api_key_env")
-    @classmethod
-    def _is_a_name(cls, value: str | None) -> str | None:
-        return None if value is None else variable_name("api_key_env", value)
 
     @model_validator(mode="after")
     def _is_one_server(self) -> McpServer:
@@ -314,5 +281,4 @@ class ToolsConfig(Settings):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tools that are set."""
         return tuple(self.given)

@@ -34,20 +34,10 @@ _GZIP = 16 + zlib.MAX_WBITS
 _MOST_SHOWN = 60  # characters of a server's text in a message
 
 # Not publicly reachable, or not a single host's address, and not known as such to `ipaddress`.
-_NOT_PUBLIC_4 = tuple(
-    map(
-        IPv4Network,
-        (
-            "192.0.0.0/24",  # of the IETF; Oracle Cloud's metadata
-            "192.88.99.0/24",  # relays of 6to4
-            "168.63.129.16/32",  # Azure's metadata
-        ),
-    )
-)
+# Of 4: the IETF's, with Oracle Cloud's metadata; relays of 6to4; Azure's metadata. Of 6: Teredo and others, 6to4, documentation.
+_NOT_PUBLIC_4 = [IPv4Network(each) for each in ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")]
 _GLOBAL_6 = IPv6Network("2000::/3")  # the assigned range; ::ffff:a.b.c.d and NAT64 (64:ff9b::/96) are outside
-_NOT_PUBLIC_6 = tuple(
-    map(IPv6Network, ("2001::/23", "2002::/16", "3fff::/20"))
-)  # Teredo and others, 6to4, documentation
+_NOT_PUBLIC_6 = [IPv6Network(each) for each in ("2001::/23", "2002::/16", "3fff::/20")]
 
 
 class Refused(ToolError):

@@ -1,7 +1,5 @@
 """A user's Python function as a tool, called in a separate process (rollout/worker_process.py).
 
-    python -P -m marsrl.rollout.tools.function CONNECTION SETTING FILE.py:FUNCTION MEMORY_MIB
-
 A request is {"arguments": JSON text}, a reply {"text"} or {"error"}. The first request is {}, answered by the function's schema,
 {"description", "parameters"}, or {"refused": why it is no tool}.
 """
@@ -12,8 +10,6 @@ import asyncio
 import functools
 import inspect
 import json
-import queue
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,9 +22,8 @@ from marsrl.rollout.own_classes import own_function
 from marsrl.rollout.tools.config import FunctionTool
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolFunction
-from marsrl.rollout.worker_process import START_TIMEOUT_S, Answer, Crashed, Late, NotStarted, WorkerPool, serve
+from marsrl.rollout.worker_process import START_TIMEOUT_S, Answer, Failed, NotStarted, WorkerPool
 
-_MODULE = "marsrl.rollout.tools.function"
 _MOST_CHARS = 1 << 24  # limit of an output, before the pool cuts it
 _MOST_SHOWN = 300  # characters of an error about arguments
 _PASSED_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -44,11 +39,13 @@ class PythonFunction:
     def __init__(self, name: str, settings: FunctionTool) -> None:
         self.name, self.is_deterministic = name, settings.deterministic
         self._timeout_s = settings.timeout_s
-        arguments = [f"tools.{name}.function", settings.function, str(settings.memory_mib)]
-        self._workers = WorkerPool(settings.concurrency, _MODULE, arguments)
+        arguments = {"key": f"tools.{name}.function", "name": settings.function}
+        self._workers = WorkerPool(
+            settings.concurrency, f"{__name__}:load_function", arguments, settings.memory_mib << 20
+        )
         try:
-            about = self._ask({}, START_TIMEOUT_S)
-        except (NotStarted, Late, Crashed) as error:
+            about = self._workers.ask({}, timeout_s=START_TIMEOUT_S)
+        except (NotStarted, Failed) as error:
             about = {"refused": f"tools.{name}.function is {settings.function!r}: its process {error}"}
         if "refused" in about:
             self.close()
@@ -58,13 +55,10 @@ class PythonFunction:
 
     def run(self, arguments: Mapping[str, object]) -> str:
         try:
-            reply = self._ask({"arguments": json.dumps(arguments)}, self._timeout_s)
-        except queue.Empty:
-            raise ToolError(f"no process was free to run {self.name}") from None
-        except Late:
-            raise ToolError(f"{self.name} took too long") from None
-        except Crashed as error:
-            raise ToolError(f"{self.name} crashed (status {error.status})") from None
+            request = {"arguments": json.dumps(arguments)}
+            reply = self._workers.ask(request, timeout_s=self._timeout_s, wait_s=self._timeout_s)
+        except Failed as error:
+            raise ToolError(f"{self.name} {error}") from None
         if "error" in reply:
             raise ToolError(reply["error"])
         return str(reply["text"])
@@ -72,10 +66,6 @@ class PythonFunction:
     def close(self) -> None:
         """End the processes; pending calls fail. May be called twice."""
         self._workers.close()
-
-    def _ask(self, request: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
-        with self._workers.worker(timeout_s) as worker:
-            return worker.ask(request, timeout_s=timeout_s)
 
 
 # In the worker process.
@@ -137,16 +127,10 @@ def _answer(key: str, name: str) -> Answer:
     return answer
 
 
-def main(line: str, key: str, name: str, memory_mib: str) -> None:
-    def load() -> Answer:
-        try:
-            return _answer(key, name)
-        except ValueError as error:
-            refused = {"refused": str(error)}
-            return lambda asked: refused
-
-    serve(line, int(memory_mib) << 20, load)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def load_function(key: str, name: str) -> Answer:
+    """The worker's answering function, for a function that is no tool, too."""
+    try:
+        return _answer(key, name)
+    except ValueError as error:
+        refused = {"refused": str(error)}
+        return lambda asked: refused

@@ -1,8 +1,6 @@
 """The process that extracts the main text of pages, so that untrusted bytes are not parsed in the trainer
 (rollout/worker_process.py).
 
-    python -P -m marsrl.rollout.tools.main_text CONNECTION MEMORY_MIB
-
 A request is {"body", "media_type", "charset", "most_chars"}, a reply {"text"} or {"error"}.
 """
 
@@ -10,11 +8,10 @@ from __future__ import annotations
 
 import io
 import logging
-import sys
 from contextlib import suppress
 from typing import Any
 
-from marsrl.rollout.worker_process import Answer, serve
+from marsrl.rollout.worker_process import Answer
 
 
 def main_text(body: bytes, media_type: str, charset: str, most_chars: int) -> str:
@@ -60,19 +57,13 @@ def _of_pdf(body: bytes, most_chars: int) -> str:
     return "\n\n".join(texts)
 
 
-def main(line: str, memory_mib: int) -> None:
-    def load() -> Answer:
-        logging.disable()  # they report a page's faults on stderr
-        import pypdf  # noqa: F401
-        import trafilatura  # noqa: F401
-
-        return answer
+def load_parsers() -> Answer:
+    """The worker's answering function."""
+    logging.disable()  # they report a page's faults on stderr
+    import pypdf  # noqa: F401
+    import trafilatura  # noqa: F401
 
     def answer(asked: dict[str, Any]) -> dict[str, object]:
         return {"text": main_text(**asked).strip()[: asked["most_chars"] + 1]}
 
-    serve(line, memory_mib << 20, load)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    return answer

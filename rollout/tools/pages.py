@@ -8,7 +8,6 @@ Agents do not call this tool: visit and the searches do, through the pool, which
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
 from collections import Counter
@@ -18,8 +17,9 @@ from dataclasses import asdict
 from marsrl.rollout.tools.config import PagesConfig, VisitTool
 from marsrl.rollout.tools.fetch import Fetched, Fetcher, Refused
 from marsrl.rollout.tools.protocol import WAITED, ReadPages, ToolError, text_argument, text_arguments
-from marsrl.rollout.worker_process import Crashed, Late, NotStarted, WorkerPool
+from marsrl.rollout.worker_process import Failed, NotStarted, WorkerPool
 
+PARSERS = "marsrl.rollout.tools.main_text:load_parsers"
 _INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG")  # the parsers' environment: no keys
 
 
@@ -37,8 +37,7 @@ class Pages:
         self._counting = threading.Lock()
         self._fetcher = Fetcher(limits, lambda number: self._count("bytes", number))
         inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-        arguments = [str(limits.memory_mib)]
-        self._workers = WorkerPool(limits.workers, "marsrl.rollout.tools.main_text", arguments, inherited)
+        self._workers = WorkerPool(limits.workers, PARSERS, {}, limits.memory_mib << 20, inherited)
 
     def run(self, arguments: Mapping[str, object]) -> str:
         url = text_argument(arguments, "url")
@@ -70,14 +69,10 @@ class Pages:
         """The main text of a page. ToolError: it has none, or not by the deadline."""
         asked = {**asdict(page), "most_chars": self._limits.max_output_chars}
         try:
-            with self._workers.worker(max(0.0, deadline - time.monotonic())) as worker:
-                reply = worker.ask(asked, timeout_s=max(0.001, deadline - time.monotonic()))
-        except queue.Empty:
-            raise ToolError("no process was free to parse the page in time (tools.pages.workers)") from None
-        except Late:
-            raise ToolError("parsing the page took too long") from None
-        except Crashed as error:
-            raise ToolError(f"parsing the page crashed (status {error.status})") from None
+            left_s = max(0.001, deadline - time.monotonic())
+            reply = self._workers.ask(asked, timeout_s=left_s, wait_s=left_s)
+        except Failed as error:
+            raise ToolError(f"parsing the page {error}") from None
         except NotStarted as error:
             raise RuntimeError(
                 f"the process that parses pages {error}: raise tools.pages.memory_mib, or see its words on stderr"

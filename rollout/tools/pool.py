@@ -37,13 +37,17 @@ _ENTRY_BYTES = 500  # approximate bytes of a cache entry beside its text
 _COUNTS = ("calls", "errors", "timeouts", "cached", "seconds", "truncated", "parts")
 
 
-class _Cache:
-    """One tool's outputs by arguments; least recently used ones are dropped."""
+class _Books:
+    """A tool's counts, and its outputs by arguments, of which the least recently used are dropped."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, limits: ToolLimits) -> None:
+        self.counts = dict.fromkeys(_COUNTS, 0.0)
+        self._most_bytes, self._num_bytes = limits.cache_mib << 20, 0
         self._outputs: OrderedDict[str, ToolOutput] = OrderedDict()
-        self._num_bytes = 0
+
+    def take_counts(self) -> dict[str, float]:
+        counts, self.counts = self.counts, dict.fromkeys(_COUNTS, 0.0)
+        return counts
 
     def get(self, key: str) -> ToolOutput | None:
         if key in self._outputs:
@@ -64,14 +68,6 @@ def _size(key: str, output: ToolOutput) -> int:
     return 4 * (len(key) + len(output.text)) + _ENTRY_BYTES
 
 
-class _Books:
-    """Cached outputs and counts, by tool."""
-
-    def __init__(self, lanes: Mapping[str, _Lane]) -> None:
-        self.caches = {name: _Cache(lane.limits.cache_mib << 20) for name, lane in lanes.items()}
-        self.counts = {name: dict.fromkeys(_COUNTS, 0.0) for name in (*lanes, UNKNOWN)}
-
-
 @dataclass(eq=False)
 class _Run:
     """One run of a tool. key: its arguments, canonical. futures: of the calls that it answers."""
@@ -86,13 +82,21 @@ class _Run:
 class _Lane:
     """One tool with its runs. shared: runs that further equal calls can join, by key."""
 
+    name: str
     tool: Tool
     limits: ToolLimits
+    books: _Books
     queue: deque[_Run] = field(default_factory=deque)
     running: list[_Run] = field(default_factory=list)
     shared: dict[str, _Run] = field(default_factory=dict)
     num_hung: int = 0
     last_error: str = ""
+
+    def late(self) -> ToolOutput:
+        return _error(f"{self.name} did not answer within {self.limits.timeout_s:g} s")
+
+    def hangs(self) -> ToolOutput:
+        return _error(f"{self.name} is not available: {self.num_hung} calls of it hang")
 
 
 class ToolPool:
@@ -104,12 +108,10 @@ class ToolPool:
 
     def __init__(self, tools: Mapping[str, Tool], limits: Mapping[str, ToolLimits] | None = None) -> None:
         """limits: by tool name; a tool that is not named has the defaults."""
-        if UNKNOWN in tools:
-            raise ValueError(f"ToolPool: no tool can be called {UNKNOWN!r}, which counts those that do not exist")
-        limits = limits or {}
+        limits = dict.fromkeys(tools, ToolLimits()) | dict(limits or {})
         self._lock = threading.RLock()  # guards everything; futures' callbacks run under it, and may submit
-        self._lanes = {name: _Lane(tool, limits.get(name, ToolLimits())) for name, tool in tools.items()}
-        self._books = _Books(self._lanes)
+        self._lanes = {name: _Lane(name, tool, limits[name], _Books(limits[name])) for name, tool in tools.items()}
+        self._unknown = _Books(ToolLimits())
         self._is_closed = False
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
@@ -123,17 +125,17 @@ class ToolPool:
             if self._is_closed:
                 raise RuntimeError("ToolPool: submit after close")
             if call.tool in self._lanes:
-                self._begin(call, future)
+                self._begin(self._lanes[call.tool], call, future)
             else:
                 text = f"there is no tool {call.tool[:_MOST_SHOWN]!r}; there are: {', '.join(self._lanes) or 'none'}"
-                self._end(UNKNOWN, future, _error(text))
+                _end(self._unknown, future, _error(text))
         return future
 
     def count_unmade(self, number: int) -> None:
         """Count calls by agents that could not be made: unreadable, or of tools that the agent does not have."""
         with self._lock:
-            self._books.counts[UNKNOWN]["calls"] += number
-            self._books.counts[UNKNOWN]["errors"] += number
+            self._unknown.counts["calls"] += number
+            self._unknown.counts["errors"] += number
 
     def argument(self, name: str) -> str:
         """The name of a tool's single text argument."""
@@ -148,10 +150,9 @@ class ToolPool:
         """Metrics since the last call, tools/<name>/...: ended calls, seconds of runs, truncated outputs, parts."""
         with self._lock:
             self._add_own_counts()
-            counts = self._books.counts
-            self._books.counts = _Books(self._lanes).counts
-        if not counts[UNKNOWN]["calls"]:
-            del counts[UNKNOWN]
+            counts = {lane.name: lane.books.take_counts() for lane in self._lanes.values()}
+            unknown = self._unknown.take_counts()
+        counts |= {UNKNOWN: unknown} if unknown["calls"] else {}
         return {f"tools/{name}/{key}": value for name, counted in counts.items() for key, value in counted.items()}
 
     def last_errors(self) -> dict[str, str]:
@@ -167,13 +168,18 @@ class ToolPool:
         """
         with self._lock:
             self._add_own_counts()
-            before, self._books = self._books, _Books(self._lanes)
+            before, unknown = {name: lane.books for name, lane in self._lanes.items()}, self._unknown
+            self._unknown = _Books(ToolLimits())
+            for lane in self._lanes.values():
+                lane.books = _Books(lane.limits)
         try:
             yield
         finally:
             with self._lock:
                 self._add_own_counts()
-                self._books = before
+                self._unknown = unknown
+                for name, books in before.items():
+                    self._lanes[name].books = books
 
     def close(self) -> None:
         """Drop pending calls and close the tools; may be called twice. Active runs are left to end by themselves."""
@@ -196,86 +202,59 @@ class ToolPool:
 
     # All methods below require the lock.
 
-    def _begin(self, call: ToolCall, future: Future[ToolOutput]) -> None:
-        name, lane = call.tool, self._lanes[call.tool]
+    def _begin(self, lane: _Lane, call: ToolCall, future: Future[ToolOutput]) -> None:
         try:
             arguments, key = _arguments(call.arguments)
         except ToolError as error:
-            self._end(name, future, _error(str(error)))
-            return
+            return _end(lane.books, future, _error(str(error)))
         if lane.tool.is_deterministic:
-            if (output := self._books.caches[name].get(key)) is not None:
-                self._books.counts[name]["cached"] += 1
-                self._end(name, future, output)
-                return
+            if (output := lane.books.get(key)) is not None:
+                lane.books.counts["cached"] += 1
+                return _end(lane.books, future, output)
             if (same := lane.shared.get(key)) is not None:
-                self._books.counts[name]["cached"] += 1
-                same.futures.append(future)
-                return
+                lane.books.counts["cached"] += 1
+                return same.futures.append(future)
         if lane.num_hung >= lane.limits.concurrency:
-            self._end(name, future, _error(_hangs(name, lane)))
-            return
+            return _end(lane.books, future, lane.hangs())
         run = _Run(key, arguments, [future])
         if lane.tool.is_deterministic:
             lane.shared[key] = run
         lane.queue.append(run)
-        self._start_runs(name)
+        self._start_runs(lane)
 
-    def _start_runs(self, name: str) -> None:
+    def _start_runs(self, lane: _Lane) -> None:
         """Start waiting runs up to the limit; none while too many hang."""
-        lane = self._lanes[name]
         while lane.queue and lane.num_hung >= lane.limits.concurrency:
-            self._end_run(name, lane.queue.popleft(), _error(_hangs(name, lane)))
+            _end_run(lane, lane.queue.popleft(), lane.hangs())
         while lane.queue and len(lane.running) < lane.limits.concurrency:
             run = lane.queue.popleft()
             lane.running.append(run)
-            run.timer = threading.Timer(lane.limits.timeout_s, self._give_up, (name, run))
+            run.timer = threading.Timer(lane.limits.timeout_s, self._give_up, (lane, run))
             run.timer.daemon = True
             run.timer.start()
-            threading.Thread(target=self._work, args=(name, run), name=f"marsrl-{name}", daemon=True).start()
-
-    def _end_run(self, name: str, run: _Run, output: ToolOutput) -> None:
-        lane = self._lanes[name]
-        if lane.shared.get(run.key) is run:
-            del lane.shared[run.key]
-        for future in run.futures:
-            self._end(name, future, output)
-            output = replace(output, seconds=0.0)  # one run, however many calls it answers
-        if output.is_error:
-            lane.last_error = output.text
-        run.futures = []
-
-    def _end(self, name: str, future: Future[ToolOutput], output: ToolOutput) -> None:
-        counts = self._books.counts[name]
-        counts["calls"] += 1
-        counts["errors"] += output.is_error
-        counts["parts"] += len(output.part_ends)
-        if future.set_running_or_notify_cancel():  # else the pool was closed, or its caller cancelled it
-            future.set_result(output)
+            threading.Thread(target=self._work, args=(lane, run), name=f"marsrl-{lane.name}", daemon=True).start()
 
     def _add_own_counts(self) -> None:
-        for name, lane in self._lanes.items():
+        for lane in self._lanes.values():
             for key, value in (lane.tool.take_counts() if hasattr(lane.tool, "take_counts") else {}).items():
-                self._books.counts[name][key] = self._books.counts[name].get(key, 0.0) + value
+                lane.books.counts[key] = lane.books.counts.get(key, 0.0) + value
 
     # In the pool's threads.
 
-    def _give_up(self, name: str, run: _Run) -> None:
+    def _give_up(self, lane: _Lane, run: _Run) -> None:
         """End an overdue run with an error, and abandon its thread."""
         with self._lock:
-            lane, counts = self._lanes[name], self._books.counts[name]
             if run not in lane.running:
                 return  # it has just ended
             lane.running.remove(run)
             lane.num_hung += 1
-            counts["timeouts"] += len(run.futures)
-            counts["seconds"] += lane.limits.timeout_s
-            self._end_run(name, run, replace(_late(name, lane), seconds=lane.limits.timeout_s))
-            self._start_runs(name)
+            lane.books.counts["timeouts"] += len(run.futures)
+            lane.books.counts["seconds"] += lane.limits.timeout_s
+            _end_run(lane, run, replace(lane.late(), seconds=lane.limits.timeout_s))
+            self._start_runs(lane)
 
-    def _work(self, name: str, run: _Run) -> None:
-        """One run."""
-        lane, begin = self._lanes[name], time.monotonic()
+    def _work(self, lane: _Lane, run: _Run) -> None:
+        begin = time.monotonic()
         output, is_cut = _output(lane, run)
         seconds = time.monotonic() - begin
         with self._lock:
@@ -285,20 +264,38 @@ class ToolPool:
             assert run.timer is not None
             run.timer.cancel()
             lane.running.remove(run)
-            self._books.counts[name]["seconds"] += seconds
-            self._books.counts[name]["truncated"] += is_cut
+            lane.books.counts["seconds"] += seconds
+            lane.books.counts["truncated"] += is_cut
             if output.is_error and seconds >= lane.limits.timeout_s:  # the tool's own limit was noticed first
-                self._books.counts[name]["timeouts"] += len(run.futures)
-                output = _late(name, lane)
+                lane.books.counts["timeouts"] += len(run.futures)
+                output = lane.late()
             if lane.tool.is_deterministic and not output.is_error:
-                self._books.caches[name].put(run.key, output)
-            self._end_run(name, run, replace(output, seconds=seconds))
-            self._start_runs(name)
+                lane.books.put(run.key, output)
+            _end_run(lane, run, replace(output, seconds=seconds))
+            self._start_runs(lane)
+
+
+def _end_run(lane: _Lane, run: _Run, output: ToolOutput) -> None:
+    if lane.shared.get(run.key) is run:
+        del lane.shared[run.key]
+    for future in run.futures:
+        _end(lane.books, future, output)
+        output = replace(output, seconds=0.0)  # one run, however many calls it answers
+    if output.is_error:
+        lane.last_error = output.text
+    run.futures = []
+
+
+def _end(books: _Books, future: Future[ToolOutput], output: ToolOutput) -> None:
+    books.counts["calls"] += 1
+    books.counts["errors"] += output.is_error
+    books.counts["parts"] += len(output.part_ends)
+    if future.set_running_or_notify_cancel():  # else the pool was closed, or its caller cancelled it
+        future.set_result(output)
 
 
 def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
     """(the tool's output, True if truncated); a failure of the tool is an output too."""
-    name, most = lane.tool.name, lane.limits.max_output_chars
     try:
         said = lane.tool.run(run.arguments)
         parts = [said] if isinstance(said, str) else said
@@ -307,9 +304,9 @@ def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
     except ToolError as error:
         return _error(str(error)), False
     except BaseException as error:  # SystemExit too: it would silently end the thread, and the call would never end
-        _log.warning("tool %s failed: %s", name, error, exc_info=error)
-        return _error(f"{name} failed: {type(error).__name__}: {error}"), False
-    kept = even_shares([len(part) for part in parts], most)
+        _log.warning("tool %s failed: %s", lane.name, error, exc_info=error)
+        return _error(f"{lane.name} failed: {type(error).__name__}: {error}"), False
+    kept = even_shares([len(part) for part in parts], lane.limits.max_output_chars)
     shown = [_cut(part, length) for part, length in zip(parts, kept, strict=True)]
     is_cut = any(length < len(part) for part, length in zip(parts, kept, strict=True))
     return ToolOutput(shown[0]) if isinstance(said, str) else ToolOutput.of(shown), is_cut
@@ -324,14 +321,6 @@ def _cut(text: str, longest: int) -> str:
 
 def _error(text: str) -> ToolOutput:
     return ToolOutput(f"error: {text[: 2 * _MOST_SHOWN]}".encode("utf-8", "replace").decode("utf-8"), is_error=True)
-
-
-def _late(name: str, lane: _Lane) -> ToolOutput:
-    return _error(f"{name} did not answer within {lane.limits.timeout_s:g} s")
-
-
-def _hangs(name: str, lane: _Lane) -> str:
-    return f"{name} is not available: {lane.num_hung} calls of it hang"
 
 
 def _arguments(text: str) -> tuple[dict[str, object], str]:

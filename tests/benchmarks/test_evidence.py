@@ -32,7 +32,7 @@ def test_every_arm_is_accepted_and_differs_from_the_others(name: str) -> None:
 
 
 def test_every_arm_of_a_claim_is_run_and_every_arm_that_is_run_is_of_a_claim() -> None:
-    claimed = {(claim.study, arm) for claim in evidence_page.CLAIMS for group in claim.groups for arm in group}
+    claimed = {(claim.study, arm) for claim in evidence_page.CLAIMS.values() for group in claim.groups for arm in group}
     assert claimed == {(job.study, job.arm) for job in evidence.every_job(())}
     assert len({job.name for job in evidence.every_job(())}) == len(evidence.every_job(()))
 
@@ -55,7 +55,7 @@ def result(arm: str, seed: int, system: float | None, study: str = "marsrl") -> 
     return (study, arm, seed), Result(study, arm, seed, settings, "0" * 40, stopped, found, 60.0, {})
 
 
-CLAIM = Claim("A claim's title", "it says.", "marsrl", (("whole", "gate off", "gate always"),), {"system": "team"})
+CLAIM = Claim("marsrl", (("whole", "gate off", "gate always"),), {"system": "team"})
 
 
 def test_a_table_tells_arms_apart_seed_by_seed() -> None:
@@ -82,4 +82,10 @@ def test_a_number_of_a_clean_commit_is_kept_until_its_settings_are_others() -> N
 
 def test_the_page_is_made_of_the_results_that_are_there() -> None:
     results = evidence.read_results(evidence.RESULTS)
-    assert evidence_page.PAGE.read_text("utf-8") == evidence_page.page(results), "run `python benchmarks/evidence.py`"
+    text = evidence_page.PAGE.read_text("utf-8")
+    assert evidence_page.page(text, results) == text, "run `python benchmarks/evidence.py`"
+    assert [line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")] == [*evidence_page.CLAIMS]
+    key = ("marsrl", "gate off", 0)
+    changed = evidence_page.page(text, {**results, key: replace(results[key], found={"system": 0.123})})
+    section = changed.partition("## Masking")[2].partition("## ")[0]
+    assert ".123" in section and "**Seen**" not in section  # said of other numbers

@@ -12,8 +12,7 @@ import pytest
 from curation import Killed, cut_short, rows_of, run
 
 from marsrl.trainer.commands.curate.criteria import CRITERIA, messages, read_verdict
-from marsrl.trainer.commands.curate.missing import CurationStopped
-from marsrl.trainer.commands.curate.rows import Stage
+from marsrl.trainer.commands.curate.rows import CurationStopped, Stage
 from marsrl.trainer.commands.curate.rules import readable
 
 YES, NO = "It is. <verdict>yes</verdict>", "It is not. <verdict>no</verdict>"

@@ -16,7 +16,7 @@ from engine_cases import GivenLearner
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.tasks.word_tokenizer import WordTokenizer
-from marsrl.trainer.learner.other_roundings import other_roundings
+from marsrl.trainer.learner.other_roundings import Precision, other_roundings
 from marsrl.trainer.weights.comparison import TrainerScores, comparison_sequences
 
 SHAPE: dict[str, Any] = {
@@ -47,6 +47,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_tied": {"head_dim": 32, "tie_word_embeddings": True},
     "qwen3_moe": {"head_dim": 32, "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
     | _EXPERTS,
+    "qwen3_moe_wide": {"hidden_size": 128, "head_dim": 32, "tie_word_embeddings": False, "mlp_only_layers": []}
+    | _EXPERTS
+    | {"moe_intermediate_size": 128},  # whole blocks of FP8
     "llama": {"head_dim": 32, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3},
     "mistral": {"head_dim": 32, "sliding_window": 256},  # as long as these tests' sequences can be
 }
@@ -56,7 +59,7 @@ def _save(kind: str, directory: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(7)
-    config = AutoConfig.for_model(kind.removesuffix("_tied"), **SHAPE | _CHANGES[kind])
+    config = AutoConfig.for_model(kind.removesuffix("_tied").removesuffix("_wide"), **SHAPE | _CHANGES[kind])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # biases start at 0 and norms at 1: what is never different would never be tested
         for name, parameter in model.named_parameters():
@@ -102,11 +105,11 @@ class Judge:
         return [self._logprobs(model, sequence, temperature).numpy() for sequence in sequences]
 
     def scores(
-        self, directory: Path, tensors: dict[str, torch.Tensor] | None, cache_dtype: torch.dtype | None = None
+        self, directory: Path, tensors: dict[str, torch.Tensor] | None, precision: Precision | None = None
     ) -> TrainerScores:
         """A trainer's scores of the probe, with these weights."""
         model, sequences = self.model(directory, tensors), comparison_sequences(SHAPE["vocab_size"])
-        with other_roundings(model, torch.float32, cache_dtype=cache_dtype):
+        with other_roundings(model, precision or Precision(torch.float32)):
             rounded = [self._logprobs(model, sequence, 1.0).numpy() for sequence in sequences]
         return TrainerScores([self._logprobs(model, sequence, 1.0).numpy() for sequence in sequences], rounded)
 
@@ -148,6 +151,7 @@ _OTHER_OPTIONS: dict[str, dict[str, Any]] = {
     "": {"extra": {"max_num_batched_tokens": 64}},  # longer prefills are cut
     "engine": {"sampler": "engine"},
     "fp8": {"kv_cache_dtype": "fp8", "extra": {"max_num_batched_tokens": 512}},
+    "fp8_weights": {"quantization": "fp8", "dtype": "bfloat16"},
 }
 
 

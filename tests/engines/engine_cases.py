@@ -19,6 +19,7 @@ from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.weights.files import WeightFiles
 from marsrl.rollout.weights.layout import Box, whole_box
 from marsrl.trainer.data.packing import PackedBatch
+from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.weights.comparison import TrainerScores
 
 
@@ -78,8 +79,7 @@ class GivenLearner:
         self,
         batches: Sequence[PackedBatch],
         *,
-        rounded_as: torch.dtype | None = None,
-        cache_dtype: torch.dtype | None = None,
+        rounded_as: Precision | None = None,
     ) -> list[torch.Tensor]:
         """Log-probs of the one batch that is asked for: the comparison's."""
         found = self._scores()

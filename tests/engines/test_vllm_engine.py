@@ -14,6 +14,7 @@ from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import Sampling, WeightUpdate
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.types import Finish
+from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import FileSync
 
@@ -37,11 +38,11 @@ GROUPS = {
 }
 
 
-def publish(engine, tensors, judge, directory, version, cache_dtype=None):
+def publish(engine, tensors, judge, directory, version, precision=None):
     settings = read_shape(directory).settings()
     engines = CheckedEngines(pool_of(engine), vocab_size=160, settings=settings)
-    sync = FileSync(engines, torch.float32, cache_dtype=cache_dtype)
-    learner = GivenLearner(tensors, lambda: judge.scores(directory, tensors, cache_dtype))
+    sync = FileSync(engines, torch.float32, precision=precision)
+    learner = GivenLearner(tensors, lambda: judge.scores(directory, tensors, precision))
     try:
         return sync.publish(learner, version)
     finally:
@@ -198,7 +199,8 @@ def test_vllm_s_own_sampler_draws_by_seed_alone_and_stops_at_texts_too(kind, vll
 @pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM's FP8 cache on a CPU wants AVX512")
 @pytest.mark.parametrize("kind", ["qwen3+fp8"])
 def test_a_sync_knows_how_far_an_fp8_cache_rounds(kind, vllm_engine, checkpoint, judge):
-    engine, tensors, fp8 = vllm_engine(kind), tensors_of(checkpoint("qwen3")), torch.float8_e4m3fn
+    engine, tensors = vllm_engine(kind), tensors_of(checkpoint("qwen3"))
+    fp8 = Precision(torch.float32, cache=torch.float8_e4m3fn)
     config = engine._llm.llm_engine.vllm_config
     assert config.cache_config.cache_dtype == "fp8" and config.scheduler_config.max_num_batched_tokens == 512  # extra
     report = publish(engine, tensors, judge, checkpoint("qwen3"), 0, fp8)
@@ -206,7 +208,7 @@ def test_a_sync_knows_how_far_an_fp8_cache_rounds(kind, vllm_engine, checkpoint,
     with pytest.raises(RuntimeError, match="disagree on the probe by more than rounding explains"):
         publish(engine, tensors, judge, checkpoint("qwen3"), 0)  # with a cache of the engine's dtype
     learner = GivenLearner(tensors, lambda: judge.scores(checkpoint("qwen3"), perturbed(tensors, "self_attn"), fp8))
-    sync = FileSync(CheckedEngines(pool_of(engine), vocab_size=160), torch.float32, cache_dtype=fp8)
+    sync = FileSync(CheckedEngines(pool_of(engine), vocab_size=160), torch.float32, precision=fp8)
     with pytest.raises(RuntimeError, match="disagree on the probe"):  # a program that computes something else
         sync.publish(learner, 1)
     sync.close()

@@ -45,7 +45,7 @@ def test_sections_that_do_not_go_together_are_refused(words: list[str], reason: 
         ("function={folder}/none.py:run", "there is no Python file"),
         ("function={folder}/program.py:walk", "has no walk"),
         ("function={folder}/broken.py:run", "ModuleNotFoundError: No module named 'nowhere'"),
-        ("python={folder}/no_python", "external.python is .*: No such file"),
+        ("python={folder}/no_python", "external.python is .*No such file"),
         ("key_env=MARSRL_NO_SUCH_KEY", "external.key_env names MARSRL_NO_SUCH_KEY, which is not set"),
     ],
 )

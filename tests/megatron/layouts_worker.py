@@ -24,6 +24,7 @@ from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import HfReader
+from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.runs.collective import gather_bytes
 
@@ -93,7 +94,7 @@ def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> d
             [s.loss, s.grad_norm, float(s.gated_samples), *[x for v in s.agent_sums.values() for x in v], s.k3]
             + [norm or 0.0 for norm in s.agent_grad_norms]
         )
-    found = zip(policy.score(mine), policy.score(mine, rounded_as=torch.bfloat16), strict=True)
+    found = zip(policy.score(mine), policy.score(mine, rounded_as=Precision(torch.bfloat16)), strict=True)
     sums = [(logprobs.sum(), (rounded - logprobs).abs().sum()) for logprobs, rounded in found]
     total = torch.stack([torch.stack(each) for each in sums]).sum(0)
     is_split = len(mine) < 2  # over the data-parallel ranks

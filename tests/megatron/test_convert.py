@@ -11,7 +11,7 @@ import transformers
 from megatron_models import learner, save_model, weights
 from safetensors.torch import load_file, save_file
 
-from marsrl.rollout.engines.local.rope import rotary_frequencies
+from marsrl.rollout.engines.local.model import rotary_frequencies
 from marsrl.rollout.model_shape import read_shape
 
 

@@ -52,6 +52,12 @@ def pretend_vllm_on_cuda() -> None:
     import vllm.config.vllm as config_module
 
     config_module.HAS_TRITON = True  # it is there on a GPU machine
+    for name in (
+        "cutlass_scaled_mm_supports_block_fp8",
+        "cutlass_scaled_mm_supports_fp8",
+        "cutlass_group_gemm_supported",
+    ):
+        setattr(torch.ops._C, name, lambda capability: True)  # as compiled for an H100
 
 
 def save_model(name: str, folder: Path) -> Path:
@@ -96,7 +102,7 @@ def checked(preset: Path, folder: Path, words: list[str]) -> Any:
     return preflight(read_config(preset, settings)[0], world)
 
 
-def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, Any]:
+def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
     """vLLM's configuration of an engine, made with the words and the environment of our VllmEngine.
 
     adapters: those that it serves, by name; "five": so many, of all matrices that can have some; None: none.
@@ -139,7 +145,12 @@ def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, 
         records=specs[0].records,
         adapters=specs[0].adapters,
     )
-    made = EngineArgs(**words).create_engine_config()
+    return EngineArgs(**words).create_engine_config()
+
+
+def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, Any]:
+    """What matters of it."""
+    made = vllm_config(config, folder, adapters)
     lora = made.lora_config
     return {
         "runner": "V2" if made.use_v2_model_runner else "V1",
@@ -154,6 +165,7 @@ def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, 
         "kept": made.model_config.return_sampling_mask,
         "attention": _attention(made),
         "kv_cache": made.cache_config.cache_dtype,
+        "weights": made.model_config.quantization,
         "batched": made.scheduler_config.max_num_batched_tokens,
         "async": made.scheduler_config.async_scheduling,
         "drafts": made.speculative_config
@@ -190,20 +202,48 @@ def _attention(made: Any) -> str:
     return str(chosen).rpartition(".")[2]
 
 
+def with_vllm(config: Any, **options: Any) -> Any:
+    """The config with other options of vLLM."""
+    vllm = config.rollout.vllm.model_copy(update=options)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"vllm": vllm})})
+
+
+def fp8_layers(config: Any, folder: Path) -> dict[str, str]:
+    """{layer: its kernel} of the model that vLLM builds for FP8 weights, on the meta device, without compiled kernels."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    one_layer = {"hf_overrides": {"num_hidden_layers": 1}}
+    made = vllm_config(
+        with_vllm(config, quantization="fp8", tensor_parallel=1, enforce_eager=True, extra=one_layer), folder
+    )
+    with set_current_vllm_config(made):
+        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend="gloo")
+        initialize_model_parallel(1, 1)
+        from vllm.model_executor.model_loader.utils import initialize_model
+
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            model = initialize_model(vllm_config=made)
+    methods = {name: module.quant_method for name, module in model.named_modules() if hasattr(module, "quant_method")}
+    return {
+        name: type(each.fp8_linear).__name__
+        if hasattr(each, "fp8_linear")
+        else str(getattr(each, "fp8_backend", type(each).__name__))
+        for name, each in methods.items()
+    }
+
+
 def variants(config: Any, folder: Path) -> dict[str, Any]:
     """Engines of the preset with other options of vLLM, and R3."""
-
-    def with_vllm(**options: Any) -> Any:
-        vllm = config.rollout.vllm.model_copy(update=options)
-        return config.model_copy(update={"rollout": config.rollout.model_copy(update={"vllm": vllm})})
-
     replays = config.trainer.model_copy(update={"router_replay": "rollout"})
     asked = {
-        "marsrl": with_vllm(sampler="marsrl"),
+        "marsrl": with_vllm(config, sampler="marsrl"),
         "R3": config.model_copy(update={"trainer": replays}),
-        "fp8": with_vllm(kv_cache_dtype="fp8"),
-        "drafts": with_vllm(draft_tokens=4),
-        "extra": with_vllm(extra={"max_num_batched_tokens": 12345}),
+        "fp8": with_vllm(config, kv_cache_dtype="fp8"),
+        "fp8_weights": with_vllm(config, quantization="fp8"),
+        "drafts": with_vllm(config, draft_tokens=4),
+        "extra": with_vllm(config, extra={"max_num_batched_tokens": 12345}),
     }
     return {name: engine_config(each, folder) for name, each in asked.items()}
 
@@ -224,6 +264,9 @@ def main(folder: Path) -> None:
             "prompts": {name: agent.max_input_tokens for name, agent in check.config.agents.items()},
             "variants": variants(check.config, folder) if preset.stem == "qwen3_30b_a3b_8xh100" else None,
         }
+        if preset.stem == "qwen3_30b_a3b_8xh100":
+            of_fp8 = check.config
+    told["qwen3_30b_a3b_8xh100"]["fp8_layers"] = fp8_layers(of_fp8, folder)  # last: it makes process groups
     print(json.dumps(told))
 
 

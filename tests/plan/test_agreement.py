@@ -130,7 +130,9 @@ def test_the_planner_and_the_dry_run_accept_the_same(
         return  # the settings contradict each other, on any machine
     gpu = hw.GPUS[gpu_name]
     of_engines = sum(
-        each.engines * each.vllm.tensor_parallel for each in config.served_rollouts if each.placement == "disaggregated"
+        each.engines * each.vllm.tensor_parallel
+        for each in config.served_rollouts.values()
+        if each.placement == "disaggregated"
     )
     ranks = max(1, num_gpus - of_engines)
     with pytest.MonkeyPatch.context() as patch:

@@ -23,6 +23,7 @@ from marsrl.trainer.plan.engines import (
     kv_bytes_per_token,
     publish_bytes,
     rollout_time,
+    sync_time,
 )
 from marsrl.trainer.plan.memory import Training, head_bytes
 from marsrl.trainer.plan.models import KNOWN
@@ -163,6 +164,33 @@ def test_kv_cache_of_the_published_model() -> None:
     four, all_eight = (engine_memory(replace(setup, tensor_parallel=n), H100) for n in (4, 8))
     assert four.kv_tokens > 2.5 * memory.kv_tokens  # a shard of the weights leaves more room
     assert all_eight.kv_tokens < 1.2 * four.kv_tokens  # 4 KV heads: four of the GPUs hold copies
+
+
+def test_fp8_weights_leave_room_and_are_read_in_half_the_time() -> None:
+    whole = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304)
+    half = replace(whole, weights="fp8")
+    memory, less = engine_memory(whole, H100), engine_memory(half, H100)
+    vocabulary, matrices = 2 * 151_936 * 2048, 48 * (2 * 2048 * (4096 + 512) + 128 * 3 * 768 * 2048)
+    assert memory.weights - less.weights == matrices * (1 - 4 / 128**2) / 2
+    assert less.weights > (matrices + 2 * vocabulary) / 2  # embedding and head stay in bfloat16
+    assert less.kv_cache - memory.kv_cache == memory.weights - less.weights and half.words == "4 x 2, fp8 weights"
+    few = Demand(8.0, 1000.0, 8000.0, 1, 1, 8000, True)  # two an engine: an iteration is all weights
+    seconds = [rollout_time(setup, memory, H100, few).seconds for setup in (whole, half)]
+    assert seconds[1] < seconds[0]
+    of_files = [sync_time("shm", setup, 4, 12, H100) for setup in (whole, half)]
+    assert of_files[0] == of_files[1]  # they are rounded where they arrive
+
+
+def test_fp8_weights_are_planned_as_the_config_has_them() -> None:
+    (policy,) = planned("qwen3_30b_a3b_8xh100", 8, "rollout.vllm.quantization=fp8").policies
+    (plain,) = planned("qwen3_30b_a3b_8xh100", 8).policies
+    assert policy.sync.backend == "shm" and policy.engine.weights < 0.52 * plain.engine.weights
+    assert {split.engines.weights for split in policy.splits} == {"fp8"}
+    assert {split.engines.tensor_parallel for split in policy.splits} == {
+        1,
+        2,
+    }  # of 4 GPUs one has 192 columns of an expert
+    assert policy.splits[0].step_s < 0.75 * plain.splits[0].step_s
 
 
 def test_an_engine_that_does_not_fit_says_by_how_much() -> None:

@@ -77,8 +77,22 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
     assert ours["runner"] == "V1" and ours["processors"] == ["DrawTokens"] and ours["graphs"] == "FULL_AND_PIECEWISE"
     assert found["R3"] == plain | {"experts": True}
     assert found["fp8"] == plain | {"kv_cache": "fp8"}
+    assert found["fp8_weights"] == plain | {"weights": "fp8_per_block"} and plain["weights"] is None
     assert found["drafts"] == plain | {"drafts": ["ngram_gpu", 4]} and plain["drafts"] is None and plain["async"]
     assert found["extra"] == plain | {"batched": 12345} != plain
+
+
+def test_vllm_builds_layers_of_fp8_whose_kernels_read_them_as_they_are_rounded(told: dict[str, Any]) -> None:
+    """Neither packs nor transposes, rounds to powers of two or pads; routers, embedding and head are whole."""
+    layer = "model.layers.0"
+    assert told["qwen3_30b_a3b_8xh100"]["fp8_layers"] == {
+        "model.embed_tokens": "UnquantizedEmbeddingMethod",
+        f"{layer}.self_attn.qkv_proj": "CutlassFp8BlockScaledMMKernel",
+        f"{layer}.self_attn.o_proj": "CutlassFp8BlockScaledMMKernel",
+        f"{layer}.mlp.gate": "UnquantizedLinearMethod",
+        f"{layer}.mlp.experts.routed_experts": "Fp8MoeBackend.TRITON",
+        "lm_head": "UnquantizedEmbeddingMethod",
+    }
 
 
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - WITHOUT_VLLM))
@@ -196,6 +210,25 @@ def test_a_model_is_cut_where_it_comes_out_even(tensor_parallel: int, expert_par
     assert (found is None) == (says is None) and (says is None or found.endswith(says)), found
 
 
+@pytest.mark.parametrize(
+    ("shape", "tensor_parallel", "expert_parallel", "says"),
+    [
+        (KNOWN["Qwen3-30B-A3B"], 1, False, None),
+        (KNOWN["Qwen3-30B-A3B"], 2, False, None),  # 384 columns of an expert
+        (KNOWN["Qwen3-30B-A3B"], 4, False, "has 192 rows or columns on a GPU: set rollout.vllm.expert_parallel=true"),
+        (KNOWN["Qwen3-30B-A3B"], 4, True, None),
+        (replace(KNOWN["Qwen3-30B-A3B"], ffn_size=784), 1, False, "set rollout.vllm.quantization=null"),
+        (KNOWN["Qwen3-8B"], 8, False, None),  # of a linear layer the last block may be smaller
+    ],
+)
+def test_experts_are_rounded_in_whole_blocks(
+    shape: Any, tensor_parallel: int, expert_parallel: bool, says: str | None
+) -> None:
+    vllm = VllmOptions(tensor_parallel=tensor_parallel, expert_parallel=expert_parallel, quantization="fp8")
+    found = why_not_cut(shape, vllm)
+    assert (found is None) == (says is None) and (says is None or found.endswith(says)), found
+
+
 def test_only_a_model_with_experts_spreads_them() -> None:
     found = why_not_cut(KNOWN["Qwen3-8B"], VllmOptions(tensor_parallel=2, expert_parallel=True))
     assert found is not None and "a Qwen3ForCausalLM has none: set it to false" in found
@@ -212,37 +245,29 @@ EXPERTS, KEPT = Records(experts=True), Records(kept_tokens=True)
 
 
 @pytest.mark.parametrize(
-    ("options", "device", "records", "takes_weights", "says"),
+    ("options", "device", "records", "says"),
     [
-        (
-            {"quantization": "fp8"},
-            "cuda",
-            Records(),
-            True,
-            "^rollout.vllm.quantization is fp8; .* on a frozen policy alone",
-        ),
-        ({"sampler": "marsrl"}, "cuda", EXPERTS, True, "^trainer.router_replay=rollout .*vllm.sampler=engine"),
-        ({}, "cpu", EXPERTS, True, "on a CPU vLLM runs V1: set rollout.engine=local"),
-        ({"sampler": "engine"}, "cpu", KEPT, True, "^loss.truncation=.* set rollout.vllm.sampler=marsrl"),
-        ({}, "cuda", Records(kept_tokens=True, experts=True), True, None),
-        ({"draft_tokens": 4}, "cuda", Records(kept_tokens=True, experts=True), True, None),
-        ({"draft_tokens": 4}, "cpu", Records(), True, "draft_tokens is 4, and on a CPU .* or draft_tokens=0"),
+        ({"sampler": "marsrl"}, "cuda", EXPERTS, "^trainer.router_replay=rollout .*vllm.sampler=engine"),
+        ({}, "cpu", EXPERTS, "on a CPU vLLM runs V1: set rollout.engine=local"),
+        ({"sampler": "engine"}, "cpu", KEPT, "^loss.truncation=.* set rollout.vllm.sampler=marsrl"),
+        ({}, "cuda", Records(kept_tokens=True, experts=True), None),
+        ({"draft_tokens": 4}, "cuda", Records(kept_tokens=True, experts=True), None),
+        ({"draft_tokens": 4}, "cpu", Records(), "draft_tokens is 4, and on a CPU .* or draft_tokens=0"),
         (
             {"draft_tokens": 4, "sampler": "marsrl"},
             "cuda",
             Records(),
-            True,
             "draws one token at a time: .*sampler=engine",
         ),
-        ({"sampler": "marsrl"}, "cuda", KEPT, True, None),
-        ({}, "cpu", KEPT, True, None),
-        ({"quantization": "fp8"}, "cuda", Records(), False, None),
+        ({"sampler": "marsrl"}, "cuda", KEPT, None),
+        ({}, "cpu", KEPT, None),
+        ({"quantization": "fp8"}, "cuda", Records(), None),
     ],
 )
 def test_what_vllm_cannot_do_here_is_refused_with_what_it_can(
-    options: dict[str, Any], device: str, records: Records, takes_weights: bool, says: str | None
+    options: dict[str, Any], device: str, records: Records, says: str | None
 ) -> None:
-    found = vllm_refusals(VllmOptions.model_validate(options), device, records, takes_weights=takes_weights)
+    found = vllm_refusals(VllmOptions.model_validate(options), device, records)
     assert len(found) == (says is not None) and all(re.search(str(says), sentence) for sentence in found), found
 
 

@@ -16,11 +16,12 @@ from marsrl.trainer.report.summary import (
     AgentEstimate,
     Confusion,
     EngineRecord,
+    Estimate,
     Evaluation,
     Summary,
     WarmStartRecord,
-    estimate,
     save_summary,
+    wilson_interval,
 )
 from marsrl.trainer.report.trace import TraceLog
 from marsrl.trainer.runs.directory import RunDirectory
@@ -55,6 +56,11 @@ def make_sample(uid: str, agent: str = "solver", **changes: object) -> Sample:
 def make_group(*samples: Sample) -> Group:
     first = samples[0]
     return Group(first.group_id, first.rollout_id, first.agent, samples)
+
+
+def estimate(successes: float, n: int) -> Estimate:
+    low, high = wilson_interval(successes, n)
+    return Estimate(mean=successes / n, low=low, high=high, n=n)
 
 
 def make_evaluation(rate: float, n: int = 300) -> Evaluation:

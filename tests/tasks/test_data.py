@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marsrl.rollout.jsonl import MAX_LINE_BYTES
 from marsrl.rollout.tasks.config import TrainFile, read_eval_files, read_train_files
 from marsrl.rollout.tasks.data import DataCursor, read_problems
 from marsrl.rollout.tasks.own_task import own_problems
@@ -76,7 +75,7 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, line: object
         read_problems(path, "math")
     result = read_problems(path, "math", on_bad_line="skip")
     assert [p.id for p in result.problems] == ["d.jsonl:1", "d.jsonl:3"]
-    assert result.num_bad == 1 and "d.jsonl:2" in result.notes[0]
+    assert result.num_bad == 1
 
 
 def test_keys_can_be_given_and_unknown_rows_say_which_were_found(tmp_path: Path) -> None:
@@ -227,13 +226,6 @@ def test_a_file_of_a_mixture_of_which_all_is_held_out_is_named() -> None:
     assert [len(file) for file in kept.files] == [1, 2] and kept.weights == (1.0, 2.0) and len(kept) == 3
     with pytest.raises(ValueError, match=r"data.train\[1\]: all of its 1 questions are held out"):
         mixture.without({"r"})
-
-
-def test_a_line_without_end_is_bounded_and_the_next_one_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl", GOOD, "x" * (MAX_LINE_BYTES + (1 << 20)), GOOD)
-    found = read_problems(path, "math", on_bad_line="skip")
-    assert [problem.id for problem in found.problems] == ["d.jsonl:1", "d.jsonl:3"]
-    assert found.notes == (f"{path}:2: longer than {MAX_LINE_BYTES >> 20} MiB",)
 
 
 def test_sets_to_evaluate_on_have_names_counts_and_repeats_and_the_same_problems_whatever_else_is_there(

@@ -141,10 +141,9 @@ def test_anything_else_is_no_judgement_and_says_why(text: str, why: str) -> None
         read_judgement(text)
 
 
-def test_the_other_fields_are_read_where_they_can_be() -> None:
-    assert read_judgement(FOUR.format("yes")) == Judgement(True, "the same city", 0.9)
-    said = {"100%": 1.0, "12.5 %": 0.125, "**7%**.": 0.07, "101%": None, "-1%": None, "\u0667%": None, "": None}
-    assert said == {text: read_judgement(f"correct: no\nconfidence: {text}").confidence for text in said}
+def test_the_reasoning_is_read_where_it_can_be() -> None:
+    assert read_judgement(FOUR.format("yes")) == Judgement(True, "the same city")
+    assert read_judgement("correct: no\nconfidence: much") == Judgement(False)
 
 
 @pytest.mark.parametrize(
@@ -217,14 +216,14 @@ def odd_judge(tmp_path: Path) -> str:
 
 
 def test_answers_are_compared_in_processes() -> None:
-    with RewardPool(JudgeOptions(workers=2, timeout_s=60.0)) as pool:
+    with contextlib.closing(RewardPool(JudgeOptions(workers=2, timeout_s=60.0))) as pool:
         rewards = judged(pool, [(problem(r"\frac{1}{2}"), "0.5"), (problem("5"), "no")])
     assert [reward.value for reward in rewards] == [1, 0], rewards
 
 
 def test_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged(odd_judge: str) -> None:
     answers = ["1", "2", "die", "1", "raise", "memory", "print", "1"]
-    with RewardPool(JudgeOptions(workers=2, timeout_s=60.0), judge=odd_judge) as pool:
+    with contextlib.closing(RewardPool(JudgeOptions(workers=2, timeout_s=60.0), judge=odd_judge)) as pool:
         rewards = judged(pool, [(problem("1"), answer) for answer in answers])
     values = [None if r.is_missing else r.value for r in rewards]
     assert values == [1, 0, None, 1, None, None, 0, 1]
@@ -233,7 +232,7 @@ def test_crashes_and_errors_are_missing_with_a_note_and_the_rest_is_judged(odd_j
 
 
 def test_an_answer_that_hangs_is_missing_with_a_note_and_another_process_judges_on(odd_judge: str) -> None:
-    with RewardPool(JudgeOptions(workers=1, timeout_s=2.0), judge=odd_judge) as pool:
+    with contextlib.closing(RewardPool(JudgeOptions(workers=1, timeout_s=2.0), judge=odd_judge)) as pool:
         (hung,) = judged(pool, [(problem("1"), "hang")])
         assert hung.is_missing and "took over 2 s and was killed" in hung.note
         end = time.monotonic() + 120.0
@@ -243,7 +242,7 @@ def test_an_answer_that_hangs_is_missing_with_a_note_and_another_process_judges_
 
 
 def test_a_reward_is_a_number_from_0_to_1_and_anything_else_is_missing(odd_judge: str) -> None:
-    with RewardPool(JudgeOptions(workers=1, timeout_s=60.0), judge=odd_judge) as pool:
+    with contextlib.closing(RewardPool(JudgeOptions(workers=1, timeout_s=60.0), judge=odd_judge)) as pool:
         part, *others = judged(pool, [(problem("1"), a) for a in ("part", "seven", "nan", "word", "none", "read")])
         assert (part.value, part.correct, part.parts) == (0.25, 0.25, {"answer": 0.25})
         assert [r.is_missing for r in others] == [True, True, True, True, False]
@@ -252,7 +251,7 @@ def test_a_reward_is_a_number_from_0_to_1_and_anything_else_is_missing(odd_judge
 
 
 def test_a_reference_that_is_not_there_is_missing_and_an_endless_answer_is_wrong() -> None:
-    with RewardPool(JudgeOptions(max_answer_chars=10)) as pool:  # no process is started for these
+    with contextlib.closing(RewardPool(JudgeOptions(max_answer_chars=10))) as pool:  # no process is started for these
         nothing, endless = judged(pool, [(problem(None), "1"), (problem("1"), "1" * 11)])
     assert nothing.is_missing and "no reference" in nothing.note
     assert endless.value == 0 and "11 characters" in endless.note
@@ -269,7 +268,7 @@ def test_an_answer_that_hangs_holds_up_no_other_and_close_leaves_no_process(odd_
     pool.close()
     assert waits.cancelled() and isinstance(hangs.exception(), CancelledError)
     assert set(psutil.Process().children()) <= before
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match="after shutdown"):
         judged(pool, [(problem("1"), "1")])
 
 
@@ -291,5 +290,8 @@ def test_a_judge_ends_with_its_parent_even_while_it_hangs(odd_judge: str) -> Non
 
 
 def test_a_judge_that_cannot_be_loaded_is_an_error_not_a_reward() -> None:
-    with RewardPool(judge="no_such_module:judge") as pool, pytest.raises(RuntimeError, match="before it was ready"):
+    with (
+        contextlib.closing(RewardPool(judge="no_such_module:judge")) as pool,
+        pytest.raises(RuntimeError, match="before it was ready"),
+    ):
         judged(pool, [(problem("1"), "1")])

@@ -26,6 +26,7 @@ from marsrl.rollout.agents.prompts import searched, tool_response
 from marsrl.rollout.tools.build import build_tools
 from marsrl.rollout.tools.config import PagesConfig, ToolsConfig
 from marsrl.rollout.tools.fetch import Fetcher, is_public
+from marsrl.rollout.tools.pages import PARSERS
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolCall, ToolOutput
@@ -33,7 +34,6 @@ from marsrl.rollout.worker_process import Crashed, Late, WorkerPool
 
 SOON_S = 120.0  # far more than anything here takes
 MIB = 1 << 20
-PARSER = "marsrl.rollout.tools.main_text"
 SENTENCE = "The river of Tarn is the Ebb, which is long, cold and well known to everybody who lives there."
 ARTICLE = (
     "<html><head><title>Tarn</title><script>var secret = 1</script></head><body><nav><a href=/>Home</a> <a href=/a>About</a>"
@@ -361,13 +361,12 @@ def pdf(*streams: bytes, filters: str = "") -> bytes:
 
 
 def test_what_hangs_or_floods_a_parser_ends_its_process_and_no_other() -> None:
-    with closing(WorkerPool(1, PARSER, ["1024"])) as workers:
+    with closing(WorkerPool(1, PARSERS, {}, 1024 * MIB)) as workers:
 
         def text(body: bytes, kind: str = "text/html", seconds: float = SOON_S) -> str:
             """What a parser says of a page, or why it said nothing."""
-            with workers.worker() as worker:
-                asked = {"body": body, "media_type": kind, "charset": "utf-8", "most_chars": 1000}
-                reply = worker.ask(asked, timeout_s=seconds)
+            asked = {"body": body, "media_type": kind, "charset": "utf-8", "most_chars": 1000}
+            reply = workers.ask(asked, timeout_s=seconds)
             return str(reply.get("text", reply.get("error")))
 
         assert SENTENCE in text(ARTICLE.encode())
@@ -392,7 +391,7 @@ def test_the_process_that_parses_has_no_keys_and_ends_with_the_tools() -> None:
     with site({"/": sends(ARTICLE)}) as (pool, _, url):
         assert SENTENCE in visit(pool, url + "/").text
         ours = [each for each in psutil.process_iter(["ppid", "cmdline"]) if each.info["ppid"] == os.getpid()]
-        (parser,) = [child for child in ours if PARSER in (child.info["cmdline"] or ())]
+        (parser,) = [child for child in ours if PARSERS in (child.info["cmdline"] or ())]
         assert "PATH" in parser.environ() and "SERPAPI_API_KEY" not in parser.environ()
     assert not parser.is_running()
 

@@ -247,7 +247,7 @@ def test_an_answer_of_another_form_is_an_error_of_one_attempt(tool: str, value: 
         ({"kind": "http", "url": "http://host:99999/retrieve"}, "Port out of range"),
         ({"kind": "http", "url": "http://user:secret@host/retrieve"}, "holds a user, password or query"),
         ({"kind": "http", "url": "http://host/retrieve", "corpus": "a.jsonl"}, "corpus"),
-        ({"base_url": "https://serpapi.com/?api_key=1"}, "holds a user, password or query; give a key by api_key_env"),
+        ({"base_url": "https://serpapi.com/?api_key=1"}, "holds a user, password or query"),
         ({"api_key_env": "0a1b-key"}, "is not the name of an environment variable"),
         ({"kind": "bing"}, "'index', 'http'"),
     ],

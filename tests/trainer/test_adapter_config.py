@@ -54,7 +54,6 @@ def test_a_base_without_an_adapter_stays(main: dict[str, Any]) -> None:
         ({"base": "main", "adapter": {}, "layout": {"tensor": 1}}, None, "policies.checker.layout is"),
         ({"base": "main", "adapter": {}}, MAIN, "its policy main is the base of checker, whose weights stay"),
         ({"base": "main", "adapter": {}, "router_aux_loss": 0.1}, None, "policies.checker.router_aux_loss is 0.1"),
-        ({"model": "/m", "adapter": {"targets": ["mlp", "mlp"]}}, None, "adapter.targets names one twice"),
         (
             {"base": "main", "adapter": {}},
             {"model": "/m", "frozen": True, "engine": "openai", "openai": {"base_url": "http://h/v1", "model": "m"}},

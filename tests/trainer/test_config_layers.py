@@ -295,7 +295,7 @@ def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_p
         (
             "policies:\n  judge:\n    openai:\n      model: m\n      base_url: http://me:secret@host/v1\n",
             [],
-            "the config is saved ({}:5)",
+            "and the config is saved: leave it out ({}:5)",
         ),
         (
             "agents:\n  solver: &all\n    top_k: 5\n    top_p: 0.5\n  corrector1:\n    top_p: 0.7\n    <<: *all\n",

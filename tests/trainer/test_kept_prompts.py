@@ -12,8 +12,7 @@ from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.identity import team_identity
 from marsrl.trainer.main import main
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.existing_run import resume_lines
-from marsrl.trainer.runs.kept_prompts import keep_prompts, with_kept_prompts
+from marsrl.trainer.runs.existing_run import keep_settings, resume_lines, with_kept_prompts
 
 WORDS = 'answer: answer_word\nturns:\n  solver:\n    - user: "{problem} SAY"\n'
 
@@ -32,8 +31,7 @@ def settings(*given: str) -> RunConfig:
 
 def begun(folder: Path, config: RunConfig) -> RunDirectory:
     run = RunDirectory.create(folder, "a", "p")
-    keep_prompts(run, config)
-    run.write_config(with_kept_prompts(config).model_dump(mode="json"))
+    keep_settings(run, config, "")
     run.metrics.write_text("{}\n")
     return run
 

@@ -44,9 +44,9 @@ SERVER = (
         ([JUDGE, "policies.judge.vllm.max_num_seqs=0"], "policies.judge.vllm.max_num_seqs: Input should be greater than 0"),
         ([JUDGE, "policies.judge.vllm.kv_cache=1"], "policies.judge.vllm.kv_cache: unknown key; did you mean "),
         ([JUDGE, SERVER], "policies.judge.engines is of engines here, and policies.judge.engine=openai has none"),
-        (["sync.backend=nccl", "rollout.placement=local"], "rollout.placement=local the engines live in the trainer's"),
+        (["sync.backend=nccl", "rollout.placement=local"], "rollout.placement=local has one"),
         (["sync.backend=nccl", "rollout.placement=colocated"], "NCCL refuses two processes on one GPU"),
-        (["sync.backend=ipc"], "gives engines GPUs of their own: set sync.backend=nccl"),
+        (["sync.backend=ipc"], "is between processes on one GPU: set sync.backend=nccl"),
         (["sync.backend=nccl", "sync.directory=/x"], "writes no files"),
         (["rollout.ray_address=here:0"], "expected here or here:port, 1 to 65535"),
         (["credit.train_agents=solvr"], "credit.train_agents names 'solvr'; the agents are solver, "),
@@ -86,7 +86,7 @@ def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
     config, _ = read_config(
         None, [*words, "policies.judge.vllm={kv_cache_mib: 512, dtype: bfloat16}", "rollout.engine=vllm"]
     )
-    main, judge = config.served_rollouts
+    main, judge = config.served_rollouts.values()
     assert (main.engines, judge.engines) == (2, 3) and main == config.rollout
     assert main.vllm.kv_cache_mib == 256 and judge.vllm.kv_cache_mib == 512  # 256: the preset's
     assert judge.vllm.max_num_seqs == 64 and config.engine_dtype("judge") == "bfloat16"

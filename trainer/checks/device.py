@@ -1,5 +1,4 @@
-"""Reasons why a run or engine cannot have its device. A GPU that PyTorch does not see is an error, never a reason to fall back to
-the CPU."""
+"""Reasons why a run or engine cannot have its device. A GPU that PyTorch does not see is an error: nothing falls back."""
 
 from __future__ import annotations
 
@@ -34,9 +33,8 @@ def driver_version() -> str | None:
 def why_not_device(asked: Device = "auto") -> str | None:
     """Reason why PyTorch cannot compute on the device asked for; None: it can.
 
-    Args:
-        asked: auto is the CPU only if no GPU is available: without a driver, or with an empty CUDA_VISIBLE_DEVICES. If
-            PyTorch sees no GPU, MARSRL_DEVICE=cpu overrides any value with cpu.
+    asked: auto is the CPU only if no GPU is available: without a driver, or with an empty CUDA_VISIBLE_DEVICES. If
+        PyTorch sees no GPU, MARSRL_DEVICE=cpu overrides any value with cpu.
     """
     import torch
 

@@ -40,9 +40,8 @@ class Finding(NamedTuple):
 def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node: int | None = None) -> list[Finding]:
     """All findings. Runs only a snippet in a sandbox, and briefly joins the Ray cluster that the config names, if any.
 
-    Args:
-        config: also report its outcome on this host; None: check what default settings need.
-        num_nodes, ranks_per_node: torchrun's options; None: a rank for each GPU not used by engines.
+    config: also report its outcome on this host; None: check what default settings need.
+    num_nodes, ranks_per_node: torchrun's options; None: a rank for each GPU not used by engines.
     """
     installed, settings = library_versions(LIBRARIES), config or RunConfig()
     libraries = {name: f"{installed.get(name, 'not installed')}: {purpose}" for name, purpose in LIBRARIES.items()}
@@ -156,14 +155,14 @@ def _engines(installed: dict[str, str]) -> Iterator[Finding]:
 def _megatron(installed: dict[str, str]) -> Iterator[Finding]:
     chosen = choose_layers()
     has_te = chosen.layers == "transformer_engine"
-    fusions = choose_fusions(chosen)
     megatron = installed.get("megatron-core", "not installed: nothing trains")
     yield Finding("training", "megatron-core", "megatron-core" in installed, megatron)
     why = f"norms and linear layers: {chosen.why}" if has_te else chosen.why
     yield Finding("training", "layer spec: TransformerEngine", has_te, why)
     rest = "" if has_te else ", RMSNorm; megatron's linear layers"
     yield Finding("training", "layer spec: ours", True, f"packed attention and experts on marsrl.kernels{rest}")
-    yield Finding("training", "megatron's fused operations", not fusions.words.startswith("none"), fusions.words)
+    for name, reason in choose_fusions(chosen)._asdict().items():
+        yield Finding("training", f"megatron's fused {name.replace('_', ' ')}", reason is None, reason or "used")
 
 
 def sandbox_findings(settings: RunConfig) -> Iterator[Finding]:
@@ -213,7 +212,7 @@ def free_gpus(config: RunConfig) -> int:
     """Ranks of a node: one for each of this host's GPUs not used by the config's engines; 1 without GPUs."""
     if config.rollout.placement == "local" or not torch.cuda.is_available():
         return 1
-    of_engines = num_engine_gpus(config.served_rollouts) if config.rollout.ray_address is None else 0
+    of_engines = num_engine_gpus(tuple(config.served_rollouts.values())) if config.rollout.ray_address is None else 0
     return max(1, torch.cuda.device_count() - of_engines)
 
 

@@ -33,7 +33,7 @@ from marsrl.rollout.types import Ask, Problem, ToolFunction
 from marsrl.trainer.checks.device import why_not_device
 from marsrl.trainer.checks.problems import RunProblems, problems_of, sources
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.config.adapters import why_not_adapter
+from marsrl.trainer.config.policy import why_not_adapter
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
 from marsrl.trainer.plan.batch_plan import batch_plan, longest_sequence, shorten_prompts

@@ -41,10 +41,6 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
     """Problems of the files or of a user's own task, with some held out if none are given for evaluation.
 
     given: to evaluate on, in place of the files' (see preflight). Without training, problems to evaluate on suffice.
-
-    Raises:
-        ValueError: a file is invalid, or does not fit the task.
-        OSError: a file cannot be read.
     """
     found = read_data(config) if given is None else RunProblems((), given)
     of_train, of_eval = sources(config.task)
@@ -134,11 +130,9 @@ def read_data(config: RunConfig) -> RunProblems:
 
 
 def hold_out(problems: Sequence[Problem], wanted: int) -> tuple[Sequence[Problem], list[Problem]]:
-    """(train, held out): held out is a tenth of the questions, those with the lowest hashes, at most as many as an evaluation
-    uses.
+    """(train, held out): held out is a tenth of the questions, those with the lowest hashes, at most `wanted`.
 
-    Independent of the file's order, with equal questions on the same side. Each side keeps at least one question; a single
-    one is not held out.
+    Independent of the file's order, with equal questions on the same side. Each side keeps a question, if there are two.
     """
     questions = sorted({p.question for p in problems}, key=lambda question: (zlib.crc32(question.encode()), question))
     chosen = set(questions[: min(wanted, max(1, len(questions) // 10))]) if len(questions) > 1 else set()

@@ -2,8 +2,7 @@
 
     read and check -> [batch -> one step of each policy -> checkpoint if due]* -> runs/NAME/hf
 
-Every rank reads the file. The order of an epoch is drawn from run.seed and its number, so that a checkpoint's step says what is
-left.
+Every rank reads the file. An epoch's order is drawn from run.seed and its number: a checkpoint's step says what is left.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer.build import join_ranks
 from marsrl.trainer.checks.device import why_not_device
 from marsrl.trainer.checks.preflight import check_files, check_layouts, check_trainable
 from marsrl.trainer.config import RunConfig
@@ -29,29 +29,22 @@ from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.learner.megatron import parallel
-from marsrl.trainer.learner.megatron.layout import resolve
 from marsrl.trainer.machine import quiet_libraries
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.metrics import MetricsLog
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, is_due, load_checkpoint
-from marsrl.trainer.runs.collective import barrier, broadcast_bytes, rank, world_size
+from marsrl.trainer.runs.collective import barrier, rank
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import saved_config
 from marsrl.trainer.runs.failure import failure_message, say_last, where_to_go_on
-from marsrl.trainer.runs.heartbeat import heartbeat
 from marsrl.trainer.runs.lock import RunLock
-from marsrl.trainer.runs.stop import Stopped, StopSignals, handlers_restored
+from marsrl.trainer.runs.stop import Stopped, StopSignals
 from marsrl.trainer.supervised.demonstrations import Demonstration, Demonstrations, held_out, read_demonstrations
 from marsrl.trainer.supervised.imitation import imitate, measured_loss, supervised_learner, tokens_by_writer
 
 
 def sft(config_file: str | None, settings: Sequence[str]) -> int:
-    """Exit codes: 0 done, 1 it failed, 130 interrupted.
-
-    Raises:
-        ValueError: the settings, the demonstrations or a model cannot be used.
-    """
+    """Exit codes: 0 done, 1 it failed, 130 interrupted. Raises ValueError for settings and files that cannot be used."""
     is_first, directory = int(os.environ.get("RANK", "0")) == 0, None
     config, origin = read_config(config_file, settings)
     with origin.places_in_errors():
@@ -70,16 +63,7 @@ def sft(config_file: str | None, settings: Sequence[str]) -> int:
     quiet_libraries()
     try:
         with ExitStack() as stack:
-            stack.enter_context(handlers_restored())
-            parallel.start(resolve(next(iter(config.trained_policies.values())).layout), config.run.seed)
-            stack.callback(parallel.stop)
-            path = broadcast_bytes(str(directory.path).encode() if directory else None).decode()
-            directory = directory or RunDirectory(Path(path))
-            if world_size() > 1:
-                beat = heartbeat(config.run.silence_s, functools.partial(where_to_go_on, directory))
-                stack.enter_context(beat)
-            console = RunConsole(rank())
-            console.keep_warnings(directory.warnings)
+            directory, console, _ = join_ranks(stack, config, directory)
             for note in found.notes:
                 console.warning(note)
             training = _Training(config, directory, found, console)

@@ -3,8 +3,7 @@
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
 from marsrl.trainer.config.policy import LayoutConfig, OptimizerConfig, PolicyConfig, PriceConfig
 from marsrl.trainer.config.run_config import RunConfig
-from marsrl.trainer.config.sections import SyncBackend
-from marsrl.trainer.config.warm_start import WarmStartConfig
+from marsrl.trainer.config.sections import SyncBackend, WarmStartConfig
 
 __all__ = [
     "CreditConfig",

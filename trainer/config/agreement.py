@@ -15,25 +15,16 @@ from marsrl.trainer.config.sections import SyncConfig
 if TYPE_CHECKING:
     from marsrl.trainer.config.run_config import RunConfig
 
-NO_OFFLOAD_ON_CPU = (
-    "optimizer.offload is true: it moves optimizer state from a GPU's memory to the host's, and PyTorch sees no CUDA device "
-    "here, where the state is in host memory anyway; set false"
-)
-
+NO_OFFLOAD_ON_CPU = "optimizer.offload is true, and PyTorch sees no CUDA device whose memory that would free: set false"
 NO_INPUTS_TO_OFFLOAD_ON_CPU = (
-    "recompute is full_offload: it moves layers' inputs from a GPU's memory to the host's, and PyTorch sees no CUDA device here, "
-    "where they are in host memory anyway; set full"
+    "recompute is full_offload, and PyTorch sees no CUDA device whose memory that would free: set full"
 )
 
 
 def check_agreement(config: RunConfig, *, trains: bool) -> None:
-    """Refuse a config whose sections are individually valid but contradict each other.
+    """Refuse a config whose sections are individually valid but contradict each other (ValueError).
 
-    Args:
-        trains: False if nothing is trained, so that all policies may be frozen.
-
-    Raises:
-        ValueError: two sections contradict each other.
+    trains: False if nothing is trained, so that all policies may be frozen.
     """
     for name, policy in config.policies.items():
         _check_policy(f"policies.{name}", policy)
@@ -49,6 +40,9 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
     if config.judge is not None:
         _check_judge(config, config.judge)
     _check_sync(config.sync, config.rollout)
+    for name in config.policies if config.rollout.engine == "vllm" else ():
+        if config.rollout_of(name).vllm.quantization is not None:
+            _check_quantised(config, name, is_trained=trains and name in config.trained_policies)
     _check_colocated_engines(config)
     _check_gate(config)
     _check_credit(config)
@@ -62,12 +56,10 @@ def _check_adapters(config: RunConfig) -> None:
             continue
         key = f"policies.{name}"
         if policy.frozen:
-            raise ValueError(
-                f"{key}.adapter is set, and {key}.frozen is true: an adapter is what is trained, leave one out"
-            )
+            raise ValueError(f"{key}.adapter is set, and {key}.frozen is true: an adapter is trained, leave one out")
         if policy.router_aux_loss:
             raise ValueError(
-                f"{key}.router_aux_loss is {policy.router_aux_loss:g}, and with {key}.adapter the router stays as it is: set 0"
+                f"{key}.router_aux_loss is {policy.router_aux_loss:g}, and {key}.adapter trains no router: set 0"
             )
     for name, agent in config.agents.items():
         if config.credit.trains(name) and agent.policy in config.bases and agent.policy not in config.trained_policies:
@@ -86,22 +78,18 @@ def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained
             f"agents.{name}.max_response_tokens is {agent.max_response_tokens}, above rollout.max_response_tokens = "
             f"{config.rollout.max_response_tokens}: raise that"
         )
-    if agent.policy not in config.policies:
-        raise ValueError(
-            f"agents.{name}.policy is {agent.policy!r}, which is not under `policies` ({', '.join(config.policies)})"
-        )
-    policy = config.policies[agent.policy]
+    policy = named_policy(config, f"agents.{name}.policy", agent.policy)
     if agent.stop and policy.openai:
         raise ValueError(
-            f"agents.{name}.stop is set, and policies.{agent.policy}.openai answers: its completions come without the "
-            "text that ended them; give the agent a policy with an engine of ours, or leave stop out"
+            f"agents.{name}.stop is set, and completions of policies.{agent.policy}.openai come without the text that ended "
+            "them: give the agent a policy with an engine of ours, or leave stop out"
         )
     if is_trained and policy.frozen:
+        server = f" and served by policies.{agent.policy}.openai" if policy.openai else ""
+        now = "all" if config.credit.train_agents == "all" else ", ".join(config.credit.train_agents)
         raise ValueError(
-            f"agents.{name} is trained, but its policy {agent.policy} is frozen"
-            f"{' and served by policies.' + agent.policy + '.openai' if policy.openai else ''}"
-            f": name the agents to train in credit.train_agents (now {_listed(config.credit.train_agents)}), "
-            f"without {name}"
+            f"agents.{name} is trained, but its policy {agent.policy} is frozen{server}: name the agents to train in "
+            f"credit.train_agents (now {now}), without {name}"
         )
     if name in config.max_kept:
         _check_truncation(config, name, agent)
@@ -109,26 +97,22 @@ def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained
 
 def _check_teacher(config: RunConfig, name: str, teacher: TeacherConfig) -> None:
     key = f"agents.{name}.teacher.policy is {teacher.policy!r}"
-    policy = config.policies.get(teacher.policy)
-    if policy is None:
-        raise ValueError(f"{key}, which is not under `policies` ({', '.join(config.policies)})")
+    policy = named_policy(config, f"agents.{name}.teacher.policy", teacher.policy)
     if not policy.frozen or policy.openai is not None:
         why = "answered by a server, which does not score given tokens" if policy.frozen else "trained"
         raise ValueError(
-            f"{key}, which is {why}: a teacher is a frozen policy with engines of ours, `policies.{teacher.policy}: "
-            "{frozen: true, model: DIRECTORY}`"
+            f"{key}, which is {why}: set `policies.{teacher.policy}: {{frozen: true, model: DIRECTORY}}`, with engines of ours"
         )
     if not config.credit.trains(name):
         raise ValueError(
-            f"agents.{name}.teacher is set, and {name} is not trained: name it in credit.train_agents, or leave the teacher out"
+            f"agents.{name}.teacher is set, and {name} is not trained: name it in credit.train_agents, or leave this out"
         )
     built = config.policies_in(teacher.policy)
     askers = [f"agents.{other}" for other, agent in config.agents.items() if agent.policy in built]
     askers += ["the judge"] if config.judge is not None and config.judge.policy == teacher.policy else []
     if askers:
         raise ValueError(
-            f"{key}, whose engines answer for {askers[0]} too: they score while others decode; give the teacher another policy "
-            "of the same model"
+            f"{key}, whose engines answer for {askers[0]} too and score while others decode: give it a policy of its own"
         )
     _check_engines_apart(config.rollout, key, "scores")
 
@@ -137,14 +121,13 @@ def _check_truncation(config: RunConfig, name: str, agent: AgentConfig) -> None:
     """Refuse settings that rule out training an agent with top_p or top_k."""
     if config.loss.truncation == "refuse":
         raise ValueError(
-            f"agents.{name}.top_p and agents.{name}.top_k are {agent.top_p} and {agent.top_k}, and a trained agent "
-            "needs 1 and -1: with loss.truncation=refuse the trainer's log-probs are of the untruncated "
-            "distribution; set them, or loss.truncation=renormalise, or leave the agent out of credit.train_agents"
+            f"agents.{name}.top_p and agents.{name}.top_k are {agent.top_p} and {agent.top_k}, and a trained agent needs 1 and "
+            "-1: set them, or loss.truncation=renormalise, or leave the agent out of credit.train_agents"
         )
     if agent.top_k > config.loss.max_support:
         raise ValueError(
-            f"agents.{name}.top_k is {agent.top_k}, above loss.max_support = {config.loss.max_support}, and of a trained "
-            f"agent every token that is kept is recorded: set loss.max_support={agent.top_k}, or lower top_k"
+            f"agents.{name}.top_k is {agent.top_k}, above loss.max_support = {config.loss.max_support}, which bounds a trained "
+            "agent's: raise that, or lower top_k"
         )
 
 
@@ -155,12 +138,12 @@ def _check_tools(config: RunConfig) -> None:
         if settings.tools and (team.plays_sessions or team.continuation is not Orchestration.continuation):
             raise ValueError(
                 f"agents.{agent}.tools is {', '.join(settings.tools)}, and orchestration={config.orchestration} says itself what "
-                "its waiting samples go on with, its tools included: leave it out"
+                "its waiting samples go on with: leave it out"
             )
         if settings.tools and settings.parser == "compat":
             raise ValueError(
-                f"agents.{agent}.parser is compat, which reads all of a completion, and with agents.{agent}.tools what tools say "
-                "stands in it: set parser=strict, or leave the tools out"
+                f"agents.{agent}.parser is compat, which reads all of a completion, what agents.{agent}.tools say included: set "
+                "parser=strict, or leave the tools out"
             )
         callers |= dict.fromkeys(settings.tools, f"agents.{agent}")
     for name, caller in callers.items():
@@ -188,29 +171,24 @@ def _check_engines_apart(rollout: RolloutConfig, key: str, does: str) -> None:
     if rollout.placement == "local" and rollout.engine == "vllm" and rollout.overlap:
         raise ValueError(
             f"{key}, and with rollout.overlap={rollout.overlap} it {does} while others decode, which two vLLM engines in one "
-            "process (rollout.placement=local) cannot: set rollout.placement=disaggregated, rollout.engine=local, or "
-            "rollout.overlap=0"
+            "process cannot: set rollout.placement=disaggregated, rollout.engine=local, or rollout.overlap=0"
         )
 
 
 def _check_judge(config: RunConfig, judge: JudgeConfig) -> None:
     key = f"judge.policy is {judge.policy!r}"
-    policy = config.policies.get(judge.policy)
-    if policy is None:
-        raise ValueError(f"{key}, which is not under `policies` ({', '.join(config.policies)})")
+    policy = named_policy(config, "judge.policy", judge.policy)
     if not policy.frozen:
         raise ValueError(
-            f"{key}, which is trained: a judge that changes with those it judges says nothing of them; name a policy of its "
-            "own, `policies.judge: {frozen: true, model: DIRECTORY}`"
+            f"{key}, which is trained: name a policy of its own, `policies.judge: {{frozen: true, model: DIRECTORY}}`"
         )
     if policy.openai is not None:
         return
     agents = [name for name, agent in config.agents.items() if agent.policy in config.policies_in(judge.policy)]
     if agents:
         raise ValueError(
-            f"{key}, whose engines answer for agents.{agents[0]} too: the judge has engines of its own, which judge while "
-            f"others decode; give it another policy of the same model, or put policies.{judge.policy} behind a server "
-            "(engine: openai), which both can ask"
+            f"{key}, whose engines answer for agents.{agents[0]} too: give the judge another policy of the same model, or put "
+            f"policies.{judge.policy} behind a server (engine: openai), which both can ask"
         )
     _check_engines_apart(config.rollout, key, "judges")
 
@@ -219,9 +197,8 @@ def _check_colocated_engines(config: RunConfig) -> None:
     for name, policy in config.policies.items():
         if config.rollout.placement == "colocated" and policy.engines not in (None, config.rollout.engines):
             raise ValueError(
-                f"policies.{name}.engines is {policy.engines}, and rollout.placement=colocated puts one engine of every "
-                f"policy on each trainer rank's GPU, rollout.engines={config.rollout.engines}: leave it out, or set "
-                "rollout.placement=disaggregated"
+                f"policies.{name}.engines is {policy.engines}, and rollout.placement=colocated puts one engine of every policy "
+                f"on each rank's GPU: leave it out, or set rollout.placement=disaggregated"
             )
 
 
@@ -230,9 +207,8 @@ def _check_gate(config: RunConfig) -> None:
     if config.mpt.scope == "batch" and len(set(clips.values())) > 1:
         name = next(name for name, clip in clips.items() if clip != (None, None))
         raise ValueError(
-            f"agents.{name}.clip_low and agents.{name}.clip_high are {clips[name][0]} and {clips[name][1]}, and "
-            "mpt.scope=batch needs all agents' samples in one micro-batch, which has one clip range: set "
-            "mpt.scope=sample or off, or the same range for every trained agent"
+            f"agents.{name}.clip_low and agents.{name}.clip_high are {clips[name][0]} and {clips[name][1]}, and mpt.scope=batch "
+            "needs one clip range: set mpt.scope=sample or off, or the same range for every trained agent"
         )
 
 
@@ -240,13 +216,13 @@ def _check_credit(config: RunConfig) -> None:
     credit = config.credit
     if credit.balance == "uniform" and not config.has_whole_instances:
         raise ValueError(
-            "credit.balance=uniform counts an agent's samples for a problem, and with rollout.pipeline=agentic and "
-            "credit.normalise=group a step has parts of them: set rollout.pipeline=trajectory, or credit.normalise=agent"
+            "credit.balance=uniform needs all samples for a problem in one step: set rollout.pipeline=trajectory, or "
+            "credit.normalise=agent"
         )
     if credit.normalise == "trajectory" and find_orchestration(config.orchestration).is_one_episode:
         raise ValueError(
-            f"credit.normalise=trajectory compares the episodes of a problem, and orchestration={config.orchestration} plays a "
-            "problem in one: set credit.normalise=group or global"
+            f"credit.normalise=trajectory compares episodes, and orchestration={config.orchestration} plays a problem in one: "
+            "set credit.normalise=group or global"
         )
     if not credit.train_agents:
         raise ValueError("credit.train_agents is empty, and nothing is left to train: name agents, or set it to all")
@@ -262,8 +238,7 @@ def _check_reference(config: RunConfig) -> None:
     for name, policy in config.trained_policies.items():
         if loss.kl != "none" and policy.reference == "none":
             raise ValueError(
-                f"loss.kl={loss.kl} needs a reference, and policies.{name}.reference is none: set it to start or to "
-                "an HF directory"
+                f"loss.kl={loss.kl} needs a reference, and policies.{name}.reference is none: set start or an HF directory"
             )
 
 
@@ -275,30 +250,46 @@ def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
         raise ValueError(f"sync.directory is set, but {key} writes no files; leave one of them out")
     if sync.backend == "nccl" and rollout.placement == "colocated":
         raise ValueError(
-            f"{key} with rollout.placement=colocated: NCCL refuses two processes on one GPU; set sync.backend=ipc"
+            f"{key}: NCCL refuses two processes on one GPU (rollout.placement=colocated); set sync.backend=ipc"
         )
     if rollout.placement == "local":
         raise ValueError(
-            f"{key} is between processes, and with rollout.placement=local the engines live in the trainer's: set "
-            "another placement, or leave it out"
+            f"{key} is between processes, and rollout.placement=local has one: set another placement, or leave it out"
         )
     if sync.backend == "ipc" and rollout.placement == "disaggregated" and not sync.cpu_twin:
         raise ValueError(
-            f"{key} is between two processes on one GPU, and rollout.placement=disaggregated gives engines GPUs of their own: "
-            "set sync.backend=nccl, or rollout.placement=colocated"
+            f"{key} is between processes on one GPU: set sync.backend=nccl, or rollout.placement=colocated"
+        )
+
+
+def _check_quantised(config: RunConfig, name: str, *, is_trained: bool) -> None:
+    key, loss = f"rollout.vllm.quantization of policies.{name} is fp8, and", config.loss
+    if config.engine_dtype(name) == "float32":
+        raise ValueError(f"{key} beside it vLLM computes in 16 bits alone: set rollout.vllm.dtype=bfloat16")
+    if not is_trained:
+        return
+    if config.policies[name].adapter is not None:
+        raise ValueError(f"{key} a trained adapter needs the base as the trainer has it: set it to null")
+    if loss.correction == "none" and loss.old_policy != "sais":
+        raise ValueError(
+            f"{key} tokens are drawn by rounded weights, which loss.correction=none takes for the trainer's: set "
+            "loss.correction=tis (or icepop, sequence_mask), or loss.old_policy=sais"
+        )
+    if config.sync.backend not in ("auto", "shm"):
+        raise ValueError(
+            f"{key} vLLM rounds weights as it reads them from files: set sync.backend=shm, with sync.directory on a folder that "
+            "all hosts share if engines are on others"
         )
 
 
 def _check_policy(key: str, policy: PolicyConfig) -> None:
     if policy.shape is not None and policy.model is not None:
         raise ValueError(
-            f"{key}.shape is {policy.shape}, the size of a warm-started policy, and {key}.model is {policy.model}: set one "
-            "of them to null"
+            f"{key}.shape is {policy.shape}, the size of a warm-started policy, and {key}.model is {policy.model}: set one null"
         )
     if policy.optimizer.offload and policy.dtype == "float32":
         raise ValueError(
-            f"{key}.optimizer.offload keeps float32 weights and moments in CPU memory beside bfloat16 weights on the GPU, and "
-            f"{key}.dtype is float32; set dtype=bfloat16, or offload=false"
+            f"{key}.optimizer.offload is of bfloat16 weights, and {key}.dtype is float32: set bfloat16, or offload=false"
         )
     if (policy.engine == "openai") != (policy.openai is not None):
         raise ValueError(
@@ -311,16 +302,17 @@ def _check_policy(key: str, policy: PolicyConfig) -> None:
         )
     if policy.engine == "openai" and not policy.frozen:
         raise ValueError(
-            f"{key}: a policy with engine=openai cannot be trained: the server gives neither the token ids nor the "
-            "log-probs of the distribution that it drew from, and takes no new weights; set frozen=true and leave its "
-            "agents out of credit.train_agents"
+            f"{key}: a policy with engine=openai cannot be trained: the server gives neither the token ids nor the log-probs, "
+            "and takes no weights; set frozen=true and leave its agents out of credit.train_agents"
         )
     if policy.frozen and policy.model is None:
         raise ValueError(
-            f"{key}: a frozen policy needs `model`, a Hugging Face directory (with engine=openai its tokenizer and chat "
-            "template are enough)"
+            f"{key}: a frozen policy needs `model`, a Hugging Face directory (with engine=openai of its tokenizer alone)"
         )
 
 
-def _listed(names: str | tuple[str, ...]) -> str:
-    return names if isinstance(names, str) else ", ".join(names)
+def named_policy(config: RunConfig, key: str, name: str) -> PolicyConfig:
+    """The policy that a setting names."""
+    if name not in config.policies:
+        raise ValueError(f"{key} is {name!r}, which is not under `policies` ({', '.join(config.policies)})")
+    return config.policies[name]

@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from marsrl.rollout.config import Settings
-from marsrl.trainer.config.sections import Count, Share, Tokens, ZeroOrMore
+from marsrl.rollout.config import Count, CountOr0, Settings, Share, Tokens
 
 Fate = Literal["drop", "keep"]
 _LEAST_FOUND = 0.9
@@ -17,18 +16,16 @@ class LevelConfig(Settings):
     """Academic level, by a field of the row."""
 
     field: str = Field(description="of the row; dots go down into nested objects (`metadata.level`)")
-    keep: list[str | int | float | bool] = Field(
-        min_length=1, description="values that are kept; texts in any case; of a list in the field any of them"
-    )
+    keep: list[str | int | float | bool] = Field(min_length=1)
+    """values that are kept; texts in any case; of a list in the field any of them"""
     missing: Fate = Field("drop", description="rows without the field")
 
 
 class NearDuplicatesConfig(Settings):
     """MinHash: a question that is much like one that is kept already is dropped."""
 
-    threshold: float = Field(
-        0.8, gt=0, le=1, description="Jaccard similarity of two questions' shingles from which the later one is dropped"
-    )
+    threshold: float = Field(0.8, gt=0, le=1)
+    """Jaccard similarity of two questions' shingles from which the later one is dropped"""
     shingle: int = Field(5, gt=0, le=100, description="characters of a shingle, of the question as it is compared")
     bands: int = Field(18, gt=0, le=1024, description="of the index: more find more pairs")
     rows: int = Field(7, gt=0, le=1024, description="hashes of a band: more compare fewer pairs that are unlike")
@@ -55,31 +52,26 @@ class CriterionConfig(Settings):
     """A yes or no about a question and its reference answer, by a model."""
 
     policy: str = Field("main", description="name under `policies` that answers: a model directory or a server")
-    instructions: str | None = Field(
-        None, max_length=20_000, description="what is asked, in place of the built-in words; how to answer is added"
-    )
+    instructions: str | None = Field(None, max_length=20_000)
+    """what is asked, in place of the built-in words; how to answer is added"""
     missing: Fate = Field("drop", description="questions without a readable verdict")
-    max_missing_share: Share = Field(
-        0.1, description="of questions without a readable verdict; with more the command stops"
-    )
+    max_missing_share: Share = 0.1
+    """of questions without a readable verdict; with more the command stops"""
     temperature: float = Field(0.6, gt=0, description="sampling temperature")
-    top_p: float = Field(
-        0.95, gt=0, le=1, description="likeliest tokens of this probability together are drawn from; 1: all"
-    )
+    top_p: float = Field(0.95, gt=0, le=1)
+    """likeliest tokens of this probability together are drawn from; 1: all"""
     max_input_tokens: Tokens = Field(8192, description="of a prompt; a longer one is not asked")
     max_response_tokens: Tokens = Field(2048, description="of an answer")
-    template_options: dict[str, bool | str] = Field(
-        default_factory=dict, description="of the chat template (Qwen3: enable_thinking)"
-    )
+    template_options: dict[str, bool | str] = Field(default_factory=dict)
+    """of the chat template (Qwen3: enable_thinking)"""
 
 
 class BestOfNConfig(Settings):
     """Answers of the config's team: what it always gets right, or never, teaches nothing."""
 
     n: Count = Field(16, description="answers of the whole team to each question")
-    keep: tuple[ZeroOrMore, ZeroOrMore] = Field(
-        (1, 11), description="fewest and most right answers of a question that is kept"
-    )
+    keep: tuple[CountOr0, CountOr0] = (1, 11)
+    """fewest and most right answers of a question that is kept"""
     missing: Fate = Field("drop", description="questions that too many unknown answers leave undecided")
     max_missing_share: Share = Field(0.1, description="of such questions; with more the command stops")
     batch: Count = Field(32, description="questions that are played at once, and lost when it is killed")

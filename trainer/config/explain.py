@@ -92,7 +92,7 @@ def _lines(settings: dict[str, Any], above: tuple[str, ...], origin: ConfigOrigi
             yield f"{indent}{_scalar(name)}:"
             yield from _lines(value, where, origin)
             continue
-        comment = f"  # {_given(origin, '.'.join(where))}" if origin is not None else ""
+        comment = f"  # {origin.places.get('.'.join(where), 'default')}" if origin is not None else ""
         yield f"{indent}{_scalar(name)}: {_scalar(value)}{comment}"
 
 
@@ -102,15 +102,10 @@ def _scalar(value: Any) -> str:
     return text.removesuffix("...\n").rstrip("\n")
 
 
-def _given(origin: ConfigOrigin, key: str) -> str:
-    return origin.places.get(key, "default")
-
-
 def explained(name: str, config: RunConfig, origin: ConfigOrigin) -> str:
     """Type, default and meaning of a key or section, and its value in these settings.
 
-    Raises:
-        ConfigError: no such key; the message names the nearest.
+    Raises ConfigError: no such key; the message names the nearest.
     """
     where = name.split(".")
     generic = as_key(where)
@@ -138,7 +133,7 @@ def explained(name: str, config: RunConfig, origin: ConfigOrigin) -> str:
     elif not isinstance(_value(settings, where[:-1]), dict):
         lines += [f"  here: none, as {'.'.join(where[:-1])} is not set"]
     else:
-        lines += [f"  here: {_scalar(value)} ({_given(origin, name)})"]
+        lines += [f"  here: {_scalar(value)} ({origin.places.get(name, 'default')})"]
     return "\n".join([*lines, f"  more: {page_of(generic)}"])
 
 

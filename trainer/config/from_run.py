@@ -10,7 +10,7 @@ import yaml
 
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.origin import ConfigError
-from marsrl.trainer.config.read import CONFIGS, DEFAULT_FOR_TASK, read_config
+from marsrl.trainer.config.read import DEFAULT_FOR_TASK, preset_names, read_config
 
 _PRESETS = re.compile(r"preset ([\w.-]+)\.yaml|configs/([\w.-]+)\.yaml")
 _OF_ONE_RUN = ("name", "resume")
@@ -22,8 +22,7 @@ def write_settings_of(run: Path, out: Path) -> Path:
     It names the task, the preset recorded in config.yaml, and the differences from these; if today's presets cannot reproduce
     the run, it inherits nothing (`preset: none`) and lists the differences from the keys' defaults.
 
-    Raises:
-        ConfigError: no run directory, settings of another version, or `out` exists.
+    Raises ConfigError: no run directory, settings of another version, or `out` exists.
     """
     source = run / "config.yaml"
     if not source.is_file():
@@ -33,7 +32,7 @@ def write_settings_of(run: Path, out: Path) -> Path:
     wanted = _settings(read_config(source)[0])
     comment = source.read_text("utf-8").partition("\n")[0]
     named = [first or second for first, second in _PRESETS.findall(comment)]
-    presets = [name for name in reversed(named) if name not in DEFAULT_FOR_TASK.values() and _is_shipped(name)]
+    presets = [name for name in reversed(named) if name in preset_names() and name not in DEFAULT_FOR_TASK.values()]
     text = f"# what {run.name} was made of, over its presets\n"
     for preset in ([{"preset": presets[0]}] if presets else [{}]) + [{"preset": "none"}]:
         own = _own(wanted, preset)
@@ -43,10 +42,6 @@ def write_settings_of(run: Path, out: Path) -> Path:
         if _settings(read_config(out)[0]) == wanted:
             return out
     raise AssertionError(f"{source}: no file gives these settings again")
-
-
-def _is_shipped(name: str) -> bool:
-    return (CONFIGS / f"{name}.yaml").is_file()
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def _keys_of(model: type[BaseModel], prefix: str) -> Iterator[Key]:
     for name, field in _fields(model):
         below = tuple(_held(field.annotation))
         is_free = bool(below) and get_origin(field.annotation) is dict
-        meaning = field.description or (_first_line(below[0]) if below else "")
+        meaning = (field.description or (_first_line(below[0]) if below else "")).replace("\n", " ")
         yield Key(prefix + name, _type(field), "" if below else _default(field), meaning, below, is_free)
         inside = f"{prefix}{name}.{'<name>.' if is_free else ''}"
         yield from _of_kinds({_kind(each): list(_keys_of(each, inside)) for each in below})
@@ -147,7 +147,7 @@ def _held(annotation: Any) -> list[type[BaseModel]]:
 
 def _first_line(model: type[BaseModel]) -> str:
     own = model.__doc__ if model.__doc__ and model.__doc__ != Settings.__doc__ else ""
-    return inspect.cleandoc(own).split("\n\n")[0].replace("\n", " ") if own else ""
+    return inspect.cleandoc(own).split("\n\n")[0] if own else ""
 
 
 def _type(field: FieldInfo) -> str:
@@ -159,7 +159,7 @@ def _words(annotation: Any) -> str:
     """A type in terms of YAML."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return f"{_words(parts[0])}{_bounds(parts[1:])}"
+        return f"{_words(parts[0])}{_bounds(FieldInfo.from_annotation(annotation).metadata)}"
     if origin is Literal:
         return " or ".join(str(part) for part in parts)
     if origin in (Union, types.UnionType):

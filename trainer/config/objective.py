@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from marsrl.rollout.config import Settings
-from marsrl.trainer.config.sections import OFF, Tokens
+from marsrl.rollout.config import Settings, Tokens
+from marsrl.trainer.config.sections import OFF
 
 ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and value != "all" else value)
 """`credit.train_agents=solver` means [solver]."""
@@ -16,38 +16,26 @@ ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and 
 class CreditConfig(Settings):
     """Comparison that turns a sample's reward into its advantage."""
 
-    normalise: Literal["group", "agent", "trajectory", "global", "agent_mean", "agent_std"] = Field(
-        "group",
-        description="what a reward is compared with: its group, its agent's calls for the problem (Dr. MAS), all agents' calls "
-        "(global), or mean and std of one each; trajectory: the mean reward of its episode with those of the problem's other "
-        "episodes (the GRPO baseline of Dr. MAS). Over all policies, agents that are not trained included",
-    )
-    std: Literal["biased", "unbiased"] = Field(
-        "biased", description="standard deviation that divides an advantage: of n rewards by n (biased), or by n - 1"
-    )
-    singleton: Literal["zero", "raw"] = Field(
-        "zero",
-        description="advantage of a sample with nobody to be compared with: zero, so it trains nothing; raw: its reward",
-    )
-    reward_scheme: Literal["agentic", "outcome"] = Field(
-        "agentic", description="outcome: each sample's reward is the mean correctness of the last samples below it"
-    )
-    train_agents: Annotated[Literal["all"] | tuple[str, ...], ONE_NAME] = Field(
-        "all",
-        description="agents that have a gradient; the others play, are judged and are compared with all the same (a Solver "
-        "that plays alone: orchestration=solver)",
-    )
+    normalise: Literal["group", "agent", "trajectory", "global", "agent_mean", "agent_std"] = "group"
+    """what a reward is compared with: its group, its agent's calls for the problem (Dr. MAS), all agents' calls (global), or
+    mean and std of one each; trajectory: the mean reward of its episode with those of the problem's other episodes (the GRPO
+    baseline of Dr. MAS). Over all policies, agents that are not trained included"""
+    std: Literal["biased", "unbiased"] = "biased"
+    """standard deviation that divides an advantage: of n rewards by n (biased), or by n - 1"""
+    singleton: Literal["zero", "raw"] = "zero"
+    """advantage of a sample with nobody to be compared with: zero, so it trains nothing; raw: its reward"""
+    reward_scheme: Literal["agentic", "outcome"] = "agentic"
+    """outcome: each sample's reward is the mean correctness of the last samples below it"""
+    train_agents: Annotated[Literal["all"] | tuple[str, ...], ONE_NAME] = "all"
+    """agents that have a gradient; the others play, are judged and are compared with all the same (a Solver that plays alone:
+    orchestration=solver)"""
     count_zero_groups: bool = Field(True, description="samples of groups without spread count in the denominator")
-    balance: Annotated[Literal["off", "uniform"], OFF] = Field(
-        "off",
-        description="uniform: of each agent's samples for a problem as many are trained as rollout.group_size has, drawn from "
-        "more, or fewer repeated, after their advantages (MARS)",
-    )
-    denominator: Literal["all", "agent"] = Field(
-        "all",
-        description="whose tokens (or samples) divide a token's loss: all trained agents', or its own agent's, the agents' "
-        "means then added up",
-    )
+    balance: Annotated[Literal["off", "uniform"], OFF] = "off"
+    """uniform: of each agent's samples for a problem as many are trained as rollout.group_size has, drawn from more, or fewer
+    repeated, after their advantages (MARS)"""
+    denominator: Literal["all", "agent"] = "all"
+    """whose tokens (or samples) divide a token's loss: all trained agents', or its own agent's, the agents' means then added
+    up"""
 
     def trains(self, agent: str) -> bool:
         """True if the agent's samples are trained."""
@@ -57,73 +45,47 @@ class CreditConfig(Settings):
 class LossConfig(Settings):
     """Clipped surrogate of a token (kernels.PolicyObjective), and how tokens are averaged (mini_batches.Average)."""
 
-    aggregation: Literal["token", "sequence", "sequence_sum_constant"] = Field(
-        "token",
-        description="token: mean over all tokens (DAPO); sequence: each sample's mean first (GRPO, MarsRL's equation 2); "
-        "sequence_sum_constant: each sample's sum over rollout.max_response_tokens (Dr. GRPO)",
-    )
-    old_policy: Literal["pois", "sais", "recompute"] = Field(
-        "pois",
-        description="what the ratio's old log-probs are: pois: those of the weights at the step's start, without a "
-        "pass of its own for its first update (ratio 1; UloRL); sais: those recorded at decoding, each segment's own; "
-        "recompute: those of a forward pass at the step's start",
-    )
+    aggregation: Literal["token", "sequence", "sequence_sum_constant"] = "token"
+    """token: mean over all tokens (DAPO); sequence: each sample's mean first (GRPO, MarsRL's equation 2);
+    sequence_sum_constant: each sample's sum over rollout.max_response_tokens (Dr. GRPO)"""
+    old_policy: Literal["pois", "sais", "recompute"] = "pois"
+    """what the ratio's old log-probs are: pois: those of the weights at the step's start, without a pass of its own for its
+    first update (ratio 1; UloRL); sais: those recorded at decoding, each segment's own; recompute: those of a forward pass at
+    the step's start"""
     clip_low: float = Field(0.2, ge=0, description="a ratio below 1 - clip_low has no gradient where A < 0; at most 1")
-    clip_high: float = Field(
-        0.2,
-        ge=0,
-        description="a ratio above 1 + clip_high has no gradient where A > 0; above clip_low (DAPO: 0.28) it keeps the "
-        "entropy up",
-    )
-    dual_clip: float | None = Field(
-        None,
-        gt=1,
-        description="where A < 0, the surrogate is at least dual_clip x A, however large the ratio (arXiv:1912.09729); "
-        "above 1 + clip_high; null: off",
-    )
-    ratio: Literal["token", "sequence"] = Field(
-        "token",
-        description="each token's own, or the geometric mean of its sample's (GSPO), whose clip range is far smaller",
-    )
-    kind: Literal["clip", "cispo"] = Field(
-        "clip",
-        description="clip: PPO's clipped surrogate; cispo: the clipped ratio, held constant, times A log p: no token "
-        "loses its gradient",
-    )
-    correction: Literal["none", "tis", "icepop", "sequence_mask"] = Field(
-        "none",
-        description="what d = p_trainer / p_rollout does: tis: weighs a token by d, at most correction_high; icepop: "
-        "masks tokens with d out of bounds; sequence_mask: masks samples whose geometric mean of d is. For engines "
-        "that round otherwise, or old samples (docs/numerics.md)",
-    )
+    clip_high: float = Field(0.2, ge=0)
+    """a ratio above 1 + clip_high has no gradient where A > 0; above clip_low (DAPO: 0.28) it keeps the entropy up"""
+    dual_clip: float | None = Field(None, gt=1)
+    """where A < 0, the surrogate is at least dual_clip x A, however large the ratio (arXiv:1912.09729); above 1 + clip_high;
+    null: off"""
+    ratio: Literal["token", "sequence"] = "token"
+    """each token's own, or the geometric mean of its sample's (GSPO), whose clip range is far smaller"""
+    kind: Literal["clip", "cispo"] = "clip"
+    """clip: PPO's clipped surrogate; cispo: the clipped ratio, held constant, times A log p: no token loses its gradient"""
+    correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
+    """what d = p_trainer / p_rollout does: tis: weighs a token by d, at most correction_high; icepop: masks tokens with d out
+    of bounds; sequence_mask: masks samples whose geometric mean of d is. For engines that round otherwise, or old samples
+    (docs/numerics.md)"""
     correction_low: float = Field(0.5, ge=0, description="lower bound of d for icepop and sequence_mask")
-    correction_high: float | None = Field(
-        None, gt=0, description="upper bound of d; default: 2 (tis, sequence_mask), 5 (icepop)"
-    )
-    kl: Literal["none", "k1", "k2", "k3"] = Field(
-        "none", description="estimate of KL(policy || policies.<name>.reference)"
-    )
+    correction_high: float | None = Field(None, gt=0)
+    """upper bound of d; default: 2 (tis, sequence_mask), 5 (icepop)"""
+    kl: Literal["none", "k1", "k2", "k3"] = "none"
+    """estimate of KL(policy || policies.<name>.reference)"""
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL term; 0 with an estimate: it is logged only")
-    entropy_coef: float = Field(
-        0.0,
-        description="weight of the entropy bonus, nats a token; other than 0, samples with an advantage of 0 are trained too",
-    )
-    truncation: Literal["refuse", "renormalise"] = Field(
-        "refuse",
-        description="trained agents with top_p below 1 or a top_k; renormalise: every log-prob is of the softmax over the tokens "
-        "that the sampler kept at that place, which the engine records",
-    )
-    max_support: Tokens = Field(
-        1024,
-        description="renormalise: top_p of a trained agent keeps so many tokens at a place at most, the likeliest",
-    )
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus, nats a token; other than 0, samples with an advantage of 0 are trained too"""
+    truncation: Literal["refuse", "renormalise"] = "refuse"
+    """trained agents with top_p below 1 or a top_k; renormalise: every log-prob is of the softmax over the tokens that the
+    sampler kept at that place, which the engine records"""
+    max_support: Tokens = 1024
+    """renormalise: top_p of a trained agent keeps so many tokens at a place at most, the likeliest"""
 
     @model_validator(mode="after")
     def _correction_corrects(self) -> LossConfig:
         if self.old_policy == "sais" and self.correction != "none":
             raise ValueError(
-                f"loss.correction={self.correction} changes nothing with loss.old_policy=sais, whose ratio is to the "
-                "rollout's own log-probs already: set loss.correction=none, or loss.old_policy=pois or recompute"
+                f"loss.correction={self.correction} changes nothing with loss.old_policy=sais, whose ratio is the correction: "
+                "set none, or loss.old_policy=pois or recompute"
             )
         return self
 
@@ -136,28 +98,16 @@ class LossConfig(Settings):
 class MptConfig(Settings):
     """Dynamic masking of well-mastered positive tokens (UloRL)."""
 
-    scope: Annotated[Literal["sample", "batch", "off"], OFF] = Field(
-        "sample",
-        description="whose mean entropy is compared with mpt.entropy: the sample's, or the whole batch's (which must "
-        "fit into one micro-batch a rank); off: nothing is masked",
-    )
-    probability: float = Field(
-        0.99, gt=0, le=1, description="tokens this likely or more are well mastered, and masked where the gate is open"
-    )
-    entropy: float = Field(
-        0.2,
-        gt=0,
-        description="nats; positive samples with a mean entropy below it mask their well-mastered tokens; lower it for "
-        "a model whose entropy is below it from the start",
-    )
-    temperature: Literal["sampling", 1] = Field(
-        "sampling",
-        description="at which p and the entropy are taken: the agent's sampling temperature, as the loss, or 1, the model's own",
-    )
-    success: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="a sample is positive whose reward (credit.reward_scheme's, before penalties) is at least this and whose "
-        "advantage is above 0",
-    )
+    scope: Annotated[Literal["sample", "batch", "off"], OFF] = "sample"
+    """whose mean entropy is compared with mpt.entropy: the sample's, or the whole batch's (which must fit into one
+    micro-batch a rank); off: nothing is masked"""
+    probability: float = Field(0.99, gt=0, le=1)
+    """tokens this likely or more are well mastered, and masked where the gate is open"""
+    entropy: float = Field(0.2, gt=0)
+    """nats; positive samples with a mean entropy below it mask their well-mastered tokens; lower it for a model whose entropy
+    is below it from the start"""
+    temperature: Literal["sampling", 1] = "sampling"
+    """at which p and the entropy are taken: the agent's sampling temperature, as the loss, or 1, the model's own"""
+    success: float = Field(1.0, gt=0, le=1)
+    """a sample is positive whose reward (credit.reward_scheme's, before penalties) is at least this and whose advantage is
+    above 0"""

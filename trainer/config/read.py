@@ -37,13 +37,11 @@ def read_config(
     for another choice (_of_other_choices). A policy that only a preset names is dropped if no agent uses it, so that a user who
     gives all agents policies of their own does not get the preset's too.
 
-    Args:
-        path: a YAML file or the name of a shipped preset; None: no file.
-        overrides: words `key.sub=value`, later ones win; values are YAML.
-        trains: False if nothing is trained, so that all policies may be frozen.
+    path: a YAML file or the name of a shipped preset; None: no file.
+    overrides: words `key.sub=value`, later ones win; values are YAML.
+    trains: False if nothing is trained, so that all policies may be frozen.
 
-    Raises:
-        ConfigError: unreadable file, malformed word, unknown key, wrong type, or settings that contradict each other.
+    Raises ConfigError: unreadable file, malformed word, unknown key, wrong type, or settings that contradict each other.
     """
     given = [] if path is None else [_find(str(path))]
     given += [layer_of_words(overrides)] if overrides else []

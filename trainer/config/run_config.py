@@ -13,60 +13,40 @@ from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
 from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tools.config import ToolsConfig
-from marsrl.trainer.config.adapters import on_bases
 from marsrl.trainer.config.agreement import check_agreement
 from marsrl.trainer.config.curate import CurateConfig
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
-from marsrl.trainer.config.policy import PolicyConfig
-from marsrl.trainer.config.sections import DataConfig, RunSection, SftConfig, SyncConfig, TrainerConfig
-from marsrl.trainer.config.warm_start import WarmStartConfig
+from marsrl.trainer.config.policy import PolicyConfig, on_bases
+from marsrl.trainer.config.sections import DataConfig, RunSection, SftConfig, SyncConfig, TrainerConfig, WarmStartConfig
 
 
 class RunConfig(Settings):
-    preset: Literal["none"] = Field(
-        "none",
-        description="in a file or word: the shipped preset that it inherits beside the task's, or none; here, where all is "
-        "resolved: none",
-    )
+    preset: Literal["none"] = "none"
+    """in a file or word: the shipped preset that it inherits beside the task's, or none; here, where all is resolved: none"""
     run: RunSection = RunSection()
-    task: str = Field(
-        "arithmetic",
-        description="arithmetic; math: problems of data.train; qa: questions; or your own, FILE.py:CLASS (docs/own_task.md)",
-    )
-    task_options: dict[str, int | float | str | bool | None] = Field(
-        default_factory=dict, description="math and your own: workers (2), timeout_s (10), max_answer_chars (2000)"
-    )
+    task: str = "arithmetic"
+    """arithmetic; math: problems of data.train; qa: questions; or your own, FILE.py:CLASS (docs/own_task.md)"""
+    task_options: dict[str, int | float | str | bool | None] = Field(default_factory=dict)
+    """math and your own: workers (2), timeout_s (10), max_answer_chars (2000)"""
     data: DataConfig = DataConfig()
-    policies: dict[str, PolicyConfig] = Field(
-        default_factory=lambda: {"main": PolicyConfig()},
-        description="weights with an optimizer and engines of their own, by a name that `agents.<name>.policy` refers "
-        "to; one, `main`, where none is given",
-    )
-    orchestration: str = Field(
-        "verifier_corrector",
-        description="verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL); solver: a Solver alone, "
-        "plain RL; solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer agent over a search tool "
-        "(Dr. MAS; docs/search.md); debate; external: any program (docs/external.md); or your own, FILE.py:CLASS "
-        "(docs/own_team.md)",
-    )
+    policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
+    """weights with an optimizer and engines of their own, by a name that `agents.<name>.policy` refers to; one, `main`, where
+    none is given"""
+    orchestration: str = "verifier_corrector"
+    """verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL); solver: a Solver alone, plain RL;
+    solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer agent over a search tool (Dr. MAS;
+    docs/search.md); debate; external: any program (docs/external.md); or your own, FILE.py:CLASS (docs/own_team.md)"""
     orchestration_options: dict[str, int | float | str | bool | None] = Field(
-        default_factory=dict,
-        validate_default=True,
-        description="solver_verifier: max_loops (2); search_team: max_turns (4); debate: debaters (3), rounds (2)",
+        default_factory=dict, validate_default=True
     )
-    agents: dict[str, AgentConfig] = Field(
-        default_factory=dict,
-        validate_default=True,
-        description="the orchestration's agents; defaults for those not given",
-    )
-    external: ExternalConfig | None = Field(
-        None, description="the program that plays with orchestration=external (docs/external.md)"
-    )
+    """solver_verifier: max_loops (2); search_team: max_turns (4); debate: debaters (3), rounds (2)"""
+    agents: dict[str, AgentConfig] = Field(default_factory=dict, validate_default=True)
+    """the orchestration's agents; defaults for those not given"""
+    external: ExternalConfig | None = None
+    """the program that plays with orchestration=external (docs/external.md)"""
     tools: ToolsConfig = Field(ToolsConfig(), description="what the orchestration's agents can call")
-    judge: JudgeConfig | None = Field(
-        None,
-        description="a frozen policy that judges answers in place of the task (docs/judge.md); null: the task judges",
-    )
+    judge: JudgeConfig | None = None
+    """a frozen policy that judges answers in place of the task (docs/judge.md); null: the task judges"""
     rollout: RolloutConfig = RolloutConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     curate: CurateConfig = Field(CurateConfig(), description="marsrl curate: which problems are worth training on")
@@ -80,8 +60,7 @@ class RunConfig(Settings):
 
     @property
     def trains_whole(self) -> bool:
-        """True if all samples of a rollout instance are trained in one step, because their credit needs all of them, or the
-        outcome."""
+        """True if a rollout instance is trained in one step, because its credit needs all its samples, or the outcome."""
         team = find_orchestration(self.orchestration)
         needs_outcome = team.plays_sessions or any(spec.advises for spec in team.agents)
         return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome" or needs_outcome
@@ -139,10 +118,10 @@ class RunConfig(Settings):
         )
 
     @property
-    def served_rollouts(self) -> tuple[RolloutConfig, ...]:
-        """The rollout settings of each policy that has engines of ours."""
+    def served_rollouts(self) -> dict[str, RolloutConfig]:
+        """The rollout settings of each policy that has engines of ours, by name."""
         own = [name for name, policy in self.policies.items() if policy.openai is None and policy.base is None]
-        return tuple(self.rollout_of(name) for name in own)
+        return {name: self.rollout_of(name) for name in own}
 
     def policies_in(self, pool: str) -> tuple[str, ...]:
         """Policies that the engines of one decode for: it and those that are built on it."""
@@ -185,23 +164,25 @@ class RunConfig(Settings):
         asked = self.rollout_of(policy).vllm.dtype if self.rollout.engine == "vllm" else None
         return asked or self.policies[policy].dtype
 
+    @property
+    def has_quantised(self) -> bool:
+        """True if vLLM's engines of a trained policy round its weights."""
+        quantises = (self.rollout_of(name).vllm.quantization is not None for name in self.trained_policies)
+        return self.rollout.engine == "vllm" and any(quantises)
+
     @model_validator(mode="before")
     @classmethod
     def _vllm_of_policies_is_whole(cls, given: Any) -> Any:
         """Merge policies.<name>.vllm over rollout.vllm, key by key, so that the saved config is complete."""
-        rollout, policies = (
-            (given.get(key) for key in ("rollout", "policies")) if isinstance(given, dict) else (None, None)
-        )
-        common = rollout.get("vllm") if isinstance(rollout, dict) else None
-        if not isinstance(common, dict) or not isinstance(policies, dict):
-            return given
-        whole = {
-            name: {**policy, "vllm": {**common, **policy["vllm"]}}
-            if isinstance(policy, dict) and isinstance(policy.get("vllm"), dict)
-            else policy
-            for name, policy in policies.items()
-        }
-        return {**given, "policies": whole}
+        match given:
+            case {"rollout": {"vllm": dict(common)}, "policies": dict(policies)}:
+                whole = dict(policies)
+                for name, policy in policies.items():
+                    match policy:
+                        case {"vllm": dict(own)}:
+                            whole[name] = {**policy, "vllm": {**common, **own}}
+                return {**given, "policies": whole}
+        return given
 
     @field_validator("policies")
     @classmethod

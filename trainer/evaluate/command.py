@@ -16,15 +16,14 @@ from marsrl.trainer.evaluate.draws import EVALUATION, Kept
 from marsrl.trainer.models.export import exported
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.directory import RunDirectory, write_json
-from marsrl.trainer.runs.kept_prompts import keep_prompts, with_kept_prompts
+from marsrl.trainer.runs.existing_run import keep_settings
 from marsrl.trainer.runs.lock import RunLock
 
 
 def settings_of_run(run: Path) -> tuple[str, list[str]]:
     """(config file, words) to evaluate the run's team with the weights of its latest checkpoint.
 
-    Raises:
-        ValueError: no run, or a run without a complete checkpoint.
+    Raises ValueError: no run, or a run without a complete checkpoint.
     """
     config = RunDirectory(run).config
     if not config.is_file():
@@ -45,9 +44,6 @@ def evaluate_alone(
 
     The fixed inputs are collected from the team itself. out: a folder for the evaluation and every finished draw; an earlier
     evaluation in it is resumed.
-
-    Raises:
-        ValueError: the settings, the data or the model cannot be used.
     """
     console = RunConsole()
     config, origin = read_config(config_file, settings, trains=False)
@@ -90,6 +86,5 @@ def _kept(stack: ExitStack, folder: Path, config: RunConfig, made_of: str) -> Ke
     folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(directory)
     stack.callback(lock.release)
-    keep_prompts(directory, config)
-    directory.write_config(with_kept_prompts(config).model_dump(mode="json"), made_of)
+    keep_settings(directory, config, made_of)
     return stack.enter_context(Kept(folder))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import Field
 
@@ -46,8 +46,7 @@ class Call(Schema):
 
 
 class Said(Schema):
-    """An answer that counts: its correctness (null: unknown), its beginning (null: no answer), and its completion's number of
-    tokens."""
+    """An answer that counts: its correctness (null: unknown), its beginning (null: no answer), and its completion's tokens."""
 
     correct: float | None
     answer: str | None = None
@@ -81,22 +80,16 @@ class FixedAnswer(Schema):
     call: Call
 
 
-class Store(Generic[Held]):
-    """Records by key, in memory and, if given a file, on disk."""
+class Store(dict[str, Held]):
+    """Records by key, those of a file included."""
 
     def __init__(self, file: Answers[Held] | None, plain: Callable[[Held], dict[str, Any]]) -> None:
+        super().__init__(file or {})
         self._file, self._plain = file, plain
-        self._new: dict[str, Held] = {}
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._new or (self._file is not None and key in self._file)
-
-    def __getitem__(self, key: str) -> Held:
-        return self._new[key] if self._file is None or key in self._new else self._file[key]
 
     def add(self, key: str, held: Held, *, is_whole: bool) -> None:
         """is_whole: nothing failed in it. Records with engine failures are not written, so a resumed evaluation repeats them."""
-        self._new[key] = held
+        self[key] = held
         if self._file is not None and is_whole:
             self._file.add(key, self._plain(held))
 

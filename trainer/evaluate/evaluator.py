@@ -51,8 +51,7 @@ class FixedInputs:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Evaluates a team. Problems and fixed inputs do not depend on `seed`, draws on nothing else, so evaluations before and after
-    training are comparable.
+    """Evaluates a team. Problems and fixed inputs do not depend on `seed`, and draws on nothing else: evaluations compare.
 
     max_tokens: of one completion. policies: settings of the policies that answer. sets: problems to evaluate on; by default the
     task's held-out ones. identity: distinguishes the team's saved answers from another's, as JSON.
@@ -119,8 +118,7 @@ class Evaluator:
 
         kept: this evaluation's saved results by these weights, which are not repeated; new ones are added.
 
-        Raises:
-            RuntimeError: a judge left more answers unjudged than judge.max_missing_share.
+        Raises RuntimeError: a judge left more answers unjudged than judge.max_missing_share.
         """
         kept, identity, model = kept or Kept(), self._identity(versions), self.team.judge.model
         sets = {episode.id: (each.name, episode) for each in self.held_out() for episode in self._episodes(each)}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from marsrl.trainer.report.summary import Estimate, wilson_interval
+from marsrl.trainer.report.summary import UNKNOWN, Estimate, wilson_interval
 
 Array = npt.NDArray[np.float64]
 Statistic = Callable[[Array], Array]
@@ -36,12 +36,11 @@ def bootstrap(num_problems: int, statistic: Statistic) -> tuple[float, float]:
 def estimate_of(num_problems: int, num_samples: int, statistic: Statistic) -> Estimate:
     """The statistic, in [0, 1], of all problems, with its interval.
 
-    If all draws are equal (all right, all wrong, one problem) the bootstrap is degenerate: Wilson's interval for as many problems
-    is used instead.
+    If all draws are equal (all right, all wrong, one problem) the bootstrap is degenerate: Wilson's interval stands in.
     """
     mean = float(statistic(np.ones((1, num_problems)))[0]) if num_problems else np.nan
     if np.isnan(mean):
-        return Estimate(mean=None, low=0.0, high=1.0, n=0)
+        return UNKNOWN
     mean = min(1.0, max(0.0, mean))
     low, high = bootstrap(num_problems, statistic)
     if high - low < 1e-12:

@@ -1,7 +1,6 @@
 """`marsrl try`: a team plays one problem with made-up answers, through the scheduler, rewards and credit of training.
 
-Without a model: a script answers, right or wrong at random, or from a table. It shows a team's asks, prompts and rewards before
-anything is trained.
+Without a model: a script answers, right or wrong at random, or from a table. It shows a team's asks, prompts and rewards.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import yaml
 from rich.text import Text
 from rich.tree import Tree
 
-from marsrl.rollout.agents.parsers import VerdictParser, all_tagged
+from marsrl.rollout.agents.parsers import all_tagged
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import READS, AgentSpec, Role
@@ -60,11 +59,7 @@ Answers = Mapping[str, Sequence[str]]
 
 
 def read_answers(path: Path, agents: Sequence[str]) -> Answers:
-    """A YAML file `agent: [text, ...]`.
-
-    Raises:
-        ValueError: invalid, or names an agent that the team does not have.
-    """
+    """A YAML file `agent: [text, ...]`. Raises ValueError: invalid, or names an agent that the team does not have."""
     try:
         table = yaml.safe_load(path.read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -104,8 +99,7 @@ class Rehearsal(NamedTuple):
 def rehearse(config: RunConfig, answers: Answers, *, question: str = "", reference: str = "") -> Rehearsal:
     """Play this question, or a problem of the task, to the end of its rollout instance, with its credit.
 
-    Raises:
-        ValueError: the task has no problems.
+    Raises ValueError: the task has no problems.
     """
     asked: list[str] = []
     with _scripted(config, answers, question, reference, pipeline="trajectory", asked=asked) as (rollout, problem):
@@ -253,7 +247,7 @@ def _gateway(
     external: ExternalConfig, agents: Mapping[str, AgentConfig], renderer: ChatRenderer
 ) -> contextlib.AbstractContextManager[Gateway]:
     """The gateway of the program, with one worker that plays sessions in turn, so that seeded answers are reproducible."""
-    from marsrl.rollout.gateway.server import open_gateway  # imported here: most teams do not need FastAPI
+    from marsrl.rollout.gateway.server import open_gateway  # imported here: most teams need no HTTP server
     from marsrl.trainer.checks.preflight import check_external
 
     if external.workers:
@@ -328,8 +322,7 @@ def _line(sample: Sample, advantage: float | None, says: str, error: str | None)
 class _MadeUp:
     """Made-up answers of an agent: the examples of its prompts.
 
-    Raises:
-        ValueError: the prompts are a file without an example.
+    Raises ValueError: the prompts are a file without an example.
     """
 
     prompts: PromptSet
@@ -362,7 +355,7 @@ class _MadeUp:
         if self.role is Role.REASONER and turn == 0:
             return _CALL.replace("QUESTION", question)
         parser = self.prompts.parsers[READS[self.role]]
-        if isinstance(parser, VerdictParser):
+        if len(parser.examples) == 2:  # a yes and a no
             said = parser.examples[verdict]
         else:
             said = parser.examples[0].replace("ANSWER", question if self.role is Role.SEARCHER else answer)

@@ -85,8 +85,7 @@ def _by_problem(draws: Sequence[Draw], of: Callable[[Draw], Said | None]) -> dic
 
 
 def _accuracy(correct: Iterable[tuple[str, float | None]]) -> Estimate:
-    """Mean correctness of (problem, correct), the share of right ones if a task knows only right and wrong; unknown ones are not
-    counted."""
+    """Mean correctness of (problem, correct), the share of right ones if a task knows only right and wrong, of known ones."""
     sums: dict[str, list[float]] = defaultdict(list)
     for problem, value in correct:
         if value is not None:

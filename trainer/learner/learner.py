@@ -9,7 +9,7 @@ The parts of a step and their files:
     train_step      for each update: prepare, with the step's starting weights       megatron/passes.py
                         check that ranks' micro-batches match; this rank's part      megatron/context.py
                         old and reference log-probs, experts to force                megatron/router_replay.py
-                    for each update:                                                 step.py
+                    for each update:                                                 take_step
                         forward and backward of each micro-batch                     megatron/passes.py
                             the model, its head, gate and loss                       megatron/head.py
                             the adapters' part of its layers                         megatron/adapter.py
@@ -33,29 +33,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
-from marsrl.trainer.config.adapters import why_not_adapter
 from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
+from marsrl.trainer.config.policy import why_not_adapter
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import BatchShard, Update
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame, weights_sum
 from marsrl.trainer.learner.megatron.layout import Layout, check, resolve, why_not_context
-from marsrl.trainer.learner.other_roundings import other_roundings
-from marsrl.trainer.learner.step import PolicyStep, take_step
-from marsrl.trainer.learner.step_stats import StepStats
+from marsrl.trainer.learner.other_roundings import Precision, other_roundings
+from marsrl.trainer.learner.step_stats import StepStats, empty_update, summed, update_stats
+from marsrl.trainer.machine import training_device
 from marsrl.trainer.runs.directory import write_json
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is built: after the CPU shim is installed
     from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase
     from marsrl.trainer.learner.megatron.checkpoint_store import PendingSave
     from marsrl.trainer.learner.megatron.convert import Converter
-    from marsrl.trainer.learner.megatron.passes import Model
+    from marsrl.trainer.learner.megatron.optimizer import Optimizer
+    from marsrl.trainer.learner.megatron.passes import Model, Passes, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,7 @@ class Learner:
             with an adapter: its starting point, which is loaded anyway.
         base: another learner's frozen base to share, instead of loading model_dir again.
 
-        Raises:
-            ValueError: the directory or the layout cannot be used; nothing has been started.
+        Raises ValueError: the directory or the layout cannot be used; nothing has been started.
         """
         objective = objectives[0]
         if objective.kl != "none" and reference_dir is None and policy.adapter is None:
@@ -145,11 +146,11 @@ class Learner:
             trained,
             reference,
             layout,
-            policy,
-            objectives=self._objectives,
-            mpt=mpt,
-            old_policy=old_policy,
-            router_replay=router_replay,
+            policy.router_aux_loss,
+            self._objectives,
+            mpt,
+            old_policy,
+            router_replay,
         )
         self.num_steps = 0  # steps, including skipped and empty ones, as the schedule counts
 
@@ -215,8 +216,7 @@ class Learner:
         Ranks of a data-parallel group bring equally many micro-batches; an empty share is pack([]). An update whose loss or
         gradient is not finite on any rank changes nothing.
 
-        Raises:
-            ValueError: on all ranks, if the micro-batches of any of them do not match (number, alignment, scope).
+        Raises ValueError: on all ranks, if the micro-batches of any of them do not match (number, alignment, scope).
         """
         (stats,) = take_step([self.step_of(lr=lr)], self.passes, updates, by_agent=by_agent, keep=keep)
         return stats
@@ -235,23 +235,20 @@ class Learner:
         self,
         batches: Sequence[PackedBatch],
         *,
-        rounded_as: torch.dtype | None = None,
-        cache_dtype: torch.dtype | None = None,
+        rounded_as: Precision | None = None,
     ) -> list[Tensor]:
         """[T] float32 CPU log-probs of each batch under the current weights, nats; 0 outside its mask.
 
         The router chooses the experts, regardless of trainer.router_replay.
-        rounded_as: perturb every intermediate result by the roundings of another program in that dtype (other_roundings.py).
-        cache_dtype: of that program's KV cache, if different.
+        rounded_as: perturb every intermediate result by the roundings of another program (other_roundings.py).
         """
-        with nullcontext() if rounded_as is None else other_roundings(self.model, rounded_as, cache_dtype=cache_dtype):
+        with nullcontext() if rounded_as is None else other_roundings(self.model, rounded_as):
             return self.passes.score(batches)
 
     def read_weights(self, folder: str | Path) -> None:
         """Load weights from a Hugging Face directory, an adapter's from a PEFT directory; the optimizer's moments stay.
 
-        Raises:
-            ValueError: a tensor is missing or has a wrong shape; with its name, file and both shapes.
+        Raises ValueError: a tensor is missing or has a wrong shape; with its name, file and both shapes.
         """
         if self.adapter is None:
             self._converter.load(folder)
@@ -300,8 +297,7 @@ class Learner:
     def load(self, folder: str | Path) -> None:
         """Restore a save; under the same layout training continues bit for bit.
 
-        Raises:
-            ValueError: the checkpoint is incomplete (names the missing file), or its adapter belongs to another base.
+        Raises ValueError: the checkpoint is incomplete (names the missing file), or its adapter belongs to another base.
         """
         from marsrl.trainer.learner.megatron.checkpoint_store import load, policy_state
 
@@ -326,3 +322,77 @@ class Learner:
             raise ValueError(f"learner: {folder} lacks {missing} and has {unknown} that the model does not know")
         self.optimizer.load_state_dict(state["optimizer"])
         self.num_steps = int(about["num_steps"])
+
+
+@dataclass(frozen=True)
+class PolicyStep:
+    """A policy's part in a step. agents: its own among those of the run; None: all."""
+
+    optimizer: Optimizer
+    lr: float
+    agents: frozenset[int] | None = None
+
+
+def take_step(
+    policies: Sequence[PolicyStep],
+    passes: Passes,
+    updates: Sequence[Update],
+    *,
+    by_agent: bool = False,
+    keep: Collection[str] = (),
+) -> list[StepStats]:
+    """Learner.train_step of several policies: the statistics of each. Collective.
+
+    Each has its own norm, clipping, learning rate and optimizer. An update without tokens of a policy leaves it unchanged.
+    """
+    works = [passes.prepare(update, is_first=i == 0) for i, update in enumerate(updates)]
+    stats: list[list[StepStats]] = [[] for _ in policies]
+    for work in works:
+        if not work.micro_batches:
+            for found, policy in zip(stats, policies, strict=True):
+                found.append(empty_update(work.num_agents, policy.lr))
+            continue
+        norms = _agent_grad_norms(policies, passes, work) if by_agent else [()] * len(policies)
+        for policy in policies:
+            policy.optimizer.zero_grad()
+        results, replay = passes.forward_backward(work)
+        for i, policy in enumerate(policies):
+            grad_norm = policy.optimizer.grad_norm()
+            update = update_stats(
+                work,
+                results,
+                grad_norm=grad_norm,
+                lr=policy.lr,
+                replay=replay,
+                agent_grad_norms=norms[i],
+                keep=frozenset(keep),
+                agents=policy.agents,
+            )
+            if update.is_updated:
+                policy.optimizer.apply(grad_norm, policy.lr)
+            stats[i].append(update)
+    return [summed(each) for each in stats]
+
+
+def _agent_grad_norms(policies: Sequence[PolicyStep], passes: Passes, work: Work) -> list[tuple[float | None, ...]]:
+    """Each policy's gradient norms by agent, over all ranks, by a forward and backward pass per agent; None for an agent without
+    a trained token, or of another policy.
+
+    Leaves the last agent's gradients behind.
+    """
+    counts = torch.zeros(work.num_agents, dtype=torch.int64, device=training_device())
+    for each in work.micro_batches:
+        batch = each.cut.batch
+        counts += batch.of_tokens(batch.agent_of)[batch.trained_rows].bincount(minlength=work.num_agents)
+    dist.all_reduce(counts)
+    norms: list[list[float | None]] = [[None] * work.num_agents for _ in policies]
+    for agent, count in enumerate(counts.tolist()):
+        if count == 0:
+            continue
+        for policy in policies:
+            policy.optimizer.zero_grad()
+        passes.forward_backward(work, agent)
+        for policy, found in zip(policies, norms, strict=True):
+            if policy.agents is None or agent in policy.agents:
+                found[agent] = policy.optimizer.grad_norm()
+    return [tuple(found) for found in norms]

@@ -9,28 +9,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_KEYS = ("linear_qkv", "k_proj", "v_proj")  # modules that compute keys or values: Megatron's, transformers'
+# modules that compute keys or values, and those with matrices that engines round: Megatron's, transformers'
+_KEYS = ("linear_qkv", "k_proj", "v_proj")
+_MATRICES = (*_KEYS, "q_proj", "linear_proj", "o_proj", "linear_fc1", "linear_fc2", "gate_proj", "up_proj", "down_proj",
+             "experts")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of a program: of its results; of its keys and values, and of its layers' matrices, if coarser."""
+
+    results: torch.dtype
+    cache: torch.dtype | None = None
+    weights: torch.dtype | None = None
+
+    def of(self, module: str) -> torch.dtype:
+        """The coarsest dtype that a module's output depends on.
+
+        A sum of products is relatively as far off as each of them, if their errors are independent: rounded weights show in a
+        result as a result rounded to their dtype.
+        """
+        dtypes = [self.results]
+        if self.cache is not None and module.endswith(_KEYS):
+            dtypes.append(self.cache)
+        if self.weights is not None and module.endswith(_MATRICES):
+            dtypes.append(self.weights)
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 @contextmanager
-def other_roundings(
-    model: nn.Module, dtype: torch.dtype, seed: int = 0, cache_dtype: torch.dtype | None = None
-) -> Iterator[None]:
-    """In the body, outputs of modules with parameters are off by up to a unit roundoff of `dtype`.
+def other_roundings(model: nn.Module, precision: Precision, seed: int = 0) -> Iterator[None]:
+    """In the body, outputs of modules with parameters are off by up to a unit roundoff of the other program's `precision`.
 
-    Half of the error is each number's own, half its row's (as if a norm's or a router's scale was rounded). `dtype` is what the
-    other program computes in; if a module returns a coarser one, that. The same seed gives the same errors.
-    cache_dtype: of its keys and values, if different.
+    Half of the error is each number's own, half its row's (as if a norm's or a router's scale was rounded). If a module returns
+    a coarser dtype, that counts. The same seed gives the same errors.
     """
     hooks = [
-        module.register_forward_hook(
-            _rounding(cache_dtype if cache_dtype and name.endswith(_KEYS) else dtype, seed * 1_000_003 + place)
-        )
+        module.register_forward_hook(_rounding(precision.of(name), seed * 1_000_003 + place))
         for place, (name, module) in enumerate(model.named_modules())
         if any(True for _ in module.parameters())
     ]

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from marsrl.trainer.data.scatter import BatchShard, Update
-from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.learner.step import take_step
+from marsrl.trainer.learner.learner import Learner, take_step
 from marsrl.trainer.learner.step_stats import StepStats
 
 if TYPE_CHECKING:  # it imports megatron

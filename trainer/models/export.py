@@ -11,7 +11,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,26 +39,17 @@ from marsrl.trainer.runs.manifest import damage
 _LAYERS = "decoder.layers."
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """Exported files and the checkpoint they come from."""
-
-    source: Path
-    folder: Path
-    num_bytes: int
-
-
-def export(source: str | Path, out: str | Path, policy: str | None = None, *, merge: bool = False) -> Exported:
+def export(source: str | Path, out: str | Path, policy: str | None = None, *, merge: bool = False) -> tuple[Path, int]:
     """Write the weights of a checkpoint as a Hugging Face directory `out`, with config and tokenizer; an adapter as PEFT's.
 
-    Args:
-        source: a run directory (its latest checkpoint), a checkpoint (checkpoints/step_N) or one policy's part of it; or a
-            PEFT directory, of which only how experts' pairs are stored changes.
-        policy: which of several policies.
-        merge: an adapter with its base, as a whole model.
+    Returns the folder that the weights come from, and their bytes.
 
-    Raises:
-        ValueError: nothing to export, several policies without a choice, or `out` exists.
+    source: a run directory (its latest checkpoint), a checkpoint (checkpoints/step_N) or one policy's part of it; or a
+        PEFT directory, of which only how experts' pairs are stored changes.
+    policy: which of several policies.
+    merge: an adapter with its base, as a whole model.
+
+    Raises ValueError: nothing to export, several policies without a choice, or `out` exists.
     """
     out = Path(out)
     if out.exists():
@@ -73,22 +63,22 @@ def export(source: str | Path, out: str | Path, policy: str | None = None, *, me
     shape = read_shape(frame, needs_weights=False)
     about = json.loads((folder / "learner.json").read_text(encoding="utf-8"))
     if "adapter" not in about:
-        return Exported(folder, out, write_hf(out, hf_tensors(folder, shape), frame))
+        return folder, write_hf(out, hf_tensors(folder, shape, units(shape, 1)), frame)
     adapter = AdapterConfig.model_validate(about["adapter"])
     base = Path(about["base"]["path"])
-    tensors = dict(_tensors(folder, shape, adapter_units(shape, adapter, 1)))
+    tensors = dict(hf_tensors(folder, shape, adapter_units(shape, adapter, 1)))
     if merge:
         if weights_sum(base) != about["base"]["sum"]:
             raise ValueError(
                 f"{folder} is an adapter of the weights that were in {base}, and those there now are others"
             )
-        return Exported(folder, out, write_hf(out, _merged(base, shape, adapter, tensors), frame))
+        return folder, write_hf(out, _merged(base, shape, adapter, tensors), frame)
     with made_whole(out) as part:
         write_adapter(part, shape, adapter, tensors, str(base))
-    return Exported(folder, out, sum(tensor.nbytes for tensor in tensors.values()))
+    return folder, sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _split_by_expert(source: Path, out: Path) -> Exported:
+def _split_by_expert(source: Path, out: Path) -> tuple[Path, int]:
     """A PEFT directory with one pair for all E experts of a layer (PEFT's target_parameters), with a pair for each in `out`.
 
     A has the rows e r + i and B the columns i E + e of expert e. Gate and up are one matrix there: they share A.
@@ -123,7 +113,7 @@ def _split_by_expert(source: Path, out: Path) -> Exported:
     check_tensors(shape, adapter, tensors)
     with made_whole(out) as part:
         write_adapter(part, shape, adapter, tensors, base)
-    return Exported(source, out, sum(tensor.nbytes for tensor in tensors.values()))
+    return source, sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _merged(
@@ -141,11 +131,9 @@ def _merged(
 
 
 def exported(run: Path) -> dict[str, Path]:
-    """A Hugging Face directory for each trained policy, from the run's latest checkpoint: cached in its folder exported/ until
-    there is a later one.
+    """A Hugging Face directory for each trained policy, from the run's latest checkpoint, cached in its folder exported/.
 
-    Raises:
-        ValueError: the run has no whole checkpoint, or it is damaged.
+    Raises ValueError: the run has no whole checkpoint, or it is damaged.
     """
     latest = RunDirectory(run).latest_checkpoint()
     if latest is None:
@@ -164,13 +152,8 @@ def exported(run: Path) -> dict[str, Path]:
     return {policy: kept / policy for policy in policies}
 
 
-def hf_tensors(folder: Path, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) in the checkpoint's dtype and the order of the mapping; one layer's experts at most
-    are held."""
-    return _tensors(folder, shape, units(shape, 1))
-
-
-def _tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) in the checkpoint's dtype and the order of `wanted`; one layer's experts at most are held."""
     stored = _Stored(folder)
     for unit in wanted:
         whole = stored.whole(shape, unit)

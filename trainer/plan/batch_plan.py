@@ -24,8 +24,7 @@ def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
     """The arithmetic in lines for people: upper bounds of one step in the steady state of the pipeline (picks can be fewer,
     completions shorter, prompts are not counted).
 
-    Raises:
-        ValueError: the layout does not divide the number of ranks.
+    Raises ValueError: the layout does not divide the number of ranks.
     """
     rollout, trainer = config.rollout, config.trainer
     layout = next(iter((config.trained_policies or config.policies).values())).layout
@@ -62,8 +61,7 @@ def longest_sequence(config: RunConfig, policy: str) -> int:
     """Tokens of the longest prompt and completion that an agent of the policy, or of one built on it, or the judge by it, can
     reach; a teacher's, of what it scores.
 
-    Raises:
-        ValueError: no agent or judge has the policy.
+    Raises ValueError: no agent or judge has the policy.
     """
     longest = [
         agent.max_input_tokens + (agent.max_response_tokens or config.rollout.max_response_tokens)
@@ -89,8 +87,7 @@ def shorten_prompts(config: RunConfig, policy: str, max_positions: int, *, train
 
     The room is the model's positions and, for a policy that is trained here (trains), a micro-batch, which holds whole samples.
 
-    Raises:
-        ConfigError: a completion alone fills the room.
+    Raises ConfigError: a completion alone fills the room.
     """
 
     def shortened(key: str, max_input_tokens: int, max_response_tokens: int, bounds: dict[str, int]) -> int:

@@ -9,6 +9,7 @@ from typing import Literal
 from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.engines.vllm.adapters import slot_rank
 from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.weights.layout import FP8_BLOCK
 from marsrl.trainer.config import SyncBackend
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.plan import hardware as hw
@@ -26,8 +27,9 @@ from marsrl.trainer.plan.parameters import (
 class EngineSetup:
     """Engines of one policy. memory_share: share of a GPU's memory for an engine. longest: tokens of the longest sequence.
 
-    kv_cache: fp8 stores keys and values in one byte a number; auto: in dtype. cache_bytes: size of the cache on each GPU,
-    regardless of memory_share; None: what memory_share leaves. spreads_experts: each expert is whole on one of the engine's GPUs.
+    kv_cache, weights: fp8 stores keys and values, or the layers' matrices, in one byte a number; auto: in dtype. cache_bytes:
+    size of the cache on each GPU, regardless of memory_share; None: what memory_share leaves. spreads_experts: each expert is
+    whole on one of the engine's GPUs.
     adapters: those that it serves, a slot each. transfer_bytes: NCCL's on each GPU, for publishes, beside memory_share.
     """
 
@@ -43,6 +45,7 @@ class EngineSetup:
     spreads_experts: bool = False
     adapters: tuple[AdapterConfig, ...] = ()
     transfer_bytes: float = 0.0
+    weights: Literal["auto", "fp8"] = "auto"
 
     @property
     def experts_of_gpu(self) -> int:
@@ -68,8 +71,11 @@ class EngineSetup:
 
     @property
     def words(self) -> str:
-        """`10 x 4 GPUs, fp8 cache`."""
-        return f"{self.num_engines} x {self.tensor_parallel}" + (", fp8 cache" if self.kv_cache == "fp8" else "")
+        """`10 x 4, fp8 weights, fp8 cache`."""
+        parts = {"fp8 weights": self.weights, "fp8 cache": self.kv_cache}
+        return ", ".join(
+            [f"{self.num_engines} x {self.tensor_parallel}", *(n for n, each in parts.items() if each == "fp8")]
+        )
 
 
 @dataclass(frozen=True)
@@ -147,10 +153,7 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
 def engine_memory(setup: EngineSetup, gpu: hw.Gpu) -> EngineMemory:
     """KV cache = memory x share - weights of a GPU - workspace, unless its size is given. More GPUs than KV heads hold copies of
     the heads."""
-    weights = _cut_bytes(setup, touched=1.0) + _whole_bytes(setup)
-    embedding = elements(setup.shape).embedding * SIZE[setup.dtype] / setup.tensor_parallel
-    weights += embedding if elements(setup.shape).head else 0.0  # looked up, not read
-    weights += slot_bytes(setup)
+    weights = _weight_bytes(setup) + slot_bytes(setup)
     workspace, cache = hw.ENGINE_WORKSPACE.value, setup.cache_bytes
     if cache is None:
         cache = gpu.memory_bytes * setup.memory_share - weights - workspace
@@ -207,12 +210,20 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
     return RolloutTime(iterations * iteration + prefill, concurrency, rate, prefill, prefilled)
 
 
+def _weight_bytes(setup: EngineSetup) -> float:
+    """Bytes of weights on one of an engine's GPUs, without adapters."""
+    embedding = elements(setup.shape).embedding * SIZE[setup.dtype] / setup.tensor_parallel
+    looked_up = embedding if elements(setup.shape).head else 0.0  # not read
+    return _cut_bytes(setup, touched=1.0) + _whole_bytes(setup) + looked_up
+
+
 def _cut_bytes(setup: EngineSetup, touched: float) -> float:
     """Bytes on one GPU of the weights split over an engine's GPUs; of the experts, the share that is read."""
     counts, shape, tensor = elements(setup.shape), setup.shape, setup.tensor_parallel
     of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0  # over the mean
     of_layers = counts.layer_cut + counts.layer_experts * touched * of_fullest
-    return (shape.num_layers * of_layers + (counts.head or counts.embedding)) * SIZE[setup.dtype] / tensor
+    size = 1 + SIZE["float32"] / FP8_BLOCK**2 if setup.weights == "fp8" else SIZE[setup.dtype]  # a scale a block
+    return (shape.num_layers * of_layers * size + (counts.head or counts.embedding) * SIZE[setup.dtype]) / tensor
 
 
 def _whole_bytes(setup: EngineSetup) -> float:
@@ -310,13 +321,11 @@ def transfer_bytes(backend: SyncBackend, peers: int, num_gpus: int, *, receives:
     return peers * ((hw.NCCL_SMALL.value + 3 * channels) * 2 * 2.0**20 + channels * buffers)
 
 
-def sync_time(
-    backend: SyncBackend, setup: EngineSetup, memory: EngineMemory, num_trainers: int, num_gpus: int, gpu: hw.Gpu
-) -> SyncTime:
+def sync_time(backend: SyncBackend, setup: EngineSetup, num_trainers: int, num_gpus: int, gpu: hw.Gpu) -> SyncTime:
     """Seconds of a sync of one policy's engines; backend: as it is after placement.with_backend.
 
-    M = bytes of the model, S = of an engine GPU's shard, n = ranks, N = tensors, link = NVLink where all GPUs are on one node,
-    else a GPU's network. Checksums on GPUs move 31 bytes of memory a byte.
+    M = bytes of the model, S = of an engine GPU's shard as it is sent, n = ranks, N = tensors, link = NVLink where all GPUs are
+    on one node, else a GPU's network. Checksums on GPUs move 31 bytes of memory a byte.
 
         shm    gather M / link + M / PCIe     write 2 M / host memory      load S / host memory + S / PCIe, all engines at once
                checksum M / a core's + 31 S / memory
@@ -329,7 +338,7 @@ def sync_time(
 
     Adapters go as files, one after the other, and every GPU reads all of each; M and S are then the sum of theirs.
     """
-    model, shard = float(elements(setup.shape).total * SIZE[setup.dtype]), memory.weights
+    model, shard = float(elements(setup.shape).total * SIZE[setup.dtype]), _weight_bytes(replace(setup, weights="auto"))
     backend = setup.carried_by(backend)
     if setup.adapters:
         model = shard = sum(float(publish_bytes(setup, each)) for each in setup.adapters)

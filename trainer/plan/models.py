@@ -77,8 +77,7 @@ KNOWN = {
 
 
 def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") -> ModelShape:
-    """The shape of the random model that a policy without a checkpoint starts from; shape: policies.<name>.shape; tokenizer: its
-    school's."""
+    """The shape of the random model that a policy without a checkpoint starts from. tokenizer: its school's."""
     from marsrl.rollout.tasks.registry import TOKENIZERS
     from marsrl.trainer.models.init_model import SHAPES
     from marsrl.trainer.schools.warm_start import SHAPE
@@ -108,8 +107,7 @@ def taught_shape(config: RunConfig, policy: PolicyConfig) -> ModelShape | None:
 def find_shape(model: str) -> ModelShape:
     """The shape of a directory's model (config.json suffices), else of a published one by name.
 
-    Raises:
-        ValueError: neither a directory nor a known name; lists the names.
+    Raises ValueError: neither a directory nor a known name; lists the names.
     """
     if Path(model).is_dir():
         return read_shape(model, needs_weights=False)

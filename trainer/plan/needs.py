@@ -87,7 +87,8 @@ def needs_of(
     policy, rollout = config.policies[name], config.rollout
     longest = longest_sequence(config, name)
     response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
-    prompt = min(hw.MEAN_PROMPT.value, _longest_prompt(config, name))
+    longest_prompt = max(config.agents[each].max_input_tokens for each in _agents_of(config, name))
+    prompt = min(hw.MEAN_PROMPT.value, longest_prompt)
     work = _work(config, name, prompt, response)
     setup = _engine_setup(config, name, shape, longest)
     backend, num_gpus = setup.carried_by(config.sync.backend), trainers + setup.num_gpus
@@ -186,10 +187,6 @@ def _agents_of(config: RunConfig, name: str) -> list[str]:
     return [each for each in config.agents if config.agents[each].policy in config.policies_in(name)]
 
 
-def _longest_prompt(config: RunConfig, name: str) -> int:
-    return max(config.agents[each].max_input_tokens for each in _agents_of(config, name))
-
-
 def _work(config: RunConfig, name: str, prompt: float, response: float) -> Work:
     """One step's training work of a policy, for prompts and completions of these mean lengths."""
     of_agent, _ = samples_of_a_step(config)
@@ -214,17 +211,14 @@ def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int)
         None if vllm.kv_cache_mib is None else vllm.kv_cache_mib * 2.0**20,
         vllm.expert_parallel,
         config.adapters_in(name),
+        weights=vllm.quantization or "auto",
     )
 
 
 def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: Work, kept_bytes: float) -> Job:
     """The training job for ranking layouts. kept_bytes: memory of each GPU reserved by engines."""
-    loss, replay, policy, adapters = (
-        config.loss,
-        config.trainer.router_replay,
-        config.policies[name],
-        config.adapters_in(name),
-    )
+    loss, replay = config.loss, config.trainer.router_replay
+    policy, adapters = config.policies[name], config.adapters_in(name)
     first = config.policies[next(each for each in config.policies_in(name) if each in config.trained_policies)]
     reference, scored_reference = None, None
     if loss.kl != "none":

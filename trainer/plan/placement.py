@@ -18,7 +18,8 @@ def with_backend(config: RunConfig, *, on_gpus: bool) -> RunConfig:
 
     Engines on the trainer's GPUs map its memory (ipc). Engines on GPUs of their own get each rank's part directly from its
     GPU (nccl), even on one host: files would be gathered by one rank, copied to the host's memory and read by every engine,
-    moving the whole model over one GPU's link to the host each time. Without GPUs, or with sync.directory, files (shm).
+    moving the whole model over one GPU's link to the host each time. Without GPUs, with sync.directory, or for engines that round
+    weights as they read them (rollout.vllm.quantization), files (shm).
     """
     if config.sync.backend != "auto":
         return config
@@ -27,7 +28,8 @@ def with_backend(config: RunConfig, *, on_gpus: bool) -> RunConfig:
 
 def _backend(config: RunConfig, on_gpus: bool) -> SyncBackend:
     rollout = config.rollout
-    if config.sync.directory is not None or rollout.placement == "local" or not (on_gpus or config.sync.cpu_twin):
+    has_files = config.sync.directory is not None or config.has_quantised
+    if has_files or rollout.placement == "local" or not (on_gpus or config.sync.cpu_twin):
         return "shm"
     return "ipc" if rollout.placement == "colocated" else "nccl"
 
@@ -74,11 +76,7 @@ def placement(config: RunConfig, host: TrainerHost, world_size: int) -> list[Hos
         num = min(host.num_ranks, world_size - first)
         hosts.append(Host("trainer host", [Tenant("rank", first, num, 1, 0 if has_gpus else None)]))
     hosts = hosts or [Host("this host", [])]
-    of = {
-        name: config.rollout_of(name)
-        for name, policy in config.policies.items()
-        if policy.openai is None and policy.base is None
-    }
+    of = config.served_rollouts
     starts_ray = rollout.ray_address is None or is_started_here(rollout.ray_address)
     if rollout.placement == "local" or not has_gpus:
         joins = rollout.placement != "local" and starts_ray and rollout.ray_address is not None
@@ -145,11 +143,7 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
 def rebalance_outlook(config: RunConfig, *, has_gpus: bool) -> str:
     """Possible moves of rollout.rebalance, as text. has_gpus: an engine takes GPUs, otherwise a slot."""
     asked = {agent.policy for agent in config.agents.values()}
-    of = {
-        name: config.rollout_of(name)
-        for name, each in config.policies.items()
-        if each.openai is None and each.base is None and name in asked
-    }
+    of = {name: each for name, each in config.served_rollouts.items() if name in asked}
     takes = {name: {"GPU": each.vllm.tensor_parallel if has_gpus else 1.0} for name, each in of.items()}
     return outlook({name: each.engines for name, each in of.items()}, takes)
 

@@ -98,11 +98,9 @@ class Plan:
 def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: float | None = None) -> Plan:
     """Plan a run on num_gpus GPUs, engines included.
 
-    Args:
-        mean_response: completion tokens on average; default: a share of rollout.max_response_tokens (hardware.py).
+    mean_response: completion tokens on average; default: a share of rollout.max_response_tokens (hardware.py).
 
-    Raises:
-        ValueError: an unknown GPU, a model of unknown shape, fewer GPUs than the engines alone need, or an absurd number.
+    Raises ValueError: an unknown GPU, a model of unknown shape, fewer GPUs than the engines alone need, or an absurd number.
     """
     gpu = hw.find_gpu(gpu_name)
     if not 1 <= num_gpus <= MOST_RANKS:
@@ -113,7 +111,7 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
             f"--mean-response is {mean_response:g}, expected more than 0 and at most rollout.max_response_tokens, {longest}"
         )
     config = with_backend(config, on_gpus=True)
-    served = config.served_rollouts
+    served = tuple(config.served_rollouts.values())
     engine_gpus = num_engine_gpus(served)
     if engine_gpus >= num_gpus:
         raise ConfigError(
@@ -192,7 +190,7 @@ def _policy(
         **vars(needs),
         options=tuple(options(needs.job, gpu)),
         rollout=rollout_time(needs.engines, needs.engine, gpu, needs.load.demand),
-        sync=sync_time(backend, needs.engines, needs.engine, trainers, num_gpus, gpu),
+        sync=sync_time(backend, needs.engines, trainers, num_gpus, gpu),
         splits=tuple(splits(needs.job, needs.load, backend, rollout.overlap, num_gpus, gpu)) if is_alone else (),
     )
 

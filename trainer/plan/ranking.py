@@ -1,5 +1,4 @@
-"""All layouts and recompute modes for a policy: memory, step time, and reasons why some do not fit; and other ways to decode and
-to split the GPUs."""
+"""All layouts and recompute modes for a policy: memory, step time, reasons why some do not fit; other splits of the GPUs."""
 
 from __future__ import annotations
 
@@ -161,7 +160,7 @@ def splits(job: Job, load: Load, backend: SyncBackend, overlap: int, num_gpus: i
             if not memory.fits:
                 continue
             time = rollout_time(engines, memory, gpu, load.demand)
-            sync = sync_time(backend, engines, memory, count, num_gpus, gpu)
+            sync = sync_time(backend, engines, count, num_gpus, gpu)
             seconds = step_seconds([time.seconds], [update.time.total], [sync.total], overlap)
             way = (setup.tensor_parallel, setup.kv_cache)
             if way not in best or seconds < best[way].step_s:
@@ -175,7 +174,9 @@ def _setups(now: EngineSetup) -> Iterator[EngineSetup]:
     most = max(now.max_num_seqs, _MAX_NUM_SEQS)
     for tensor, cache in itertools.product(_TENSOR_PARALLEL, caches):
         spreads = now.spreads_experts and tensor > 1
-        if why_not_cut(now.shape, VllmOptions(tensor_parallel=tensor, expert_parallel=spreads)) is None:
+        quantization = "fp8" if now.weights == "fp8" else None
+        vllm = VllmOptions(tensor_parallel=tensor, expert_parallel=spreads, quantization=quantization)
+        if why_not_cut(now.shape, vllm) is None:
             yield replace(now, tensor_parallel=tensor, max_num_seqs=most, kv_cache=cache, spreads_experts=spreads)
 
 

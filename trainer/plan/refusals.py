@@ -85,10 +85,9 @@ def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
     """Refusals of these settings by engines and trainer on that host."""
     by_files = config.sync.backend == "shm" or bool(config.pools_of_adapters)
     files = (config.sync.directory or "/dev/shm") if by_files else None
-    found = list(refusals(config.served_rollouts, host, weight_files=files))
+    found = list(refusals(tuple(config.served_rollouts.values()), host, weight_files=files))
     for name, vllm in vllm_of(config).items():
-        is_trained = name in config.trained_policies and host.num_ranks > 0
-        found += vllm_refusals(vllm, engines_device(host), config.records_of(name), takes_weights=is_trained)
+        found += vllm_refusals(vllm, engines_device(host), config.records_of(name))
     for pool in dict.fromkeys(config.pools_of_adapters.values()):
         policy, rollout, dtype = config.policies[pool], config.rollout_of(pool), config.engine_dtype(pool)
         adapters = {name: adapter for name in config.policies_in(pool) if (adapter := config.policies[name].adapter)}

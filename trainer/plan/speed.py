@@ -1,7 +1,6 @@
 """Seconds of a training step on its ranks: floating-point work, memory traffic and links, added up.
 
-Nothing overlaps: the trainer does not overlap collectives with computation, and a plan should rather be pessimistic. Symbols as
-in memory.py.
+Nothing overlaps: the trainer does not overlap collectives with computation, and a plan should be pessimistic. Symbols: memory.py.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
+from marsrl.trainer.report.metrics import append_warning
 from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, compared, of_other_inputs
-from marsrl.trainer.report.warnings_log import append_warning
 
 PLAIN_INTERVAL_S = 15.0  # seconds between lines of a bar in a file: keeps a 10-minute run under a hundred lines
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.config import PolicyConfig, PriceConfig
-from marsrl.trainer.report.summary import Estimate, Evaluation, JudgeUsage, Latency, Usage, estimate
+from marsrl.trainer.report.summary import UNKNOWN, Estimate, Evaluation, JudgeUsage, Latency, Usage
 
 _ENOUGH_CALLS = 8  # calls in a step, below which a tool's errors are not meaningful
 _MOST_OF_AN_ERROR = 300  # characters
@@ -27,9 +27,8 @@ def cost_metrics(
 ) -> dict[str, float]:
     """cost/{agent}/spent and policy_cost/{policy}/{input_tokens, cached_tokens, output_tokens, seconds, spent} of one step.
 
-    Args:
-        counted: the batch's metrics, with cost/{agent}/{input_tokens, cached_tokens, output_tokens, seconds}
-            (rollout/player/player.py).
+    counted: the batch's metrics, with cost/{agent}/{input_tokens, cached_tokens, output_tokens, seconds}
+        (rollout/player/player.py).
 
     `spent` is in the currency of policies.<name>.price; a policy without a price has none.
     """
@@ -53,8 +52,7 @@ def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
 
     Pages are read by tools, and do not count as agents' calls.
 
-    Args:
-        counted: the batch's metrics, with tools/<name>/calls (rollout/tools/pool.py).
+    counted: the batch's metrics, with tools/<name>/calls (rollout/tools/pool.py).
     """
     calls = {key: num for key, num in counted.items() if key.startswith("tools/") and key.endswith("/calls")}
     calls.pop("tools/pages/calls", None)
@@ -65,9 +63,8 @@ def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
 def failing_tools(counted: Mapping[str, float], last_errors: Mapping[str, str]) -> list[str]:
     """Warnings about tools whose calls were mostly errors in a step, such as a lost server or an exhausted key.
 
-    Args:
-        counted: the batch's metrics, with tools/<name>/calls and errors (rollout/tools/pool.py).
-        last_errors: text of each tool's last failed run. A tool without one did not fail: its calls were invalid.
+    counted: the batch's metrics, with tools/<name>/calls and errors (rollout/tools/pool.py).
+    last_errors: text of each tool's last failed run. A tool without one did not fail: its calls were invalid.
     """
     found = []
     for name, error in last_errors.items():
@@ -114,8 +111,7 @@ def usage(
     agents: Mapping[str, AgentConfig],
     policies: Mapping[str, PolicyConfig],
 ) -> dict[str, Usage]:
-    """Usage of each agent. used: {agent: (input tokens, output tokens, engine seconds) of each call}; no prompt counts as
-    cached."""
+    """Usage of each agent. used: {agent: (input tokens, output tokens, engine seconds) of each call}; none is cached."""
     found = {}
     for agent, settings in agents.items():
         if own := used.get(agent):
@@ -168,8 +164,7 @@ class EpisodeClock:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCost:
-    """A row of the table: an agent with its policy, the judge or a tool; its accuracy, None if it does not answer; text for
-    each of COLUMNS."""
+    """A row of the table: an agent, the judge or a tool; its accuracy, None if it does not answer; text for each of COLUMNS."""
 
     name: str
     correct: Estimate | None
@@ -182,9 +177,8 @@ def episode_costs(evaluation: Evaluation) -> tuple[EpisodeCost, list[EpisodeCost
     episodes, used, latency = max(1, evaluation.num_episodes), evaluation.usage, evaluation.latency
     took = ("", "") if latency is None else (_seconds(latency.median_s), _seconds(latency.p95_s))
     whole = EpisodeCost("", evaluation.system, (*_used([*used.values()], episodes), *took))
-    unknown = estimate(0, 0)
     parts: list[tuple[str, Estimate | None, tuple[str, ...]]] = [
-        (f"{name} ({own.policy})", evaluation.agents.get(name, unknown), _used([own], episodes))
+        (f"{name} ({own.policy})", evaluation.agents.get(name, UNKNOWN), _used([own], episodes))
         for name, own in used.items()
     ]
     if (judge := evaluation.judge) is not None:

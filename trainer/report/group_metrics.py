@@ -25,13 +25,12 @@ def summarise(
 ) -> dict[str, float]:
     """The metrics of the groups that one step consumes.
 
-    Args:
-        groups: finished groups, every agent.
-        version: the policy version that consumes them: staleness is measured here.
-        num_unfinished: samples carried over to a later stage.
-        advantages: {sample uid: advantage}, as trained on; without it no advantage metric.
-        verifiers: agents that give verdicts; default: those with at least one that could be read.
-        frozen: agents of frozen policies; their samples are never stale.
+    groups: finished groups, every agent.
+    version: the policy version that consumes them: staleness is measured here.
+    num_unfinished: samples carried over to a later stage.
+    advantages: {sample uid: advantage}, as trained on; without it no advantage metric.
+    verifiers: agents that give verdicts; default: those with at least one that could be read.
+    frozen: agents of frozen policies; their samples are never stale.
 
     Returns:
         reward/all/mean               over the present rewards of all agents

@@ -1,4 +1,5 @@
-"""metrics.jsonl and its copies (TensorBoard; optionally wandb): one line a step, each step once, always valid JSON."""
+"""metrics.jsonl and its copies (TensorBoard; optionally wandb): one line a step, each step once, always valid
+JSON; and warnings.jsonl: a run's warnings, a line each, with the step."""
 
 from __future__ import annotations
 
@@ -95,17 +96,14 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 def read_metrics(path: Path) -> list[MetricsRow]:
     """Every complete line. A torn last line (the run died while writing it, or is writing it now) is skipped.
 
-    Raises:
-        ValueError: another line, which the message names, is invalid.
+    Raises ValueError: another line, which the message names, is invalid.
     """
     return [row for row, _ in parse_metrics(path.read_bytes(), path)]
 
 
 def parse_metrics(content: bytes, path: Path) -> Iterator[tuple[MetricsRow, bytes]]:
     """Every complete line in a file's content, with its parsed value; path: for the error of `read_metrics`."""
-    for number, line in enumerate(
-        content.split(b"\n")[:-1], start=1
-    ):  # what follows the last newline is torn, or empty
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # the last piece is torn, or empty
         try:
             values = json.loads(line)
             step = values.pop("step")
@@ -127,11 +125,38 @@ def _truncate(path: Path, last_step: int) -> int | None:
 
 def _start_wandb(project: str, run: RunDirectory, resume_step: int | None) -> Any:
     """Start a wandb run. It uses the network, so only if run.wandb names a project."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise RuntimeError(
-            f"run.wandb={project} asks for wandb, which is not installed; `pip install wandb`, or unset run.wandb"
-        ) from error
+    import wandb  # optional; preflight refuses run.wandb without it
+
     resume = "must" if resume_step else "allow" if run.existed else "never"  # 0: an earlier start may have failed
     return wandb.init(project=project, name=run.path.name, id=run.path.name, dir=str(run.path), resume=resume)
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """One line. step: None if the line is invalid, which text says."""
+
+    step: int | None
+    text: str
+
+
+def append_warning(path: Path, step: int, text: str) -> None:
+    """Append a warning, which readers see completely or not at all."""
+    with names_file(path), open(path, "ab") as file:
+        file.write(json.dumps({"step": step, "text": text}).encode("ascii") + b"\n")
+
+
+def read_warnings(path: Path) -> list[Warned]:
+    """Every complete line; none without a file. A torn last line (being written) is skipped."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    return [_warning(line, path) for line in lines]
+
+
+def _warning(line: bytes, path: Path) -> Warned:
+    try:
+        said = json.loads(line)
+        return Warned(int(said["step"]), str(said["text"]))
+    except (ValueError, KeyError, TypeError):
+        return Warned(None, f"{path.name} has a line that is no warning: {line[:80]!r}")

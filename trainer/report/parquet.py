@@ -53,8 +53,7 @@ def write_rows(path: Path, schema: pa.Schema, groups: Iterable[Sequence[dict[str
 def opened(path: str | Path, what: str) -> Iterator[pq.ParquetFile]:
     """Open the file for reading in the body. what: describes its contents in errors.
 
-    Raises:
-        ValueError: the file, which the message names, is missing or damaged.
+    Raises ValueError: the file, which the message names, is missing or damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

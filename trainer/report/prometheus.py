@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 COUNTED = (
@@ -56,38 +57,34 @@ def sample_of(name: str, agents: Collection[str], policies: Collection[str]) -> 
     return "marsrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", "_".join(parts)), tuple(sorted(labels.items()))
 
 
+_COUNTERS = {sample_of(name, (), ())[0] for name in COUNTED}
+_Last = tuple[int | None, float, dict[str, dict[Labels, float]]]  # step, time.monotonic(), gauges
+
+
+@dataclass(eq=False)
 class MetricsPort:
     """Contents of the metrics port. A prometheus_client collector: read by server threads, written by the run's.
 
-    num_steps: run.steps. engines: {policy: serving engines}; silences_s: {rank: seconds since its last heartbeat}; both are
-    called at each scrape.
+    num_steps: run.steps. engines: {policy: serving engines}; silences_s: {rank: seconds since its last beat}; at each scrape.
     """
 
-    def __init__(
-        self,
-        run: str,
-        *,
-        agents: Collection[str],
-        policies: Collection[str],
-        num_steps: int,
-        engines: Callable[[], Mapping[str, int]],
-        silences_s: Callable[[], Mapping[int, float]],
-    ) -> None:
-        self._run, self._num_steps = run, num_steps
-        self._agents = frozenset(agents)
-        self._policies = frozenset(policies) if len(policies) > 1 else frozenset()
-        self._engines, self._silences_s = engines, silences_s
-        self._counted = {sample_of(name, (), ())[0] for name in COUNTED}
-        self._totals: dict[str, dict[Labels, float]] = {}
-        self._last: tuple[int | None, float, dict[str, dict[Labels, float]]] = (None, time.monotonic(), {})
+    run: str
+    agents: Collection[str]
+    policies: Collection[str]
+    num_steps: int
+    engines: Callable[[], Mapping[str, int]]
+    silences_s: Callable[[], Mapping[int, float]]
+    _totals: dict[str, dict[Labels, float]] = field(default_factory=dict)
+    _last: _Last = field(default_factory=lambda: (None, time.monotonic(), {}))
 
     def show(self, step: int, row: Mapping[str, float]) -> None:
         """Show the metrics of this step. If two get one name, the later one is shown."""
         gauges: dict[str, dict[Labels, float]] = {}
+        policies = self.policies if len(self.policies) > 1 else ()
         totals = {name: dict(values) for name, values in self._totals.items()}
         for metric, value in row.items():
-            name, labels = sample_of(metric, self._agents, self._policies)
-            if name in self._counted:
+            name, labels = sample_of(metric, self.agents, policies)
+            if name in _COUNTERS:
                 of_name = totals.setdefault(name, {})
                 of_name[labels] = of_name.get(labels, 0.0) + value
             else:
@@ -107,19 +104,19 @@ class MetricsPort:
 
         step, since, gauges = self._last
         own: dict[str, tuple[str, Mapping[Labels, float]]] = {
-            "marsrl_run": ("1, its name as a label", {(("run", self._run),): 1.0}),
-            "marsrl_steps": ("run.steps", {(): float(self._num_steps)}),
+            "marsrl_run": ("1, its name as a label", {(("run", self.run),): 1.0}),
+            "marsrl_steps": ("run.steps", {(): float(self.num_steps)}),
             "marsrl_seconds_since_step": (
                 "since the last step was logged, or since the start",
                 {(): time.monotonic() - since},
             ),
             "marsrl_engines": (
                 "engines that serve now",
-                {(("policy", name),): float(num) for name, num in self._engines().items()},
+                {(("policy", name),): float(num) for name, num in self.engines().items()},
             ),
             "marsrl_rank_silence_seconds": (
                 "since a rank last said that it lives",
-                {(("rank", str(rank)),): silence for rank, silence in self._silences_s().items()},
+                {(("rank", str(rank)),): silence for rank, silence in self.silences_s().items()},
             ),
         }
         if step is not None:
@@ -135,19 +132,12 @@ class MetricsPort:
 
 @contextmanager
 def served(port: int, shown: MetricsPort) -> Iterator[None]:
-    """Serve http://127.0.0.1:port/metrics in the body.
-
-    Raises:
-        RuntimeError: the port is not available, with the reason.
-    """
+    """Serve http://127.0.0.1:port/metrics in the body; the port is free (preflight)."""
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
     registry.register(shown)
-    try:
-        server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
-    except OSError as error:
-        raise RuntimeError(f"run.prometheus_port={port}: {error.strerror}; give a port that is free, or 0") from error
+    server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
     try:
         yield
     finally:

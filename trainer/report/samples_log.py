@@ -111,8 +111,7 @@ def sample_files(run: RunDirectory) -> dict[int, Path]:
 def read_samples(path: Path) -> Iterator[SampleRecord]:
     """The samples of a file, read by row groups, so that a step of long texts need not fit in memory.
 
-    Raises:
-        ValueError: the file, which the message names, is missing or damaged.
+    Raises ValueError: the file, which the message names, is missing or damaged.
     """
     with opened(path, "file of samples") as file:
         for batch in file.iter_batches(batch_size=256):
@@ -122,8 +121,7 @@ def read_samples(path: Path) -> Iterator[SampleRecord]:
 def read_lines(path: Path, lines: Collection[int]) -> dict[int, SampleRecord]:
     """{line: sample} of some lines of a file, from 1; row groups without any of them are not read.
 
-    Raises:
-        ValueError: the file is gone, damaged, or has no such line; says which.
+    Raises ValueError: the file is gone, damaged, or has no such line; says which.
     """
     found: dict[int, SampleRecord] = {}
     with opened(path, "file of samples") as file:

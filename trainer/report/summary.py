@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -39,6 +40,9 @@ class Schema(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
 
+Saved = TypeVar("Saved", bound=Schema)
+
+
 class Estimate(Schema):
     """A measured proportion of n samples with its 95% interval. mean is null if n = 0."""
 
@@ -56,10 +60,7 @@ class Estimate(Schema):
         return self
 
 
-def estimate(successes: float, n: int) -> Estimate:
-    """successes of n independent samples, with Wilson's interval."""
-    low, high = wilson_interval(successes, n)
-    return Estimate(mean=successes / n if n else None, low=low, high=high, n=n)
+UNKNOWN = Estimate(mean=None, low=0.0, high=1.0, n=0)
 
 
 class Confusion(Schema):
@@ -143,8 +144,7 @@ class JudgeUsage(Usage):
 
 
 class Latency(Schema):
-    """Seconds of an episode from its first request to its end, under the evaluation's load (docs/evaluate.md): median and 95th
-    percentile of n."""
+    """Seconds of an episode from its first request to its end, under the evaluation's load (docs/evaluate.md): quantiles of n."""
 
     median_s: float = Field(ge=0)
     p95_s: float = Field(ge=0)
@@ -254,9 +254,14 @@ def save_summary(path: Path, summary: Summary) -> None:
 
 
 def load_summary(path: Path) -> Summary:
-    """Read summary.json. Raises ValueError with the file and the invalid key."""
+    """Read summary.json; errors as in `read_saved`."""
+    return read_saved(path, Summary, "a run summary")
+
+
+def read_saved(path: Path, kind: type[Saved], what: str) -> Saved:
+    """Read a file of one of these models. Raises ValueError with the file, what it should be, and the invalid key."""
     try:
         # json, not pydantic's parser, which rejects lone surrogates of undecodable file names
-        return Summary.model_validate(json.loads(path.read_bytes()))
+        return kind.model_validate(json.loads(path.read_bytes()))
     except ValueError as error:  # pydantic's ValidationError is one
-        raise ValueError(f"{path} is not a run summary of this version of marsrl: {error}") from error
+        raise ValueError(f"{path} is not {what} of this version of marsrl: {error}") from error

@@ -116,9 +116,7 @@ def token_record(
 ) -> TokenRecord:
     """A sample's tokens. renderer: of its policy; trained: an update's results, None if the sample was not trained."""
     pieces = renderer.pieces(sample.token_ids)
-    text = (
-        "".join(pieces).encode("utf-8", "replace").decode()
-    )  # lone surrogates, from a tokenizer in Python, become "?"
+    text = "".join(pieces).encode("utf-8", "replace").decode()  # lone surrogates of a tokenizer in Python become "?"
     own, num = sample.is_sampled, len(sample.token_ids)
     logprobs, entropy = (np.full(num, np.nan, np.float32) for _ in range(2))
     marks = np.zeros(num, np.uint8)
@@ -161,11 +159,7 @@ def token_files(run: RunDirectory) -> dict[int, Path]:
 
 
 def read_tokens(path: str | Path) -> TokenLog:
-    """Read a file of write_tokens.
-
-    Raises:
-        ValueError: the file, which the message names, is missing or damaged.
-    """
+    """Read a file of write_tokens. Raises ValueError: the file, which the message names, is missing or damaged."""
     with opened(path, "token log") as file:
         if not file.schema_arrow.equals(schema_of(TokenRecord, "step")):
             raise ValueError("its columns are others")

@@ -157,16 +157,12 @@ def _events(spans: list[Span]) -> list[dict[str, object]]:
     for span in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
         start, duration = round(span.start_s * 1e6, 3), round((span.end_s - span.start_s) * 1e6, 3)
         where = {"pid": process[span.lane], "tid": thread[span.lane]}
-        arguments = {key: _json_safe(value) for key, value in span.arguments.items()}
+        arguments = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in span.arguments.items()}
         phase: dict[str, object] = {"ph": "X", "dur": duration}
         if span.lane.startswith(f"{MARKS}/"):
             phase = {"ph": "i", "s": "g"}  # an instant event over all lanes
         events.append({**phase, "name": span.name, "cat": "marsrl", "ts": start, **where, "args": arguments})
     return events
-
-
-def _json_safe(value: Argument) -> Argument:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _natural(lane: str) -> tuple[str, int, str]:

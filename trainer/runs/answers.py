@@ -24,10 +24,7 @@ def key_of(**parts: Any) -> str:
 
 
 class Answers(dict[str, Answer]):
-    """Answers by key, in one file; `add` is the only way to change them.
-
-    read: parses an answer of the file; None if it is not valid.
-    """
+    """Answers by key, in one file. read: parses an answer of the file; None or an error if it is not valid."""
 
     def __init__(self, path: Path, read: Callable[[Any], Answer | None]) -> None:
         super().__init__()

@@ -76,18 +76,13 @@ class CheckpointWriter:
         self._pending: _Pending | None = None
 
     def save(
-        self,
-        step: int,
-        versions: Mapping[str, int],
-        learners: Mapping[str, Learner],
-        rollout: RolloutState | None,
+        self, step: int, versions: Mapping[str, int], learners: Mapping[str, Learner], rollout: RolloutState | None
     ) -> None:
         """Save a checkpoint after `step`; returns when it is complete, or with async once the state is copied.
 
         rollout: rank 0's; None elsewhere, and in supervised training. A save that is still under way is brought to its end first.
 
-        Raises:
-            RuntimeError: on all ranks, if one could not write (disk full, no permission); earlier checkpoints stay.
+        Raises RuntimeError: on all ranks, if one could not write (disk full, no permission); earlier checkpoints stay.
         """
         self.finish()
         part, error = self._part(step), None
@@ -106,12 +101,11 @@ class CheckpointWriter:
         policies = {name: each.begin_save(part / "policies" / name, copy=copy) for name, each in learners.items()}
         # A daemon: an interrupted run does not wait for it, and its partial files are no checkpoint.
         writer = Thread(target=_write, args=(policies,), name=f"checkpoint {step}", daemon=True)
+        self._pending = _Pending(step, policies, writer)
         if self._is_async:
             writer.start()
         else:
             writer.run()
-        self._pending = _Pending(step, policies, writer)
-        if not self._is_async:
             self.finish()
 
     def finish_if_written(self) -> None:
@@ -122,8 +116,7 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Wait for the save in progress, if any, and finish it: manifest, rename, latest, removal of older ones.
 
-        Raises:
-            RuntimeError: on all ranks, if one could not write.
+        Raises RuntimeError: on all ranks, if one could not write.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -199,10 +192,7 @@ def is_due(run: RunSection, step: int, *, last: int, saved_s: float, is_asked: b
 
 
 def load_checkpoint(
-    run: RunDirectory,
-    learners: Mapping[str, Learner],
-    resume: Literal["auto", "previous"],
-    warn: Callable[[str], None],
+    run: RunDirectory, learners: Mapping[str, Learner], resume: Literal["auto", "previous"], warn: Callable[[str], None]
 ) -> Restored | None:
     """Restore every learner and return the rest; None if the run has no checkpoint yet. Collective.
 
@@ -210,9 +200,8 @@ def load_checkpoint(
     names none, resume="auto" stops and names the newest intact one; resume="previous" takes that one and reports how many
     steps are lost. Afterwards `latest` names the restored one.
 
-    Raises:
-        CheckpointError: on all ranks: damaged files, each with what was found and expected; no intact checkpoint; or weights
-            that do not fit the model.
+    Raises CheckpointError: on all ranks: damaged files, each with what was found and expected; no intact checkpoint; or
+    weights that do not fit the model.
     """
     latest, problem = _latest(run)
     if latest is None and problem is None:

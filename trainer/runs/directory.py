@@ -3,14 +3,14 @@
 runs/<name>/
     lock                      held by the run that writes here; names its process (lock.py)
     config.yaml               the resolved settings
-    prompts/                  copies of the prompt files named there (kept_prompts.py)
+    prompts/                  copies of the prompt files named there (existing_run.py)
     metrics.jsonl             one object a step            (metrics.py)
     evaluations/step_N/       evaluation.json, and its draws, a line each (evaluate/draws.py)
     tensorboard/              the same, as event files
     samples/step_N.parquet    every sample of a step       (samples_log.py)
     tokens/step_N.parquet     numbers of single tokens, every run.token_log_every steps (token_log.py)
     trace.json                timeline                     (trace.py)
-    warnings.jsonl            warnings of the run          (warnings_log.py)
+    warnings.jsonl            warnings of the run          (metrics.py)
     checkpoints/step_N/       and checkpoints/latest, a text file that names the last complete one
     evaluation_before.json    of the weights before the first step
     data.json                 fingerprints of the problems at the start
@@ -172,9 +172,8 @@ class RunDirectory:
         The default name is preset-YYYYMMDD-HHMMSS (UTC), with -2, -3, ... appended if taken; mkdir claims it, so that two runs
         started in the same second do not share it. A folder whose run never began (its start failed) is reused.
 
-        Raises:
-            ValueError: the name exists, its run began, and resume is off; it is no run directory; it is no plain file name;
-                resume without a name; the folder is not writable.
+        Raises ValueError: the name exists, its run began, and resume is off; it is no run directory; it is no plain file
+        name; resume without a name; the folder is not writable.
         """
         found, root = cls.find(directory, name, resume), Path(directory)
         with _told_where(root):
@@ -192,11 +191,7 @@ class RunDirectory:
     def find(
         cls, directory: str | Path, name: str | None, resume: Literal["off", "auto", "previous"] = "off"
     ) -> RunDirectory | None:
-        """The directory that `create` would create or open (see `existed`), without creating it; None if it would choose a name.
-
-        Raises:
-            ValueError: as `create` does.
-        """
+        """The directory that `create` would create or open (see `existed`), None if that chooses a name. Raises as it does."""
         if name is None and resume != "off":
             raise ValueError(f"run.resume={resume} goes on with the run called run.name, and run.name is not set")
         if name is not None and not _NAME.fullmatch(name):
@@ -218,9 +213,8 @@ class RunDirectory:
             return cls(path)
         run = cls(path, existed=True)
         is_foreign = not path.is_dir() or (any(path.iterdir()) and not run.config.is_file())
-        if resume == "off" and (
-            is_foreign or run.has_begun or not run.lock.exists()
-        ):  # the lock: left by an earlier start
+        # the lock: left by an earlier start
+        if resume == "off" and (is_foreign or run.has_begun or not run.lock.exists()):
             go_on = "" if is_foreign else ", or set run.resume=auto to go on from its last checkpoint"
             raise ValueError(f"run.name={name}: {path} exists and is not overwritten; take another run.name{go_on}")
         if is_foreign:
@@ -301,8 +295,7 @@ class RunDirectory:
     def latest_checkpoint(self) -> Checkpoint | None:
         """The last complete checkpoint, None before the first.
 
-        Raises:
-            CheckpointError: `latest` is missing although there are checkpoints, or does not name one of them.
+        Raises CheckpointError: `latest` is missing although there are checkpoints, or does not name one of them.
         """
         pointer = self.checkpoints / "latest"
         if not pointer.exists():

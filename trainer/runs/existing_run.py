@@ -1,18 +1,22 @@
-"""Start, resume or refuse a run whose name is taken, and the settings that may differ on resume."""
+"""Start, resume or refuse a run whose name is taken, and the settings that may differ on resume.
+
+A run keeps a copy of each prompt file, so that it is resumed and evaluated with the prompts it began with.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from marsrl.rollout.agents.prompts import digest_of, is_prompt_file
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.kept_prompts import changed_prompts, with_kept_prompts
+from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 from marsrl.trainer.runs.lock import why_held
 
 Fingerprints = Mapping[str, Mapping[str, int | str]]
@@ -24,8 +28,7 @@ OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # select the run
 def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
     """Describe, in sentences, the effect of starting with these settings. Writes nothing.
 
-    Raises:
-        ValueError: the start would be refused; with the same text.
+    Raises ValueError: the start would be refused; with the same text.
     """
     run = RunDirectory.find(config.run.dir, config.run.name, config.run.resume)
     if run is None:
@@ -40,8 +43,7 @@ def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
 def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> list[str]:
     """The step from which an existing run resumes, and the settings that differ, in sentences.
 
-    Raises:
-        ValueError: it cannot resume with these settings or problems; names the setting, the run's value and the given one.
+    Raises ValueError: it cannot resume with these settings or problems; names the setting, the run's value and the given one.
     """
     if not run.has_begun:
         return [f"run: {run.path}, which a start has made and nothing has begun in: it begins at step 1"]
@@ -50,7 +52,7 @@ def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> li
     if saved is None:
         return [*lines, f"{run.config} is not of this version: what differs from it cannot be told"]
     config = with_kept_prompts(config)
-    if refused := [*_refusals(saved, config), *changed_prompts(run, saved, config), *_other_problems(run, data)]:
+    if refused := [*_refusals(saved, config), *_changed_prompts(run, saved, config), *_other_problems(run, data)]:
         raise ValueError(
             f"run.resume={config.run.resume}: {run.path} cannot go on with other {'; '.join(refused)}; set it back, or start "
             "a run of another name"
@@ -162,3 +164,45 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in settings.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
+
+
+def with_kept_prompts(config: RunConfig) -> RunConfig:
+    """The config with prompt files named as a run keeps them, prompts/<name>-<digest>.yaml, beside its config.yaml."""
+    agents = {
+        name: agent.model_copy(update={"prompt": _kept_name(agent.prompt)}) if is_prompt_file(agent.prompt) else agent
+        for name, agent in config.agents.items()
+    }
+    return config.model_copy(update={"agents": agents})
+
+
+def keep_settings(run: RunDirectory, config: RunConfig, made_of: str) -> None:
+    """Write config.yaml (RunDirectory.write_config), with copies of the prompt files beside it; existing copies stay."""
+    for agent in config.agents.values():
+        if is_prompt_file(agent.prompt):
+            write_atomically(run.path / _kept_name(agent.prompt), Path(agent.prompt).read_bytes())
+    run.write_config(with_kept_prompts(config).model_dump(mode="json"), made_of)
+
+
+def _changed_prompts(run: RunDirectory, saved: RunConfig, now: RunConfig) -> Iterator[str]:
+    """Prompt files whose contents differ from those that the run began with; both configs from with_kept_prompts."""
+    agents: dict[str, list[str]] = {}
+    for name, agent in now.agents.items():
+        before = saved.agents[name].prompt if name in saved.agents else None
+        if not is_prompt_file(before) or not is_prompt_file(agent.prompt):
+            continue
+        if before != agent.prompt and _stem(before) == _stem(agent.prompt):
+            agents.setdefault(before, []).append(f"agents.{name}.prompt")
+    for before, keys in agents.items():
+        yield (
+            f"{', '.join(keys)} (the file has changed; what it began with is {run.path / before}, and a file of another name "
+            "counts as another prompt)"
+        )
+
+
+def _kept_name(prompt: str) -> str:
+    digest, stem = digest_of(prompt), Path(prompt).stem
+    return f"prompts/{stem.removesuffix(f'-{digest}')}-{digest}.yaml"
+
+
+def _stem(kept_name: str) -> str:
+    return kept_name.rpartition("-")[0]

@@ -41,12 +41,11 @@ class RankLost(RuntimeError):
 class Heartbeat:
     """A thread for the life of a run: `with Heartbeat(store, rank, world_size): ...`.
 
-    Args:
-        store: a separate connection: a client handles one request at a time, and a rank may be waiting in its own.
-        silence_s: a silent rank is found and named within this time (run.silence_s).
-        go_on: returns the text that tells users how to resume.
-        stop: called once, in the thread, with the reason and the beats of the silent ranks.
-        clock: seconds, by which the others are silent.
+    store: a separate connection: a client handles one request at a time, and a rank may be waiting in its own.
+    silence_s: a silent rank is found and named within this time (run.silence_s).
+    go_on: returns the text that tells users how to resume.
+    stop: called once, in the thread, with the reason and the beats of the silent ranks.
+    clock: seconds, by which the others are silent.
 
     A stopped run leaves the body with RankLost, whatever else the stop raised there; with KeyboardInterrupt if another rank
     was interrupted.

@@ -51,8 +51,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> None:
 def read_manifest(folder: Path) -> dict[str, FileSum]:
     """The sums by file name relative to `folder`, sorted by name.
 
-    Raises:
-        DamagedError: the manifest is missing, or differs in any byte from the one written.
+    Raises DamagedError: the manifest is missing, or differs in any byte from the one written.
     """
     path = folder / NAME
     try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 from marsrl.rollout.agents.roles import Role
@@ -28,13 +29,14 @@ from marsrl.rollout.tasks.facts_tutor import another_world, call_traces, distill
 from marsrl.rollout.tasks.word_tokenizer import Trace
 from marsrl.trainer.config import RunConfig, WarmStartConfig
 
+_WANTED = "preset=cpu_{0} (task=qa with task_options.wording=terse, orchestration={0}, agents.<name>.prompt=facts)"
+
 
 class School(ABC):
     """Generates one team's lessons: traces of tutors that slip, and drills. A seed gives the same lessons on every rank.
 
     tokenizer: key of rollout.tasks.registry.TOKENIZERS. alone: agent whose loss ends phase 1; judged: agent whose loss ends
-    phase 2. section: the part of config.warm_start specific to this school, or None. wants: for messages, the
-    settings it can teach.
+    phase 2. section: its own part of config.warm_start, or None. wants: settings it can teach.
     """
 
     tokenizer: ClassVar[str]
@@ -126,10 +128,23 @@ class FactsSchool(School):
     """Teaches a team on the built-in questions in their terse wording; section names its orchestration too."""
 
     section: ClassVar[str]
+    traces: ClassVar[Callable[..., list[Trace]]]  # of one problem, by its tutors
 
     def __init__(self, config: RunConfig, rng: random.Random) -> None:
         super().__init__(config, rng)
         self._options = self.options(config)
+
+    def first_lesson(self, step: int) -> list[Trace]:
+        return self._drills(self.settings.solver_batch)
+
+    def team_lesson(self) -> list[Trace]:
+        world, lessons = another_world(self.rng, self._options), getattr(self.settings, self.section)
+        traces = [trace for _ in range(self.settings.team_batch) for trace in self.traces(self.rng, world, lessons)]
+        return traces + self._drills(lessons.drills)
+
+    @abstractmethod
+    def _drills(self, count: int) -> list[Trace]:
+        """Documents and questions about them."""
 
     @classmethod
     def teaches(cls, config: RunConfig) -> bool:
@@ -157,10 +172,8 @@ class SearchSchool(FactsSchool):
     tokenizer = "facts"
     alone, judged = Role.ANSWERER, Role.SEARCHER
     section = "search_team"
-    wants = (
-        "preset=cpu_search_team (task=qa with task_options.wording=terse, orchestration=search_team, "
-        "agents.<name>.prompt=facts)"
-    )
+    wants = _WANTED.format("search_team")
+    traces = staticmethod(search_traces)
 
     @classmethod
     def teaches(cls, config: RunConfig) -> bool:
@@ -171,13 +184,7 @@ class SearchSchool(FactsSchool):
         most = 1 if step < self.settings.short_steps else 2
         return self._drills(self.settings.solver_batch, most)
 
-    def team_lesson(self) -> list[Trace]:
-        world = another_world(self.rng, self._options)
-        slips = self.settings.search_team
-        traces = [trace for _ in range(self.settings.team_batch) for trace in search_traces(self.rng, world, slips)]
-        return traces + self._drills(slips.drills, 2)
-
-    def _drills(self, count: int, most_documents: int) -> list[Trace]:
+    def _drills(self, count: int, most_documents: int = 2) -> list[Trace]:
         world = another_world(self.rng, self._options)
         return [reading_drill(self.rng, world, self.rng.randint(1, most_documents)) for _ in range(count)]
 
@@ -188,19 +195,8 @@ class DualSchool(FactsSchool):
     tokenizer = "calls"
     alone, judged = Role.DISTILLER, Role.REASONER
     section = "dual_system"
-    wants = (
-        "preset=cpu_dual_system (task=qa with task_options.wording=terse, orchestration=dual_system, "
-        "agents.<name>.prompt=facts)"
-    )
-
-    def first_lesson(self, step: int) -> list[Trace]:
-        return self._drills(self.settings.solver_batch)
-
-    def team_lesson(self) -> list[Trace]:
-        world = another_world(self.rng, self._options)
-        lessons = self.settings.dual_system
-        traces = [trace for _ in range(self.settings.team_batch) for trace in call_traces(self.rng, world, lessons)]
-        return traces + self._drills(lessons.drills)
+    wants = _WANTED.format("dual_system")
+    traces = staticmethod(call_traces)
 
     def _drills(self, count: int) -> list[Trace]:
         world = another_world(self.rng, self._options)

@@ -66,8 +66,7 @@ def warm_starts(config: RunConfig, console: RunConsole) -> dict[str, WarmStart]:
 def warm_start(config: RunConfig, console: RunConsole, shape: str = SHAPE) -> WarmStart:
     """The warm-started policy of this recipe, shape and seed, from the cache or trained now. Collective over all ranks.
 
-    Raises:
-        ValueError: no school teaches this team.
+    Raises ValueError: no school teaches this team.
     """
     recipe = recipe_of(config, shape)
     final = cache_directory() / name_of(recipe)

@@ -57,11 +57,9 @@ def read_demonstrations(
 ) -> Demonstrations:
     """The demonstrations of a jsonl file.
 
-    Args:
-        renderers, longest: by trained policy: its chats, and the tokens that a sequence of it can have.
+    renderers, longest: by trained policy: its chats, and the tokens that a sequence of it can have.
 
-    Raises:
-        ValueError: a line is none (data.on_bad_line=skip leaves it out), all are too long, or there is none.
+    Raises ValueError: a line is none (data.on_bad_line=skip leaves it out), all are too long, or there is none.
     """
     reader, found = _Reader(config, renderers), list[Demonstration]()
     bad, too_long = list[str](), list[str]()

@@ -1,7 +1,6 @@
 """Cross-entropy on demonstrations by the learner of RL: the policy gradient with a token's weight in the advantage's place.
 
-The one optimizer step of `marsrl sft` and of the warm start (trainer/schools). Every rank holds all demonstrations and packs its
-own share.
+The one optimizer step of `marsrl sft` and of the warm start (trainer/schools). Every rank packs its share.
 """
 
 from __future__ import annotations
@@ -58,11 +57,10 @@ class DemonstrationTokens:
     ) -> TrainSequence:
         """All of the completion is to be imitated, none of the prompt.
 
-        Args:
-            prompt: a text is tokenised as it stands, messages by the chat template.
-            writer: an index by which losses are summed up.
-            ends: the end token follows the completion.
-            weights: of each token of the completion, the end token included; None: 1.
+        prompt: a text is tokenised as it stands, messages by the chat template.
+        writer: an index by which losses are summed up.
+        ends: the end token follows the completion.
+        weights: of each token of the completion, the end token included; None: 1.
         """
         if isinstance(prompt, str):
             prompt_ids = self._encoded(prompt)

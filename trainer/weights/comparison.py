@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from marsrl.rollout.engines.protocol import WeightReceipt
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
 from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.other_roundings import Precision
 
 _NUM_SEQUENCES = 16
 _NUM_TOKENS = 41  # a block of 32 of vLLM's prefix cache on a CPU lies before the last token
@@ -73,17 +73,12 @@ def comparison_sequences(vocab_size: int) -> list[IntArray]:
     return [generator.integers(0, vocab_size, _NUM_TOKENS).astype(np.int32) for _ in range(_NUM_SEQUENCES)]
 
 
-def trainer_scores(
-    learner: Learner, engine_dtype: torch.dtype, cache_dtype: torch.dtype | None = None
-) -> TrainerScores:
-    """The learner's scores of the probe; the noise is that of the coarser dtype of learner and engines. Collective.
-
-    cache_dtype: of the engines' keys and values, if different (rollout.vllm.kv_cache_dtype).
-    """
+def trainer_scores(learner: Learner, engines: Precision) -> TrainerScores:
+    """The learner's scores of the probe; the noise is that of the coarser precision of learner and engines. Collective."""
     sequences = comparison_sequences(learner.vocab_size)
     batch = _packed(sequences, learner.align)
     ends = np.cumsum([len(sequence) - 1 for sequence in sequences])[:-1]
-    found = [learner.score([batch])[0], learner.score([batch], rounded_as=engine_dtype, cache_dtype=cache_dtype)[0]]
+    found = [learner.score([batch])[0], learner.score([batch], rounded_as=engines)[0]]
     return TrainerScores(*(np.split(each[batch.trained_rows.cpu()].numpy(), ends) for each in found))
 
 

@@ -43,6 +43,7 @@ from marsrl.rollout.pool.replicas import Lost, Timed
 from marsrl.rollout.weights.direct import DirectSender, GroupSender, HeldWeights, Ranks, SharedSender
 from marsrl.rollout.weights.files import SHARD_BYTES, FileSender, WrittenWeights
 from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank, world_size
 from marsrl.trainer.runs.stop import Stopped
 from marsrl.trainer.weights.comparison import CheckedEngines, ComparisonReport, TrainerScores, trainer_scores
@@ -122,13 +123,13 @@ class WeightSync(ABC):
         dtype: torch.dtype,
         *,
         verify_every: int = 1,
-        cache_dtype: torch.dtype | None = None,
+        precision: Precision | None = None,
     ) -> None:
         """engines: None on ranks other than 0. dtype: what they compute in. verify_every: versions between comparisons.
-        cache_dtype: of their keys and values, where it is another one.
+        precision: of the engines, where more than dtype decides it.
         """
         self._engines, self._dtype, self._verify_every = engines, dtype, verify_every
-        self._cache_dtype = cache_dtype
+        self._precision = precision or Precision(dtype)
 
     def publish(
         self,
@@ -149,7 +150,7 @@ class WeightSync(ABC):
                 named), or trainer and engine disagree on the log-probs (comparison.py).
             ValueError: tensors of the model are missing.
         """
-        scores = trainer_scores(learner, self._dtype, self._cache_dtype) if version % self._verify_every == 0 else None
+        scores = trainer_scores(learner, self._precision) if version % self._verify_every == 0 else None
         start, seconds_of = time.perf_counter(), dict[str, float]()
         self._prepare(learner, version, seconds_of)
         with engines_at_rest:

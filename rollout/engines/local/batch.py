@@ -80,7 +80,6 @@ class DecodeBatch:
         return torch.from_numpy(uniform(self._seeds, lengths)).to(self.hidden.device)
 
     def keep_experts(self) -> None:
-        """Append the experts to the rows' records."""
         if self.experts is None:
             return
         for row, experts in zip(self.rows, self.experts.cpu().numpy(), strict=True):
@@ -97,7 +96,6 @@ class DecodeBatch:
                 self.rows[i].kept.append(ids)
 
     def keep_going(self) -> None:
-        """Drop finished rows."""
         going = [i for i, row in enumerate(self.rows) if row.finish is None]
         if len(going) == len(self.rows):
             return
@@ -135,7 +133,6 @@ class Cache:
         self.values = [v[rows] for v in self.values]
 
     def append(self, other: Cache) -> None:
-        """Append another cache's rows."""
         room = max(self._capacity, other._capacity)
 
         def joined(ours: Tensor, theirs: Tensor) -> Tensor:

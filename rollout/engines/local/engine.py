@@ -153,10 +153,7 @@ class LocalEngine:
         else:
             self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
         self._versions[""] = update.version  # caches live as long as their requests: there is no prefix cache
-        loaded = time.perf_counter()
-        checksums = {name: checksum(tensor) for name, tensor in self._model.weights.items()}
-        end = time.perf_counter()
-        return WeightReceipt(update.version, (checksums,), end - start, end - loaded)
+        return _receipt(update.version, self._model.weights, start)
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
         if any(request.uses(update.name) for request in (*self._inbox, *(row.request for row in self._going()))):
@@ -166,10 +163,7 @@ class LocalEngine:
         start = time.perf_counter()
         held = self._load_adapter(update.name, update.path)
         self._versions[update.name] = update.version
-        loaded = time.perf_counter()
-        checksums = {name: checksum(tensor) for name, tensor in held.items()}
-        end = time.perf_counter()
-        return WeightReceipt(update.version, (checksums,), end - start, end - loaded)
+        return _receipt(update.version, held, start)
 
     def _load_adapter(self, name: str, path: str) -> dict[str, Tensor]:
         tensors = read_tensors(Path(path))
@@ -394,3 +388,11 @@ class LocalEngine:
         return [
             (self._adapters[name], torch.from_numpy(own).to(self._device)) for name, own in rows.items() if len(own)
         ]
+
+
+def _receipt(version: int, held: Mapping[str, Tensor], start: float) -> WeightReceipt:
+    """Of tensors loaded since `start`, on the clock of time.perf_counter()."""
+    loaded = time.perf_counter()
+    checksums = {name: checksum(tensor) for name, tensor in held.items()}
+    end = time.perf_counter()
+    return WeightReceipt(version, (checksums,), end - start, end - loaded)

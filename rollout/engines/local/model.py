@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from marsrl.rollout.engines.local.rope import rotary_frequencies
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.layout import EMBEDDING, HEAD, fuse
 
@@ -28,14 +28,9 @@ class LocalModel:
     def __init__(
         self, shape: ModelShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Fuse HF-named tensors and take ownership.
-
-        Raises:
-            ValueError: a tensor is missing or has a wrong shape.
-        """
+        """Fuse HF-named tensors, which have the names and shapes of config.json, and take ownership."""
         self.shape, self.dtype, self.device = shape, dtype, device
         self.weights = dict(fuse(tensors, dtype, device))
-        _check(shape, self.weights)
         self._frequencies = rotary_frequencies(shape, device)
 
     def forward(
@@ -137,39 +132,26 @@ def _among(tokens: Tensor, adapted: Adapted) -> Adapted:
     return [(pairs, places) for pairs, places in found if len(places)]
 
 
+def rotary_frequencies(shape: ModelShape, device: torch.device) -> Tensor:
+    """Frequencies of rotary position embeddings (arXiv:2104.09864), [D/2] float32, radians a position: theta^(-2i/D) for each i.
+
+    Rope type llama3, by wavelength w = 2 pi / frequency with o = original_positions: w below o / high_freq_factor stays, w above
+    o / low_freq_factor is multiplied by `factor`, and between the two the frequency is interpolated linearly in o / w. Equal to
+    transformers' modeling_rope_utils._compute_llama3_parameters, to the bit.
+    """
+    half = torch.arange(0, shape.head_size, 2, dtype=torch.float32, device=device) / shape.head_size
+    plain = 1.0 / shape.rope_theta**half
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return plain
+    old, low, high = scaling.original_positions, scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = 2 * math.pi / plain
+    share = (old / wavelength - low) / (high - low)
+    between = (1 - share) * plain / scaling.factor + share * plain
+    stretched = torch.where(wavelength > old / low, plain / scaling.factor, between)
+    return torch.where(wavelength < old / high, plain, stretched)
+
+
 def _rotate(x: Tensor) -> Tensor:
     left, right = x.chunk(2, -1)
     return torch.cat([-right, left], -1)
-
-
-def _check(shape: ModelShape, weights: Mapping[str, Tensor]) -> None:
-    h, d, width, experts = shape.hidden_size, shape.head_size, shape.ffn_size, shape.num_experts
-    qkv = (shape.num_heads + 2 * shape.num_kv_heads) * d
-    of_layer: dict[str, tuple[int, ...]] = {
-        "self_attn.qkv_proj.weight": (qkv, h),
-        "self_attn.o_proj.weight": (h, shape.num_heads * d),
-        "input_layernorm.weight": (h,),
-        "post_attention_layernorm.weight": (h,),
-    }
-    if shape.has_qk_norm:
-        of_layer |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
-    if experts:
-        of_layer |= {"mlp.gate.weight": (experts, h), "mlp.experts.w13_weight": (experts, 2 * width, h)}
-    else:
-        of_layer |= {"mlp.gate_up_proj.weight": (2 * width, h)}
-    if shape.has_qkv_bias:
-        of_layer["self_attn.qkv_proj.bias"] = (qkv,)
-    if shape.has_proj_bias:
-        of_layer["self_attn.o_proj.bias"] = (h,)
-    if shape.has_mlp_bias:
-        of_layer |= {"mlp.gate_up_proj.bias": (2 * width,), "mlp.down_proj.bias": (h,)}
-    layers = [f"model.layers.{layer}." for layer in range(shape.num_layers)]
-    expected = {EMBEDDING: (shape.vocab_size, h), HEAD: (shape.vocab_size, h), "model.norm.weight": (h,)}
-    expected |= {at + name: size for at in layers for name, size in of_layer.items()}
-    for name, size in expected.items():
-        if name not in weights:
-            raise ValueError(f"local engine: the weights lack {name}, which config.json asks for")
-        if tuple(weights[name].shape) != size:
-            raise ValueError(
-                f"local engine: {name} has shape {tuple(weights[name].shape)}; config.json asks for {size}"
-            )

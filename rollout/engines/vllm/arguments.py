@@ -33,6 +33,7 @@ OWN_ARGUMENTS = {
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_mib",
     "kv_cache_dtype": "rollout.vllm.kv_cache_dtype",
     "quantization": "rollout.vllm.quantization",
+    "quantization_config": "rollout.vllm.quantization",
     "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "tensor_parallel_size": "rollout.vllm.tensor_parallel",
     "enable_expert_parallel": "rollout.vllm.expert_parallel",
@@ -66,8 +67,13 @@ OWN_ARGUMENTS = {
 """{field of vLLM's EngineArgs that marsrl sets: our setting for it; None: not configurable}."""
 
 
-def vllm_environment(threads: int | None = None, device: str = "cpu", sampler: Sampler = "marsrl") -> dict[str, str]:
-    """Environment of a process with a VllmEngine on "cpu" or "cuda": core in the process, no network, no telemetry."""
+def vllm_environment(
+    threads: int | None = None, device: str = "cpu", sampler: Sampler = "marsrl", *, quantises: bool = False
+) -> dict[str, str]:
+    """Environment of a process with a VllmEngine on "cpu" or "cuda": core in the process, no network, no telemetry.
+
+    quantises: it rounds weights to FP8.
+    """
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -82,6 +88,9 @@ def vllm_environment(threads: int | None = None, device: str = "cpu", sampler: S
     else:
         # explicit, so that vLLM never falls back silently; V2 rejects DrawTokens, a logits processor of V1
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if sampler == "engine" else "0"
+        if quantises:
+            environment["VLLM_USE_DEEP_GEMM"] = "0"  # it would round scales to powers of two, and weights again
+            environment["TORCHINDUCTOR_EMULATE_DIVISION_ROUNDING"] = "1"  # scales to the last bit (weights/fp8.py)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment
@@ -114,7 +123,8 @@ def engine_arguments(
         "max_model_len": max_model_len,
         "max_num_seqs": options.max_num_seqs + (SEATS if adapters else 0),
         "kv_cache_dtype": options.kv_cache_dtype,
-        "quantization": options.quantization,
+        "quantization": "fp8_per_block" if options.quantization else None,
+        "quantization_config": {"ignore": ["*.mlp.gate"]} if options.quantization else None,  # routers choose in full
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # ignore the checkpoint's suggested sampling
         "disable_log_stats": True,

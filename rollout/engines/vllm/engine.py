@@ -41,7 +41,7 @@ from marsrl.rollout.engines.protocol import (
     check_versions,
     taken_from,
 )
-from marsrl.rollout.engines.refusals import QUANTIZED, vllm_refusals
+from marsrl.rollout.engines.refusals import vllm_refusals
 from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.engines.vllm.adapters import LoadedAdapters
@@ -258,8 +258,6 @@ class VllmEngine:
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Load the file, or receive the buckets; drop cached prefixes; return checksums of the weights that the kernels hold."""
-        if self._options.quantization is not None:
-            raise RuntimeError(f"VllmEngine.update_weights: {QUANTIZED.format(self._options.quantization)}")
         self._settle()
         start = time.perf_counter()
         if update.receive_plans:

@@ -25,6 +25,7 @@ from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import TransferBroken
 from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
 from marsrl.rollout.weights.files import WeightFiles
+from marsrl.rollout.weights.fp8 import quantised
 from marsrl.rollout.weights.layout import EngineShard, fuse
 
 if TYPE_CHECKING:
@@ -169,7 +170,8 @@ def _reduce_asleep() -> None:
 def _with_the_rest(model: nn.Module, found: dict[str, int]) -> dict[str, int]:
     """The checksums, plus those of parameters that were not sent."""
     others = {_our_name(name): parameter for name, parameter in model.named_parameters()}
-    return found | {name: checksum(parameter) for name, parameter in others.items() if name not in found}
+    unsent = others.keys() - found.keys() - {f"{name}_scale_inv" for name in found}
+    return found | {name: checksum(others[name]) for name in unsent}
 
 
 def _our_name(name: str) -> str:
@@ -197,6 +199,10 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
     module, attribute = _module_of(model, name)
     held = getattr(module, attribute)
     received = received.to(held.device)
+    if (scales := getattr(module, f"{attribute}_scale_inv", None)) is not None:
+        expected = _laid_out(module, *quantised(received))
+        same = all(map(_same_bytes, expected, (held, scales)))
+        return checksum(received) if same else ~checksum(held)  # inverted: as below
     if attribute in ("w13_weight", "w2_weight"):
         if held.device.type != "cpu":
             return checksum(held)
@@ -212,6 +218,29 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
     if held.dtype != received.dtype and torch.equal(held, received.to(held.dtype)):
         return checksum(received)  # a kernel keeps the bias in float32
     return checksum(held)
+
+
+def _laid_out(module: Any, numbers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 numbers and scales of a layer, in the form that vLLM's kernel for it reads (packed, transposed ...)."""
+    if numbers.dim() > 2:
+        from vllm.model_executor.layers.fused_moe.oracle.fp8 import convert_to_fp8_moe_kernel_format
+
+        # w13 and w2 are converted apart, in the same way
+        both = (numbers, numbers, scales, scales, None, None)
+        found = convert_to_fp8_moe_kernel_format(module.quant_method.fp8_backend, module, *both)
+        return found[0], found[2]
+    layer: Any = nn.Module()
+    layer.weight_block_size = module.weight_block_size
+    layer.register_parameter("weight", nn.Parameter(numbers, requires_grad=False))
+    layer.register_parameter("weight_scale_inv", nn.Parameter(scales, requires_grad=False))
+    module.quant_method.fp8_linear.process_weights_after_loading(layer)
+    return layer.weight, layer.weight_scale_inv
+
+
+def _same_bytes(ours: Tensor, held: Tensor) -> bool:
+    return ours.shape == held.shape and torch.equal(
+        ours.contiguous().view(torch.uint8), held.contiguous().view(torch.uint8)
+    )
 
 
 def _heed_expert_maps(model: nn.Module) -> None:
@@ -267,7 +296,7 @@ def _pack_experts(model: nn.Module, path: str, shard: EngineShard, dtype: torch.
         for name, weight in fuse({n: received[n] for n in received if ".mlp.experts." in n}, dtype, shard=shard):
             module, attribute = _module_of(model, name)
             held = getattr(module, attribute)
-            if held.shape == weight.shape and torch.equal(held, weight):
+            if held.dtype == weight.dtype and held.shape == weight.shape and torch.equal(held, weight):
                 held.copy_(_packed(module, weight))
 
 

@@ -18,7 +18,6 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,61 +65,52 @@ class Cgroup:
             _log.warning("tool python: the cgroup %s is left behind: %s", self.path, error)
 
 
-@dataclass(frozen=True, slots=True)
-class Cgroups:
-    """The parent cgroup of the interpreters'. limits: the text of each file."""
-
-    parent: Path
-    limits: Mapping[str, str]
-
-    def make(self) -> Cgroup:
-        """A new cgroup with its limits. OSError: it cannot be created, or lacks a limit."""
-        cgroup = Cgroup(self.parent / f"{_NAME}{os.getpid()}-{next(_numbers)}")
-        os.mkdir(cgroup.path)
-        try:
-            for name, limit in self.limits.items():
-                file = cgroup.path / name
-                if name == "memory.swap.max" and not file.exists():  # this kernel does not account swap
-                    continue
-                # never create a file: the controller does, unless it is missing
-                with open(os.open(file, os.O_WRONLY), "w") as opened:
-                    opened.write(limit)
-        except OSError:
-            cgroup.end()
-            raise
-        return cgroup
-
-
-def find_cgroups(config: PythonTool) -> tuple[Cgroups | None, str]:
-    """(the parent for interpreters' cgroups or None, the reason for None)."""
-    if not (_ROOT / "cgroup.controllers").exists():
-        return None, f"{_ROOT} is no cgroup of version 2"
-    [name] = [line[3:] for line in _OWN.read_text().splitlines() if line.startswith("0::")]
-    own = _ROOT / name.lstrip("/")
+def make_cgroup(parent: Path, config: PythonTool) -> Cgroup:
+    """A new cgroup with its limits. OSError: it cannot be created, or lacks a limit."""
     limits = {
         "memory.max": str((config.memory_mib + config.tmp_mib) << 20),  # files in /tmp count as memory
         "memory.swap.max": "0",
         "memory.oom.group": "1",
         "pids.max": str(config.processes + _LAUNCHERS),
     }
+    cgroup = Cgroup(parent / f"{_NAME}{os.getpid()}-{next(_numbers)}")
+    os.mkdir(cgroup.path)
+    try:
+        for name, limit in limits.items():
+            file = cgroup.path / name
+            if name == "memory.swap.max" and not file.exists():  # this kernel does not account swap
+                continue
+            # never create a file: the controller does, unless it is missing
+            with open(os.open(file, os.O_WRONLY), "w") as opened:
+                opened.write(limit)
+    except OSError:
+        cgroup.end()
+        raise
+    return cgroup
+
+
+def find_cgroups(config: PythonTool) -> tuple[Path | None, str]:
+    """(the parent for interpreters' cgroups or None, the reason for None)."""
+    if not (_ROOT / "cgroup.controllers").exists():
+        return None, f"{_ROOT} is no cgroup of version 2"
+    [name] = [line[3:] for line in _OWN.read_text().splitlines() if line.startswith("0::")]
+    own = _ROOT / name.lstrip("/")
     reasons = []
     for parent in (own, own.parent) if own != _ROOT else (own,):
-        cgroups = Cgroups(parent, limits)
         try:
             _remove_left(parent)
             if parent == own:
                 (own / "cgroup.subtree_control").write_text("+memory +pids")
-            _try(cgroups)
+            _try(parent, config)
+            return parent, ""
         except OSError as error:
             reasons.append(f"{parent}: {error}")
-        else:
-            return cgroups, ""
     return None, "; ".join(reasons)
 
 
-def _try(cgroups: Cgroups) -> None:
+def _try(parent: Path, config: PythonTool) -> None:
     """Raises OSError if a cgroup cannot be created, or a process cannot be put into it."""
-    cgroup = cgroups.make()
+    cgroup = make_cgroup(parent, config)
     try:
         done = subprocess.run([*cgroup.entering, "true"], capture_output=True, text=True, timeout=_TRIED_S)
         if done.returncode != 0:

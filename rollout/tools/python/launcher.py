@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marsrl.rollout.tools.config import PythonTool
-from marsrl.rollout.tools.python.cgroup import Cgroups
+from marsrl.rollout.tools.python.cgroup import make_cgroup
 from marsrl.rollout.tools.python.interpreter import Interpreter, StartError
 from marsrl.rollout.tools.python.seccomp import seccomp_filter
 
@@ -98,8 +98,8 @@ class Launcher:
     prefix: tuple[str, ...]
     is_root: bool
 
-    def start(self, config: PythonTool, cgroups: Cgroups | None = None) -> Interpreter:
-        """Start an interpreter, in its own cgroup if available; it may not be ready yet.
+    def start(self, config: PythonTool, cgroups: Path | None = None) -> Interpreter:
+        """Start an interpreter, in its own cgroup below `cgroups`, if there is such a place; it may not be ready yet.
 
         Raises:
             OSError: there is no such command, or no process or cgroup can be created.
@@ -124,8 +124,11 @@ class Launcher:
             "preload": config.preload,
         }
         guest = Path(__file__).with_name("guest.py").read_text(encoding="utf-8")
-        command = [*self.prefix, _python(), "-I", "-S", "-B", "-X", "utf8", "-c", guest, json.dumps(settings)]
-        return Interpreter(command, _ENVIRONMENT, cgroups.make() if cgroups is not None else None)
+        python = os.path.realpath(
+            getattr(sys, "_base_executable", sys.executable)
+        )  # outside of any virtual environment
+        command = [*self.prefix, python, "-I", "-S", "-B", "-X", "utf8", "-c", guest, json.dumps(settings)]
+        return Interpreter(command, _ENVIRONMENT, make_cgroup(cgroups, config) if cgroups is not None else None)
 
 
 def choose_launcher(config: PythonTool) -> tuple[Launcher, list[str]]:
@@ -234,11 +237,6 @@ def _closed_to_others() -> str:
         f"; this Python lies in {closed[-1]}, which is closed to other users, and code of a model runs as another one: install "
         f"with a Python that all can read (/usr/bin/python3), or chmod o+x {closed[-1]}"
     )
-
-
-def _python() -> str:
-    """The base interpreter, outside of any virtual environment."""
-    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 def _shown(config: PythonTool) -> list[str]:

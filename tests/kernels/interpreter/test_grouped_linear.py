@@ -6,12 +6,12 @@ from grouped_linear_cases import compare
 from test_grouped_linear import test_each_expert_sees_its_own_rows, test_no_rows_and_no_expert  # noqa: F401
 
 from marsrl.kernels.grouped_linear import triton_impl
-from marsrl.kernels.grouped_linear.triton_impl import Tiles
 
 
 @pytest.fixture
 def implementation(monkeypatch):
-    monkeypatch.setattr(triton_impl, "plan_tiles", lambda dtype: Tiles(4, 8, 8, 4, 1))
+    tiles = {"BLOCK_M": 4, "BLOCK_N": 8, "BLOCK_K": 8, "num_warps": 4, "num_stages": 1}
+    monkeypatch.setattr(triton_impl, "plan_tiles", lambda dtype: tiles)
 
 
 def test_whole_tiles_of_columns(implementation):

@@ -21,7 +21,7 @@ def curate(
 ) -> int:
     """Choose the problems that are worth training on: rules, near-duplicates, judges, and how often a team is right."""
     from marsrl.trainer.commands.curate import command
-    from marsrl.trainer.commands.curate.missing import CurationStopped
+    from marsrl.trainer.commands.curate.rows import CurationStopped
 
     try:
         print(command.curate(words, out, config))

@@ -61,8 +61,8 @@ def export(
     """Write a checkpoint's weights as a Hugging Face directory, which transformers and vLLM load."""
     from marsrl.trainer.models import export
 
-    done = export.export(source, out, policy, merge=merge)
-    print(f"{done.folder}: {done.num_bytes:,} bytes of weights from {done.source}")
+    folder, num_bytes = export.export(source, out, policy, merge=merge)
+    print(f"{out}: {num_bytes:,} bytes of weights from {folder}")
 
 
 @command("this machine", "marsrl doctor")

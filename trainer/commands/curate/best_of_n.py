@@ -1,7 +1,6 @@
 """Best of n: the number of right answers among n by the config's team; never and (nearly) always right teach nothing.
 
-The answers are those of `marsrl evaluate` (Evaluator.correctness): any orchestration, the sampling of the section evaluate,
-the judge of the task.
+The answers are those of `marsrl evaluate` (Evaluator.correctness): any team, sampled by the section evaluate, the task's judge.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from marsrl.rollout.types import Problem
-from marsrl.trainer.commands.curate.missing import MissingShare
-from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage
+from marsrl.trainer.commands.curate.rows import Decision, Decisions, MissingShare, Row, Stage
 from marsrl.trainer.config.curate import BestOfNConfig
 from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.runs.answers import Answers, key_of
@@ -38,7 +36,10 @@ def best_of_n(config: BestOfNConfig, team: Mapping[str, Any], open_evaluator: Op
         evaluator: Evaluator | None = None
         with closing(Answers(answers, _read)) as kept, ExitStack() as stack:
             while batch := list(itertools.islice(rows, config.batch)):
-                keyed = [(row, _key(config, team, row.problem)) for row in batch]
+                keyed = [
+                    (row, key_of(n=config.n, team=team, question=row.problem.question, answer=row.problem.answer))
+                    for row in batch
+                ]
                 unplayed = {key: row.problem for row, key in keyed if key not in kept}
                 if unplayed and evaluator is None:
                     evaluator = stack.enter_context(open_evaluator(list(unplayed.values())))
@@ -51,10 +52,6 @@ def best_of_n(config: BestOfNConfig, team: Mapping[str, Any], open_evaluator: Op
 
     settings = {**config.model_dump(mode="json", exclude={"batch"}), "team": team}
     return Stage(NAME, settings, decide)
-
-
-def _key(config: BestOfNConfig, team: Mapping[str, Any], problem: Problem) -> str:
-    return key_of(n=config.n, team=team, question=problem.question, answer=problem.answer)
 
 
 def _played(
@@ -85,7 +82,4 @@ def _decision(config: BestOfNConfig, correct: Sequence[float]) -> Decision:
 
 
 def _read(answer: Any) -> list[float] | None:
-    """Parse an answer in the file."""
-    found = answer.get("correct") if isinstance(answer, dict) else None
-    is_list = isinstance(found, list) and all(isinstance(value, int | float) for value in found)
-    return [float(value) for value in found] if is_list and found else None
+    return [float(value) for value in answer["correct"]] or None

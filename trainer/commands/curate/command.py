@@ -29,6 +29,7 @@ from marsrl.trainer.commands.curate.rules import level, readable
 from marsrl.trainer.commands.look.export import PAGES
 from marsrl.trainer.commands.look.visible import shorten, visible
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.agreement import named_policy
 from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.config.read import ConfigError, models_given, read_config
 from marsrl.trainer.evaluate.evaluator import Evaluator
@@ -84,8 +85,7 @@ def curate(words: Sequence[str], out: Path, config_file: str | None) -> Path:
 
 
 def _write_report(out: Path, records: Sequence[StageRecord], config: str) -> Path:
-    """Write report.html: the rows that each finished stage kept and dropped, with reasons. Hostile text is escaped, as in a run's
-    report.
+    """Write report.html: the rows that each finished stage kept and dropped, with reasons. Hostile text is escaped.
 
     config: the settings as text.
     """
@@ -118,10 +118,7 @@ def check(config: RunConfig) -> None:
     if section.near_duplicates is not None:
         near_duplicates(section.near_duplicates)
     for name, judge in section.judges.items():
-        policy = config.policies.get(judge.policy)
-        if policy is None:
-            known = ", ".join(config.policies)
-            raise ConfigError(f"curate.{name}.policy is {judge.policy!r}, which is not under `policies` ({known})")
+        policy = named_policy(config, f"curate.{name}.policy", judge.policy)
         model = models_given(config.model_copy(update={"policies": {judge.policy: policy}}))[judge.policy]
         ChatRenderer(model)
         longest = judge.max_input_tokens + judge.max_response_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
@@ -17,8 +17,7 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.data import right_answers
 from marsrl.rollout.types import Finish, Problem
 from marsrl.trainer.commands.curate.criteria import CRITERIA, messages, read_verdict
-from marsrl.trainer.commands.curate.missing import MissingShare
-from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage
+from marsrl.trainer.commands.curate.rows import Decision, Decisions, MissingShare, Row, Stage
 from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.runs.answers import Answers, key_of
 
@@ -77,6 +76,7 @@ class _Judge:
         self._start, self._answers = start, answers
         self._engines: tuple[ChatRenderer, EnginePool] | None = None
         self._failed: dict[str, _Said] = {}  # by key: not saved, so asked again the next time
+        self._said = ChainMap(answers, self._failed)
         self._prompt_ends: dict[str, str] = {}  # of pending requests
 
     def decisions(self, rows: Iterator[Row]) -> Decisions:
@@ -89,16 +89,13 @@ class _Judge:
                 is_more = row is not None
                 if row is not None:
                     ahead.append((row, self._ask(row.problem)))
-            while ahead and (said := self._said(ahead[0][1])) is not None:
+            while ahead and (said := self._said.get(ahead[0][1])) is not None:
                 row, _ = ahead.popleft()
                 share.count(f"{row.problem.id}: {said.reason[-200:]!r}" if said.verdict is None else None)
                 yield row, self._decision(said)
             if self._prompt_ends:
                 self._collect()
         share.check()
-
-    def _said(self, key: str) -> _Said | None:
-        return self._answers.get(key) or self._failed.get(key)
 
     def _decision(self, said: _Said) -> Decision:
         if said.verdict is None:
@@ -111,7 +108,7 @@ class _Judge:
         references = [_NO_REFERENCE] if problem.answer is None else right_answers(problem.answer)
         answer = references[0] if len(references) == 1 else "\n".join((_SEVERAL, *references))
         key = key_of(question=problem.question, answer=answer, **self._asked)
-        if self._said(key) is not None or key in self._prompt_ends:
+        if key in self._said or key in self._prompt_ends:
             return key
         config = self._config
         self._engines = self._engines or self._start()
@@ -141,9 +138,7 @@ class _Judge:
 
 def _read(answer: Any) -> _Said | None:
     """An answer of the file."""
-    if not isinstance(answer, dict):
-        return None
-    if isinstance(answer.get("too_long"), str):
-        return _Said(None, answer["too_long"])
-    text = answer.get("text")
-    return _Said(read_verdict(text), text[-_MAX_REASON:] or "no answer") if isinstance(text, str) else None
+    if "too_long" in answer:
+        return _Said(None, str(answer["too_long"]))
+    text = str(answer["text"])
+    return _Said(read_verdict(text), text[-_MAX_REASON:] or "no answer")

@@ -1,7 +1,6 @@
 """Near-duplicate questions: MinHash finds candidates (rensa), their shingles decide.
 
-A row is compared with the earlier rows that were kept, so the first of similar rows stays, and the result depends only on the
-order of the rows.
+A row is compared with the earlier rows that were kept, so the first of similar rows stays: only the order of rows matters.
 """
 
 from __future__ import annotations
@@ -42,22 +41,18 @@ class _Questions:
         self._sketches = rensa.RMinHash.from_token_sets
         self._index = rensa.RMinHashLSH(config.threshold, self._num_hashes, config.bands)
         self._kept: list[tuple[str, str, str | None]] = []  # normalised question, id, answer
-        self._hashes = np.empty(
-            (_BATCH, self._num_hashes), np.uint16
-        )  # the low halves of the kept rows' hashes, then room
+        self._hashes = np.empty((_BATCH, self._num_hashes), np.uint16)  # low halves of the kept rows' hashes, then room
 
     def decisions(self, rows: Iterator[Row]) -> Decisions:
         while batch := list(itertools.islice(rows, _BATCH)):
-            for row, text, sketch in self._sketched(batch):
+            texts = [as_compared(row.problem.question) for row in batch]
+            shingles = [shingled(text, self._config.shingle) for text in texts]
+            sketches = self._sketches(shingles, self._num_hashes, self._config.seed)
+            for row, text, sketch in zip(batch, texts, sketches, strict=True):
                 decision = self._decision(row, text, sketch)
                 if decision.is_kept:
                     self._keep(row, text, sketch)
                 yield row, decision
-
-    def _sketched(self, rows: Sequence[Row]) -> Iterator[tuple[Row, str, Any]]:
-        texts = [as_compared(row.problem.question) for row in rows]
-        shingles = [shingled(text, self._config.shingle) for text in texts]
-        return zip(rows, texts, self._sketches(shingles, self._num_hashes, self._config.seed), strict=True)
 
     def _keep(self, row: Row, text: str, sketch: Any) -> None:
         place = len(self._kept)
@@ -95,8 +90,7 @@ def _low_halves(sketch: Any) -> np.ndarray:
 
 
 def as_compared(question: str) -> str:
-    """The normalised question: ignores case, equivalent characters (NFKC) and control characters; white space becomes single
-    spaces."""
+    """The normalised question: ignores case, equivalent characters (NFKC), control characters and repeated spaces."""
     text = unicodedata.normalize("NFKC", question).casefold()
     if not text.isprintable():
         text = "".join(c if c.isprintable() else " " for c in text)

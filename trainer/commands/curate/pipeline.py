@@ -15,9 +15,9 @@ import bisect
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,7 +29,8 @@ from marsrl.rollout.jsonl import BadLine
 from marsrl.trainer.commands.curate.rows import Decision, Row, Stage, encoded, from_line, to_line
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.answers import key_of
-from marsrl.trainer.runs.directory import names_file, write_json
+from marsrl.trainer.runs.directory import names_file, opened_atomically, write_json
+from marsrl.trainer.runs.existing_run import flat
 
 NUM_EXAMPLES = 6  # of each kind
 MAX_EXAMPLE_CHARS = 1500
@@ -101,52 +102,50 @@ class _Decided:
             os.fsync(self._file.fileno())
 
 
+@dataclass(frozen=True)
 class Pipeline:
     """Runs the stages that are not on disk yet.
 
     open_rows: reads the inputs from the start. task: of the rows' problems.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        stages: Sequence[Stage],
-        open_rows: Callable[[], Iterator[Row]],
-        task: str,
-        console: RunConsole,
-    ) -> None:
-        self._out, self._stages, self._open_rows, self._task, self._console = out, stages, open_rows, task, console
+    out: Path
+    stages: Sequence[Stage]
+    open_rows: Callable[[], Iterator[Row]]
+    task: str
+    console: RunConsole
 
     def run(self) -> list[StageRecord]:
         """Finish every stage, write curated.jsonl, and return all records."""
         records: list[StageRecord] = []
         key, is_told = "", False
-        for number, stage in enumerate(self._stages):
+        for number, stage in enumerate(self.stages):
             key = key_of(before=key, name=stage.name, settings=stage.settings)
             found = self._record(stage.name)
             if found is not None and found.key == key:
-                self._console.message(f"{stage.name}: done before, {_counts(found.tally)}")
+                self.console.message(f"{stage.name}: done before, {_counts(found.tally)}")
                 records.append(found)
                 continue
             if not is_told:
-                self._tell_what_is_redone(self._stages[number:], found)
+                self._tell_what_is_redone(self.stages[number:], found)
                 is_told = True
             self._file(stage.name, "stage.json").unlink(missing_ok=True)  # before the rows that it counts
             tally = self._run(stage, records[-1] if records else None)
             records.append(StageRecord(name=stage.name, settings=dict(stage.settings), key=key, tally=tally))
             write_json(self._file(stage.name, "stage.json"), records[-1].model_dump(mode="json"))
-            self._console.message(f"{stage.name}: {_counts(tally)}")
-        self._write_result(records[-1].name)
+            self.console.message(f"{stage.name}: {_counts(tally)}")
+        with opened_atomically(self.out / "curated.jsonl") as file:
+            file.writelines(encoded(row.fields) for row in self._kept(records[-1].name))
         return records
 
     def _run(self, stage: Stage, before: StageRecord | None) -> Tally:
         self._file(stage.name, "").mkdir(parents=True, exist_ok=True)
-        rows, total = (self._open_rows(), None) if before is None else (self._kept(before.name), before.tally.num_kept)
+        rows, total = (self.open_rows(), None) if before is None else (self._kept(before.name), before.tally.num_kept)
         with (
             closing(_Decided(self._file(stage.name, "kept.jsonl"))) as kept,
             closing(_Decided(self._file(stage.name, "dropped.jsonl"))) as dropped,
             closing(stage.decide(rows)) as decisions,
-            self._console.progress(f"curate: {stage.name}", total, "rows") as bar,
+            self.console.progress(f"curate: {stage.name}", total, "rows") as bar,
         ):
             for row, decision in decisions:
                 try:
@@ -163,29 +162,19 @@ class Pipeline:
     def _kept(self, name: str) -> Iterator[Row]:
         with self._file(name, "kept.jsonl").open("rb") as lines:
             for line in lines:
-                yield from_line(line, self._task)
-
-    def _write_result(self, last: str) -> None:
-        """Write curated.jsonl atomically."""
-        path = self._out / "curated.jsonl"
-        temporary = self._out / f".curated.{os.getpid()}.tmp"
-        try:
-            with names_file(path), temporary.open("wb") as file:
-                for row in self._kept(last):
-                    file.write(encoded(row.fields))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+                yield from_line(line, self.task)
 
     def _tell_what_is_redone(self, stages: Sequence[Stage], found: StageRecord | None) -> None:
         """Warn if decisions on disk are obsolete. found: of the first of these stages."""
         if any(self._file(stage.name, "stage.json").exists() for stage in stages):
-            changed = ["it was not there"] if found is None else _changed(found.settings, stages[0].settings)
+            changed = ["it was not there"]
+            if found is not None:
+                old, new = flat(found.settings), flat(stages[0].settings)
+                differ = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+                changed = [f"{key} is {str(new.get(key))[:200]}, was {str(old.get(key))[:200]}" for key in differ]
             why = "; ".join(changed) or "the stages before it are others"
             names = ", ".join(stage.name for stage in stages)
-            self._console.warning(f"curate.{stages[0].name}: {why}. Done again: {names}")
+            self.console.warning(f"curate.{stages[0].name}: {why}. Done again: {names}")
 
     def _record(self, name: str) -> StageRecord | None:
         """The record of a finished stage; None also for an invalid file, so that the stage runs again."""
@@ -195,21 +184,9 @@ class Pipeline:
             return None
 
     def _file(self, stage: str, name: str) -> Path:
-        return self._out / "stages" / stage / name
+        return self.out / "stages" / stage / name
 
 
 def _counts(tally: Tally) -> str:
     why = ", ".join(f"{count:,} {kind}" for kind, count in sorted(tally.dropped.items(), key=lambda e: -e[1]))
     return f"{tally.num_kept:,} kept, {tally.num_dropped:,} dropped{f' ({why})' if why else ''}"
-
-
-def _changed(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """ "threshold is 0.9, was 0.8", key by key."""
-    said = []
-    for key in {**old, **new}:
-        before, now = old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(now, Mapping):
-            said += _changed(before, now, f"{prefix}{key}.")
-        elif before != now:
-            said.append(f"{prefix}{key} is {str(now)[:200]}, was {str(before)[:200]}")
-    return said

@@ -19,6 +19,7 @@ from marsrl.rollout.tasks.data import problem_of, read_problem_rows
 from marsrl.rollout.types import Problem
 
 DEEPEST = 200  # nesting depth of a row; Python's own limit is near 1000
+_ENOUGH = 50  # rows from which a share is meaningful
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,7 @@ class Stage:
 
 
 def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answer_key: str | None) -> Iterator[Row]:
-    """Every row of the inputs, including those without a problem; with several inputs, ids begin with the index, as for
-    data.train."""
+    """Every row of the inputs, those without a problem included; of several inputs, ids begin with the index."""
     number = 0
     for place, path in enumerate(paths):
         for found in read_problem_rows(path, task, question_key, answer_key):
@@ -95,8 +95,7 @@ def from_line(line: bytes, task: str) -> Row:
 def encoded(value: Mapping[str, Any]) -> bytes:
     """JSON in one line. Types of tables get the nearest form: dates as ISO 8601, NaN and infinity as null.
 
-    Raises:
-        BadLine: JSON cannot represent it (bytes, or deeper than DEEPEST).
+    Raises BadLine: JSON cannot represent it (bytes, or deeper than DEEPEST).
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -122,3 +121,32 @@ def _plain(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise BadLine(f"a field of the row is {type(value).__name__}, which JSON does not have")
+
+
+class CurationStopped(RuntimeError):
+    """A stage cannot continue; its decisions are kept."""
+
+
+class MissingShare:
+    """Counts rows without a verdict. key: the setting that bounds their share."""
+
+    def __init__(self, key: str, most: float) -> None:
+        self._key, self._most = key, most
+        self._num_missing = self._num_rows = 0
+
+    def count(self, missing: str | None) -> None:
+        """Count a row, and check the share once there are enough. missing: its id and why it has no verdict."""
+        self._num_rows += 1
+        if missing is not None:
+            self._num_missing += 1
+            if self._num_rows >= _ENOUGH:
+                self.check(missing)
+
+    def check(self, last: str = "the stage is at its end") -> None:
+        """Raise CurationStopped for too many, however few rows there are."""
+        if self._num_missing > self._most * self._num_rows:
+            raise CurationStopped(
+                f"{self._num_missing} of {self._num_rows} questions could not be judged, which is more than "
+                f"{self._key} = {self._most:g}; last: {last}. What was answered is kept: see to the model or its prompt, or "
+                "raise the share, and run the command again"
+            )

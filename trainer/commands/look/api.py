@@ -19,7 +19,7 @@ from marsrl.trainer.commands.look.comparison import names_of, read_compared, sid
 from marsrl.trainer.commands.look.diff import differences
 from marsrl.trainer.commands.look.measured import charts, curves, life, spans, speed, warnings
 from marsrl.trainer.commands.look.overview import overview
-from marsrl.trainer.commands.look.palette import plays_sessions
+from marsrl.trainer.commands.look.palette import section_of
 from marsrl.trainer.commands.look.tokens import tokens_of_sample
 from marsrl.trainer.commands.look.visible import Key, shown
 from marsrl.trainer.report.samples_log import read_lines, sample_files
@@ -106,7 +106,7 @@ def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
         before = read_lines(files[repaired.step], [repaired.line])[repaired.line]
         diff = {"of": _row(repaired), "parts": differences(before.text, record.text)}
     fields = dataclasses.asdict(record) | {"finish": record.finish.value}
-    sessions = plays_sessions(catalog.run.config)
+    sessions = section_of(catalog.run.config, "external") is not None
     tree = [_row(each) for each in family]
     return {"row": _row(found), "record": fields, "tree": tree, "sessions": sessions, "diff": diff}
 

@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 import duckdb
 from pydantic import BaseModel, ConfigDict
 
-from marsrl.trainer.report.metrics import parse_metrics
+from marsrl.trainer.report.metrics import parse_metrics, read_warnings
 from marsrl.trainer.report.samples_log import sample_files
 from marsrl.trainer.report.trace import Span, read_trace
-from marsrl.trainer.report.warnings_log import read_warnings
 from marsrl.trainer.runs.directory import RunDirectory
 
 T = TypeVar("T")
@@ -40,9 +39,7 @@ FLAGS = {
 """Properties to filter by: the sample reached the maximum length; its verdict is wrong; it has no reward; the engine gave up;
 it gave a readable verdict."""
 
-_FILE = (
-    "read_parquet(?, hive_partitioning = false)"  # otherwise a folder called step=9 in the path would become a column
-)
+_FILE = "read_parquet(?, hive_partitioning = false)"  # else a folder called step=9 in the path became a column
 _TABLE = f"""CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
     parent VARCHAR, answer VARCHAR, verdict BOOLEAN, reward DOUBLE, correct DOUBLE, advantage DOUBLE, num_tokens INTEGER,
     age INTEGER, {", ".join(f'"is {name}" BOOLEAN' for name in FLAGS)})"""
@@ -72,8 +69,7 @@ class Filter(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sample in a list; its texts are in the samples file of `step`, at `line`. age: versions between its oldest token and its
-    training."""
+    """A sample in a list; its texts are in the samples file of `step`, at `line`. age: versions from its oldest token on."""
 
     step: int
     line: int
@@ -94,8 +90,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """At most PAGE samples. num: number that pass; None: not counted. next: the next page begins below this (step, line); None
-    for the last page."""
+    """At most PAGE samples. num: number that pass; None: not counted. next: the next page begins below it (step, line)."""
 
     rows: list[Row]
     num: int | None
@@ -248,8 +243,7 @@ class Catalog:
     def find(self, wanted: Filter, before: tuple[int, int] | None = None) -> Page:
         """The newest samples that pass, below `before` (step, line).
 
-        Raises:
-            ValueError: an unknown flag, or words without a letter or digit.
+        Raises ValueError: an unknown flag, or words without a letter or digit.
         """
         if unknown := set(wanted.flag) - FLAGS.keys():
             raise ValueError(f"{sorted(unknown)} is nothing to filter by; expected some of {', '.join(FLAGS)}")

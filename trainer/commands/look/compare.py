@@ -19,11 +19,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def compare(paths: Sequence[str], html: str | None, console: Console) -> None:
-    """Print the tables, write the page.
-
-    Raises:
-        ValueError: fewer than two runs, or one is unreadable.
-    """
+    """Print the tables, write the page. Raises ValueError: fewer than two runs, or one is unreadable."""
     if len(paths) < 2:
         raise ValueError(f"expected two runs or more to compare, found {len(paths)}")
     if html is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from marsrl.trainer.evaluate.draws import EVALUATION, Draw, read_draws
 from marsrl.trainer.evaluate.intervals import bootstrap, ratio
 from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.report.summary import Estimate, Evaluation, of_other_inputs
+from marsrl.trainer.report.summary import Estimate, Evaluation, of_other_inputs, read_saved
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import OF_THE_START, flat
 
@@ -38,8 +37,7 @@ class Place:
 class Compared:
     """One run, or one evaluation alone.
 
-    rewards: mean over all agents by place; draws: of the last evaluation; settings: by dotted key, "200, then 22" if changed on
-    resume.
+    rewards: mean over all agents by place; draws: of the last evaluation; settings: by dotted key, "200, then 22" on resume.
     """
 
     evaluations: tuple[tuple[Place, Evaluation], ...]
@@ -54,8 +52,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Mean difference over the num_problems that both have, with its 95% interval; for a single problem low and high are the
-    mean."""
+    """Mean difference over the num_problems that both have, with its 95% interval; for one problem that is the mean."""
 
     mean: float
     low: float
@@ -82,8 +79,7 @@ def rows_of(evaluation: Evaluation) -> dict[str, Estimate]:
 def read_compared(path: Path) -> Compared:
     """A run's directory, or the folder of an evaluation (`marsrl evaluate --out`).
 
-    Raises:
-        ValueError: neither of them, no evaluation in it, or a damaged file.
+    Raises ValueError: neither of them, no evaluation in it, or a damaged file.
     """
     run = RunDirectory(path)
     if (path / EVALUATION).is_file():
@@ -178,16 +174,13 @@ def _curve(points: Sequence[tuple[Place, Estimate | float | None]]) -> dict[str,
 
 def names_of(paths: Sequence[Path]) -> list[str]:
     """The shortest suffixes of the paths that distinguish them."""
-    resolved = [path.resolve() for path in paths]
-    return [_name(path, resolved) for path in resolved]
+    runs = [path.resolve().parts for path in paths]
 
+    def name(run: tuple[str, ...]) -> str:
+        lengths = (num for num in range(1, len(run)) if sum(other[-num:] == run[-num:] for other in runs) <= 1)
+        return str(Path(*run[-next(lengths, len(run)) :]))
 
-def _name(run: Path, runs: Sequence[Path]) -> str:
-    for length in range(1, len(run.parts)):
-        end = run.parts[-length:]
-        if sum(other.parts[-length:] == end for other in runs) <= 1:
-            return "/".join(end)
-    return str(run)
+    return list(map(name, runs))
 
 
 def settings_that_differ(runs: Sequence[Compared]) -> dict[str, list[str]]:
@@ -238,8 +231,4 @@ def _settings(run: RunDirectory) -> dict[str, str]:
 
 
 def _evaluation(folder: Path) -> Evaluation:
-    path = folder / EVALUATION
-    try:
-        return Evaluation.model_validate(json.loads(path.read_bytes()))
-    except ValueError as error:  # pydantic's ValidationError is one
-        raise ValueError(f"{path} is not an evaluation of this version of marsrl: {error}") from error
+    return read_saved(folder / EVALUATION, Evaluation, "an evaluation")

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -32,20 +33,17 @@ _ACTIVITIES = {
 _LIBRARIES = {"vllm": "vLLM"}
 
 
+def section_of(config: Path, name: str) -> Any:
+    """A section of a run's config.yaml; None if it is null, or the file is unreadable."""
+    try:
+        return yaml.safe_load(config.read_bytes())[name]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
+
+
 def agents_of(config: Path) -> tuple[str, ...]:
     """The agents of a run's config.yaml, in the order of play; none if it is unreadable."""
-    try:
-        return tuple(str(name) for name in yaml.safe_load(config.read_bytes())["agents"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return ()
-
-
-def plays_sessions(config: Path) -> bool:
-    """True if a program plays the episodes of this config.yaml's run; False if it is unreadable."""
-    try:
-        return yaml.safe_load(config.read_bytes())["external"] is not None
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return False
+    return tuple(map(str, section_of(config, "agents") or ()))
 
 
 def series_colors(labels: Iterable[str], agents: Sequence[str] = ()) -> dict[str, str]:

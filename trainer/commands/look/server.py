@@ -27,8 +27,8 @@ from starlette.staticfiles import StaticFiles
 
 from marsrl.rollout.http_server import listen, serve
 from marsrl.trainer.commands.look.api import LISTS, Api
+from marsrl.trainer.commands.look.export import PAGES
 
-PAGES = Path(__file__).parent / "pages"
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -95,8 +95,7 @@ def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> F
 def view(runs: Sequence[Path], port: int, on_address: Callable[[str], None]) -> None:
     """Serve until Ctrl-C. on_address: called with the URL, token included, once it is reachable. port 0: any free one.
 
-    Raises:
-        OSError: the port is not available.
+    Raises OSError: the port is not available.
     """
     token = secrets.token_urlsafe(24)
     with listen("127.0.0.1", port) as listening:

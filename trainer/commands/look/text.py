@@ -15,7 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from marsrl.trainer.commands.look.catalog import Catalog, Row
-from marsrl.trainer.commands.look.chart_plans import PLANS
+from marsrl.trainer.commands.look.measured import PLANS
 from marsrl.trainer.commands.look.visible import shorten, visible
 from marsrl.trainer.report.samples_log import SampleRecord, read_lines, sample_files
 from marsrl.trainer.runs.lock import why_held

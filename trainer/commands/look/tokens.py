@@ -18,8 +18,7 @@ _MOST_LISTED = 40
 def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
     """kept: the sample's columns, or None; near: the nearest step with a token log, and samples in it.
 
-    Raises:
-        ValueError: the step's file, which the message names, is damaged.
+    Raises ValueError: the step's file, which the message names, is damaged.
     """
     log = _nearest(token_files(run), step)
     kept = None
@@ -29,8 +28,7 @@ def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
 
 
 def _nearest(files: Mapping[int, Path], step: int) -> TokenLog | None:
-    """The log of the step itself or of the nearest readable one. Damage of the step's own file is raised, other damaged
-    files are skipped."""
+    """The log of the step itself or of the nearest readable one. Only damage of the step's own file is raised."""
     for each in sorted(files, key=lambda each: (abs(each - step), each)):
         try:
             return read_tokens(files[each])

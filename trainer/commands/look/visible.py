@@ -15,8 +15,7 @@ class Key(str):
 
 
 def visible(text: str) -> str:
-    """The text without hidden characters: control characters become symbols, direction overrides and lone surrogates are
-    named."""
+    """The text without hidden characters: control characters become symbols, other such characters are named."""
     return text.translate(_VISIBLE)
 
 

@@ -135,8 +135,7 @@ class Pair(nn.Module):
 class ActiveAdapters:
     """Adapters of a micro-batch, its tokens laid together by adapter in this order.
 
-    counts: [adapters] int64, tokens of each; None: there is one adapter. own: the same among the tokens that are this
-        tensor-parallel rank's.
+    counts: [adapters] int64, tokens of each; None: there is one adapter. own: of this tensor-parallel rank's tokens.
     """
 
     adapters: tuple[Adapter, ...]
@@ -169,11 +168,7 @@ class Adapter(MegatronModule):
     """
 
     def __init__(self, base: FrozenBase, settings: AdapterConfig, seed: int) -> None:
-        """seed: of A, where settings.start is None.
-
-        Raises:
-            ValueError: settings.start cannot be used.
-        """
+        """seed: of A, where settings.start is None. Raises ValueError: settings.start cannot be used."""
         super().__init__(config=base.config)
         self.settings, self._base = settings, base
         self.decoder, self.pairs = nn.Module(), dict[str, Pair]()
@@ -193,11 +188,7 @@ class Adapter(MegatronModule):
             self.read(settings.start)
 
     def read(self, folder: str | Path) -> None:
-        """Take the numbers of a PEFT directory.
-
-        Raises:
-            ValueError: it is of another kind or size, or lacks a tensor.
-        """
+        """Take the numbers of a PEFT directory. Raises ValueError: it is of another kind or size, or lacks a tensor."""
         if (reason := why_not_start(Path(folder), self.settings)) is not None:
             raise ValueError(reason)
         shape = self._base.shape

@@ -40,8 +40,7 @@ class StoredChunk:
 def render_index(metadata: Metadata, written: Iterable[StoredChunk]) -> bytes:
     """metadata: names, dtypes, shapes and shards of all tensors, as planned; written: the chunks of all ranks.
 
-    Raises:
-        RuntimeError: a planned part was not written.
+    Raises RuntimeError: a planned part was not written.
     """
     where = {(chunk.tensor, chunk.offsets): chunk for chunk in written}
     tensors = {}
@@ -59,11 +58,7 @@ def render_index(metadata: Metadata, written: Iterable[StoredChunk]) -> bytes:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Metadata of the checkpoint in `folder`, as torch's reader expects it.
-
-    Raises:
-        ValueError: index.json is missing or invalid.
-    """
+    """Metadata of the checkpoint in `folder`, as torch's reader expects it. Raises ValueError for an invalid index.json."""
     path = folder / INDEX
     try:
         tensors = json.loads(path.read_bytes())["tensors"]

@@ -83,8 +83,7 @@ class PendingSave:
     def finish(self, failure: str, advice: str = "") -> dict[str, FileSum]:
         """Collective: rank 0 writes the index. Returns the tensor files of all ranks with their checksums, by name.
 
-        Raises:
-            RuntimeError: on all ranks, if any could not write: failure, the ranks with their errors, advice.
+        Raises RuntimeError: on all ranks, if any could not write: failure, the ranks with their errors, advice.
         """
         stop_together(self._error, failure, advice)
         parts = [decode(_Written, data) for data in gather_bytes(encode(self._written))]
@@ -103,9 +102,8 @@ class PendingSave:
 def begin_save(state: dict[str, Any], folder: Path, files: Callable[[Path], None], *, copy: bool) -> PendingSave:
     """Collective: plan the save of a sharded state into `folder` without writing yet.
 
-    Args:
-        files: writes everything besides the tensors; called on rank 0.
-        copy: copy to CPU memory, so that the weights may change before write() is done.
+    files: writes everything besides the tensors; called on rank 0.
+    copy: copy to CPU memory, so that the weights may change before write() is done.
     """
     sharded, common = save_preprocess(state)
     keyed = formats._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)[0]
@@ -214,7 +212,7 @@ class _Held:
         for item in plan.items:
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor), f"{item.index.fqn} is no tensor"
-            self.items.append((item, _copied(tensor) if self._copy else tensor.detach()))
+            self.items.append((item, tensor.detach().to("cpu", copy=True) if self._copy else tensor.detach()))
 
 
 class _SummedFile:
@@ -262,10 +260,6 @@ def _set_updates(optimizer: dict[str, Any], step: float) -> None:
         group["step"] = type(group["step"])(step)
     if not groups:
         optimizer.setdefault("state", {})["common_step"] = torch.tensor(step)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -73,8 +73,7 @@ class Converter:
     def load(self, model_dir: str | Path) -> None:
         """Fill the parameters from a Hugging Face directory; a rank reads only the bytes of its own shards.
 
-        Raises:
-            ValueError: a tensor is missing or has another shape; with its name, file and both shapes.
+        Raises ValueError: a tensor is missing or has another shape; with its name, file and both shapes.
         """
         with HfReader(model_dir) as reader:
             self.fill(lambda unit, part, parts: reader.shard(self._shape, unit, part, parts))
@@ -143,8 +142,7 @@ class Converter:
 
         It gets its name once it is complete.
 
-        Raises:
-            ValueError: the directory exists.
+        Raises ValueError: the directory exists.
         """
         folder = Path(folder)
         exists = [folder.exists()]

@@ -73,11 +73,7 @@ class PolicyModel(GPTModel):
             self.output_layer.__class__ = FusedHead
 
     def forward(
-        self,
-        batch: PackedBatch,
-        loss: LossInputs | None = None,
-        mpt: MptConfig | None = None,
-        active: Any = None,
+        self, batch: PackedBatch, loss: LossInputs | None = None, mpt: MptConfig | None = None, active: Any = None
     ) -> Any:
         self.active, embedded = active, None
         if self.pre_process:
@@ -96,9 +92,8 @@ class PolicyModel(GPTModel):
             packed_seq_params=Segments.of(batch.cu_seqlens, batch.num_tokens, batch.max_seqlen, self.pg_collection.cp),
         )
         if active is not None and hidden.requires_grad:
-            hidden.register_hook(
-                lambda gradient: self._use(active)
-            )  # layers that are made again are this micro-batch's
+            # layers that are made again are this micro-batch's
+            hidden.register_hook(lambda gradient: setattr(self, "active", active))
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -109,9 +104,6 @@ class PolicyModel(GPTModel):
             return self._loss(batch, loss, mpt, rows, shard)
 
         return self.output_layer(hidden, weight=weight, compute=compute)
-
-    def _use(self, active: Any) -> None:
-        self.active = active
 
     def _logprobs(self, batch: PackedBatch, hidden: Tensor, weight: Tensor) -> Tensor:
         """[T] float32 nats; 0 where the mask is off, whose rows cost nothing."""

@@ -56,10 +56,7 @@ class HfReader:
     def check(self, shape: ModelShape, *, is_trained: bool, of: Sequence[Unit] | None = None) -> None:
         """Every tensor that config.json asks for is there, in its shape, and is_trained: not quantised. Reads headers alone.
 
-        of: units to look at; default: the model's.
-
-        Raises:
-            ValueError: a tensor is missing or is another; as `shard` does.
+        of: units to look at; default: the model's. Raises as `shard` does.
         """
         for unit in units(shape, 1) if of is None else of:
             self._check(shape, unit, is_trained)
@@ -67,8 +64,7 @@ class HfReader:
     def shard(self, shape: ModelShape, unit: Unit, part: int = 0, parts: int = 1) -> Tensor:
         """Part `part` of `parts` of a Megatron tensor, in the view that is cut.
 
-        Raises:
-            ValueError: a tensor is missing, has another shape or is quantised; with its name, file and both shapes.
+        Raises ValueError: a tensor is missing, has another shape or is quantised; with its name, file and both shapes.
         """
         self._check(shape, unit, is_trained=True)
         tensors = []
@@ -129,12 +125,7 @@ def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, s
 
     At most shard_bytes of tensors (or one tensor) are held at a time. config.json names the dtype that was written.
 
-    Args:
-        tensors: (Hugging Face name, CPU tensor).
-        frame: directory with config.json and the tokenizer.
-
-    Raises:
-        ValueError: the directory exists.
+    tensors: (Hugging Face name, CPU tensor). frame: directory with config.json and the tokenizer.
     """
     with made_whole(folder) as part:
         return _write(part, tensors, frame, shard_bytes)
@@ -144,8 +135,7 @@ def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, s
 def made_whole(folder: Path) -> Iterator[Path]:
     """A directory to write in, which appears under the name `folder` when the body is through, or not at all.
 
-    Raises:
-        ValueError: the directory exists.
+    Raises ValueError: the directory exists.
     """
     if folder.exists():
         raise ValueError(f"export: {folder} exists; name a new directory")

@@ -10,10 +10,9 @@ The router's fusion stays off: it has no place where router_replay.py could stan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -22,8 +21,7 @@ APEX = "fused_weight_gradient_mlp_cuda"
 _NO_GPU = "PyTorch sees no CUDA device"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerChoice:
+class LayerChoice(NamedTuple):
     """why: a reason for people; for ours, why not TransformerEngine's."""
 
     layers: Layers
@@ -33,8 +31,7 @@ class LayerChoice:
 def choose_layers(wanted: Literal["auto"] | Layers = "auto") -> LayerChoice:
     """TransformerEngine's where they can be used, else ours; what is asked for by name is used or refused.
 
-    Raises:
-        ValueError: TransformerEngine is asked for and cannot be used; with the reason.
+    Raises ValueError: TransformerEngine is asked for and cannot be used; with the reason.
     """
     if wanted == "ours":
         return LayerChoice("ours", "policies.<name>.layers=ours")
@@ -59,24 +56,11 @@ def why_not_transformer_engine() -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Fusions:
+class Fusions(NamedTuple):
     """Why each is off; None: it is on."""
 
     gradient_accumulation: str | None
     rope: str | None
-
-    @property
-    def words(self) -> str:
-        """`gradient accumulation; off: rope (reason)` for people."""
-        reasons = {name.replace("_", " "): getattr(self, name) for name in self.__slots__}
-        parts = [name for name, reason in reasons.items() if reason is None] or ["none"]
-        off: dict[str, list[str]] = {}
-        for name, reason in reasons.items():
-            if reason is not None:
-                off.setdefault(reason, []).append(name)
-        left_out = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in off.items())
-        return ", ".join(parts) + (f"; off: {left_out}" if left_out else "")
 
 
 def choose_fusions(layers: LayerChoice) -> Fusions:

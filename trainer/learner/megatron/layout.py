@@ -27,11 +27,6 @@ class Layout:
     context: int
 
     @property
-    def uses_sequence_parallel(self) -> bool:
-        """Megatron's MoE under tensor parallelism needs it; it also saves activations."""
-        return self.tensor > 1
-
-    @property
     def words(self) -> str:
         """As a user would set it: `tensor 2, expert 8`; what is 1 is left out."""
         sizes = {"tensor": self.tensor, "expert": self.expert, "pipeline": self.pipeline, "context": self.context}
@@ -57,8 +52,7 @@ def resolve(config: LayoutConfig) -> Layout:
 def check(layout: Layout, shape: ModelShape, world_size: int) -> None:
     """Refuse a layout that does not fit the model or the number of ranks, or that trains wrongly in silence.
 
-    Raises:
-        ValueError: naming the keys of policies.<name>.layout, both numbers and the nearest layout that fits.
+    Raises ValueError: naming the keys of policies.<name>.layout, both numbers and the nearest layout that fits.
     """
     why = why_not(layout, shape, world_size)
     if why is not None:

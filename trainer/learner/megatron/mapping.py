@@ -25,7 +25,7 @@ without files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -35,6 +35,7 @@ from marsrl.rollout.adapter import AdapterConfig, adapted
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.layout import Box
 
+Kind = Literal["plain", "vocab", "qkv", "pair"]
 ROW_PARALLEL = ("o_proj", "down_proj")  # cut along the input dimension; the others along the output
 
 
@@ -50,7 +51,7 @@ class Unit:
     name: str
     hf: tuple[str, ...]
     stage: int
-    kind: Literal["plain", "vocab", "qkv", "pair"] = "plain"
+    kind: Kind = "plain"
     cut: int | None = None
     expert: int | None = None
     size: tuple[int, int] | None = None
@@ -63,47 +64,41 @@ class Unit:
 
 def units(shape: ModelShape, num_stages: int) -> list[Unit]:
     """Every unit of the model, in the order of the Hugging Face file: the same list on all ranks."""
-    last = num_stages - 1
+    last, of_a_layer = num_stages - 1, list[Unit]()
+
+    def add(name: str, *hf: str, kind: Kind = "plain", cut: int | None = None, expert: int | None = None) -> None:
+        of_a_layer.append(Unit(name, hf, 0, kind, cut, expert))
+
+    add("input_layernorm.weight", "input_layernorm.weight")
+    qkv = [f"self_attn.{x}_proj" for x in "qkv"]
+    add("self_attention.linear_qkv.weight", *(f"{x}.weight" for x in qkv), kind="qkv", cut=0)
+    if shape.has_qkv_bias:
+        add("self_attention.linear_qkv.bias", *(f"{x}.bias" for x in qkv), kind="qkv", cut=0)
+    if shape.has_qk_norm:
+        add("self_attention.q_layernorm.weight", "self_attn.q_norm.weight")
+        add("self_attention.k_layernorm.weight", "self_attn.k_norm.weight")
+    add("self_attention.linear_proj.weight", "self_attn.o_proj.weight", cut=1)
+    if shape.has_proj_bias:
+        add("self_attention.linear_proj.bias", "self_attn.o_proj.bias")
+    add("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
+    if shape.num_experts:
+        add("mlp.router.weight", "mlp.gate.weight")
+    for e in range(shape.num_experts):
+        hf = f"mlp.experts.{e}."
+        add("mlp.experts.gate_up", f"{hf}gate_proj.weight", f"{hf}up_proj.weight", kind="pair", cut=1, expert=e)
+        add("mlp.experts.down", f"{hf}down_proj.weight", cut=1, expert=e)
+    if not shape.num_experts:
+        add("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", kind="pair", cut=1)
+        add("mlp.linear_fc2.weight", "mlp.down_proj.weight", cut=1)
+    if shape.has_mlp_bias:
+        add("mlp.linear_fc1.bias", "mlp.gate_proj.bias", "mlp.up_proj.bias", kind="pair", cut=1)
+        add("mlp.linear_fc2.bias", "mlp.down_proj.bias")
     out = [Unit("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), 0, "vocab", 0)]
     for layer in range(shape.num_layers):
         stage = layer // (shape.num_layers // num_stages)
         ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-
-        def add(
-            name: str,
-            *hf: str,
-            kind: Literal["plain", "vocab", "qkv", "pair"] = "plain",
-            cut: int | None = None,
-            expert: int | None = None,
-            prefixes: tuple[str, str] = (ours, theirs),
-            at: int = stage,
-        ) -> None:
-            out.append(Unit(prefixes[0] + name, tuple(prefixes[1] + h for h in hf), at, kind, cut, expert))
-
-        add("input_layernorm.weight", "input_layernorm.weight")
-        qkv = [f"self_attn.{x}_proj" for x in "qkv"]
-        add("self_attention.linear_qkv.weight", *(f"{x}.weight" for x in qkv), kind="qkv", cut=0)
-        if shape.has_qkv_bias:
-            add("self_attention.linear_qkv.bias", *(f"{x}.bias" for x in qkv), kind="qkv", cut=0)
-        if shape.has_qk_norm:
-            add("self_attention.q_layernorm.weight", "self_attn.q_norm.weight")
-            add("self_attention.k_layernorm.weight", "self_attn.k_norm.weight")
-        add("self_attention.linear_proj.weight", "self_attn.o_proj.weight", cut=1)
-        if shape.has_proj_bias:
-            add("self_attention.linear_proj.bias", "self_attn.o_proj.bias")
-        add("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
-        if shape.num_experts:
-            add("mlp.router.weight", "mlp.gate.weight")
-        for e in range(shape.num_experts):
-            hf = f"mlp.experts.{e}."
-            add("mlp.experts.gate_up", f"{hf}gate_proj.weight", f"{hf}up_proj.weight", kind="pair", cut=1, expert=e)
-            add("mlp.experts.down", f"{hf}down_proj.weight", cut=1, expert=e)
-        if not shape.num_experts:
-            add("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", kind="pair", cut=1)
-            add("mlp.linear_fc2.weight", "mlp.down_proj.weight", cut=1)
-        if shape.has_mlp_bias:
-            add("mlp.linear_fc1.bias", "mlp.gate_proj.bias", "mlp.up_proj.bias", kind="pair", cut=1)
-            add("mlp.linear_fc2.bias", "mlp.down_proj.bias")
+        for each in of_a_layer:
+            out.append(replace(each, name=ours + each.name, hf=tuple(theirs + name for name in each.hf), stage=stage))
     out.append(Unit("decoder.final_layernorm.weight", ("model.norm.weight",), last))
     if not shape.is_tied:
         out.append(Unit("output_layer.weight", ("lm_head.weight",), last, "vocab", 0))

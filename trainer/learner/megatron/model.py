@@ -1,4 +1,23 @@
-"""Builds the Megatron model of a policy: transformer config, data-parallel wrapper."""
+"""Builds the Megatron model of a policy: transformer config, layer spec, data-parallel wrapper.
+
+The module that serves each part of a transformer layer:
+
+                      TransformerEngine             ours
+    norms             TENorm                        RMSNorm (attention.py) on kernels.rms_norm
+    of q and k        HeadNorm on the same, with the rotation by position
+    linear layers     TE{Column,Row}ParallelLinear  megatron's
+    attention         PackedAttention: packed sequences and context parallelism on kernels.attention_varlen (flash-attn's
+                      kernels where it is installed)
+    activation        kernels.swiglu: of an MLP as Swiglu below, of experts with the router's weights
+    experts           GroupedExperts on kernels.grouped_linear, with both
+    tokens to experts TokenDispatcher (experts.py) on kernels.moe_permute, with both; bare_model puts it there
+
+Both norms are one kernel each way, or two, that keep their input and a number a row; neither was timed beside the other, and
+where linear layers are TransformerEngine's its norm is taken with them.
+
+TransformerEngine's modules are taken unfused, so that every parameter has one name with both: checkpoints, conversion and
+export do not know which was chosen. Not run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +27,28 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
-from marsrl.rollout.engines.local.rope import rotary_frequencies
+from marsrl.kernels import swiglu
+from marsrl.rollout.engines.local.model import rotary_frequencies
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.config import PolicyConfig
+from marsrl.trainer.learner.megatron.attention import HeadNorm, NormedAttention, PackedAttention, RMSNorm
 from marsrl.trainer.learner.megatron.convert import Converter
-from marsrl.trainer.learner.megatron.experts import TokenDispatcher
+from marsrl.trainer.learner.megatron.experts import GroupedExperts, TokenDispatcher
 from marsrl.trainer.learner.megatron.head import PolicyModel
 from marsrl.trainer.learner.megatron.layer_choice import choose_fusions, choose_layers
-from marsrl.trainer.learner.megatron.layer_spec import layer_spec
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.learner.megatron.mapping import padded_rows
 
@@ -67,6 +93,64 @@ def to_device(kept: Tensor, device: torch.device) -> Tensor:
     return torch.empty(kept.shape, dtype=kept.dtype, device=device).copy_(kept, non_blocking=True)
 
 
+class Swiglu(MegatronModule):
+    """The activation of a dense layer's MLP, where megatron would put TransformerEngine's (use_te_activation_func)."""
+
+    def forward(self, products: Tensor) -> Tensor:
+        """products [T, 1, 2 F] of this rank, the gate first; returns [T, 1, F]."""
+        return swiglu(products)
+
+
+def layer_spec(config: TransformerConfig, *, has_mlp_bias: bool) -> TransformerBlockSubmodules:
+    """megatron's local spec with our attention and experts, and norms and linear layers as config.transformer_impl says.
+
+    has_mlp_bias: the layers of a dense MLP have a bias; config.add_bias_linear speaks of the attention.
+    """
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    layer = spec.submodules
+    layer.sharded_state_dict_keys_map = {}  # it renames norms as TransformerEngine fuses them
+    layer.self_attention.submodules.core_attention = PackedAttention
+    if config.num_moe_experts:
+        layer.mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=GroupedExperts))
+    else:
+        layer.mlp.submodules.activation_func = Swiglu
+    norm = _take_transformer_engine(layer) if config.transformer_impl == "transformer_engine" else RMSNorm
+    if has_mlp_bias != config.add_bias_linear and not config.num_moe_experts:
+        mlp = layer.mlp.submodules
+        mlp.linear_fc1, mlp.linear_fc2 = (_biased(each, has_mlp_bias) for each in (mlp.linear_fc1, mlp.linear_fc2))
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    if config.qk_layernorm:
+        layer.self_attention.module = NormedAttention
+        attention = layer.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = HeadNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=norm)
+
+
+def _biased(linear: Any, has_bias: bool) -> type:
+    """The class of linear layers with a bias, or without: megatron's add_bias_linear is one for the attention and the MLP."""
+
+    class Linear(linear):
+        def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
+            super().__init__(*sizes, bias=has_bias, **options)
+
+    return Linear
+
+
+def _take_transformer_engine(layer: Any) -> type:
+    """Put its linear layers into the layer; returns its norm."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+
+    attention = layer.self_attention.submodules
+    attention.linear_qkv, attention.linear_proj = TEColumnParallelLinear, TERowParallelLinear
+    if hasattr(layer.mlp.submodules, "linear_fc1"):  # dense
+        layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+        layer.mlp.submodules.linear_fc2 = TERowParallelLinear
+    norm: type = TENorm
+    return norm
+
+
 def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> TransformerConfig:
     dtype = torch.bfloat16 if policy.dtype == "bfloat16" else torch.float32
     layers = choose_layers(policy.layers)
@@ -96,7 +180,7 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
         activation_func=silu,
-        use_te_activation_func=not shape.num_experts,  # the module that layer_spec.py puts there: ours
+        use_te_activation_func=not shape.num_experts,  # the module that layer_spec puts there: ours
         add_bias_linear=shape.has_proj_bias,
         add_qkv_bias=shape.has_qkv_bias,
         qk_layernorm=shape.has_qk_norm,
@@ -115,7 +199,7 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
-        sequence_parallel=layout.uses_sequence_parallel,
+        sequence_parallel=layout.tensor > 1,  # megatron's MoE needs it there; it also saves activations
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

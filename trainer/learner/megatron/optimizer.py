@@ -117,19 +117,16 @@ class Optimizer:
     def load_state_dict(self, state: Any) -> None:
         with _step_from_groups():
             self._whole.load_state_dict(state)
-        for state_of in self._states():
-            # A load gives all parameters one shared `step`, which AdamW would advance once per parameter.
-            if "step" in state_of:
-                state_of["step"] = state_of["step"].to(state_of["exp_avg"].device, copy=True)
+        for part in self.parts():
+            for state_of in part.optimizer.state.values():
+                # A load gives all parameters one shared `step`, which AdamW would advance once per parameter.
+                if "step" in state_of:
+                    state_of["step"] = state_of["step"].to(state_of["exp_avg"].device, copy=True)
 
     def parts(self) -> list[Any]:
         """megatron's optimizers on this rank: of dense parameters and of experts."""
         parts = getattr(self._whole, "chained_optimizers", [self._whole])
         return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
-
-    def _states(self) -> Iterator[dict[str, Any]]:
-        for part in self.parts():
-            yield from part.optimizer.state.values()
 
     def _prime(self) -> None:
         """Create torch's AdamW zero state now: megatron's state_dict asserts on an empty one, and its loading into an

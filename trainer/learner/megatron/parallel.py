@@ -32,8 +32,7 @@ def start(layout: Layout, seed: int) -> None:
     Without torchrun this process is rank 0 of 1. Policies share one layout: a second call with the same
     one does nothing.
 
-    Raises:
-        ValueError: groups exist for another layout.
+    Raises ValueError: groups exist for another layout.
     """
     shim.install()
     from megatron.core import parallel_state, tensor_parallel

@@ -6,7 +6,6 @@ results, replay = passes.forward_backward(work)     # in it
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective
-from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.config import MptConfig
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.megatron.adapter import ActiveAdapters, Adapter, finalize
@@ -94,34 +93,29 @@ class Model:
         return ActiveAdapters(adapters, *(each.diff(prepend=each.new_zeros(1)) for each in (ends, own)))
 
 
+@dataclass(frozen=True, eq=False)
 class Passes:
-    """Every method is collective over all ranks."""
+    """Every method is collective over all ranks.
 
-    def __init__(
-        self,
-        model: PolicyModel,
-        trained: Model,
-        reference: Model | None,
-        layout: Layout,
-        policy: PolicyConfig,
-        *,
-        objectives: Sequence[PolicyObjective],
-        mpt: MptConfig,
-        old_policy: Literal["pois", "sais", "recompute"],
-        router_replay: Literal["none", "recompute", "rollout"],
-    ) -> None:
-        """model: the bare one; trained: the same as it is trained; reference: frozen, None without a KL term."""
-        self._model, self._trained, self._reference, self._layout = model, trained, reference, layout
-        self._objectives, self._mpt, self._aux_loss = objectives, mpt, policy.router_aux_loss
-        self._old_policy, self._router_replay = old_policy, router_replay
-        self._run_schedule = get_forward_backward_func()
-        self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+    model: the bare one; trained: the same as it is trained; reference: frozen, None without a KL term. aux_loss: coefficient of
+    the router's balancing loss.
+    """
+
+    model: PolicyModel
+    trained: Model
+    reference: Model | None
+    layout: Layout
+    aux_loss: float
+    objectives: Sequence[PolicyObjective]
+    mpt: MptConfig
+    old_policy: Literal["pois", "sais", "recompute"]
+    router_replay: Literal["none", "recompute", "rollout"]
 
     def can_join(self, other: Passes) -> bool:
         """The policies' adapters are of one base, and their references are it, or adapters of it."""
-        if self._trained.module is not other._trained.module:
+        if self.trained.module is not other.trained.module:
             return False
-        references = [each._reference for each in (self, other)]
+        references = [each.reference for each in (self, other)]
         if None in references:
             return references == [None, None]
         return len({(each.module, len(each.adapters)) for each in references if each is not None}) == 1
@@ -131,11 +125,9 @@ class Passes:
 
         adapter_of: the place of each agent's policy among self, *others.
         """
-        both = copy.copy(self)
-        both._trained = _joined([self._trained, *(other._trained for other in others)], adapter_of)
-        references = [each._reference for each in (self, *others) if each._reference is not None]
-        both._reference = _joined(references, adapter_of) if references else None
-        return both
+        trained = _joined([self.trained, *(other.trained for other in others)], adapter_of)
+        references = [each.reference for each in (self, *others) if each.reference is not None]
+        return replace(self, trained=trained, reference=_joined(references, adapter_of) if references else None)
 
     def score(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """[T] float32 CPU log-probs of each batch, nats, 0 outside its mask; experts are chosen by the router."""
@@ -150,12 +142,11 @@ class Passes:
 
         is_first: of the step, so that the old policy is the present one anyway (pois).
 
-        Raises:
-            ValueError: on all ranks together, when the micro-batches of any do not fit (number, alignment, scope).
+        Raises ValueError: on all ranks together, when the micro-batches of any do not fit (number, alignment, scope).
         """
         num_trained, num_tokens = self._agree(update.micro_batches)
         if num_trained == 0:
-            return Work((), num_tokens, len(self._objectives))
+            return Work((), num_tokens, len(self.objectives))
         if not update.normaliser > 0:
             raise ValueError(
                 f"learner: normaliser is {update.normaliser} with {num_trained} trained tokens; expected above 0"
@@ -164,13 +155,13 @@ class Passes:
         batches = [each.batch for each in cuts]
         old, experts = self._old(batches, is_first)
         reference: Sequence[Tensor | None] = [None] * len(batches)
-        if self._reference is not None:
-            reference = self._forward(batches, self._reference)
+        if self.reference is not None:
+            reference = self._forward(batches, self.reference)
         micro_batches = (
             MicroBatch(each, self._loss(each.batch, update.normaliser, logprobs, of_reference), choices)
             for each, logprobs, of_reference, choices in zip(cuts, old, reference, experts, strict=True)
         )
-        return Work(tuple(micro_batches), num_tokens, len(self._objectives))
+        return Work(tuple(micro_batches), num_tokens, len(self.objectives))
 
     def forward_backward(self, work: Work, agent: int | None = None) -> tuple[list[HeadResult], ReplayCounts | None]:
         """Add the gradient of the update's loss to DDP's buffers.
@@ -184,10 +175,10 @@ class Passes:
 
         def forward_step(data: Iterator[tuple[PackedBatch, LossInputs]], model: Any) -> tuple[Any, Any]:
             batch, loss = next(data)
-            return model(batch, loss, self._mpt, self._trained.active(batch, self._layout.tensor)), _loss_of
+            return model(batch, loss, self.mpt, self.trained.active(batch, self.layout.tensor)), _loss_of
 
-        if self._trained.trained:
-            self._model.config.finalize_model_grads_func = lambda *chunks, **options: finalize(self._trained.trained)
+        if self.trained.trained:
+            self.model.config.finalize_model_grads_func = lambda *chunks, **options: finalize(self.trained.trained)
         self._set_aux_scale(work.num_tokens, is_on=agent is None)
         losses = [each.loss if agent is None else _only_of(agent, each.loss) for each in work.micro_batches]
         data = [(each.cut.batch, loss) for each, loss in zip(work.micro_batches, losses, strict=True)]
@@ -197,12 +188,13 @@ class Passes:
 
     def _agree(self, batches: Sequence[PackedBatch], *, trains: bool = True) -> tuple[int, int]:
         """(trained tokens, packed tokens) over all ranks; raises on all ranks when the batches of one do not fit."""
-        align, problem = self._layout.tensor, 0
+        align, problem = self.layout.tensor, 0
+        lacks_experts = any(batch.routed_experts is None and batch.trained_rows.numel() for batch in batches)
         if any(batch.num_tokens % align for batch in batches):
             problem = 1
-        elif self._mpt.scope == "batch" and len(batches) > 1:
+        elif self.mpt.scope == "batch" and len(batches) > 1:
             problem = 2
-        elif trains and self._router_replay == "rollout" and any(_lacks_experts(batch) for batch in batches):
+        elif trains and self.router_replay == "rollout" and lacks_experts:
             problem = 3
         counts = len(batches)
         trained = sum(batch.trained_rows.numel() for batch in batches)
@@ -228,36 +220,36 @@ class Passes:
             )
         if most != fewest or most == 0:
             raise ValueError(f"learner: ranks bring {fewest} to {most} micro-batches; expected one number above 0")
-        copies = self._layout.tensor * self._layout.pipeline * self._layout.context
+        copies = self.layout.tensor * self.layout.pipeline * self.layout.context
         return int(share[0]) // copies, int(share[1]) // copies
 
     def _cut(self, batches: Sequence[PackedBatch]) -> list[ContextCut]:
         """This rank's part of each batch, which all context-parallel ranks were given."""
         rank = parallel_state.get_context_parallel_rank()
-        return [cut(batch, rank, self._layout.context, self._layout.tensor) for batch in batches]
+        return [cut(batch, rank, self.layout.context, self.layout.tensor) for batch in batches]
 
     def _old(
         self, batches: Sequence[PackedBatch], is_first: bool
     ) -> tuple[Sequence[Tensor | None], Sequence[Choices | None]]:
         """(log-probs of the old policy, experts to force) of each; R2 records them in the same forward pass."""
         nothing: Sequence[None] = [None] * len(batches)
-        is_needed = self._old_policy == "recompute" or (self._old_policy == "pois" and not is_first)
+        is_needed = self.old_policy == "recompute" or (self.old_policy == "pois" and not is_first)
         old: Sequence[Tensor | None] = nothing
         experts: Sequence[Choices | None] = nothing
-        if self._router_replay == "recompute":
-            with record_experts(self._model) as recorded:
+        if self.router_replay == "recompute":
+            with record_experts(self.model) as recorded:
                 found = self._forward(batches)
             old, experts = found if is_needed else nothing, recorded
         else:
-            if self._router_replay == "rollout":
+            if self.router_replay == "rollout":
                 experts = [
-                    experts_of_rank(self._model, batch.routed_experts) if batch.routed_experts is not None else None
+                    experts_of_rank(self.model, batch.routed_experts) if batch.routed_experts is not None else None
                     for batch in batches
                 ]
             if is_needed:
                 with self._replay(experts):  # old and new log-probs of the same experts
                     old = self._forward(batches)
-        if self._old_policy == "sais":
+        if self.old_policy == "sais":
             if any(batch.rollout_logprobs is None for batch in batches):
                 raise ValueError("loss.old_policy=sais needs rollout log-probs, which these samples do not have")
             old = [batch.rollout_logprobs for batch in batches]
@@ -266,7 +258,7 @@ class Passes:
     def _loss(
         self, batch: PackedBatch, normaliser: float, old_logprobs: Tensor | None, reference_logprobs: Tensor | None
     ) -> LossInputs:
-        (objective,) = {self._objectives[agent] for agent in batch.agents}  # scatter.py: a micro-batch has one
+        (objective,) = {self.objectives[agent] for agent in batch.agents}  # scatter.py: a micro-batch has one
         return LossInputs(
             objective=objective,
             cu_seqlens=batch.cu_seqlens,
@@ -275,7 +267,7 @@ class Passes:
             token_advantages=batch.token_advantages,
             mask=batch.mask,
             agent_of=batch.agent_of,
-            num_agents=len(self._objectives),
+            num_agents=len(self.objectives),
             old_logprobs=old_logprobs,
             rollout_logprobs=batch.rollout_logprobs,
             reference_logprobs=reference_logprobs,
@@ -288,38 +280,38 @@ class Passes:
         Without megatron's division by tokens it would be a sum over packed tokens; a tensor- or context-parallel rank
         counts its share of them only.
         """
-        config = self._model.config
-        if self._aux_loss > 0 and config.num_moe_experts:
-            sharers = self._layout.tensor * self._layout.context
-            config.moe_aux_loss_coeff = self._aux_loss * sharers / num_tokens if is_on else 0.0
+        config = self.model.config
+        if self.aux_loss > 0 and config.num_moe_experts:
+            sharers = self.layout.tensor * self.layout.context
+            config.moe_aux_loss_coeff = self.aux_loss * sharers / num_tokens if is_on else 0.0
 
     def _replay(self, experts: Sequence[Choices | None]) -> Any:
-        return nullcontext() if self._router_replay == "none" else replay_experts(self._model, experts)
+        return nullcontext() if self.router_replay == "none" else replay_experts(self.model, experts)
 
     def _forward(self, batches: Sequence[PackedBatch], of: Model | None = None) -> list[Tensor]:
         """The last stage's [T] log-probs on every stage, nats; of: another model than the policy's."""
-        whose = of or self._trained
+        whose = of or self.trained
 
         def forward_step(data: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
             batch = next(data)
-            return model(batch, active=whose.active(batch, self._layout.tensor)), _as_it_is
+            return model(batch, active=whose.active(batch, self.layout.tensor)), _as_it_is
 
         outputs = self._schedule(forward_step, batches, batches[0].num_tokens, module=whose.module)
-        if self._layout.pipeline > 1:
+        if self.layout.pipeline > 1:
             if not parallel_state.is_pipeline_last_stage():
                 outputs = [torch.empty(batch.num_tokens, device=training_device()) for batch in batches]
-            source, group = parallel_state.get_pipeline_model_parallel_last_rank(), self._pipeline_group
+            source = parallel_state.get_pipeline_model_parallel_last_rank()
             for output in outputs:
-                dist.broadcast(output, source, group=group)
+                dist.broadcast(output, source, group=parallel_state.get_pipeline_model_parallel_group())
         return outputs
 
     def _schedule(
         self, forward_step: Any, data: Sequence[Any], seq_length: int, *, has_backward: bool = False, module: Any = None
     ) -> list[Any]:
-        return self._run_schedule(
+        return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(data),
-            model=[self._trained.module if module is None else module],
+            model=[self.trained.module if module is None else module],
             num_microbatches=len(data),
             seq_length=seq_length,
             micro_batch_size=1,
@@ -337,10 +329,6 @@ def _only_of(agent: int, loss: LossInputs) -> LossInputs:
     assert loss.agent_of is not None
     weights = torch.ones(len(loss.agent_of), device=loss.agent_of.device) if loss.weights is None else loss.weights
     return replace(loss, weights=weights * (loss.agent_of == agent))
-
-
-def _lacks_experts(batch: PackedBatch) -> bool:
-    return batch.routed_experts is None and batch.trained_rows.numel() > 0
 
 
 def _loss_of(result: HeadResult) -> tuple[Tensor, Tensor, HeadResult]:

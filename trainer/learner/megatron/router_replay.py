@@ -11,8 +11,7 @@ model does, so that its gradient flows. Uses the hook of megatron's router for i
 (`router.router_replay`), but keeps no global list, which would mix the models of several policies, and detects
 by itself which call is an activation recomputation.
 
-Memory: the record of a micro-batch is one byte an expert (see rollout/routed_experts.py) on the CPU, for this rank's
-layers and tokens.
+Memory: the record of a micro-batch is one byte an expert (rollout/routed_experts.py) on the CPU, of this rank's part.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class ReplayCounts(NamedTuple):
 def experts_of_rank(model: PolicyModel, routed_experts: Tensor) -> Choices:
     """This rank's layers and tokens of a micro-batch's [T, L, K] record.
 
-    Raises:
-        ValueError: the record belongs to a model with other layers or another top_k.
+    Raises ValueError: the record belongs to a model with other layers or another top_k.
     """
     mine, config = routed_experts, model.config
     if config.sequence_parallel:

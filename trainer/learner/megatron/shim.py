@@ -37,8 +37,7 @@ def install() -> bool:
     Idempotent. On every machine it defines what megatron-core 0.16.1 leaves undefined without
     TransformerEngine.
 
-    Raises:
-        RuntimeError: megatron was imported earlier, without the shim.
+    Raises RuntimeError: megatron was imported earlier, without the shim.
     """
     if torch.cuda.is_available():
         _mend_without_transformer_engine()

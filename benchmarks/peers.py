@@ -1,0 +1,208 @@
+"""Fused heads and losses of PyTorch and other projects: how to call each, or the reason why one is missing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from case import Missing
+from head_problem import HeadInputs, LogprobFunction
+from torch import Tensor
+
+NEEDS_CUDA = "its kernels are Triton or CUDA code, which needs a GPU"
+NO_ENTROPY = "no entropy"
+
+
+@dataclass(frozen=True)
+class LogprobPeer:
+    """A function that returns log-probs. does: a description, if it does less than ours."""
+
+    name: str
+    call: LogprobFunction
+    does: str = ""
+
+
+@dataclass(frozen=True)
+class LossPeer:
+    """prepared(inputs) computes constants once; what it returns computes the loss, differentiable.
+
+    is_ours: the clipped loss over the mask, with the clip range given; else another loss, listed for orientation.
+    """
+
+    name: str
+    prepared: Callable[[HeadInputs, float], Callable[[], Tensor]]
+    is_ours: bool = True
+
+
+Peer = LogprobPeer | LossPeer
+
+
+def flash_attn(name: str) -> Callable[..., Tensor] | str:
+    """flash-attn's function of this name, or why not."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "ModuleNotFoundError: No module named 'flash_attn'"
+    try:
+        function: Callable[..., Tensor] = getattr(importlib.import_module("flash_attn"), name)
+    except Exception as error:  # it is a compiled extension: it may not fit this torch
+        return why_not_imported(error)
+    return function
+
+
+def why_not_imported(error: Exception) -> str:
+    """One line for the table."""
+    text = str(error).strip()
+    first = text.splitlines()[0][:160] if text else ""
+    return f"{type(error).__name__}: {first}"
+
+
+def fused_peers(device: str) -> list[Peer | Missing]:
+    """All of them, each callable or with the reason why not."""
+    makers: dict[str, tuple[Callable[[], Peer], bool]] = {
+        "torch F.linear_cross_entropy": (_torch_linear_cross_entropy, False),
+        "Liger fused linear GRPO": (_liger_fused_grpo, False),
+        "Liger grpo_loss (Triton)": (_liger_grpo_loss, True),
+        "Liger fused linear CE, per token": (_liger_cross_entropy, True),
+        "Liger fused linear CE, mean": (_liger_cross_entropy_mean, True),
+        "cut-cross-entropy, per token": (_cut_cross_entropy, True),
+        "cut-cross-entropy, mean": (_cut_cross_entropy_mean, True),
+        "QuACK chunked CE, mean": (_quack, True),
+        "verl linear_cross_entropy": (_verl, True),
+    }
+    found: list[Peer | Missing] = []
+    for name, (make, needs_cuda) in makers.items():
+        try:
+            peer = make()
+        except Exception as error:  # a broken peer must not end the benchmark; its reason is printed
+            found.append(Missing(name, why_not_imported(error)))
+            continue
+        assert peer.name == name, (peer.name, name)
+        found.append(Missing(name, NEEDS_CUDA) if needs_cuda and device != "cuda" else peer)
+    return found
+
+
+def _torch_linear_cross_entropy() -> Peer:
+    """torch >= 2.13. With reduction="none" it returns the dtype of its input: bfloat16 log-probs of bfloat16 states."""
+    options = torch.nn.LinearCrossEntropyOptions()
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, None]:
+        return -F.linear_cross_entropy(hidden, weight, targets, reduction="none", options=options).float(), None
+
+    return LogprobPeer("torch F.linear_cross_entropy", call, NO_ENTROPY)
+
+
+def _liger_fused_grpo() -> Peer:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    def prepared(inputs: HeadInputs, clip: float) -> Callable[[], Tensor]:
+        # "dapo": divided by the tokens of the mask; beta 0: no KL, no reference model
+        module = LigerFusedLinearGRPOLoss(
+            beta=0.0, compiled=inputs.hidden.is_cuda, use_ref_model=False, chunk_size=1, epsilon_low=clip,
+            epsilon_high=clip, loss_type="dapo", temperature=1.0,
+        )  # fmt: skip
+        mask, targets, old = _by_sequence(inputs)
+
+        def call() -> Tensor:
+            hidden = inputs.hidden.view(*mask.shape, -1)
+            loss, _ = module(hidden, inputs.weight, targets, mask, inputs.advantages, old_per_token_logps=old)
+            return loss
+
+        return call
+
+    return LossPeer("Liger fused linear GRPO", prepared)
+
+
+def _liger_grpo_loss() -> Peer:
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    def prepared(inputs: HeadInputs, clip: float) -> Callable[[], Tensor]:
+        mask, targets, old = _by_sequence(inputs)
+
+        def call() -> Tensor:
+            hidden = inputs.hidden.view(*mask.shape, -1)
+            # it takes [B, L + 1, V] and ignores the last position, as a model's output has it
+            logits = F.linear(F.pad(hidden, (0, 0, 0, 1)), inputs.weight)
+            loss, _ = triton_grpo_loss(
+                logits, old, None, targets, inputs.advantages, completion_mask=mask, temperature=1.0, beta=0.0,
+                eps_low=clip, eps_high=clip, inplace=True, loss_type="dapo", reduce=True,
+            )  # fmt: skip
+            return loss
+
+        return call
+
+    return LossPeer("Liger grpo_loss (Triton)", prepared)
+
+
+def _by_sequence(inputs: HeadInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """mask (float32), targets and old log-probs, each [S, L]: the sequences are equally long."""
+    mask = torch.ones_like(inputs.old_logprobs) if inputs.mask is None else inputs.mask.float()
+    mask, targets, old = (
+        each.view(inputs.advantages.numel(), -1) for each in (mask, inputs.targets, inputs.old_logprobs)
+    )
+    return mask, targets, old
+
+
+def _liger_cross_entropy() -> Peer:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    module = LigerFusedLinearCrossEntropyLoss(reduction="none")  # recomputes in backward, with each token's gradient
+    name = "Liger fused linear CE, per token"
+    return LogprobPeer(name, lambda x, w, y: (-module(w, x, y).float(), None), NO_ENTROPY)
+
+
+def _cut_cross_entropy() -> Peer:
+    from cut_cross_entropy import linear_cross_entropy
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, None]:
+        return -linear_cross_entropy(hidden, weight, targets, reduction="none").float(), None
+
+    return LogprobPeer("cut-cross-entropy, per token", call, NO_ENTROPY)
+
+
+def _mean_of(name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Peer:
+    """Mean cross entropy of (hidden, weight, targets): no weights of tokens, no ratio, no entropy; cheaper by design."""
+    return LossPeer(name, lambda x, _: lambda: function(x.hidden, x.weight, x.targets), is_ours=False)
+
+
+def _liger_cross_entropy_mean() -> Peer:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    module = LigerFusedLinearCrossEntropyLoss(reduction="mean")
+    return _mean_of("Liger fused linear CE, mean", lambda x, w, y: module(w, x, y))
+
+
+def _cut_cross_entropy_mean() -> Peer:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return _mean_of("cut-cross-entropy, mean", linear_cross_entropy)
+
+
+def _quack() -> Peer:
+    if importlib.util.find_spec("cutlass") is None:
+        packed = importlib.util.find_spec("nvidia_cutlass_dsl")
+        if packed is not None and packed.submodule_search_locations:  # its .pth file is not read from PYTHONPATH
+            sys.path.append(str(Path(next(iter(packed.submodule_search_locations))) / "dsl_packages"))
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    chunked = partial(chunked_linear_cross_entropy, chunk_size=4096, reduction="mean")
+    return _mean_of("QuACK chunked CE, mean", chunked)
+
+
+def _verl() -> Peer:
+    from verl.utils.kernel.linear_cross_entropy import LinearCrossEntropy
+
+    takes_temperature = "temperature" in inspect.signature(LinearCrossEntropy.forward).parameters
+    rest = (1.0, "none") if takes_temperature else ("none",)
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = LinearCrossEntropy.apply(hidden, weight, targets, *rest)
+        return logprobs, entropy
+
+    return LogprobPeer("verl linear_cross_entropy", call)
