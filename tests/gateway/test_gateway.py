@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import sys
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from programs import AGENTS
 
-from marsrl.rollout.gateway.calls import SESSION, Call
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.gateway.agents import agents_of
+from marsrl.rollout.gateway.calls import SESSION, Call, Reply
+from marsrl.rollout.gateway.chats import Answer, Ask
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.history import History, Strand
+from marsrl.rollout.gateway.session import CallLost, Session
 from marsrl.rollout.gateway.workers import WORKER
-from marsrl.rollout.types import ToolCall, ToolOutput
+from marsrl.rollout.types import Finish, ToolCall, ToolOutput
 
 
 def submit(gateway: Gateway, name: str, purpose: str = "train") -> Future[ToolOutput]:
@@ -64,6 +71,43 @@ def test_what_a_lost_session_asked_is_not_answered() -> None:
     gateway.lose("worker", "it died")
     taken = gateway.take({"1", "2"})
     assert taken.lost == ["1"] and not taken.calls
+
+
+def test_time_with_an_open_call_is_not_the_program_s_and_a_session_that_is_over_drops_its_calls(model: Path) -> None:
+    """external.timeout_s bounds what is left; the seconds of a session are all."""
+    now, sent, prompt = 100.0, list[Call](), np.arange(5, 9, dtype=np.int32)
+    agents = agents_of(AGENTS, {"main": ChatRenderer(model)}, 1500)
+    session = Session("1", {"purpose": "train"}, Future(), agents, sent.append, max_calls=3, clock=lambda: now)
+
+    async def play() -> None:
+        nonlocal now
+
+        async def ask() -> asyncio.Task[Answer]:
+            return await session.ask(Ask("solver", prompt=prompt), b"same", is_retry=False, is_long=False)
+
+        session.start("worker")
+        now += 3.0
+        answer, other = await ask(), await ask()
+        now += 40.0
+        sent[0].reply.set_result(Reply("1/solver:0", prompt, np.zeros(4, np.float32), Finish.STOP))
+        await answer
+        now += 20.0
+        assert session.seconds_alone() == 3.0  # the other one is open
+        sent[1].reply.set_result(Reply("1/solver#1:0", prompt, np.zeros(4, np.float32), Finish.ERROR, "lost"))
+        with pytest.raises(CallLost, match="lost"):
+            await other
+        now += 2.0
+        assert session.seconds_alone() == 5.0
+        last = await ask()
+        now += 7.0
+        session.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await last
+        now += 1.0
+        assert session.seconds_alone() == 6.0
+
+    asyncio.run(play())
+    assert session.end({"reward": 0.5}).seconds == 73.0 and session.num_calls == 3
 
 
 def test_a_worker_is_one_file_of_python_3_9_and_its_standard_library() -> None:
