@@ -8,12 +8,14 @@ it may have crashed the server, or have had its effect.
 
 from __future__ import annotations
 
+import codecs
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, ExitStack
-from functools import partial
+from encodings import utf_8
+from functools import cache, partial
 
 import anyio
 import httpx2
@@ -30,6 +32,7 @@ from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolFunction
 
 _MOST_PAGES = 32  # of a server's list of tools
+_MOST_KIB = 4096  # of a line of a command's, or an answer by HTTP; of an event of a stream, `mcp` takes 1 MiB
 _MOST_SHOWN = 300  # characters of a server's words in a message
 _LOST = (CONNECTION_CLOSED, INVALID_REQUEST)  # the second: of an HTTP server that has forgotten the session
 
@@ -118,15 +121,21 @@ class McpTools:
                 command, *arguments = settings.command
                 environment = {name: read_key(name, f"{key}.environment") for name in settings.environment}
                 parameters = StdioServerParameters(
-                    command=command, args=arguments, env=environment, encoding_error_handler="replace"
+                    command=command,
+                    args=arguments,
+                    env=environment,
+                    encoding=_bounded_lines(),
+                    encoding_error_handler="replace",
                 )
                 transport = stdio_client(parameters, sys.__stderr__ or sys.stderr)
             else:
                 token = settings.api_key_env and read_key(settings.api_key_env, f"{key}.api_key_env")
                 headers = {"Authorization": f"Bearer {token}"} if token else {}
+                headers["Accept-Encoding"] = "identity"  # a small answer stays small
                 # a call has a limit of its own; one of the transport would end the connection, and the calls beside it
                 timeout = httpx2.Timeout(settings.timeout_s, read=None)
-                http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=timeout))
+                client = httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks={"response": [_bound]})
+                http = await stack.enter_async_context(client)
                 transport = streamable_http_client(settings.url or "", http_client=http)
             server = Client(transport, read_timeout_seconds=settings.timeout_s)
             task_status.started(await stack.enter_async_context(server))
@@ -148,6 +157,54 @@ class McpTools:
         if not wanted:
             raise ValueError("the server has no tools")
         return [found[name] for name in wanted]
+
+
+@cache
+def _bounded_lines() -> str:
+    """Name of a codec with bounded lines: `mcp` reads lines of any length, in any encoding that it is told."""
+    name = "marsrl_bounded_lines"
+    codec = codecs.CodecInfo(utf_8.encode, utf_8.decode, incrementaldecoder=_BoundedDecoder, name=name)
+    codecs.register({name: codec}.get)
+    return name
+
+
+class _BoundedDecoder(utf_8.IncrementalDecoder):
+    """UTF-8; the end of a line longer than _MOST_KIB is dropped, so that it is no message, and its call times out."""
+
+    _num_bytes = 0  # of the line so far
+
+    def decode(self, data: bytes, final: bool = False) -> str:  # type: ignore[override]
+        if self._num_bytes > _MOST_KIB << 10:
+            data = b"".join(data.partition(b"\n")[1:])
+        end = data.rfind(b"\n") + 1
+        self._num_bytes = len(data) - end + (0 if end else self._num_bytes)
+        return super().decode(data, final)
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    """The bytes of an answer, up to _MOST_KIB where it is no stream of events, which does not end."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        self._stream, self._is_coded = response.stream, "content-encoding" in response.headers
+        self._is_bounded = not response.headers.get("content-type", "").lower().startswith("text/event-stream")
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        if self._is_coded:
+            raise httpx2.StreamError("the answer is compressed, which it was not asked to be")
+        num_bytes = 0
+        async for chunk in self._stream:
+            num_bytes += len(chunk)
+            if self._is_bounded and num_bytes > _MOST_KIB << 10:
+                raise httpx2.StreamError(f"the answer is larger than {_MOST_KIB} KiB")
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+async def _bound(response: httpx2.Response) -> None:
+    response.stream = _BoundedStream(response)
 
 
 def _text(result: CallToolResult) -> str:

@@ -269,11 +269,18 @@ def test_an_http_server_that_forgot_or_is_gone_costs_calls_and_comes_back() -> N
             assert outputs[-1] == ToolOutput("hello world")
 
 
-def test_an_output_of_megabytes_is_cut_and_the_server_serves_on() -> None:
-    with pool_of(**of_server(command=STDIO)) as pool:
+def test_a_server_that_sends_too_much_is_cut_off_and_serves_on() -> None:
+    with held_port() as port, mcp_server.http_server(port) as url, pool_of(**of_server(url=url)) as pool:
         flooded = call(pool, "flood", mib=5)
-        assert flooded.text.endswith("[cut: the first 16,000 of 5,242,880 characters]"), flooded.text[:500]
+        assert flooded.is_error and "the answer is larger than 4096 KiB" in flooded.text, flooded.text[:500]
         assert call(pool, "greet") == ToolOutput("hello world")
+
+
+def test_of_too_long_an_answer_by_a_command_the_end_is_dropped_and_it_serves_on() -> None:
+    with pool_of(**of_server(command=STDIO, timeout_s=15)) as pool:
+        assert call(pool, "flood", mib=5).text == "error: own did not answer within 15 s"
+        assert call(pool, "greet") == ToolOutput("hello world")
+        assert pool.take_counts()["tools/own/restarts"] == 0
 
 
 def test_a_call_that_hangs_is_an_error_and_others_are_answered() -> None:
