@@ -116,6 +116,8 @@ def test_layers_that_start_again_from_inputs_on_the_host_have_the_same_gradients
     assert {each.shape[1:] for each in kept} == {kept[0].shape[1:]} and kept[0].dim() == 3  # hidden states, no angles
 
 
-def test_a_cpu_refuses_to_move_layers_inputs_to_itself(tmp_path: Path) -> None:
+def test_a_cpu_refuses_to_move_optimizer_state_and_layers_inputs_to_itself(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"optimizer.offload is true: .* no CUDA device here, .*; set false$"):
+        learner(save_model("qwen3", tmp_path / "o"), optimizer={"offload": True})
     with pytest.raises(ValueError, match=r"recompute is full_offload: .* no CUDA device here, .*; set full$"):
         learner(save_model("qwen3", tmp_path / "m"), recompute="full_offload")
