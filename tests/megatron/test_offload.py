@@ -117,5 +117,5 @@ def test_layers_that_start_again_from_inputs_on_the_host_have_the_same_gradients
 
 
 def test_a_cpu_refuses_to_move_layers_inputs_to_itself(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"recompute is full_offload, .* no CUDA device .*: set full$"):
+    with pytest.raises(ValueError, match="full_offload.*: set full$"):
         learner(save_model("qwen3", tmp_path / "m"), recompute="full_offload")

@@ -16,7 +16,7 @@ PARITY = Path(__file__).parents[2] / "benchmarks" / "parity.py"
 def test_four_ranks_train_as_one_and_as_transformers(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     report = tmp_path / "lines.json"
-    layouts = ["dp4, overlapped", "cp2 pp2", "tp2 cp2 ep2", "optimizer offload"]  # in the order of the table
+    layouts = ["dp4, overlapped", "cp2 pp2", "tp2 cp2 ep2"]  # in the order of the table
     command = [sys.executable, str(PARITY), "--json", str(report), "--only", *layouts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -27,5 +27,4 @@ def test_four_ranks_train_as_one_and_as_transformers(tmp_path: Path) -> None:
     names = ["one rank against transformers", *families, *adapters, *layouts, *of_adapters]
     assert [line["layout"] for line in lines] == names
     assert all(line["is_ok"] for line in lines)
-    assert "host memory anyway" in lines[names.index(layouts[-1])]["refused"]
     assert sum(line.endswith("  ok") for line in done.stdout.splitlines()) == len(lines)
