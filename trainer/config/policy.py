@@ -160,7 +160,7 @@ def _on_base(policies: Mapping[str, PolicyConfig], name: str, policy: PolicyConf
 
 def why_not_adapter(adapter: AdapterConfig, shape: ModelShape, layout: LayoutConfig) -> str | None:
     """None where the model has what the adapter is for and the layout can hold it, else the reason."""
-    if adapter.targets == ("mlp",) and shape.num_experts:
+    if set(adapter.targets) == {"mlp"} and shape.num_experts:
         return f"adapter.targets names mlp alone, and {shape.architecture} has experts in its place: name attention, or experts"
     if "experts" not in adapter.targets:
         return None
