@@ -25,8 +25,7 @@ from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.team import WatchedJudge
 from marsrl.rollout.types import Problem, Reward
 from marsrl.trainer.commands.curate.best_of_n import best_of_n
-from marsrl.trainer.commands.curate.rows import Row, Stage
-from marsrl.trainer.commands.curate.rules import readable
+from marsrl.trainer.commands.curate.rows import Row, Stage, readable
 from marsrl.trainer.config.curate import BestOfNConfig
 from marsrl.trainer.evaluate.evaluator import Evaluator
 

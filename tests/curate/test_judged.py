@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from curation import Killed, cut_short, rows_of, run
 
-from marsrl.trainer.commands.curate.criteria import CRITERIA, messages, read_verdict
-from marsrl.trainer.commands.curate.rows import CurationStopped, Stage
-from marsrl.trainer.commands.curate.rules import readable
+from marsrl.trainer.commands.curate.judged import CRITERIA, messages, read_verdict
+from marsrl.trainer.commands.curate.rows import CurationStopped, Stage, readable
 
 YES, NO = "It is. <verdict>yes</verdict>", "It is not. <verdict>no</verdict>"
 

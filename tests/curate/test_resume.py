@@ -10,8 +10,7 @@ import pytest
 from curation import Killed, cut_short, rows_of, run
 
 from marsrl.trainer.commands.curate.near_duplicates import near_duplicates
-from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage
-from marsrl.trainer.commands.curate.rules import level, readable
+from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage, level, readable
 from marsrl.trainer.config.curate import LevelConfig, NearDuplicatesConfig
 
 

@@ -14,7 +14,7 @@ from scripted_pool import ScriptedWithWeights, engines_are, samples_of, sevens, 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.commands.look.tokens import tokens_of_sample
+from marsrl.trainer.commands.look.api import tokens_of_sample
 from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics

@@ -8,7 +8,7 @@ import pytest
 from hostile_run import write_made_up_tokens
 from made_up_run import make_sample
 
-from marsrl.trainer.commands.look.tokens import tokens_of_sample
+from marsrl.trainer.commands.look.api import tokens_of_sample
 from marsrl.trainer.report.token_log import token_file
 from marsrl.trainer.runs.directory import RunDirectory
 

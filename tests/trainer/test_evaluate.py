@@ -21,10 +21,9 @@ from marsrl.rollout.tasks.arithmetic import parse_chain
 from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.evaluate.at_k import at_k, majorities, pass_at
 from marsrl.trainer.evaluate.draws import DRAWS, Kept, Said, read_draws
 from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
-from marsrl.trainer.evaluate.score import eval_metrics
+from marsrl.trainer.evaluate.score import at_k, eval_metrics, majorities, pass_at
 from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.cost import latency
