@@ -16,10 +16,9 @@ from every_op import (
     check_the_defaults_are_not_used,
     force,
     same,
-    tensors_of,
     that_run_here,
 )
-from layout_cases import HEADS, MORE_HEADS, OPS, TOKENS, check_every_layout, results
+from layout_cases import HEADS, MORE_HEADS, OPS, TOKENS, check_every_layout, results, tensors_of
 from nonfinite_cases import FEW, KINDS, SETTINGS, check_given_logprobs, check_logprobs, check_loss
 
 from marsrl.kernels import linear_logprob
@@ -61,7 +60,7 @@ def test_autocast_changes_nothing(served):
 @pytest.mark.parametrize("name, tier", WITH_GRADIENTS)
 def test_an_empty_batch_has_gradients_of_zero(served):
     """The call without a token: nothing of what is one a token, and no token in any sequence or for any expert."""
-    op, tensors = CALLS[served], tensors_of(served)
+    op, tensors = CALLS[served], tensors_of(CALLS[served])
     for which, values in tensors.items():
         if which in ("cu_seqlens", "counts"):
             tensors[which] = torch.zeros_like(values)
@@ -76,7 +75,7 @@ def test_an_empty_batch_has_gradients_of_zero(served):
 
 @pytest.mark.parametrize("name, tier", WITH_GRADIENTS)
 def test_a_frozen_input_changes_no_other_gradient(served):
-    op, tensors = CALLS[served], tensors_of(served)
+    op, tensors = CALLS[served], tensors_of(CALLS[served])
     expected, num_outputs = results(op, tensors), len(op.run(tensors))
     gradients = dict(zip(op.leaves, expected[num_outputs:], strict=True))
     for frozen in op.leaves:
