@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
-from layout_cases import HEADS, MORE_HEADS, OPS, Taken, results, tensors_of
+from layout_cases import HEADS, MORE, OPS, Taken, results, tensors_of
 from torch import Tensor
 
 from marsrl.kernels import explain
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CALLS: dict[str, Taken] = {**HEADS, **MORE_HEADS, **OPS}
+CALLS: dict[str, Taken] = {**HEADS, **MORE, **OPS}
 WITHOUT_TIERS = ("pack", "kept_rows")
 """PyTorch's operations, whatever the device."""
 

@@ -233,12 +233,33 @@ def _heads() -> dict[str, Taken]:
 
 
 HEADS = _heads()
-# Not tried in every layout: they read no other tensors.
-MORE_HEADS = {
+# Not tried in every layout: they read hardly any other tensors.
+MORE = {
     f"linear_policy_loss without support{which}, bfloat16": Taken(
         _head_loss(objective), lambda: {**_without_support(BF16), **_loss_tensors()}, ("hidden", "weight")
     )
     for which, objective in OBJECTIVES.items()
+} | {
+    "linear_logprob with padding, bfloat16": Taken(
+        lambda tensors: list(vars(linear_logprob(*tensors.values(), temperature=1.5, real_vocab_size=39)).values()),
+        lambda: dict(list(_without_support(BF16).items())[:3]),
+        ("hidden", "weight"),
+    ),
+    "attention_varlen of keys, both ways": Taken(
+        lambda tensors: [
+            attention_varlen(
+                *list(tensors.values())[:4], cu_seqlens_k=tensors["cu_seqlens_k"], max_seqlen=TOKENS, causal=False
+            )
+        ],
+        lambda: {**OTHERS["attention_varlen"].tensors(), "cu_seqlens_k": BOUNDS},
+        ("q", "k", "v"),
+    ),
+    "rms_norm, bfloat16": Taken(
+        _of(rms_norm, eps=1e-6, is_zero_centred=True),
+        lambda: {"x": torch.randn(TOKENS, SIZE, dtype=BF16), "weight": torch.randn(SIZE)},
+        ("x", "weight"),
+    ),
+    "swiglu without weights": Taken(_of(swiglu), lambda: {"products": torch.randn(TOKENS, SIZE)}, ("products",)),
 }
 OTHERS = {
     "policy_loss": Taken(

@@ -1,4 +1,4 @@
-"""attention_varlen against a masked softmax per segment; again in interpreter/test_attention_varlen.py."""
+"""attention_varlen against a masked softmax per segment; again in interpreter/test_ops.py."""
 
 from functools import partial
 

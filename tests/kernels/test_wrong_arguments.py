@@ -54,7 +54,13 @@ WRONG = {
         [
             ({"k": zeros(5, 2, 4)}, r"k has shape \[5, 2, 4\], expected \[any, any, 8\]"),
             ({"k": zeros(5, 3, 8), "v": zeros(5, 3, 8)}, "k has 3 heads, expected a divisor of q's 4"),
-            ({"cu_seqlens": tensor([0, 4])}, r"cu_seqlens is \[0, 4\], expected to rise from 0 to 5 tokens"),
+            *(
+                (
+                    {"cu_seqlens": tensor(each)},
+                    rf"cu_seqlens is \[{str(each)[1:-1]}\], expected to rise from 0 to 5 tokens",
+                )
+                for each in ([0, 4], [1, 3, 5], [0, 3, 2, 5])
+            ),
             (
                 {"cu_seqlens": tensor([0, 1, 5]), "cu_seqlens_k": tensor([0, 3, 5])},
                 "cu_seqlens_k gives sequence 1 2 keys for 4 queries",
