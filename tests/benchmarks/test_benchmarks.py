@@ -1,12 +1,11 @@
 """The benchmarks run, and refuse to time a wrong kernel."""
 
-import ctypes
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-from scripts import BENCHMARKS, call, script
+from scripts import BENCHMARKS, call
 
 
 def test_no_number_is_printed_for_a_wrong_kernel(tmp_path: Path) -> None:
@@ -77,12 +76,6 @@ def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
         rows = table["rows"]
         assert list(rows) == ["ours", "ours, all weights", "reference", "reference, sorted and dropped"]
         assert rows["ours"]["flops"] == rows["reference, sorted and dropped"]["flops"] < rows["reference"]["flops"]
-
-
-@pytest.mark.slow
-def test_the_cpu_library_builds_without_cmake(tmp_path: Path) -> None:
-    script("native").build(tmp_path / "marsrl_cpu.so")
-    assert ctypes.CDLL(str(tmp_path / "marsrl_cpu.so")).marsrl_abi_version() > 0
 
 
 @pytest.mark.slow
