@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from marsrl.kernels import linear_logprob
 from marsrl.kernels.head import gemms
+from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
 TIER = Tier("cpu", (torch.float32,), (20, 16, 131), (), lambda *_: None)
 simple = partial(without_mask, TIER)
@@ -134,3 +135,17 @@ def test_no_call_changes_what_another_thread_computes_by(narrow, monkeypatch):
     run(case, arguments_for(case, "clip"), torch.bfloat16)
     linear_logprob(*(each.bfloat16().requires_grad_() for each in case[:2]), case[2]).logprobs.sum().backward()
     assert set(seen) == {expected} and settings() == expected
+
+
+def test_the_temperature_of_a_masked_token_is_not_read():
+    hidden, weight, targets, arguments = simple()
+    temperature, mask = torch.ones(20), torch.arange(20) != 2
+    temperature[2] = torch.nan
+    assert linear_policy_loss(hidden, weight, targets, **arguments, mask=mask, temperature=temperature).loss.isfinite()
+
+
+def test_a_log_prob_of_two_dtypes_is_that_of_the_numbers_as_they_are():
+    hidden, weight, targets = torch.randn(20, 8).bfloat16(), torch.randn(70, 8), torch.randint(0, 70, (20,))
+    mixed = linear_logprob(hidden, weight, targets)
+    exact, _ = linear_logprob_reference(hidden.double(), weight.double(), targets, 1.0, 70)
+    torch.testing.assert_close(mixed.logprobs.double(), exact, atol=1e-5, rtol=1e-5)
