@@ -141,10 +141,8 @@ def scripted_team_fixture() -> Any:
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[RankPair]:
+def two_ranks() -> RankPair:
     """Two gloo ranks for all who need them: see rank_pair. They start with the first job."""
     from rank_pair import RankPair
 
-    pair = RankPair("preloaded")
-    yield pair
-    pair.close()
+    return RankPair("preloaded")
