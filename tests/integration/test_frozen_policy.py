@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 from completions_server import Handler, completions_server
-from scripted_pool import ScriptedWithWeights, engines_are, samples_of, sevens, train_here
+from scripted_pool import engines_are, half_right, on_sevens, samples_of, saying, train_here
 
-from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.commands.look.tokens import tokens_of_sample
 from marsrl.trainer.config.read import ConfigError, read_config
@@ -33,10 +30,6 @@ def judge_settings(folder: Path, base_url: str = "http://127.0.0.1:9/v1") -> lis
     ]
 
 
-def solve(request: DecodeRequest) -> str:
-    return f"So the answer is \\boxed{{{random.Random(request.uid).choice(['7', '8'])}}}."
-
-
 def verify(handler: Handler, body: dict[str, object], before: int) -> None:
     """Verdicts by a coin; now and then busy, now and then broken for good."""
     seed = int(str(body["seed"]))
@@ -50,17 +43,10 @@ def verify(handler: Handler, body: dict[str, object], before: int) -> None:
 
 def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(tmp_path: Path) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
-    renderer = ChatRenderer(model)
-    encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
-    engine = functools.partial(ScriptedWithWeights, model, solve, encode=encode)
-    with completions_server(verify) as server, engines_are(engine):
-        settings = [
-            "task=math", f"policies.main={{model: {model}, dtype: float32}}", f"data.train={sevens(tmp_path)}",
-            "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4",
-            "rollout.max_response_tokens=120", "run.steps=3", "run.evaluate=false", "run.token_log_every=1",
-            f"sync.directory={tmp_path}", f"credit.train_agents={TRAINED}", *judge_settings(model, server.base_url),
-        ]  # fmt: skip
-        directory = train_here(tmp_path, settings)
+    with completions_server(verify) as server, engines_are(saying(model, half_right)):
+        words = ["run.steps=3", "run.evaluate=false", "run.token_log_every=1", f"sync.directory={tmp_path}"]
+        words += [f"credit.train_agents={TRAINED}", *judge_settings(model, server.base_url)]
+        directory = train_here(tmp_path, on_sevens(tmp_path, model, *words))
     samples = samples_of(directory)
     verdicts = [r for r in samples if r.agent == "verifier1"]
     assert len(server.bodies) > len(verdicts) > 0  # some were asked twice

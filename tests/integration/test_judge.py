@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from completions_server import Handler, completions_server
-from scripted_pool import ScriptedWithWeights, engines_are, sevens, train_here
+from scripted_pool import engines_are, on_sevens, saying, train_here
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest
@@ -40,21 +40,18 @@ Say = Callable[[str], str]
 
 
 @pytest.fixture
-def engines(model: Path) -> Iterator[Callable[[Say, Say], None]]:
+def engines(model: Path) -> Iterator[Callable[[Say, Say], object]]:
     """engines(team, judge): all engines of ours say this, of the uid of a sample or of the answer that is judged."""
     renderer = ChatRenderer(model)
-    encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
+
+    def says(request: DecodeRequest, team: Say, judge: Say) -> str:
+        is_judge = request.uid.startswith("judge/")
+        return judge(answer_in(renderer.decode(request.token_ids))) if is_judge else team(request.uid)
 
     with ExitStack() as stack:
-
-        def install(team: Say, judge: Say) -> None:
-            def says(request: DecodeRequest) -> str:
-                is_judge = request.uid.startswith("judge/")
-                return judge(answer_in(renderer.decode(request.token_ids))) if is_judge else team(request.uid)
-
-            stack.enter_context(engines_are(functools.partial(ScriptedWithWeights, model, says, encode=encode)))
-
-        yield install
+        yield lambda team, judge: stack.enter_context(
+            engines_are(saying(model, functools.partial(says, team=team, judge=judge)))
+        )
 
 
 def solve(uid: str) -> str:
@@ -62,13 +59,10 @@ def solve(uid: str) -> str:
 
 
 def math_words(tmp_path: Path, model: Path, *more: str) -> list[str]:
-    return [
-        "task=math", "orchestration=solver", f"data.train={sevens(tmp_path)}", "rollout.engine=local",
-        f"sync.directory={tmp_path}", f"policies.main={{model: {model}, dtype: float32}}",
-        f"policies.judge={{frozen: true, model: {model}, price: {{input: 1, output: 2}}}}",
-        "judge={policy: judge, when: always}", "rollout.prompts_per_step=4", "rollout.group_size=8",
-        "rollout.max_response_tokens=120", "evaluate.num_problems=4", *more,
-    ]  # fmt: skip
+    judge = f"policies.judge={{frozen: true, model: {model}, price: {{input: 1, output: 2}}}}"
+    words = ["orchestration=solver", f"sync.directory={tmp_path}", judge, "judge={policy: judge, when: always}"]
+    words += ["rollout.prompts_per_step=4", "rollout.group_size=8", "evaluate.num_problems=4"]
+    return on_sevens(tmp_path, model, *words, *more)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])

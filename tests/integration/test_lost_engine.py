@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import psutil
 import pytest
 import torch
 from processes import actors, descendants
-from scripted_pool import opened, samples_of, sevens
+from scripted_pool import on_sevens, opened, samples_of
 
 from marsrl.rollout.weights.connections import GroupConnection, SharedBuffer
 from marsrl.rollout.weights.files import parent_of
@@ -118,13 +117,11 @@ def strikes(run: Run) -> threading.Thread:
 @pytest.mark.slow
 def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
-    settings = [
-        "task=math", f"policies.main={{model: {model}, dtype: float32, optimizer: {{lr: 0.005}}}}",
-        f"data.train={sevens(tmp_path)}", "rollout.engine=local", "rollout.threads=1", "rollout.object_store_mib=80",
-        "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=200", "run.steps=1000",
-        "run.evaluate=false", "run.checkpoint_every=1", "trainer.threads=1", "loss.entropy_coef=0.01",
-        "sync.cpu_twin=true",
-    ]  # fmt: skip
+    settings = on_sevens(
+        tmp_path, model, "policies.main.optimizer.lr=0.005", "rollout.threads=1", "rollout.object_store_mib=80",
+        "rollout.max_response_tokens=200", "run.steps=1000", "run.evaluate=false", "run.checkpoint_every=1",
+        "trainer.threads=1", "loss.entropy_coef=0.01", "sync.cpu_twin=true",
+    )  # fmt: skip
     named = pytest.raises(RuntimeError, match=r"Ray is gone: its gcs_server \(process [0-9]+\) has ended")
     with named as failure, opened(tmp_path, settings) as run:
         directory = run.directory
@@ -142,10 +139,8 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
     assert all(row["sync/direct"] == 1 for row in rows.values())
     assert 0 < rows[struck]["rollout/resubmitted"] <= 8 and rows[struck]["rollout/failed_requests"] == 0
     samples = samples_of(directory)
-    assert (
-        Counter(r.agent for r in samples)["solver"] == last * 2 * 4
-        and max(Counter(r.uid for r in samples).values()) == 1
-    )
+    assert sum(r.agent == "solver" for r in samples) == last * 2 * 4
+    assert len({r.uid for r in samples}) == len(samples)
     # the new engine decodes with the weights of its version: the trainer gives its tokens the same probabilities, but to
     # those whose routers find two experts equally good
     assert all(row["train_rollout/prob_diff_mean"] < 1e-5 for row in rows.values())
@@ -153,6 +148,5 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
     assert "lost: restarted" in {span.name for span in read_trace(directory.trace) if span.lane == "engine/0"}
     latest = directory.latest_checkpoint()
     assert latest is not None and latest.step == last and damage(latest.path) == []
-    assert f"step_{last} (step {last}) is whole: go on with run.name=scripted run.resume=auto" in failure_message(
-        failure.value, directory, parent_of()
-    )
+    said = failure_message(failure.value, directory, parent_of())
+    assert f"step_{last} (step {last}) is whole: go on with run.name=scripted run.resume=auto" in said

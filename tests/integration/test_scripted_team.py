@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import shutil
@@ -18,9 +17,18 @@ import mcp_server
 import numpy as np
 import pytest
 from held_port import held_port
-from scripted_pool import ScriptedWithWeights, engines_are, rows_of, samples_of, sevens, train_here
+from scripted_pool import (
+    ScriptedWithWeights,
+    engines_are,
+    half_right,
+    on_sevens,
+    rows_of,
+    samples_of,
+    saying,
+    train_here,
+    untimed,
+)
 
-from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer.commands import cli
@@ -36,13 +44,11 @@ AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
 
 
 def script(request: DecodeRequest) -> str:
-    """Half of the answers right, verdicts by a coin, one in eight a hostile text without either."""
+    """One in eight is a hostile text without answer or verdict."""
     rng = random.Random(request.uid)
     if rng.random() < 0.125:
         return "</think> <script>alert(1)</script> {report} Verdict: maybe \\boxed{"
-    if request.uid.rpartition("/")[2].startswith("verifier"):
-        return f"Findings: none\nVerdict: {rng.choice(['correct', 'wrong'])}"
-    return f"So the answer is \\boxed{{{rng.choice(['7', '8'])}}}."
+    return half_right(request, rng)
 
 
 CALLS: list[str] = []
@@ -85,26 +91,21 @@ Play = Callable[..., Path]
 def play(tmp_path: Path) -> Iterator[Play]:
     """play("key=value", ..., says=script) trains and gives the run's directory. The engines stay as they are."""
     model = init_model("tiny", "bytes", tmp_path / "model")
-    renderer = ChatRenderer(model)
-    encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
+    words = on_sevens(tmp_path, model)
     CALLS.clear()
-    common = [
-        "task=math", f"policies.main.model={model}", "policies.main.dtype=float32", f"data.train={sevens(tmp_path)}",
-        "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=120",
-        "evaluate.num_problems=3", "evaluate.fixed_inputs=4",
-    ]  # fmt: skip
 
     def trained(*settings: str, says: Callable[[DecodeRequest], str] = script) -> Path:
-        engine = functools.partial(Recorded, model, says, encode=encode)
-        stack.enter_context(engines_are(engine))
-        return train_here(tmp_path, [*common, *settings]).path
+        stack.enter_context(engines_are(saying(model, says, Recorded)))
+        return train_here(tmp_path, [*words, *settings]).path
 
     with ExitStack() as stack:
         yield trained
 
 
 def test_five_agents_are_played_credited_trained_and_reported(play: Play) -> None:
-    run_directory = play("run.steps=5")  # an agent more with each
+    # an agent more with each step; and so long after the last checkpoint another one is due
+    run_directory = play("run.steps=5", "run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")
+    assert RunDirectory(run_directory).steps_on_disk() == [1, 2, 3, 4, 5]
     samples = samples_of(RunDirectory(run_directory))
     assert {r.agent for r in samples} == AGENTS
     rewards = {r.uid: r for r in samples}
@@ -115,9 +116,8 @@ def test_five_agents_are_played_credited_trained_and_reported(play: Play) -> Non
             assert record.reward == 0
     rows = read_metrics(run_directory / "metrics.jsonl")
     last = rows[-1].values
-    assert {name.split("/")[1] for name in last if name.startswith("reward/") and name.endswith("/mean")} == AGENTS | {
-        "all"
-    }
+    rewarded = {name.split("/")[1] for name in last if name.startswith("reward/") and name.endswith("/mean")}
+    assert rewarded == AGENTS | {"all"}
     assert all(row.values["actor/empty_steps"] == 0 for row in rows)
     assert all(None not in row.values.values() for row in rows)
     assert rows[-1].values["actor/grad_norm"] > 0
@@ -251,23 +251,16 @@ def test_evaluations_on_the_way_leave_the_steps_as_they_are_without(
 ) -> None:
     """A team with a tool, whose counts are of the steps alone; engines drop the prefixes that evaluations have cached."""
     words = ["task=qa", "data.train=null", "task_options.people=20", "run.steps=2"]
-    of_time = ("timing_s/", "perf/", "latency_s/", "sync/", "rollout/tokens_per_s")
-
-    def steps(*more: str) -> list[dict[str, float]]:
-        run = play(*words, *more, says=searches)
-        rows = rows_of(RunDirectory(run))
-        run.rename(tmp_path / f"run {len(more[0])}")
-        is_same = lambda name: not (name.startswith(of_time) or name.endswith(("seconds", "_s")))  # noqa: E731
-        return [{name: value for name, value in row.items() if is_same(name)} for row in rows]
-
-    without = steps("run.evaluate=false")
+    run = play(*words, "run.evaluate=false", says=searches)
+    without = untimed(RunDirectory(run))
     assert "forget prefixes" not in CALLS and without[1]["tools/search/calls"] > 0
-    evaluated = steps("run.eval_every=1")
+    shutil.rmtree(run)
+    evaluated = untimed(RunDirectory(play(*words, "run.eval_every=1", says=searches)))
     own = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in evaluated]
     assert own == without and "forget prefixes" in CALLS
     assert all(row["eval/system/low"] <= row["eval/system"] <= row["eval/system/high"] for row in evaluated)
     assert "evaluation after: 3 of 3 draws are kept" in capsys.readouterr().err  # those of step 2
-    folders = sorted((tmp_path / "run 16" / "evaluations").iterdir())
+    folders = sorted((run / "evaluations").iterdir())
     assert [folder.name for folder in folders] == ["step_0", "step_1", "step_2"]
 
 
@@ -320,15 +313,11 @@ def test_agents_call_a_function_and_a_server_by_their_template_and_are_trained(p
 
 def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN.replace('.endswith("3th time?")', ""))
+    words = [f"orchestration={tmp_path}/mine.py:Asked", "rollout.max_error_share=0.25", "run.evaluate=false"]
     with pytest.raises(
         RuntimeError, match=r"step 1: 0 of 16 samples and 8 episodes ended in an error, more than .*=.0\.25"
     ):
-        play(
-            f"orchestration={tmp_path}/mine.py:Asked",
-            "rollout.max_error_share=0.25",
-            "run.evaluate=false",
-            "run.steps=3",
-        )
+        play(*words, "run.steps=3")
 
 
 def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_once(
@@ -424,17 +413,11 @@ def test_a_run_that_keeps_tokens_trains_bitwise_as_one_that_does_not(play: Play,
         "policies.main.optimizer.lr=1e-3", "mpt.entropy=9", "mpt.probability=0.003", "orchestration=solver",
         "trainer.max_tokens_per_micro_batch=900", "run.token_log_groups=4", "rollout.prompts_per_step=4",
     ]  # fmt: skip
-    of_time = ("timing_s/", "perf/", "latency_s/", "sync/", "rollout/tokens_per_s", "cost/", "policy_cost/")
-
-    def rows(run: Path) -> list[dict[str, float]]:
-        found = [row.values for row in read_metrics(run / "metrics.jsonl")]
-        return [{name: value for name, value in row.items() if not name.startswith(of_time)} for row in found]
-
     without = play(*words, "run.steps=3", "run.token_log_every=0")
     assert not (without / "tokens").exists()
     without.rename(tmp_path / "without")
     run = play(*words, "run.steps=3", "run.token_log_every=2")
-    assert rows(run) == rows(tmp_path / "without")
+    assert untimed(RunDirectory(run)) == untimed(RunDirectory(tmp_path / "without"))
     files = [each / "checkpoints/step_3/policies/main" for each in (run, tmp_path / "without")]
     weights = [{path.name: path.read_bytes() for path in sorted(each.glob("*.distcp"))} for each in files]
     assert weights[0] == weights[1] and weights[0]
@@ -456,8 +439,3 @@ def test_a_run_that_keeps_tokens_trains_bitwise_as_one_that_does_not(play: Play,
     by_update = {n: [record.is_clipped.any() for record in trained if record.update == n] for n in (1, 2)}
     assert not any(by_update[1]) and any(by_update[2])  # the first update's ratios are 1
     assert any(record.is_gated.any() for record in trained)
-
-
-def test_minutes_since_the_last_checkpoint_make_one_due(play: Play) -> None:
-    folder = play("run.steps=3", "run.checkpoint_minutes=1e-9", "run.evaluate=false", "run.keep_checkpoints=9")
-    assert RunDirectory(folder).steps_on_disk() == [1, 2, 3]

@@ -1,13 +1,16 @@
 """A job of two gloo ranks: the same two steps under every layout, a checkpoint, a third step; two steps of two updates each.
 
-Then every checkpoint is resumed under the layouts named for it. See test_layouts.
+Then every checkpoint is resumed under the layouts named for it; and two adapters on one base train together, are saved and
+resumed. See test_layouts.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,28 +23,15 @@ from marsrl.rollout.state import decode, encode
 from marsrl.trainer.config import MptConfig, OptimizerConfig
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
-from marsrl.trainer.data.scatter import Update
+from marsrl.trainer.data.scatter import MiniBatch, Update, joined, scatter
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import HfReader
+from marsrl.trainer.learner.together import groups
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.runs.collective import gather_bytes
 
 SAMPLES = 8
-_READ = HfReader._read
-
-
-def reads_of_this_process() -> list[int]:
-    """How many numbers each read from a Hugging Face file brings, from now on."""
-    read: list[int] = []
-
-    def counted(self: HfReader, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        tensor = _READ(self, name, index)
-        read.append(tensor.numel())
-        return tensor
-
-    HfReader._read = counted  # type: ignore[method-assign]
-    return read
 
 
 def new_learner(model: str, layout: dict[str, int]) -> Learner:
@@ -63,8 +53,13 @@ def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
     return batches if ranks_of_data == 1 else batches[dist.get_rank() :: ranks_of_data]
 
 
-def third_step(policy: Learner, layout: dict[str, int]) -> list[float]:
-    """Loss and gradient norm of one more step, and of the step after it: what the optimizer's state makes of it."""
+def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None = None) -> list[float]:
+    """Loss and gradient norm of one more step, and of the step after it: what the optimizer's state makes of it.
+
+    checkpoint: of a learner that was saved after its second step, under this layout or another; it is loaded first.
+    """
+    if checkpoint:
+        policy.load(checkpoint)
     found = []
     for _ in range(2):
         stats = step(policy, batches_of_this_rank(layout), normaliser=num_trained(sequences(SAMPLES, multiple=4)))
@@ -72,27 +67,24 @@ def third_step(policy: Learner, layout: dict[str, int]) -> list[float]:
     return found
 
 
-def resume(model: str, layout: dict[str, int], checkpoint: Path) -> list[float]:
-    """third_step of a learner that was saved after its second one, under this layout or another."""
-    policy = new_learner(model, layout)
-    policy.load(checkpoint)
-    return third_step(policy, layout)
-
-
 def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> dict[str, Any]:
     """Two steps on the ranks of this world: statistics, scores, their noise, weights before and after; a checkpoint."""
-    read = reads_of_this_process()
-    policy = new_learner(model, layout)
+    read, read_file = list[int](), HfReader._read
+
+    def counted(self: HfReader, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        read.append((tensor := read_file(self, name, index)).numel())
+        return tensor
+
+    with mock.patch.object(HfReader, "_read", counted):
+        policy = new_learner(model, layout)
     loaded = [sum(read), sum(p.numel() for p in policy.model.parameters())]
     samples, mine = sequences(SAMPLES, multiple=4), batches_of_this_rank(layout)
     untouched = weights(policy)
     stats = []
     for _ in range(2):
         s = step(policy, mine, normaliser=num_trained(samples), by_agent=True)
-        stats.append(
-            [s.loss, s.grad_norm, float(s.gated_samples), *[x for v in s.agent_sums.values() for x in v], s.k3]
-            + [norm or 0.0 for norm in s.agent_grad_norms]
-        )
+        norms = [norm or 0.0 for norm in s.agent_grad_norms]
+        stats.append([s.loss, s.grad_norm, s.gated_samples, *itertools.chain(*s.agent_sums.values()), s.k3, *norms])
     found = zip(policy.score(mine), policy.score(mine, rounded_as=torch.bfloat16), strict=True)
     sums = [(logprobs.sum(), (rounded - logprobs).abs().sum()) for logprobs, rounded in found]
     total = torch.stack([torch.stack(each) for each in sums]).sum(0)
@@ -163,29 +155,91 @@ def updates(model: str, reference: str, layout: dict[str, int], router_replay: s
     return found, tokens
 
 
+POLICIES = ("a", "b")  # of the agents
+MOE = {"rank": 4, "expert_rank": 2, "alpha": 8, "targets": ["attention", "experts"]}
+ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen3": {"a": {"rank": 8, "alpha": 16}, "b": {"rank": 4, "alpha": 2, "targets": ["mlp"]}},
+    "qwen3_moe": {"a": MOE, "b": {**MOE, "targets": ["attention"]}},
+}
+
+
+def adapted(model: str, kind: str, layout: dict[str, int], recompute: str) -> dict[str, Learner]:
+    learners: dict[str, Learner] = {}
+    for name, adapter in ADAPTERS[kind].items():
+        base = learners["a"].base if learners else None
+        optimizer = {"lr": 1e-2, "grad_clip": 0.5, "weight_decay": 0.1}
+        learners[name] = learner(
+            model, adapter=adapter, base=base, layout=layout, recompute=recompute, optimizer=optimizer
+        )
+    return learners
+
+
+def train_together(learners: dict[str, Learner], steps: range) -> list[float]:
+    """Losses and gradient norms."""
+    (group,) = groups(learners, POLICIES)
+    found = []
+    for number in steps:
+        samples = sequences(8, seed=number, multiple=4)
+        own = [tuple(s for s in samples if POLICIES[s.agent] == name) for name in learners]
+        parts = joined([(MiniBatch(each, num_trained(list(each))),) for each in own])
+        stats = group.train_step(scatter(parts if dist.get_rank() == 0 else None, group.shard(64)))
+        found += [value for each in stats.values() for value in (each.loss, each.grad_norm)]
+    return found
+
+
+def run_adapters(model: str, kind: str, layout: dict[str, int], recompute: str, folder: Path) -> dict[str, Any]:
+    """Two steps of both, their checkpoints, and a third step."""
+    learners = adapted(model, kind, layout, recompute)
+    base = [parameter.clone() for parameter in learners["a"].model.parameters()]
+    found: dict[str, Any] = {"numbers": train_together(learners, range(2))}
+    for name, policy in learners.items():
+        found[name] = dict(policy.held_adapter().export())
+        save(policy, folder / name)
+    found["base stays"] = all(map(torch.equal, base, learners["a"].model.parameters()))
+    found["third"] = train_together(learners, range(2, 3))
+    return found
+
+
+def resume_adapters(model: str, kind: str, layout: dict[str, int], folder: Path) -> list[float]:
+    """The third step of adapters that were saved after their second one, under this layout or another."""
+    learners = adapted(model, kind, layout, "none")
+    for name, policy in learners.items():
+        policy.load(folder / name)
+    return train_together(learners, range(2, 3))
+
+
 def job(
     out: str,
     models: dict[str, str],
     layouts: dict[str, dict[str, dict[str, int]]],
     resumed: dict[str, list[tuple[str, str]]],
     updated: dict[str, list[str]],
+    adapters: dict[str, dict[str, list[Any]]],
 ) -> None:
     """Into the file `out`, by rank 0.
 
     resumed: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}. updated: {layout: router_replay of
-    updates()}, of the models "qwen3_moe" and, as its reference, "reference".
+    updates()}, of the models "qwen3_moe" and, as its reference, "reference". adapters: {kind: {name: [layout, recompute]}}.
     """
-    checkpoints = Path(out).parent / "checkpoints"
+    folder = Path(out).parent
     report: dict[str, Any] = {}
+
+    def did(name: str, found: Any) -> None:
+        report[name] = found
+        parallel.stop(keep_world=True)
+
     for kind in layouts:
         for name, layout in layouts[kind].items():
-            report[f"{kind}/{name}"] = run(models[kind], layout, checkpoints / kind / name)
-            for router_replay in updated.get(name, []) if kind == "qwen3_moe" else []:
-                report[f"{name}, {router_replay}"] = updates(models[kind], models["reference"], layout, router_replay)
-            parallel.stop(keep_world=True)
+            did(f"{kind}/{name}", run(models[kind], layout, folder / "checkpoints" / kind / name))
+            for replay in updated.get(name, []) if kind == "qwen3_moe" else []:
+                did(f"{name}, {replay}", updates(models[kind], models["reference"], layout, replay))
         for before, after in resumed[kind]:
-            place = checkpoints / kind / before
-            report[f"{kind}/{before} -> {after}"] = resume(models[kind], layouts[kind][after], place)
-            parallel.stop(keep_world=True)
+            layout, place = layouts[kind][after], folder / "checkpoints" / kind / before
+            did(f"{kind}/{before} -> {after}", third_step(new_learner(models[kind], layout), layout, place))
+    for kind in adapters:
+        for name, (layout, recompute) in adapters[kind].items():
+            case, place = f"adapters, {kind}/{name}", folder / "adapters" / kind / name
+            did(case, run_adapters(models[kind], kind, layout, recompute, place))
+            did(f"{case}, resumed", resume_adapters(models[kind], kind, layout, place))
     if dist.get_rank() == 0:
         torch.save(report, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,16 +20,19 @@ from megatron_models import (
     save_model,
     sequences,
     step,
+    weights,
 )
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.adapter import AdapterConfig, read_tensors, tensor_shapes, write_adapter
 from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.models.export import export
 
+NEEDS_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 ADAPTERS: dict[str, dict[str, Any]] = {
     "qwen3": {"rank": 8, "alpha": 16},
     "qwen3_moe": {"rank": 8, "expert_rank": 2, "alpha": 16, "targets": ["attention", "experts"]},
@@ -59,10 +63,6 @@ def held(policy: Learner) -> dict[str, Tensor]:
     return dict(policy.held_adapter().export())
 
 
-def base_of(policy: Learner) -> dict[str, Tensor]:
-    return {name: parameter.clone() for name, parameter in policy.model.named_parameters()}
-
-
 def trained(policy: Learner, num_steps: int = 2, seed: int = 0) -> list[float]:
     samples, found = sequences(6, seed=seed), []
     for _ in range(num_steps):
@@ -71,63 +71,64 @@ def trained(policy: Learner, num_steps: int = 2, seed: int = 0) -> list[float]:
     return found
 
 
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def logprobs_of(model: Path, samples: list[TrainSequence], adapter: Path | None = None) -> Tensor:
+    """Of the sampled tokens, by transformers, and PEFT where there is an adapter."""
+    import transformers
+
+    judge: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if adapter:
+        judge = importlib.import_module("peft").PeftModel.from_pretrained(judge, adapter)
+    with torch.no_grad():
+        return torch.cat([hf_logprobs(judge, sample)[0] for sample in samples])
+
+
+def scored(policy: Learner, samples: list[TrainSequence]) -> Tensor:
+    (batch,) = micro_batches(samples, 1)
+    return policy.score([batch])[0][batch.mask]
+
+
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_a_step_moves_the_adapter_and_leaves_the_base_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    policy = adapted(save_model(kind, tmp_path / "model"), kind)
+def test_an_adapter_moves_alone_is_exported_as_it_is_held_and_trains_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    model = save_model(kind, tmp_path / "model")
+    policy = adapted(model, kind)
     shape, settings = policy.held_adapter().shape, policy.held_adapter().adapter
-    weights, before = base_of(policy), held(policy)
+    base, before = {name: parameter.clone() for name, parameter in policy.model.named_parameters()}, held(policy)
     assert {name: tuple(tensor.shape) for name, tensor in before.items()} == tensor_shapes(shape, settings)
     assert all(bool(tensor.any()) == name.endswith("lora_A.weight") for name, tensor in before.items())
     trained(policy)
-    after = held(policy)
-    assert all(not torch.equal(after[name], before[name]) for name in before)
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in policy.model.named_parameters())
+    own = held(policy)
+    assert all(not torch.equal(own[name], before[name]) for name in before)
+    assert equal(dict(policy.model.named_parameters()), base)
+    save(policy, tmp_path / "saved")
+    index = json.loads((tmp_path / "saved" / "index.json").read_text("utf-8"))
+    assert all("lora_" in name for name in index["tensors"])
+    export(tmp_path / "saved", tmp_path / "peft")
+    assert equal(read_tensors(tmp_path / "peft"), own)
+    assert equal(held(adapted(model, kind, str(tmp_path / "peft"))), own)
+    expected, last = trained(policy, seed=1), held(policy)
+    again = adapted(model, kind)
+    again.load(tmp_path / "saved")
+    assert trained(again, seed=1) == expected and equal(held(again), last)
 
 
+@pytest.mark.parametrize("merge", [True, pytest.param(False, marks=NEEDS_PEFT)])
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_a_merged_export_scores_as_the_adapter_on_its_base(kind: str, tmp_path: Path) -> None:
-    import transformers
-
+def test_others_score_an_export_as_the_learner_that_trained_it(kind: str, merge: bool, tmp_path: Path) -> None:
+    """PEFT the adapter, transformers the model that it is merged into."""
     model = save_model(kind, tmp_path / "model")
     policy = adapted(model, kind, peft_directory(model, tmp_path / "start", ADAPTERS[kind]))
     trained(policy)
     save(policy, tmp_path / "saved")
-    export(tmp_path / "saved", tmp_path / "whole", merge=True)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    export(tmp_path / "saved", tmp_path / "out", merge=merge)
     samples = sequences(4, seed=3)
-    (batch,) = micro_batches(samples, 1)
-    (found,) = policy.score([batch])
-    with torch.no_grad():
-        expected = torch.cat([hf_logprobs(merged, sample)[0] for sample in samples])
-    torch.testing.assert_close(found[batch.mask], expected, atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_an_exported_adapter_is_what_was_held_and_is_taken_up_again(kind: str, tmp_path: Path) -> None:
-    model = save_model(kind, tmp_path / "model")
-    policy = adapted(model, kind)
-    trained(policy)
-    save(policy, tmp_path / "saved")
-    export(tmp_path / "saved", tmp_path / "peft")
-    own, files = held(policy), read_tensors(tmp_path / "peft")
-    assert own.keys() == files.keys() and all(torch.equal(own[name], files[name]) for name in own)
-    again = adapted(model, kind, str(tmp_path / "peft"))
-    assert all(torch.equal(tensor, own[name]) for name, tensor in held(again).items())
-
-
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_a_resumed_adapter_trains_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    model = save_model(kind, tmp_path / "model")
-    policy = adapted(model, kind)
-    trained(policy)
-    save(policy, tmp_path / "saved")
-    expected, last = trained(policy, seed=1), held(policy)
-    again = adapted(model, kind)
-    again.load(tmp_path / "saved")
-    assert trained(again, seed=1) == expected
-    assert all(torch.equal(tensor, last[name]) for name, tensor in held(again).items())
-    index = json.loads((tmp_path / "saved" / "index.json").read_text("utf-8"))
-    assert all("lora_" in name for name in index["tensors"])
+    found = scored(policy, samples)
+    judge = (tmp_path / "out", samples) if merge else (model, samples, tmp_path / "out")
+    torch.testing.assert_close(found, logprobs_of(*judge), atol=2e-5, rtol=0)
+    assert (found - logprobs_of(model, samples)).abs().max() > 0.1
 
 
 def test_a_checkpoint_of_another_base_or_kind_is_refused(tmp_path: Path) -> None:
@@ -152,16 +153,29 @@ def test_the_reference_of_an_adapter_is_what_it_starts_from(start: bool, tmp_pat
     assert sum(sums[1]) > 1e-4
 
 
-def test_adapters_that_share_a_base_train_as_alone(tmp_path: Path) -> None:
-    model = save_model("qwen3", tmp_path / "model")
-    first = adapted(model, "qwen3")
-    second = adapted(model, "qwen3", base=first.base, optimizer=OPTIMIZER.model_copy(update={"lr": 3e-3}))
-    assert second.model is first.model
-    together = [(trained(policy, seed=seed), held(policy)) for seed, policy in enumerate((first, second))]
-    for seed, lr in enumerate((OPTIMIZER.lr, 3e-3)):
-        alone = adapted(model, "qwen3", optimizer=OPTIMIZER.model_copy(update={"lr": lr}))
-        assert trained(alone, seed=seed) == together[seed][0]
-        assert all(torch.equal(tensor, together[seed][1][name]) for name, tensor in held(alone).items())
+@pytest.mark.parametrize("shares", [True, False], ids=["one base", "weights of their own"])
+def test_policies_on_the_same_ranks_train_as_alone_to_the_bit(shares: bool, tmp_path: Path) -> None:
+    model = save_model("qwen3" if shares else "qwen3_moe", tmp_path / "model")
+    rates = (1e-2, 3e-3)
+
+    def new(lr: float, other: Learner | None = None) -> Learner:
+        optimizer = OPTIMIZER.model_copy(update={"lr": lr})
+        if shares:
+            return adapted(model, "qwen3", base=other.base if other else None, optimizer=optimizer)
+        objective = PolicyObjective(kl="k3", kl_coef=0.1)
+        return learner(model, objective=objective, reference_dir=model, router_replay="recompute", optimizer=optimizer)
+
+    def state(policy: Learner) -> dict[str, Tensor]:
+        return held(policy) if shares else weights(policy)
+
+    first = new(rates[0])
+    both = (first, new(rates[1], first))
+    assert (both[1].model is first.model) == shares
+    found = [trained(policy, 1, seed) for _ in range(2) for seed, policy in enumerate(both)]
+    for seed, policy in enumerate(both):
+        alone = new(rates[seed])
+        assert [trained(alone, 1, seed) for _ in range(2)] == found[seed::2]
+        assert equal(state(alone), state(policy))
 
 
 @pytest.mark.parametrize(
@@ -187,31 +201,10 @@ def test_an_adapter_that_does_not_fit_is_refused(
         learner(model, adapter={**ADAPTERS[kind], "start": start, **settings})
 
 
-def test_peft_scores_an_exported_adapter_as_the_learner_that_trained_it(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    import transformers
-
-    for kind in ADAPTERS:
-        model = save_model(kind, tmp_path / kind)
-        policy = adapted(model, kind, peft_directory(model, tmp_path / "start" / kind, ADAPTERS[kind]))
-        trained(policy)
-        save(policy, tmp_path / "saved" / kind)
-        export(tmp_path / "saved" / kind, tmp_path / "peft" / kind)
-        model_of_hf = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        (sample,) = sequences(1, seed=5)
-        (batch,) = micro_batches([sample], 1)
-        (found,) = policy.score([batch])
-        with torch.no_grad():
-            bare = hf_logprobs(model_of_hf, sample)[0]
-            judge = peft.PeftModel.from_pretrained(model_of_hf, tmp_path / "peft" / kind)
-            torch.testing.assert_close(found[batch.mask], hf_logprobs(judge, sample)[0], atol=2e-5, rtol=0)
-        assert (found[batch.mask] - bare).abs().max() > 0.1
-        parallel.stop(keep_world=True)
-
-
+@NEEDS_PEFT
 def test_an_adapter_with_one_pair_for_all_experts_is_started_from_once_it_is_split(tmp_path: Path) -> None:
     """PEFT with transformers 5 writes such ones."""
-    peft = pytest.importorskip("peft")
+    import peft
     import transformers
 
     model, kind = save_model("qwen3_moe", tmp_path / "model"), "qwen3_moe"
@@ -235,7 +228,5 @@ def test_an_adapter_with_one_pair_for_all_experts_is_started_from_once_it_is_spl
     export(tmp_path / "fused", tmp_path / "split")
     policy = adapted(model, kind, str(tmp_path / "split"))
     (sample,) = sequences(1, seed=5)
-    (batch,) = micro_batches([sample], 1)
-    (found,) = policy.score([batch])
     with torch.no_grad():
-        torch.testing.assert_close(found[batch.mask], hf_logprobs(judge, sample)[0], atol=2e-5, rtol=0)
+        torch.testing.assert_close(scored(policy, [sample]), hf_logprobs(judge, sample)[0], atol=2e-5, rtol=0)

@@ -98,20 +98,18 @@ def test_a_large_model_is_cut_into_files_and_read_layer_by_layer(tmp_path: Path)
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
-    assert cli.main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "out exists and is not overwritten" in capsys.readouterr().err
-    assert cli.main(["export", str(tmp_path), str(tmp_path / "new")]) == 2
-    assert "neither a run directory (config.yaml), a checkpoint (policies/)" in capsys.readouterr().err
     for name in ("big", "small"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "learner.json").write_text("{}")
-    run = whole_run(tmp_path, tmp_path / "big", tmp_path / "small")
+    run = str(whole_run(tmp_path, tmp_path / "big", tmp_path / "small").path)
     for words, says in [
-        ([], "holds the policies big, small; choose one with --policy"),
-        (["--policy", "main"], "--policy main: "),
-        (["--policy", "big"], "has no hf/ folder"),
+        ([str(tmp_path), "out"], "out exists and is not overwritten"),
+        ([str(tmp_path), "new"], "neither a run directory (config.yaml), a checkpoint (policies/)"),
+        ([run, "new"], "holds the policies big, small; choose one with --policy"),
+        ([run, "new", "--policy", "main"], "--policy main: "),
+        ([run, "new", "--policy", "big"], "has no hf/ folder"),
     ]:
-        assert cli.main(["export", str(run.path), str(tmp_path / "new"), *words]) == 2
+        assert cli.main(["export", words[0], str(tmp_path / words[1]), *words[2:]]) == 2
         assert says in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 

@@ -8,11 +8,12 @@ from typing import Any
 import layouts_worker
 import pytest
 import torch
-from layouts_worker import resume, run, updates
-from megatron_models import save_model
+from layouts_worker import new_learner, resume_adapters, run, run_adapters, third_step, updates
+from megatron_models import largest_difference, save_model
 from rank_pair import RankPair
 from safetensors.torch import load_file
 
+from marsrl.rollout.adapter import read_tensors
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.models.export import export
 
@@ -32,24 +33,30 @@ TWO = {
 
 RESUMED = {
     "qwen3_moe": [
-        ("dp2", "dp2"),
-        ("tp2_ep2", "tp2_ep2"),
-        ("tp2_etp2", "dp2"),
-        ("ep2", "dp2"),
-        ("pp2", "tp2_etp2"),
-        ("dp2", "ep2"),
+        ("dp2", "dp2"), ("tp2_ep2", "tp2_ep2"), ("tp2_etp2", "dp2"), ("ep2", "dp2"), ("pp2", "tp2_etp2"), ("dp2", "ep2"),
     ],
     "llama": [("pp2", "tp2")],
     "qwen3": [("tp2", "dp2"), ("pp2", "tp2"), ("pp2", "pp2")],  # pp2, tied: a padded bucket in the optimizer
+}  # fmt: skip
+# by trainer.router_replay
+UPDATED = {"dp2": ["rollout"], "tp2_ep2": ["rollout", "recompute"], "pp2": ["rollout", "recompute"], "cp2": ["rollout"]}
+ADAPTED: dict[str, dict[str, tuple[dict[str, int], str]]] = {
+    "qwen3": {
+        "dp2": ({}, "none"),
+        "tp2": ({"tensor": 2}, "none"),
+        "tp2_full": ({"tensor": 2}, "full"),
+        "pp2": ({"pipeline": 2}, "none"),
+        "pp2_selective": ({"pipeline": 2}, "selective"),
+        "cp2": ({"context": 2}, "none"),
+    },
+    "qwen3_moe": {
+        "dp2": ({}, "none"),
+        "ep2": ({"expert": 2}, "none"),
+        "tp2_ep2": ({"tensor": 2, "expert": 2}, "none"),
+        "tp2_ep2_full": ({"tensor": 2, "expert": 2}, "full"),
+    },
 }
-
-
-UPDATED = {  # by trainer.router_replay
-    "dp2": ["rollout"],
-    "tp2_ep2": ["rollout", "recompute"],
-    "pp2": ["rollout", "recompute"],
-    "cp2": ["rollout"],
-}
+CASES = [f"{kind}/{name}" for kind, layouts in TWO.items() for name in layouts]
 
 
 @pytest.fixture(scope="module")
@@ -58,27 +65,32 @@ def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> di
     folder = tmp_path_factory.mktemp("layouts")
     models = {kind: str(save_model(kind, folder / kind)) for kind in TWO}
     models["reference"] = str(save_model("qwen3_moe", folder / "reference", seed=1))
-    two_ranks.run(
-        Path(layouts_worker.__file__),
-        {"out": str(folder / "two.pt"), "models": models, "layouts": TWO, "resumed": RESUMED, "updated": UPDATED},
-    )
+    lists = {"layouts": TWO, "resumed": RESUMED, "updated": UPDATED, "adapters": ADAPTED}
+    two_ranks.run(Path(layouts_worker.__file__), {"out": str(folder / "two.pt"), "models": models, **lists})
     # Written by this very test a moment ago; tensors and numbers only.
     found: dict[str, Any] = torch.load(folder / "two.pt", weights_only=True)
-    found["checkpoints"] = folder / "checkpoints"
-    for router_replay in ("rollout", "recompute"):
-        found[f"one, {router_replay}"] = updates(models["qwen3_moe"], models["reference"], {}, router_replay)
-    parallel.stop(keep_world=True)
-    for kind in TWO:
-        model = models[kind]
-        found[f"{kind}/one"] = run(model, {})
+    found["folder"] = folder
+
+    def did(name: str, value: Any) -> None:
+        found[name] = value
         parallel.stop(keep_world=True)
-        for name in TWO[kind]:
-            found[f"{kind}/{name} -> one"] = resume(model, {}, folder / "checkpoints" / kind / name)
-            parallel.stop(keep_world=True)
+
+    for replay in ("rollout", "recompute"):
+        did(f"one, {replay}", updates(models["qwen3_moe"], models["reference"], {}, replay))
+    for kind, layouts in TWO.items():
+        did(f"{kind}/one", run(models[kind], {}))
+        for name in layouts:
+            place = folder / "checkpoints" / kind / name
+            did(f"{kind}/{name} -> one", third_step(new_learner(models[kind], {}), {}, place))
+    for kind, own in ADAPTED.items():
+        did(f"adapters, {kind}/one", run_adapters(models[kind], kind, {}, "none", folder / "one" / kind))
+        for name in own:
+            place = folder / "adapters" / kind / name
+            did(f"adapters, {kind}/{name}, on one rank", resume_adapters(models[kind], kind, {}, place))
     return found
 
 
-@pytest.mark.parametrize("name", [f"{kind}/{layout}" for kind, layouts in TWO.items() for layout in layouts])
+@pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one(reports: dict[str, Any], name: str) -> None:
     one, two = reports[name.split("/")[0] + "/one"], reports[name]
     assert one["untouched"].keys() == two["untouched"].keys()
@@ -94,26 +106,14 @@ def test_two_ranks_train_as_one(reports: dict[str, Any], name: str) -> None:
         assert int(off.sum()) <= max(weight.dim() == 1, 3e-3 * weight.numel()), n
 
 
-@pytest.mark.parametrize("name", [f"{kind}/{layout}" for kind, layouts in TWO.items() for layout in layouts])
-def test_a_rank_reads_what_it_holds_and_no_more(reports: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_reads_what_it_holds_and_its_checkpoint_exports_what_was_trained(
+    reports: dict[str, Any], name: str, tmp_path: Path
+) -> None:
     read, held = reports[name]["loaded"]
     padding = 2 * 32  # one row of zeros in the embedding and in the head, where tensor ranks cut 61 rows
     assert held - padding <= read <= held
-
-
-CUT = [
-    f"{kind}/{name}"
-    for kind, each in TWO.items()
-    for name, sizes in each.items()
-    if {"tensor", "pipeline"} & set(sizes)
-]
-
-
-@pytest.mark.parametrize("name", CUT)
-def test_a_checkpoint_of_two_ranks_exports_the_weights_that_they_trained(
-    reports: dict[str, Any], name: str, tmp_path: Path
-) -> None:
-    export(reports["checkpoints"] / name, tmp_path / "out")
+    export(reports["folder"] / "checkpoints" / name, tmp_path / "out")
     found, expected = load_file(tmp_path / "out" / "model.safetensors"), reports[name]["weights"]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[n], expected[n]) for n in expected)
@@ -158,3 +158,19 @@ def test_an_update_clips_and_changes_choices(reports: dict[str, Any]) -> None:
     (of_rollout, _), (of_recompute, tokens) = (reports[f"one, {each}"] for each in ("rollout", "recompute"))
     assert any(1 in marks for _, _, _, marks in tokens.values())
     assert 0 < of_recompute[1][5] < of_rollout[0][5]
+
+
+@pytest.mark.parametrize("case", [f"{kind}/{name}" for kind, own in ADAPTED.items() for name in own])
+def test_adapters_train_as_on_one_rank_and_their_checkpoints_go_on_and_are_exported(
+    case: str, reports: dict[str, Any], tmp_path: Path
+) -> None:
+    found, one = reports[f"adapters, {case}"], reports[f"adapters, {case.partition('/')[0]}/one"]
+    assert found["numbers"] == pytest.approx(one["numbers"], rel=1e-4, abs=2e-6)  # norms, too
+    assert found["base stays"]
+    assert reports[f"adapters, {case}, resumed"] == pytest.approx(found["third"], rel=1e-5, abs=1e-7)
+    assert reports[f"adapters, {case}, on one rank"] == pytest.approx(found["third"], rel=1e-4, abs=2e-6)
+    for name in ("a", "b"):
+        # where a gradient is rounding, AdamW steps by its sign
+        assert largest_difference(found[name], one[name]) < 2e-3
+        export(reports["folder"] / "adapters" / case / name, tmp_path / name)
+        assert largest_difference(read_tensors(tmp_path / name), found[name]) == 0.0

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -133,10 +134,8 @@ def test_an_agent_without_a_token_has_no_share(tmp_path: Path) -> None:
 )
 def test_a_step_that_is_not_finite_changes_nothing(correction: Any, value: float, tmp_path: Path) -> None:
     """Of an advantage without a correction, else of the rollout log-prob of one token."""
-    folder, objective = (
-        save_model("qwen3_moe", tmp_path / "m"),
-        PolicyObjective(correction=correction, correction_low=0.0),
-    )
+    folder = save_model("qwen3_moe", tmp_path / "m")
+    objective = PolicyObjective(correction=correction, correction_low=0.0)
     samples = sequences(4)
     policy, clean = learner(folder, objective=objective), micro_batches(sequences(4), 1)
     before = weights(policy)
@@ -183,13 +182,8 @@ def test_a_restored_learner_goes_on_bit_for_bit(dtype: str, distributed: bool, t
     restored = learner(folder, dtype=dtype, optimizer=optimizer)
     restored.load(tmp_path / "ckpt")
     found = [step(restored, batch, normaliser=normaliser) for batch in batches[3:]]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.loss, ours.grad_norm, ours.lr, ours.agent_sums) == (
-            theirs.loss,
-            theirs.grad_norm,
-            theirs.lr,
-            theirs.agent_sums,
-        )
+    ours, theirs = ([(s.loss, s.grad_norm, s.lr, s.agent_sums) for s in steps] for steps in (found, expected))
+    assert ours == theirs
     assert largest_difference(weights(restored), weights(unbroken)) == 0.0
     with pytest.raises(ValueError, match="not a whole checkpoint"):
         restored.load(tmp_path)
@@ -232,15 +226,11 @@ def test_old_policies(tmp_path: Path) -> None:
 
 
 def test_token_advantages_train_as_supervised_learning(tmp_path: Path) -> None:
-    import numpy as np
-
     folder = save_model("qwen3_moe", tmp_path / "m")
-    samples = [
-        dataclasses.replace(
-            s, token_advantages=np.linspace(1, 3, len(s.token_ids), dtype=np.float32), rollout_logprobs=None
-        )
-        for s in sequences(6)
-    ]
+    samples = []
+    for s in sequences(6):
+        weights_of_tokens = np.linspace(1, 3, len(s.token_ids), dtype=np.float32)
+        samples.append(dataclasses.replace(s, token_advantages=weights_of_tokens, rollout_logprobs=None))
     policy = learner(folder, router_aux_loss=0.01)
     stats = [step(policy, [pack(samples)]) for _ in range(8)]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

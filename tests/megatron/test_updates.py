@@ -68,9 +68,8 @@ def test_each_agent_has_its_own_clip_range(tmp_path: Path) -> None:
     close(weights(policy), plain.weights, 3)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_three_updates_clip_against_the_policy_before_the_first(kind: str, tmp_path: Path) -> None:
-    folder = save_model(kind, tmp_path / "m")
+def test_three_updates_clip_against_the_policy_before_the_first(tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "m")
     samples = sequences(9)
     parts = [samples[i::3] for i in range(3)]
     policy = learner(folder)

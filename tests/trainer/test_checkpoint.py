@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,22 @@ def load(run: RunDirectory, resume: Any = "auto") -> tuple[int, str, list[str]]:
     """(step, the weights, what was said)."""
     learner, said = WordLearner(), list[str]()
     restored = load_checkpoint(run, {"main": learner}, resume, said.append)  # type: ignore[dict-item]
-    assert (
-        restored == Restored(restored.step, {"main": restored.step}, state_after(restored.step)) if restored else True
-    )
-    return restored.step if restored else 0, learner.word, said
+    step = restored.step if restored else 0
+    assert restored is None or restored == Restored(step, {"main": step}, state_after(step))
+    return step, learner.word, said
+
+
+def killed_at(moment: str, save: Callable[[], object]) -> None:
+    """In a process of its own, at the first event of this name that Python's audit hooks are told."""
+
+    def struck() -> None:
+        sys.addaudithook(lambda event, _: os.kill(os.getpid(), signal.SIGKILL) if event == moment else None)
+        save()
+
+    process = multiprocessing.get_context("fork").Process(target=struck)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_a_checkpoint_holds_every_policy_the_rollout_and_the_step(run: RunDirectory) -> None:
@@ -111,13 +124,10 @@ def test_a_run_killed_before_its_first_checkpoint_was_pointed_to_goes_on_from_it
     """Between the rename and the writing of `latest`. Of several, somebody has removed it."""
 
     def killed() -> None:
-        RunDirectory.mark_latest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        RunDirectory.mark_latest = lambda *_: sys.audit("latest")  # type: ignore[method-assign]
         save(writer(run), 4)
 
-    process = multiprocessing.get_context("fork").Process(target=killed)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    killed_at("latest", killed)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_4"]
     assert load(run) == (4, "w4", [])
     assert (run.checkpoints / "latest").read_text() == "step_4\n"  # so that a kill in the next save does not matter
@@ -131,15 +141,7 @@ def test_a_run_killed_before_its_first_checkpoint_was_pointed_to_goes_on_from_it
 
 def test_a_run_killed_while_it_removes_a_checkpoint_leaves_no_half_of_one(run: RunDirectory) -> None:
     save(writer(run), 1)
-
-    def killed() -> None:
-        sys.addaudithook(lambda event, _: os.kill(os.getpid(), signal.SIGKILL) if event == "os.rmdir" else None)
-        save(writer(run, keep_last=1), 2)
-
-    process = multiprocessing.get_context("fork").Process(target=killed)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    killed_at("os.rmdir", lambda: save(writer(run, keep_last=1), 2))
     assert run.steps_on_disk() == [2] and damage(run.checkpoint(2)) == []
     save(writer(run, keep_last=1), 3)
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_3"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -30,6 +31,7 @@ from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.cost import latency
 from marsrl.trainer.report.summary import Evaluation
 
+Script = Callable[[DecodeRequest, ChatRenderer, Random], str]
 VERSIONS = {"main": 0}
 CONFIG = EvaluateConfig(num_problems=40, accept_after=1, max_iterations=4, fixed_inputs=20, temperature=1.0, top_p=1.0)
 
@@ -37,12 +39,6 @@ CONFIG = EvaluateConfig(num_problems=40, accept_after=1, max_iterations=4, fixed
 def answer_of(words: list[str]) -> str:
     """The right answer to the problem that a Solver's or Corrector's prompt states."""
     return parse_chain(" ".join(words[1 : words.index("<|assistant|>")])).answer
-
-
-def judge_of(words: list[str]) -> tuple[str, str]:
-    """(right answer, claimed answer) of a Verifier's prompt."""
-    line = words.index("\n")
-    return parse_chain(" ".join(words[3:line])).answer, words[-2]
 
 
 def words_of(request: DecodeRequest, renderer: ChatRenderer) -> list[str]:
@@ -57,23 +53,27 @@ def is_solver(request: DecodeRequest) -> bool:
     return request.uid.endswith("/solver:0")
 
 
-def wrong(answer: str) -> str:
-    return str((int(answer) + 1) % 10)
+def critics(*, err: bool) -> Script:
+    """A Solver that is right half of the time, critics that never err: or flag everything and break what they are shown."""
+
+    def say(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
+        words = [w for w in words_of(request, renderer) if w]
+        if is_verifier(request):
+            right, claimed = parse_chain(" ".join(words[3 : words.index("\n")])).answer, words[-2]
+            return f"said {claimed} Verdict: {'correct' if right == claimed and not err else 'wrong'}"
+        right = answer_of(words)
+        is_right = rng.random() < 0.5 if is_solver(request) else not err
+        return f"Answer: {right if is_right else (int(right) + 1) % 10}"
+
+    return say
+
+
+perfect_critics = critics(err=False)
 
 
 def evaluator(folder: Path, scripted_team: Any, script: Any, config: EvaluateConfig = CONFIG) -> Evaluator:
     team, _, task = scripted_team(folder, script=script, evaluate=config)
     return Evaluator(team, config, task, max_tokens=40, seed=0)
-
-
-def perfect_critics(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
-    """A Solver that is right half of the time, a Verifier and a Corrector that never err."""
-    words = [w for w in words_of(request, renderer) if w]
-    if is_verifier(request):
-        right, claimed = judge_of(words)
-        return f"said {claimed} Verdict: {'correct' if right == claimed else 'wrong'}"
-    right = answer_of(words)
-    return f"Answer: {right if not is_solver(request) or rng.random() < 0.5 else wrong(right)}"
 
 
 def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(tmp_path: Path, scripted_team: Any) -> None:
@@ -95,19 +95,10 @@ def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(tmp_path: Pa
     assert result.system.mean == 1.0
 
 
-def always_wrong(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
-    """A Verifier that flags everything, and a Corrector that breaks what it is shown."""
-    words = [w for w in words_of(request, renderer) if w]
-    if is_verifier(request):
-        return "said 3 Verdict: wrong"
-    right = answer_of(words)
-    return f"Answer: {right if is_solver(request) and rng.random() < 0.5 else wrong(right)}"
-
-
 def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_counts(
     tmp_path: Path, scripted_team: Any
 ) -> None:
-    judged = evaluator(tmp_path, scripted_team, always_wrong)
+    judged = evaluator(tmp_path, scripted_team, critics(err=True))
     judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
     verifier = result.agents["verifier1"]
@@ -138,11 +129,10 @@ def test_a_solver_alone_is_the_system_and_nobody_is_tried_apart(tmp_path: Path, 
     assert alone.outside({"solver": (0.1, 0.9), "verifier1": (0.0, 0.1), "system": (0.1, 0.9)}) == []
 
 
-def mute(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
-    return "= =" if is_verifier(request) else f"Answer: {answer_of(words_of(request, renderer))}"
-
-
 def test_no_verdict_is_an_error_of_the_verifier_not_an_acceptance(tmp_path: Path, scripted_team: Any) -> None:
+    def mute(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
+        return "= =" if is_verifier(request) else f"Answer: {answer_of(words_of(request, renderer))}"
+
     judged = evaluator(tmp_path, scripted_team, mute)
     judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
@@ -171,9 +161,6 @@ def test_a_prompt_that_does_not_fit_counts_as_wrong_and_one_that_is_cut_is_asked
     agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 8, "long_prompts": "cut_left"})
     solver = judged.evaluate(VERSIONS).agents["solver"]
     assert asked == [8] * solver.n and solver.n == 40 and solver.mean is not None and solver.mean > 0
-
-
-# ------------------------------------------------------------------ k draws, and intervals
 
 
 def test_pass_at_k_is_the_share_of_all_choices_of_k_draws_that_hold_a_right_one() -> None:
@@ -210,19 +197,16 @@ def test_a_draw_that_nobody_judged_is_none_and_one_draw_each_has_no_k() -> None:
     assert found.pass_at[1].mean == 0.75
 
 
-# ------------------------------------------------------------------ kept draws, sets, the Solver alone
-
-
 class Stopped(Exception):
     pass
 
 
-def counting(asked: list[str], most: int | None = None, script: Any = perfect_critics) -> Any:
+def counting(asked: list[str], most: int | None = None) -> Script:
     def counted(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
         if most is not None and len(asked) == most:
             raise Stopped
         asked.append(request.uid)
-        return str(script(request, renderer, rng))
+        return perfect_critics(request, renderer, rng)
 
     return counted
 
@@ -322,12 +306,7 @@ def test_the_script_s_redraws_do_not_count_as_the_solver_s_but_cost(tmp_path: Pa
     def cut_first(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
         if request.uid.endswith("/solver:0"):
             return "= " * 60
-        is_report = is_verifier(request)
-        return (
-            perfect_critics(request, renderer, rng)
-            if is_report
-            else f"Answer: {answer_of(words_of(request, renderer))}"
-        )
+        return perfect_critics(request, renderer, rng)
 
     config = SMALL.model_copy(update={"compat": "marsrl"})
     found = evaluator(tmp_path, scripted_team, cut_first, config).evaluate(VERSIONS)

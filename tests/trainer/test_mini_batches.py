@@ -10,14 +10,11 @@ from letters import group_of as group
 
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.types import Group
-from marsrl.trainer.config import CreditConfig, RunConfig
+from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import Average, mini_batches
 
 AGENTS = {"solver": AgentConfig()}
-
-
-TOKENS = Average()
 
 
 GROUPS = [group(f"{i}/solver", [1, 0, 0, 1], tokens=3 + i) for i in range(6)] + [group("9/solver", [1, 1, 1, 1])]
@@ -26,7 +23,7 @@ GROUPS = [group(f"{i}/solver", [1, 0, 0, 1], tokens=3 + i) for i in range(6)] + 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_groups_stay_whole_and_nothing_is_lost(number: int) -> None:
     credited = credit(GROUPS, CreditConfig(), AGENTS)
-    batches = mini_batches(credited, number, TOKENS, seed=0, step=1)
+    batches = mini_batches(credited, number, Average(), seed=0, step=1)
     assert len(batches) == number
     assert sum(update.normaliser for update in batches) == credited.num_tokens  # of the zero-spread group too
     assert sorted(s.uid for each in batches for s in each.sequences) == sorted(s.uid for s in credited.sequences)
@@ -41,7 +38,7 @@ def test_groups_stay_whole_and_nothing_is_lost(number: int) -> None:
 
 def test_the_cut_follows_seed_and_step_alone() -> None:
     def cut(seed: int, step: int, groups: list[Group] = GROUPS) -> list[list[str]]:
-        batches = mini_batches(credit(groups, CreditConfig(), AGENTS), 3, TOKENS, seed=seed, step=step)
+        batches = mini_batches(credit(groups, CreditConfig(), AGENTS), 3, Average(), seed=seed, step=step)
         return [sorted({s.uid[0] for s in update.sequences}) for update in batches]
 
     # the group beside "2" has no spread; no other cut tomorrow, or a run that goes on would train otherwise
@@ -54,15 +51,15 @@ def test_mini_batches_share_what_is_counted() -> None:
     groups = [*without_spread, group("6/solver", [1, 0]), group("7/solver", [1, 0]), group("8/solver", [1, 0])]
     credited = credit(groups, CreditConfig(count_zero_groups=False), AGENTS)
     for step in range(9):
-        updates = mini_batches(credited, 3, TOKENS, seed=0, step=step)
+        updates = mini_batches(credited, 3, Average(), seed=0, step=step)
         assert [(len(update.sequences), update.normaliser) for update in updates] == [(2, 6)] * 3
 
 
 def test_fewer_groups_than_updates_leave_no_empty_update() -> None:
     credited = credit(GROUPS[:2], CreditConfig(), AGENTS)
-    assert [len(u.sequences) for u in mini_batches(credited, 4, TOKENS, seed=0, step=1)] == [4, 4]
+    assert [len(u.sequences) for u in mini_batches(credited, 4, Average(), seed=0, step=1)] == [4, 4]
     none = credit(GROUPS[-1:], CreditConfig(), AGENTS)
-    (empty,) = mini_batches(none, 4, TOKENS, seed=0, step=1)
+    (empty,) = mini_batches(none, 4, Average(), seed=0, step=1)
     assert empty.sequences == () and empty.normaliser == 0
 
 
@@ -109,11 +106,3 @@ def test_a_sample_that_stands_for_several_weighs_as_many(denominator: Any) -> No
     sums = {"all": (4 * 3 + 4 * 5,) * 2, "agent": (4 * 3, 4 * 5)}[denominator]
     found = [sequence.weight / update.normaliser for sequence in update.sequences]
     assert found == pytest.approx([2 / sums[0]] * 2 + [1 / sums[1]] * 4, rel=1e-12)
-
-
-def test_a_kl_term_and_its_reference_go_together() -> None:
-    with pytest.raises(ValueError, match="loss.kl=k3 needs a reference, and policies.main.reference is none"):
-        RunConfig.model_validate({"loss": {"kl": "k3", "kl_coef": 0.1}})
-    with pytest.raises(ValueError, match="loss.kl_coef is 0.1 but loss.kl is none"):
-        RunConfig.model_validate({"loss": {"kl_coef": 0.1}})
-    RunConfig.model_validate({"loss": {"kl": "k3", "kl_coef": 0.1}, "policies": {"main": {"reference": "start"}}})

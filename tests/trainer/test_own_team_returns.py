@@ -28,7 +28,7 @@ class Pair(Orchestration):
 SECOND = ".1/"  # the second of the two episodes returns it, the first what it should
 
 
-def play(tmp_path: Path, method: str, otherwise: str) -> dict[str, Sample]:
+def play(tmp_path: Path, method: str, otherwise: str = "") -> dict[str, Sample]:
     """Samples by uid of two episodes, by a team with this method, which is its tail."""
     path = tmp_path / "my_team.py"
     path.write_text(TEAM + "\n" + textwrap.indent(textwrap.dedent(method).strip(), "    ") + "\n")
@@ -50,13 +50,13 @@ def line_of(tmp_path: Path, words: str) -> int:
     ],
 )
 def test_messages_may_be_those_of_openai_s_api(found: str, tmp_path: Path) -> None:
-    samples = play(tmp_path, f"def messages(self, episode, ask):\n    return {found}", "")
+    samples = play(tmp_path, f"def messages(self, episode, ask):\n    return {found}")
     assert len(samples) == 4 and all("Solve it." in sample.prompt_text for sample in samples.values())
 
 
 @pytest.mark.parametrize(("value", "correct"), [("0.5", 0.5), ("1", 1.0), ("True", 1.0), ("-2.5", 0.0), ("3", 1.0)])
 def test_a_number_is_a_reward(value: str, correct: float, tmp_path: Path) -> None:
-    samples = play(tmp_path, f"def reward(self, episode, ask, sample, judged=None):\n    return {value}", "")
+    samples = play(tmp_path, f"def reward(self, episode, ask, sample, judged=None):\n    return {value}")
     assert len(samples) == 4
     assert {(s.reward.value, s.reward.correct) for s in samples.values()} == {(float(eval(value)), correct)}
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_used_ends_its_episode_or_its_sample_and_no_other(
             return {found}
         return super().{method}({given})
     """
-    samples = play(tmp_path, body, "")
+    samples = play(tmp_path, body)
     wrong = [sample for sample in samples.values() if sample.finish is Finish.ERROR]
     line = line_of(tmp_path, "return 1 / 0" if "/ 0" in found else f"def {method}(")
     told = f"Pair.{method}: {said} (my_team.py:{line})"
@@ -106,9 +106,8 @@ def test_what_cannot_be_used_ends_its_episode_or_its_sample_and_no_other(
     if method == "messages":
         assert not wrong and [uid for uid in samples if SECOND in uid] == ["000001.1/solver:0"]
     else:
-        assert [(SECOND in sample.uid, sample.agent, sample.reward.note) for sample in wrong] == [
-            (True, "critic", told)
-        ]
+        (sample,) = wrong
+        assert (SECOND in sample.uid, sample.agent, sample.reward.note) == (True, "critic", told)
     assert len(samples) == (3 if method == "messages" else 4)
     assert all(not sample.reward.is_missing for sample in samples.values() if sample not in wrong)
 
@@ -125,7 +124,7 @@ def test_the_text_of_another_sample_is_an_error_that_names_shown(
         said = [sample.{text} for sample in episode.inputs(ask)]
         return [Message("user", "Solve it." + "".join(said))]
     """
-    samples = play(tmp_path, method, "")
+    samples = play(tmp_path, method)
     assert sorted(sample.agent for sample in samples.values()) == ["solver", "solver"]
     line = line_of(tmp_path, "for sample in episode.inputs(ask)")
     assert "/solver:0: `text` is not kept; read `shown`, " in caplog.text and f"(my_team.py:{line})" in caplog.text
@@ -141,7 +140,7 @@ def test_the_text_of_another_sample_is_an_error_that_names_shown(
     ],
 )
 def test_asks_are_checked(words: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    samples = play(tmp_path, f"def follow(self, episode):\n    return [episode.ask('solver', {words})]", "")
+    samples = play(tmp_path, f"def follow(self, episode):\n    return [episode.ask('solver', {words})]")
     assert len(samples) == (0 if said else 2)
     assert not said or (f"episode 000001.0 ends: Pair.follow: {said}" in caplog.text and "(my_team.py:" in caplog.text)
 
@@ -179,42 +178,21 @@ def test_what_a_team_says_of_an_episode_that_has_ended_is_checked(
     assert f"Pair.{said}" in caplog.text
 
 
-PLANNED = """
-from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.roles import AgentSpec, Role
-from marsrl.rollout.types import Message
-
-class Planned(Orchestration):
-    agents = (AgentSpec("planner", Role.ADVISER), AgentSpec("solver"))
-
-    def follow(self, episode):
-        plan = episode.ask("planner")
-        said = episode.said(plan)
-        return [plan] if said is None else [plan, episode.ask("solver", said)]
-
-    def messages(self, episode, ask):
-        if ask.agent == "planner":
-            return [Message("user", f"Plan, do not solve: {episode.problem.question}")]
-        return super().messages(episode, ask)
-"""
-
-
 def test_an_agent_that_gives_no_answer_earns_the_outcome_of_its_episode(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "planned.py"
-    path.write_text(PLANNED)
-    words = [f"orchestration={path}:Planned", "rollout.group_size=2"]
-    config, _ = read_config(None, words)
+    planned = TEAM.replace('"solver"', '"planner"').replace("critic", "solver").replace("VERIFIER", "SOLVER")
+    says = '    def messages(self, episode, ask):\n        return [Message("user", "Plan or solve it.")]\n'
+    path.write_text(planned.replace('AgentSpec("planner")', 'AgentSpec("planner", Role.ADVISER)') + says)
+    words = [f"orchestration={path}:Pair", "rollout.group_size=2"]
     answers = {"planner": ["First add. \\boxed{1} Answer: 5"], "solver": ["Answer: 1", "Answer: 2"]}
-    credited = rehearse(config, answers, question="a 3 b *7", reference="1").credited
-    samples = {sample.uid: sample for group in credited.groups for sample in group.samples}
-    rewards = {uid.partition("/")[2]: [] for uid in samples}
-    for uid, sample in samples.items():
-        rewards[uid.partition("/")[2]].append((sample.reward.value, sample.answer))
-    assert rewards == {"planner:0": [(1.0, None), (0.0, None)], "planner:0/solver:0": [(1.0, "1"), (0.0, "2")]}
-    advantages = [credited.advantages[uid] for uid in samples if uid.endswith("planner:0")]
-    assert advantages[0] > 0 > advantages[1]
+    credited = rehearse(read_config(None, words)[0], answers, question="a 3 b *7", reference="1").credited
+    samples = [sample for group in credited.groups for sample in group.samples]
+    rewards = {agent: [(s.reward.value, s.answer) for s in samples if s.agent == agent] for agent in answers}
+    assert rewards == {"planner": [(1.0, None), (0.0, None)], "solver": [(1.0, "1"), (0.0, "2")]}
+    first, second = (credited.advantages[s.uid] for s in samples if s.agent == "planner")
+    assert first > 0 > second
     assert main(["try", *words]) == 0
     said = capsys.readouterr().out
     assert "# reward of planner: the outcome of its episode" in said
@@ -224,12 +202,12 @@ def test_an_agent_that_gives_no_answer_earns_the_outcome_of_its_episode(
 def test_a_team_imports_what_lies_beside_it_even_late(tmp_path: Path) -> None:
     (tmp_path / "guess_words.py").write_text("WORD = 'Guess!'\n")
     (tmp_path / "guess_late.py").write_text("WORD = 'Late!'\n")
-    path = tmp_path / "guesser.py"
-    body = "from guess_words import WORD\nfrom marsrl.rollout.types import Message\n"
-    body += TEAM.replace("Pair", "Guesser") + "\n    def messages(self, episode, ask):\n"
-    body += "        import guess_late\n        return [Message('user', WORD + guess_late.WORD)]\n"
-    path.write_text(body)
-    config, _ = read_config(None, [f"orchestration={path}:Guesser", "rollout.group_size=2"])
-    credited = rehearse(config, {"solver": ["Answer: 7"], "critic": ["Verdict: correct"]}).credited
-    prompts = [sample.prompt_text for group in credited.groups for sample in group.samples]
-    assert len(prompts) == 4 and all("Guess!Late!" in text for text in prompts)
+    method = """
+    from guess_words import WORD
+
+    def messages(self, episode, ask):
+        import guess_late
+        return [Message('user', self.WORD + guess_late.WORD)]
+    """
+    samples = play(tmp_path, method)
+    assert len(samples) == 4 and all("Guess!Late!" in sample.prompt_text for sample in samples.values())

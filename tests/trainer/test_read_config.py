@@ -51,6 +51,16 @@ SERVER = (
         (["rollout.ray_address=here:0"], "expected here or here:port, 1 to 65535"),
         (["credit.train_agents=solvr"], "credit.train_agents names 'solvr'; the agents are solver, "),
         (["credit.balance=uniform"], "set rollout.pipeline=trajectory, or credit.normalise=agent"),
+        (["loss.kl=k3", "loss.kl_coef=0.1"], "loss.kl=k3 needs a reference, and policies.main.reference is none"),
+        (["loss.kl_coef=0.1"], "loss.kl_coef is 0.1 but loss.kl is none"),
+        (["credit.normalise=trajectory"],
+         "and orchestration=verifier_corrector plays a problem in one: set credit.normalise=group or global"),
+        (["mpt.scope=batch", "agents.corrector1.clip_high=0.3"],
+         "agents.corrector1.clip_low and agents.corrector1.clip_high are None and 0.3, and mpt.scope=batch"),
+        (["agents.solver.top_p=0.9"], "top_p and agents.solver.top_k are 0.9 and -1, and a trained agent needs 1 and -1"),
+        (["agents.solver.top_k=5"], "set them, or loss.truncation=renormalise, or leave the agent out"),
+        (["agents.corrector2.top_k=50", "loss.truncation=renormalise", "loss.max_support=40"],
+         "agents.corrector2.top_k is 50, above loss.max_support = 40, "),
         (["credit.train_agents=[]"], "credit.train_agents is empty, and nothing is left to train: "),
         (["rollout.stage_size=total", "rollout.segments=4", "rollout.pipeline=trajectory"],
          "rollout.pipeline=trajectory carries none"),
@@ -73,6 +83,13 @@ def test_what_cannot_be_is_refused_with_the_reason_and_where_it_was_given(words:
         (["credit.train_agents=all"], "credit.train_agents", "all"),
         (["credit.balance=uniform", "credit.normalise=agent"], "credit.balance", "uniform"),
         (["rollout.stage_size=total", "rollout.segments=4"], "rollout.stage_size", "total"),
+        # what is refused of trained agents alone
+        (
+            ["mpt.scope=batch", "agents.corrector1.clip_high=0.3", "credit.train_agents=[corrector1]"],
+            "mpt.scope",
+            "batch",
+        ),
+        (["loss.kl=k3", "loss.kl_coef=0.1", "policies.main.reference=start"], "loss.kl", "k3"),
     ],
 )
 def test_words_are_read_as_settings(words: list[str], key: str, value: object) -> None:
@@ -95,23 +112,8 @@ def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
     assert again == config
 
 
-def test_one_micro_batch_has_one_clip_range() -> None:
-    said = refusal("mpt.scope=batch", "agents.corrector1.clip_high=0.3")
-    assert "agents.corrector1.clip_low and agents.corrector1.clip_high are None and 0.3, and mpt.scope=batch" in said
-    read_config(None, ["mpt.scope=batch", "agents.corrector1.clip_high=0.3", "credit.train_agents=[corrector1]"])
-
-
 def test_all_problems_are_reported_at_once() -> None:
     assert len(refusal("run.steps=many", "rollout.segmnts=2").splitlines()) == 2
-
-
-def test_a_truncated_sampling_distribution_of_a_trained_agent_is_refused() -> None:
-    assert "top_p and agents.solver.top_k are 0.9 and -1, and a trained agent needs 1 and -1" in refusal(
-        "agents.solver.top_p=0.9"
-    )
-    assert "set them, or loss.truncation=renormalise, or leave the agent out" in refusal("agents.solver.top_k=5")
-    config, _ = read_config(None, ["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"])
-    assert config.agents["solver"].top_p == 0.9 and config.max_kept == {}
 
 
 def test_renormalised_log_probs_need_an_engine_that_says_what_it_kept_and_room_for_it() -> None:
@@ -120,14 +122,8 @@ def test_renormalised_log_probs_need_an_engine_that_says_what_it_kept_and_room_f
     assert config.max_kept == {"solver": 1024, "corrector2": 1024}
     assert read_config(None, [*words, "credit.train_agents=solver"])[0].max_kept == {"solver": 1024}
     assert read_config(None, words[-1:])[0].max_kept == {}
-    assert "agents.corrector2.top_k is 50, above loss.max_support = 40, " in refusal(*words, "loss.max_support=40")
-
-
-def test_trajectories_are_compared_where_a_problem_has_several() -> None:
-    said = refusal("credit.normalise=trajectory")
-    assert "and orchestration=verifier_corrector plays a problem in one: set credit.normalise=group or global" in said
-    config, _ = read_config(None, ["credit.normalise=trajectory", "orchestration=solver_verifier"])
-    assert config.trains_whole  # with rollout.pipeline=agentic too
+    untrained, _ = read_config(None, ["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"])
+    assert untrained.agents["solver"].top_p == 0.9 and untrained.max_kept == {}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +133,7 @@ def test_credit_over_an_instance_trains_whole_ones(word: str) -> None:
     assert not read_config(None)[0].has_whole_instances
     config = read_config(None, [word])[0]
     assert config.has_whole_instances and config.trains_whole == word.startswith("credit")
+    assert read_config(None, ["credit.normalise=trajectory", "orchestration=solver_verifier"])[0].trains_whole
 
 
 def test_a_missing_file_lists_the_presets() -> None:
