@@ -44,7 +44,7 @@ TOGETHER = {
     "engines": ("tests/engines",),
     "runs": ("tests/integration",),
     "default run": ("tests/integration/test_default_run.py", "tests/integration/test_chaos.py"),
-    "miniatures": ("tests/integration/test_miniatures.py", "tests/integration/test_reward_rises.py"),
+    "miniatures": ("tests/integration/test_miniatures.py", "tests/integration/test_teacher.py"),
     "docs": ("tests/docs",),
     "cluster": ("tests/cluster",),
     "pages": ("tests/look", "tests/report"),

@@ -32,9 +32,8 @@ class Runner:
     def words(self, name: str, *words: str) -> list[str]:
         """Words for trainer/main.py."""
         has_preset = any(word.startswith("preset=") for word in words)
-        task = () if has_preset or "task=math" in words else ARITHMETIC
-        team = () if has_preset or "orchestration=solver" in words else (TEAM,)
-        return [f"run.dir={self.folder}", f"run.name={name}", *task, *team, *SMALL, *words]
+        default = () if has_preset else (*ARITHMETIC, TEAM)
+        return [f"run.dir={self.folder}", f"run.name={name}", *default, *SMALL, *words]
 
     def start(self, name: str, *words: str, ranks: int = 0) -> subprocess.Popen[str]:
         return subprocess.Popen(

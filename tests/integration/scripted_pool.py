@@ -64,6 +64,7 @@ class ScriptedWithWeights(ScriptedEngine):
         self._local = LocalEngine(model, dtype="float32", max_model_len=256, adapters=adapters)
 
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
+        self._need("weights", "kv_cache")
         return self._local.score(sequences, adapter)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:

@@ -221,33 +221,30 @@ def test_a_dry_run_says_what_becomes_of_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal
 ) -> None:
     words = ["--dry-run", f"run.dir={tmp_path}"]
-    assert main(words) == 0 and main([*words, "run.name=mine"]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run: ")]
-    assert told == [f"run: a new one, {tmp_path}/cpu_default-<UTC time>", f"run: a new one, {tmp_path}/mine"]
+
+    def told(*more: str) -> str:
+        assert main([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    assert f"run: a new one, {tmp_path}/cpu_default-<UTC time>\n" in told()
+    assert f"run: a new one, {tmp_path}/mine\n" in told("run.name=mine")
     run = RunDirectory.create(tmp_path, "mine", "p")
     run.write_config(with_backend(read_config(None, [])[0], on_gpus=False).model_dump(mode="json"))
     words.append("run.name=mine")
     RunLock(run).release()
-    assert main(words) == 0
-    assert (
-        f"run: {run.path}, which a start has made and nothing has begun in: it begins at step 1"
-        in capsys.readouterr().out
-    )
+    assert f"run: {run.path}, which a start has made and nothing has begun in: it begins at step 1" in told()
     run.metrics.write_text('{"step": 1}\n')
     assert "exists and is not overwritten" in refusal(*words)
     words.append("run.resume=auto")
-    assert main(words) == 0
-    assert f"run: {run.path} has no checkpoint yet: it begins again at step 1" in capsys.readouterr().out
+    assert f"run: {run.path} has no checkpoint yet: it begins again at step 1" in told()
     for step in (2, 4):
         run.checkpoint(step).mkdir(parents=True)
     run.mark_latest(4)
     files = sorted(tmp_path.rglob("*"))
-    assert main([*words, "run.steps=9", "run.seed=7", "rollout.picks=3"]) == 0
-    out = capsys.readouterr().out
+    out = told("run.steps=9", "run.seed=7", "rollout.picks=3")
     assert f"run: {run.path} goes on after step 4; run.steps is 9: 5 of 9 steps are left" in out
     assert f"differs from {run.config}: run.steps 24 -> 9, run.seed 0 -> 7, rollout.picks 2 -> 3\n" in out
-    assert main([*words, "run.steps=3"]) == 0
-    assert "goes on after step 4; run.steps is 3: nothing is left to train" in capsys.readouterr().out
+    assert "goes on after step 4; run.steps is 3: nothing is left to train" in told("run.steps=3")
     lock = RunLock(run)
     assert f"{run.path} is being written by process {os.getpid()} on " in refusal(*words)
     lock.release()

@@ -146,42 +146,34 @@ def test_questions_are_evaluated_by_a_judge_behind_a_server(
     assert 6 >= len(server.bodies) > 0
 
 
+OPEN = """
+from marsrl.rollout.tasks.own_task import OwnTask
+class Open(OwnTask):
+    def problems(self):
+        return [(f'Question {i}?', str(i) if i < 5 else None) for i in range(40)]
+    def held_out(self):
+        return [(f'Held out {i}?', None) for i in range(4)]
+class Half(Open):
+    def held_out(self):
+        return [('a?', None), ('b?', 'b')]
+"""
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("word", "said"),
     [
-        (["judge.policy=other"], r"judge.policy is 'other', which is not under `policies` \(main, judge\)"),
-        (["judge.policy=main"], "judge.policy is 'main', which is trained: .*name a policy of its own"),
-        (["policies.judge.frozen=false"], "judge.policy is 'judge', which is trained"),
-        (["judge.max_response_tokens=1000000"], "judge.max_response_tokens is 1000000, but policies.judge.model knows"),
-        (
-            ["agents.solver.policy=judge", "credit.train_agents=[]"],
-            r"judge.policy is 'judge', whose engines answer for agents.solver too",
-        ),
-        (
-            ["rollout.engine=vllm", "rollout.placement=local", "rollout.overlap=1"],
-            "with rollout.overlap=1 it judges while others decode, which two vLLM engines in one process",
-        ),
-        (["judge=null"], "policies.judge: neither an agent .* nor the judge .* has it; take it out"),
+        ("judge.max_response_tokens=1000000", "judge.max_response_tokens is 1000000, but policies.judge.model knows"),
+        ("judge=null", "policies.judge: neither an agent .* nor the judge .* has it; take it out"),
     ],
 )
-def test_a_judge_that_cannot_judge_is_refused(tmp_path: Path, model: Path, words: list[str], message: str) -> None:
-    with pytest.raises((ConfigError, ValueError), match=message):
-        preflight(read_config(None, math_words(tmp_path, model, *words))[0], world_size=1)
+def test_a_judge_has_room_for_its_words_and_work(word: str, said: str, tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        preflight(read_config(None, math_words(tmp_path, model, word))[0], world_size=1)
 
 
 def test_problems_without_a_reference_are_refused_or_warned_of(tmp_path: Path, model: Path) -> None:
     task = tmp_path / "open_task.py"
-    task.write_text(
-        "from marsrl.rollout.tasks.own_task import OwnTask\n"
-        "class Open(OwnTask):\n"
-        "    def problems(self):\n"
-        "        return [(f'Question {i}?', str(i) if i < 5 else None) for i in range(40)]\n"
-        "    def held_out(self):\n"
-        "        return [(f'Held out {i}?', None) for i in range(4)]\n"
-        "class Half(Open):\n"
-        "    def held_out(self):\n"
-        "        return [('a?', None), ('b?', 'b')]\n"
-    )
+    task.write_text(OPEN)
     words = [word for word in math_words(tmp_path, model) if not word.startswith(("task=", "data."))]
     with pytest.raises(ConfigError, match="of the 4 problems of held_out none has one: give reference answers"):
         preflight(read_config(None, [*words, "preset=math_default", f"task={task}:Open"])[0], world_size=1)

@@ -13,9 +13,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from megatron_models import averaged, learner, num_trained, save, sequences, step, weights
+from megatron_models import averaged, learner, num_trained, on_one_base, save, sequences, step, weights
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.kept_tokens import KeptTokens
@@ -23,12 +24,13 @@ from marsrl.rollout.state import decode, encode
 from marsrl.trainer.config import MptConfig, OptimizerConfig
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
-from marsrl.trainer.data.scatter import MiniBatch, Update, joined, scatter
+from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import HfReader
 from marsrl.trainer.learner.together import groups
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
+from marsrl.trainer.runs import collective
 from marsrl.trainer.runs.collective import gather_bytes
 
 SAMPLES = 8
@@ -121,8 +123,14 @@ def forced(samples: list[TrainSequence]) -> list[TrainSequence]:
 Tokens = dict[str, tuple[int, list[float], list[float], list[int]]]
 
 
-def updates(model: str, reference: str, layout: dict[str, int], router_replay: str) -> tuple[list[list[float]], Tokens]:
-    """Statistics of two steps on the ranks of this world; the tokens of three samples in the first, from all ranks."""
+def updates(
+    model: str, reference: str, layout: dict[str, int], router_replay: str
+) -> tuple[list[list[float]], Tokens, list[str]]:
+    """Statistics of two steps on batches that rank 0 has scattered; the tokens of three samples in the first, from all ranks.
+
+    And what each rank says of a batch that cannot be packed. Two ranks of one replica, or one of each: the last update is of one
+    sample, and one data rank's share of it empty.
+    """
     policy = learner(
         model,
         objective=PolicyObjective(kl="k3", kl_coef=0.2, clip_low=0.02, clip_high=0.02),
@@ -132,18 +140,17 @@ def updates(model: str, reference: str, layout: dict[str, int], router_replay: s
         optimizer=OptimizerConfig(lr=1e-3, grad_clip=0.5),
         recompute="full",
     )
-    samples = forced(sequences(8))
-    places = policy.shard(64).data_size
-    mine_of_each = []
-    for part in (samples[:4], samples[4:]):
-        update = averaged(part, Average("sequence", "agent"))
-        batches = [pack(update.sequences[i::2], align=2) for i in range(2)]
-        mine = batches if places == 1 else batches[dist.get_rank() :: places]
-        mine_of_each.append(Update(tuple(mine), update.normaliser))
+    samples = forced(sequences(8, multiple=4))
+    batches = tuple(averaged(part, Average("sequence", "agent")) for part in (samples[:7], samples[7:]))
+    with mock.patch.object(collective, "SCATTER_BYTES", 1000):  # sent in pieces
+        with pytest.raises((RuntimeError, ValueError)) as refusal:
+            scatter(batches if dist.get_rank() == 0 else None, policy.shard(8))
+        said = [each.decode() for each in gather_bytes(str(refusal.value).encode())]
+        mine = scatter(batches if dist.get_rank() == 0 else None, policy.shard(64))
     found = []
     tokens: Tokens = {}
     for number in range(2):
-        stats = policy.train_step(mine_of_each, keep={"s1", "s2", "s6"} if number == 0 else ())
+        stats = policy.train_step(mine, keep={"s1", "s2", "s7"} if number == 0 else ())
         for told in gather_bytes(encode(stats.tokens)):
             for each in decode(tuple[TrainedTokens, ...], told):
                 assert each.uid not in tokens, f"two ranks speak for {each.uid}"
@@ -152,7 +159,7 @@ def updates(model: str, reference: str, layout: dict[str, int], router_replay: s
         counts = [replay.tokens, replay.tokens_differ, replay.choices, replay.choices_differ]
         sums = [sum(stats.agent_sums[name]) for name in ("tokens", "kl")]
         found.append([stats.loss, stats.grad_norm, *sums, *map(float, counts)])
-    return found, tokens
+    return found, tokens, said
 
 
 POLICIES = ("a", "b")  # of the agents
@@ -164,14 +171,8 @@ ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def adapted(model: str, kind: str, layout: dict[str, int], recompute: str) -> dict[str, Learner]:
-    learners: dict[str, Learner] = {}
-    for name, adapter in ADAPTERS[kind].items():
-        base = learners["a"].base if learners else None
-        optimizer = {"lr": 1e-2, "grad_clip": 0.5, "weight_decay": 0.1}
-        learners[name] = learner(
-            model, adapter=adapter, base=base, layout=layout, recompute=recompute, optimizer=optimizer
-        )
-    return learners
+    optimizers = {name: {"lr": 1e-2, "grad_clip": 0.5, "weight_decay": 0.1} for name in POLICIES}
+    return on_one_base(model, ADAPTERS[kind], optimizers, layout=layout, recompute=recompute)
 
 
 def train_together(learners: dict[str, Learner], steps: range) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from marsrl.rollout.adapter import AdapterConfig, read_tensors, tensor_shapes, w
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.models.export import export
 
 NEEDS_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
@@ -37,12 +35,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "qwen3": {"rank": 8, "alpha": 16},
     "qwen3_moe": {"rank": 8, "expert_rank": 2, "alpha": 16, "targets": ["attention", "experts"]},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_layout() -> Iterator[None]:
-    yield
-    parallel.stop(keep_world=True)
 
 
 def peft_directory(model: Path, folder: Path, settings: dict[str, Any], seed: int = 0) -> str:

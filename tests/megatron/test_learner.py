@@ -20,7 +20,6 @@ from megatron_models import (
     learner,
     micro_batches,
     num_trained,
-    plain_step,
     save,
     save_model,
     sequences,
@@ -37,39 +36,6 @@ from marsrl.trainer.data.packing import pack
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.learner.trained_tokens import GATED, MASKED
-
-
-@pytest.mark.parametrize(
-    ("kind", "mpt", "average"),
-    [
-        ("qwen2", MptConfig(scope="off"), Average("sequence_sum_constant", "agent", 40)),
-        # gates two of three positive samples
-        ("qwen3", MptConfig(scope="sample", entropy=3.972, probability=0.02), Average("sequence", "agent")),
-        ("qwen3_moe", MptConfig(scope="sample", entropy=3.98, probability=0.01), Average()),
-        ("qwen2", MptConfig(scope="sample", entropy=3.972, probability=0.02, temperature=1), Average("token", "agent")),
-    ],
-)
-def test_one_step_equals_plain_pytorch(kind: str, mpt: MptConfig, average: Average, tmp_path: Path) -> None:
-    folder = save_model(kind, tmp_path / "m")
-    samples = [dataclasses.replace(s, temperature=0.6 if mpt.temperature == 1 else 1.0) for s in sequences(8)]
-    policy = learner(folder, mpt=mpt)
-    update = averaged(samples, average)
-    stats = step(policy, micro_batches(list(update.sequences), 2), normaliser=update.normaliser)
-    plain = plain_step(folder, [samples], mpt=mpt, average=average)
-    after, masked = plain.weights, plain.masked
-    assert stats.loss == pytest.approx(plain.losses[0], abs=5e-7)
-    assert stats.grad_norm == pytest.approx(plain.norms[0], rel=1e-5)
-    assert sum(stats.agent_sums["masked_tokens"]) == masked and sum(stats.agent_sums["tokens"]) == num_trained(samples)
-    if mpt.scope == "sample":
-        assert 0 < masked < num_trained(samples) and 0 < stats.gated_samples <= sum(s.is_positive for s in samples)
-    found = weights(policy)
-    # The first AdamW step is lr g / (|g| + 1e-8): where g is near 1e-8, its rounding shows. A key's bias has no gradient.
-    keys = {name for name in after if name.endswith("k_proj.bias")}
-    rest = [{n: w for n, w in each.items() if n not in keys} for each in (found, after)]
-    assert largest_difference(*rest) < 2e-4
-    assert all(float((found[n] - after[n]).abs().max()) < 2.1 * OPTIMIZER.lr for n in keys)
-    medians = [float((rest[0][n] - rest[1][n]).abs().median()) for n in rest[0]]
-    assert max(medians) < 2e-7
 
 
 def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path) -> None:
@@ -92,34 +58,23 @@ def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path) -> None:
     ("average", "mpt"),
     [(Average(), MptConfig(scope="batch", entropy=4.0, probability=0.02)), (Average("sequence", "agent"), None)],
 )
-def test_the_shares_of_the_agents_add_up_to_the_gradient_of_the_step(
+def test_an_agents_share_of_the_gradient_is_that_of_a_step_in_which_others_have_no_advantage(
     average: Average, mpt: MptConfig | None, tmp_path: Path
 ) -> None:
-    """With a KL-free loss, masked tokens and denominators of the whole step; and the step itself is untouched by them."""
+    """Without the router's balancing loss, which is no agent's. The step itself is untouched by what is measured."""
     folder = save_model("qwen3_moe", tmp_path / "m")
     whole = averaged(sequences(9), average)
     update = Update(tuple(micro_batches(list(whole.sequences), 1 if mpt else 3)), whole.normaliser)
     plain, measured = (learner(folder, mpt=mpt, router_aux_loss=0.0 if mpt else 0.05) for _ in range(2))
-    work = measured.passes.prepare(update, is_first=True)
-    shares: list[dict[str, Tensor]] = []
-    for agent in (0, 1, None):
-        measured.optimizer.zero_grad()
-        measured.passes.forward_backward(work, agent)
-        shares.append(gradients(measured))
-    first, second, of_step = shares
     without, stats = plain.train_step([update]), measured.train_step([update], by_agent=True)
-    if mpt:  # else the step has the router's balancing loss, which is no agent's
-        assert sum(stats.agent_sums["masked_tokens"]) > 0
-        assert largest_difference({n: first[n] + second[n] for n in of_step}, of_step) < 2e-7
-    norms = [math.sqrt(sum(float(g.double().square().sum()) for g in each.values())) for each in (first, second)]
-    assert stats.agent_grad_norms == pytest.approx(norms, rel=1e-6) and min(norms) > 0.01
     assert without.agent_grad_norms == ()
     assert (stats.loss, stats.grad_norm, stats.agent_sums) == (without.loss, without.grad_norm, without.agent_sums)
     assert largest_difference(weights(measured), weights(plain)) == 0.0
-    if mpt is None:
-        alone = [dataclasses.replace(s, advantage=0.0) if s.agent == 1 else s for s in whole.sequences]
-        other = step(learner(folder), micro_batches(alone, 1), normaliser=update.normaliser)
-        assert stats.agent_grad_norms[0] == pytest.approx(other.grad_norm, rel=1e-5)
+    assert (sum(stats.agent_sums["masked_tokens"]) > 0) == (mpt is not None)
+    for agent, norm in enumerate(stats.agent_grad_norms):
+        alone = [s if s.agent == agent else dataclasses.replace(s, advantage=0.0) for s in whole.sequences]
+        other = step(learner(folder, mpt=mpt), micro_batches(alone, 1), normaliser=update.normaliser)
+        assert norm == pytest.approx(other.grad_norm, rel=1e-5) and other.grad_norm > 0.01
 
 
 def test_an_agent_without_a_token_has_no_share(tmp_path: Path) -> None:

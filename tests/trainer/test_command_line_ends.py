@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -39,17 +40,11 @@ def test_a_name_of_a_model_hub_is_told_how_to_get_the_files() -> None:
     ("text", "said"),
     [
         ("", "holds no problem: it is empty"),
-        (
-            '{"question": "1+1", "answer": "2',
-            "p.jsonl:1: not JSON: it is cut off at column 33, in the middle of an object",
-        ),
         ('{"question": "1+1", ', "p.jsonl:1: not JSON: it is cut off at column 20, in the middle of an object"),
         ('{"question": 1+1}', "p.jsonl:1: not JSON: Expecting ',' delimiter at column 15"),
     ],
 )
 def test_a_file_without_a_problem_says_why(text: str, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError) as error:
-        read_problems(path, "math")
-    assert said in str(error.value)
+    (tmp_path / "p.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_problems(tmp_path / "p.jsonl", "math")

@@ -23,12 +23,11 @@ from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.at_k import at_k, majorities, pass_at
-from marsrl.trainer.evaluate.draws import DRAWS, Kept, Said, read_draws
+from marsrl.trainer.evaluate.draws import Kept, Said, read_draws
 from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
 from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.report.cost import latency
 from marsrl.trainer.report.summary import Evaluation
 
 Script = Callable[[DecodeRequest, ChatRenderer, Random], str]
@@ -197,14 +196,8 @@ def test_a_draw_that_nobody_judged_is_none_and_one_draw_each_has_no_k() -> None:
     assert found.pass_at[1].mean == 0.75
 
 
-class Stopped(Exception):
-    pass
-
-
-def counting(asked: list[str], most: int | None = None) -> Script:
+def counting(asked: list[str]) -> Script:
     def counted(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
-        if most is not None and len(asked) == most:
-            raise Stopped
         asked.append(request.uid)
         return perfect_critics(request, renderer, rng)
 
@@ -214,43 +207,13 @@ def counting(asked: list[str], most: int | None = None) -> Script:
 SMALL = CONFIG.model_copy(update={"num_problems": 8, "repeat": 2, "fixed_inputs": 4})
 
 
-def played(
-    folder: Path, scripted_team: Any, kept: Path | None, asked: list[str], most: int | None = None
-) -> Evaluation:
-    judged = evaluator(folder, scripted_team, counting(asked, most), SMALL)
-    judged.identity = {"team": "five"}
-    if kept is None:
-        judged.collect_inputs(VERSIONS)
-        return judged.evaluate(VERSIONS)
-    with Kept(kept) as held:
-        judged.collect_inputs(VERSIONS, kept=held)
-        return judged.evaluate(VERSIONS, kept=held)
-
-
-def test_an_evaluation_that_was_killed_goes_on_with_what_has_ended(tmp_path: Path, scripted_team: Any) -> None:
-    unbroken, asked = [], []
-    expected = played(tmp_path / "a", scripted_team, None, unbroken)
-    folder = tmp_path / "kept"
-    for life, most in enumerate((9, 20, 30)):
-        with pytest.raises(Stopped):
-            played(tmp_path / f"b{life}", scripted_team, folder, [], most)
-        with (folder / DRAWS).open("ab") as file:
-            file.write(b'{"key": "torn')  # kill -9 in the middle of a line
-    whole = played(tmp_path / "c", scripted_team, folder, asked)
-    no_clock = {"latency": None}  # draws that are played again take their own time
-    assert whole.model_copy(update=no_clock) == expected.model_copy(update=no_clock)
-    draws = read_draws(folder)
-    assert whole.latency is not None and whole.latency == latency([draw.latency_s or 0.0 for draw in draws])
-    assert len(draws) == 16 and 0 < len(asked) < len(unbroken)
-    again: list[str] = []
-    # latency of the draws that are kept too
-    assert played(tmp_path / "d", scripted_team, folder, again) == whole and not again
-
-
 def test_draws_of_other_weights_or_settings_are_not_taken(tmp_path: Path, scripted_team: Any) -> None:
-    judged = evaluator(tmp_path, scripted_team, perfect_critics, SMALL)
+    asked: list[str] = []
+    judged = evaluator(tmp_path, scripted_team, counting(asked), SMALL)
     with Kept(tmp_path / "kept") as kept:
-        judged.evaluate(VERSIONS, kept=kept)
+        found = judged.evaluate(VERSIONS, kept=kept)
+        num_asked = len(asked)
+        assert judged.evaluate(VERSIONS, kept=kept) == found and len(asked) == num_asked  # their latency is kept, too
         assert judged.num_kept(VERSIONS, kept) == (16, 16)
         assert judged.num_kept({"main": 1}, kept) == (0, 16)
         assert replace(judged, identity={"team": "another"}).num_kept(VERSIONS, kept) == (0, 16)

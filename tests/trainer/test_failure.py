@@ -23,23 +23,23 @@ def whole_checkpoint(run: RunDirectory, step: int) -> Path:
 def test_a_failed_run_says_where_to_go_on(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "mine", "preset")
     error = RuntimeError("Ray is gone")
+
+    def said(error: Exception = error) -> str:
+        return failure_message(error, run, parent_of())
+
     none_yet = (
         "marsrl: the run failed: RuntimeError: Ray is gone; there is no checkpoint of it yet (run.checkpoint_every): "
     )
-    assert failure_message(error, run, parent_of()) == none_yet + "its name is free again"
+    assert said() == none_yet + "its name is free again"
     run.metrics.write_text('{"step": 1}\n')
-    assert failure_message(error, run, parent_of()) == none_yet + "run.name=mine run.resume=auto begins again at step 1"
+    assert said() == none_yet + "run.name=mine run.resume=auto begins again at step 1"
     whole_checkpoint(run, 12)
     resumed = "go on with run.name=mine run.resume=auto, added to the same command"
-    assert failure_message(error, run, parent_of()).endswith(f"(step 12) is whole: {resumed}")
-    assert failure_message(ValueError("other data"), run, parent_of()).endswith(
-        f"is whole: with that set right, {resumed}"
-    )
+    assert said().endswith(f"(step 12) is whole: {resumed}")
+    assert said(ValueError("other data")).endswith(f"is whole: with that set right, {resumed}")
     (run.checkpoints / "latest").write_text("nonsense")
-    said = failure_message(error, run, parent_of())
-    assert "its last checkpoint cannot be told" in said and said.endswith(
-        "run.resume=previous takes the newest whole one"
-    )
+    assert "its last checkpoint cannot be told" in said()
+    assert said().endswith("run.resume=previous takes the newest whole one")
 
 
 def test_a_checkpoint_that_is_damaged_is_not_called_whole(tmp_path: Path) -> None:

@@ -130,52 +130,44 @@ def test_the_text_of_another_sample_is_an_error_that_names_shown(
     assert "/solver:0: `text` is not kept; read `shown`, " in caplog.text and f"(my_team.py:{line})" in caplog.text
 
 
+ASKS = "def follow(self, episode):\n    return [episode.ask('solver', {})]"
+GOES_ON = """
+def parse(self, sample):
+    return replace(super().parse(sample), finish=Finish.WAITING)
+
+def continuation(self, episode, sample):
+    return {}
+"""
+SAYS = "def {}(self, episode):\n    return {}"
+NO_NUMBERS = "TypeError: expected a dict of numbers, found None"
+
+
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("method", "num_samples", "num_errors", "said"),
     [
-        ("turn=random.randrange(10**9)", "ValueError: two calls with the same answers gave other asks"),
-        ("num_samples=1.5", "ValueError: 000001.0/solver: expected at least one sample, found 1.5"),
-        ("turn='a:b'", "TypeError: episode.ask('solver'): expected turn and index to be integers, found 'a:b' and 0"),
-        ("turn=episode.rng('turn').randrange(10**9)", ""),  # the episode's generator draws the same again
+        (ASKS.format("turn=random.randrange(10**9)"), 0, 0,
+         "episode 000001.0 ends: Pair.follow: ValueError: two calls with the same answers gave other asks"),
+        (ASKS.format("num_samples=1.5"), 0, 0,
+         "Pair.follow: ValueError: 000001.0/solver: expected at least one sample, found 1.5"),
+        (ASKS.format("turn='a:b'"), 0, 0,
+         "Pair.follow: TypeError: episode.ask('solver'): expected turn and index to be integers, found 'a:b' and 0"),
+        # the episode's generator draws the same again
+        (ASKS.format("turn=episode.rng('turn').randrange(10**9)"), 2, 0, ""),
+        (GOES_ON.format("''"), 2, 2, "expected text, messages, or None"),
+        (GOES_ON.format("'more'"), 2, 2, "goes on once more, at most rollout.max_turns = 3 times"),
+        (SAYS.format("outcomes", None), 4, 0, f"Pair.outcomes: {NO_NUMBERS} (my_team.py:"),
+        (SAYS.format("metrics", None), 4, 0, f"Pair.metrics: {NO_NUMBERS} (my_team.py:"),
+        (SAYS.format("outcome", "'7'"), 4, 0,
+         "Pair.outcomes: TypeError: expected the outcome to be Sample or None, found '7' (str)"),
     ],
-)
-def test_asks_are_checked(words: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    samples = play(tmp_path, f"def follow(self, episode):\n    return [episode.ask('solver', {words})]")
-    assert len(samples) == (0 if said else 2)
-    assert not said or (f"episode 000001.0 ends: Pair.follow: {said}" in caplog.text and "(my_team.py:" in caplog.text)
-
-
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [("''", "expected text, messages, or None"), ("'more'", "goes on once more, at most rollout.max_turns = 3 times")],
-)
-def test_a_sample_cannot_go_on_for_ever(said: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    method = f"""
-    def parse(self, sample):
-        return replace(super().parse(sample), finish=Finish.WAITING)
-
-    def continuation(self, episode, sample):
-        return {said}
-    """
-    samples = play(tmp_path, method, "rollout.max_turns=3")
-    assert [sample.finish for sample in samples.values()] == [Finish.ERROR] * 2
-    assert "Pair.continuation: ValueError: " in caplog.text and why in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("method", "found", "said"),
-    [
-        ("outcomes", "None", "outcomes: TypeError: expected a dict of numbers, found None (my_team.py:"),
-        ("metrics", "None", "metrics: TypeError: expected a dict of numbers, found None (my_team.py:"),
-        ("outcome", "'7'", "outcomes: TypeError: expected the outcome to be Sample or None, found '7' (str)"),
-    ],
-)
-def test_what_a_team_says_of_an_episode_that_has_ended_is_checked(
-    method: str, found: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+)  # fmt: skip
+def test_what_a_team_asks_and_says_of_its_episodes_is_checked(
+    method: str, num_samples: int, num_errors: int, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    words = "credit.reward_scheme=outcome credit.train_agents=[solver,critic]"
-    assert len(play(tmp_path, f"def {method}(self, episode):\n    return {found}", words)) == 4
-    assert f"Pair.{said}" in caplog.text
+    words = "rollout.max_turns=3 credit.reward_scheme=outcome credit.train_agents=[solver,critic]"
+    samples = play(tmp_path, method, words).values()
+    assert (len(samples), sum(sample.finish is Finish.ERROR for sample in samples)) == (num_samples, num_errors)
+    assert said in caplog.text and ("(my_team.py:" in caplog.text or "Pair.follow" not in said)
 
 
 def test_an_agent_that_gives_no_answer_earns_the_outcome_of_its_episode(

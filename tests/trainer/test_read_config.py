@@ -15,6 +15,17 @@ def refusal(*words: str) -> str:
 
 
 JUDGE = "agents.verifier1.policy=judge"
+# a frozen policy behind HTTP answers for the Verifiers; a teacher; a model that judges
+FROZEN = (
+    "policies.main={}",
+    "credit.train_agents=[solver, corrector1, corrector2]",
+    JUDGE,
+    "agents.verifier2.policy=judge",
+    "policies.judge={frozen: true, engine: openai, model: x, openai: {base_url: 'http://h/v1', model: m}}",
+)
+MATH = ("task=math", "orchestration=solver", "data.train=p.jsonl", "policies.main.model=x")
+TEACHER = (*MATH, "policies.big={frozen: true, model: x}", "agents.solver.teacher.policy=big")
+JUDGING = (*MATH, "policies.judge={frozen: true, model: x}", "judge={policy: judge, when: always}")
 SERVER = (
     "policies.judge={frozen: true, model: x, engine: openai, engines: 2, openai: {base_url: 'http://h/v1', model: m}}"
 )
@@ -64,6 +75,26 @@ SERVER = (
         (["credit.train_agents=[]"], "credit.train_agents is empty, and nothing is left to train: "),
         (["rollout.stage_size=total", "rollout.segments=4", "rollout.pipeline=trajectory"],
          "rollout.pipeline=trajectory carries none"),
+        ([*FROZEN, "policies.judge.frozen=false"], "cannot be trained: the server gives neither the token ids nor the log-pro"),
+        ([*FROZEN, "credit.train_agents=all"],
+         "agents.verifier1 is trained, but its policy judge is frozen and served by"),
+        ([*FROZEN, "policies.judge.openai=null"], "policies.judge: engine=openai and the section openai "),
+        ([*FROZEN, "policies.judge.model=null"], "policies.judge: a frozen policy needs `model`"),
+        ([*TEACHER, "policies.big.frozen=false"], "agents.solver.teacher.policy is 'big', which is trained"),
+        ([*TEACHER, "agents.solver.teacher.policy=other"], "'other', which is not under `policies`"),
+        ([*TEACHER, "agents.solver.policy=big"], "agents.solver is trained, but its policy big is frozen"),
+        ([*TEACHER, "rollout.engine=vllm", "rollout.placement=local", "rollout.overlap=1"],
+         "two vLLM engines in one process"),
+        ([*TEACHER, "judge={policy: big}"], "whose engines answer for the judge too"),
+        ([*TEACHER, "policies.other={base: big, adapter: {rank: 2}}", "agents.solver.policy=other"],
+         "agents.solver.teacher.policy is 'big', whose engines answer for agents.solver too"),
+        ([*JUDGING, "judge.policy=other"], "judge.policy is 'other', which is not under `policies` (main, judge)"),
+        ([*JUDGING, "judge.policy=main"], "judge.policy is 'main', which is trained: "),
+        ([*JUDGING, "policies.judge.frozen=false"], "judge.policy is 'judge', which is trained"),
+        ([*JUDGING, "agents.solver.policy=judge", "credit.train_agents=[]"],
+         "judge.policy is 'judge', whose engines answer for agents.solver too"),
+        ([*JUDGING, "rollout.engine=vllm", "rollout.placement=local", "rollout.overlap=1"],
+         "with rollout.overlap=1 it judges while others decode, which two vLLM engines in one process"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_reason_and_where_it_was_given(words: list[str], says: str) -> None:
@@ -112,8 +143,10 @@ def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
     assert again == config
 
 
-def test_all_problems_are_reported_at_once() -> None:
+def test_all_problems_are_reported_at_once_and_some_are_of_no_single_setting() -> None:
     assert len(refusal("run.steps=many", "rollout.segmnts=2").splitlines()) == 2
+    all_frozen = refusal(*FROZEN, "policies.main.frozen=true", "policies.main.model=x")
+    assert all_frozen == "policies: every one is frozen (main, judge), and nothing is left to train"
 
 
 def test_renormalised_log_probs_need_an_engine_that_says_what_it_kept_and_room_for_it() -> None:
