@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from small_run import sevens
 
 from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.agents.render import ChatRenderer
@@ -106,14 +107,6 @@ def on_sevens(folder: Path, model: Path, *more: str) -> list[str]:
         "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=120",
         "evaluate.num_problems=3", "evaluate.fixed_inputs=4", *more,
     ]  # fmt: skip
-
-
-def sevens(folder: Path, number: int = 40) -> Path:
-    """A file of problems whose answer is 7."""
-    path = folder / "train.jsonl"
-    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(number)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 @contextmanager

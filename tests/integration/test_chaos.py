@@ -10,7 +10,7 @@ import sys
 import pytest
 from commands import run_by
 from documents import ROOT
-from runner import Runner
+from small_run import Runner
 
 pytestmark = pytest.mark.slow
 KINDS = ("stop-rank", "kill-torchrun", "kill-trainer")

@@ -167,7 +167,7 @@ class Half(Open):
     ],
 )
 def test_a_judge_has_room_for_its_words_and_work(word: str, said: str, tmp_path: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ValueError, match=said):
         preflight(read_config(None, math_words(tmp_path, model, word))[0], world_size=1)
 
 

@@ -1,8 +1,8 @@
-"""A real run with an engine in a Ray actor: the engine is killed with a bucket of weights before it, by nccl's twin and by
-ipc's, then in the middle of a stage, later Ray's head (about 50 s).
+"""Real runs with engines in Ray actors: one is killed with a bucket of weights before it, by nccl's twin and by ipc's, then in
+the middle of a stage, later Ray's head (about 50 s); and one moves from one policy to another (about 40 s).
 
 Weights come from the trainer's memory (sync.backend=auto with its CPU twin): no file has them for a new engine. How one gets them
-from files: tests/engines/test_lost_actors.py.
+from files: tests/engines/test_lost_actors.py, test_pool.py; when one is to move: tests/rollout/test_rebalance.py.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from processes import actors, descendants
-from scripted_pool import on_sevens, opened, samples_of
+from scripted_pool import on_sevens, opened, rows_of, samples_of
+from small_run import sevens
 
+from marsrl.rollout.pool import rebalance
+from marsrl.rollout.pool.rebalance import Move, PolicyEngines
 from marsrl.rollout.weights.connections import GroupConnection, SharedBuffer
 from marsrl.rollout.weights.files import parent_of
 from marsrl.trainer.loop import train
@@ -150,3 +153,38 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
     assert latest is not None and latest.step == last and damage(latest.path) == []
     said = failure_message(failure.value, directory, parent_of())
     assert f"step_{last} (step {last}) is whole: go on with run.name=scripted run.resume=auto" in said
+
+
+@pytest.mark.slow
+def test_an_engine_that_has_moved_decodes_with_the_weights_of_its_new_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(policies: Mapping[str, PolicyEngines]) -> Move | None:
+        return Move("verifier", "solver", 1, "as the test wants it") if policies["solver"].engines == 1 else None
+
+    monkeypatch.setattr(rebalance, "wanted", told)
+    own = f"model: {init_model('tiny', 'bytes', tmp_path / 'model')}, dtype: float32, optimizer: {{lr: 0.005}}"
+    settings = [
+        "task=math", "orchestration=solver_verifier", f"policies={{solver: {{{own}}}, verifier: {{{own}, engines: 2}}}}",
+        "agents={solver: {policy: solver}, verifier: {policy: verifier}}", f"data.train={sevens(tmp_path)}",
+        "rollout.engine=local", "rollout.threads=1", "rollout.object_store_mib=80", "rollout.rebalance=true",
+        "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=60",
+        "rollout.pipeline=trajectory", "run.steps=4", "run.evaluate=false", "trainer.threads=1", "loss.entropy_coef=0.01",
+        "sync.cpu_twin=true",
+    ]  # fmt: skip
+    with opened(tmp_path, settings) as run:
+        train(run)
+        assert run.driver is not None
+        assert all(run.driver.team.pools["solver"].num_decoded(within_s=300))
+    rows = rows_of(run.directory)
+    assert [row["rollout/engine_moves"] for row in rows] == [0, 0, 1, 0]
+    assert [row["rollout/engines/solver"] for row in rows] == [1, 1, 2, 2]
+    assert [row["rollout/engines/verifier"] for row in rows] == [2, 2, 1, 1]
+    assert "an engine of verifier has moved to solver; engines now: solver 2, verifier 1" in capsys.readouterr().err
+    for row in rows:
+        assert row["sync/direct"] == 1 and row["rollout/engine_restarts"] == 0
+        # the Verifier is asked of what the Solver has ended: a random model ends by chance
+        for name in ("solver", *(["verifier"] if row.get("cost/verifier/output_tokens") else [])):
+            assert row[f"cost/{name}/seconds"] == row[f"policy_cost/{name}/seconds"] > 0
+        # the trainer gives its tokens the same probabilities, but to those whose routers find two experts equally good
+        assert row["solver/train_rollout/prob_diff_mean"] < 1e-5

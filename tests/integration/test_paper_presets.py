@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from completions_server import Handler, completions_server
-from scripted_pool import ScriptedWithWeights, engines_are, rows_of, samples_of, saying, sevens, train_here
+from scripted_pool import ScriptedWithWeights, engines_are, rows_of, samples_of, saying, train_here
+from small_run import sevens
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.kept_tokens import KeptTokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from commands import run_by
 from desk import Desk, boxing_model
 from scripted_pool import rows_of, train_here
-from small_run import run_here
+from small_run import run_here, sevens
 
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
@@ -30,13 +29,9 @@ SETTINGS = (
 def words(tmp_path: Path) -> list[str]:
     """A Solver that says 7 or 8 by a coin, and is rewarded for 8; its teacher says 7."""
     os.chdir(tmp_path)
-    lines = [{"question": f"What is 8, asked for the {i}th time?", "answer": "8"} for i in range(40)]
-    Path("problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    models = [
-        f"policies.main.model={boxing_model(tmp_path / 'coin')}",
-        f"policies.big.model={boxing_model(tmp_path / 'big', '7')}",
-    ]
-    return [*SETTINGS, *models]
+    sevens(tmp_path, name="problems.jsonl", answer="8")
+    coin, big = boxing_model(tmp_path / "coin"), boxing_model(tmp_path / "big", "7")
+    return [*SETTINGS, f"policies.main.model={coin}", f"policies.big.model={big}"]
 
 
 @pytest.mark.slow
@@ -59,9 +54,8 @@ def test_beside_a_teacher_the_reward_counts(words: list[str], tmp_path: Path) ->
         train_here(tmp_path, [*words, "agents.solver.teacher.coef=1e-3", "rollout.prompts_per_step=16", "run.steps=8"])
     )
     first, last = (row["reward/solver/mean"] for row in (rows[0], rows[-1]))
-    far = math.sqrt(
-        math.log(2e9) / 2 / 64
-    )  # Hoeffding: so far from its expectation is a step's mean once in 10^9 steps
+    # Hoeffding: so far from its expectation is the mean of a step's samples once in 10^9 steps
+    far = math.sqrt(math.log(2e9) / 2 / 128)
     assert abs(first - 0.5) < far < 0.3 and last > 0.5 + far
     assert rows[-1]["teacher/solver/kl"] > rows[0]["teacher/solver/kl"]
 

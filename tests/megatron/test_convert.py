@@ -97,3 +97,7 @@ def test_several_files_are_read_as_one_and_a_directory_without_any_is_refused(tm
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"has no config\.json; found a\.safetensors"):
         read_shape(folder)
+    with pytest.raises(ValueError, match=r"nothing is downloaded; to get it: hf download Qwen/Qwen3-0.6B --local-dir"):
+        read_shape("Qwen/Qwen3-0.6B")
+    with pytest.raises(ValueError, match=r"expected a Hugging Face checkpoint directory$"):
+        read_shape("/models/here/not")

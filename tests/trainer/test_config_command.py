@@ -1,8 +1,11 @@
-"""`marsrl config`, `marsrl init --from-run`, `marsrl completion`, `marsrl --help`."""
+"""`marsrl config`, `init --from-run`, `completion`, `--help`; exits of commands whose surroundings refuse them."""
 
 from __future__ import annotations
 
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +121,17 @@ def test_help_lists_every_command_and_each_has_help_with_an_example(capsys) -> N
 def test_words_that_cannot_be_used_are_exit_status_2(capsys) -> None:
     for words, said in ((["plan"], "--gpus"), (["nope"], "nope"), (["init", "--dtype", "x", "y"], "--dtype"), ([], "")):
         assert main(words) == 2 and said in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["view", str(tmp_path), "--port", str(port)]) == 2
+    assert f"127.0.0.1:{port}: Address already in use; give another --port" in capsys.readouterr().err
+
+
+def test_who_reads_enough_of_the_output_gets_no_error() -> None:
+    command = f"{sys.executable} -m marsrl.trainer.commands.cli config --markdown | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "# Settings\n", "")

@@ -20,7 +20,7 @@ from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.arithmetic import parse_chain
 from marsrl.rollout.tasks.problem_files import HeldOut
-from marsrl.trainer.checks.preflight import preflight
+from marsrl.trainer.checks.preflight import Checked, preflight
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.at_k import at_k, majorities, pass_at
 from marsrl.trainer.evaluate.draws import Kept, Said, read_draws
@@ -280,25 +280,11 @@ def test_the_script_s_redraws_do_not_count_as_the_solver_s_but_cost(tmp_path: Pa
     assert strict.agents["solver"].mean == strict.system.mean == 0.0
 
 
-def test_problems_are_held_out_of_the_training_file_where_no_other_is_given(tmp_path: Path) -> None:
-    rows = [{"question": f"What is {i} + 4?", "answer": f"#### {i + 4}"} for i in range(20)] * 2
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = init_model("tiny", "bytes", tmp_path / "model")
-    words = ["task=math", f"policies.main.model={model}", f"data.train={tmp_path}/train.jsonl"]
-    checked = preflight(read_config(None, words)[0], world_size=1)
-    held_out = {p.question for p in checked.task.held_out(100, 0)}
-    source = checked.task.problems(0)
-    trained = {source.next_problem().question for _ in range(200)}
-    assert len(held_out) == 2  # a tenth of 20 questions
-    assert checked.problems.num_taken == 4  # each of them stands in the file twice
-    assert not held_out & trained and len(held_out | trained) == 20
-
-
-def test_files_to_evaluate_on_are_played_whole_and_a_cut_is_told(
+def test_problems_are_held_out_or_files_played_whole_and_a_cut_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, number in (("train", 5), ("aime25", 30), ("beyondaime", 100)):
-        rows = [{"question": f"{name} {i}?", "answer": str(i)} for i in range(number)]
+    for name, number in (("train", 20), ("aime25", 30), ("beyondaime", 100)):
+        rows = [{"question": f"{name} {i}?", "answer": str(i)} for i in range(number)] * (2 if name == "train" else 1)
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = init_model("tiny", "bytes", tmp_path / "model")
     words = ["task=math", f"policies.main.model={model}", f"data.train={tmp_path}/train.jsonl", f"run.dir={tmp_path}"]
@@ -307,15 +293,24 @@ def test_files_to_evaluate_on_are_played_whole_and_a_cut_is_told(
         assert main(["--dry-run", *words, *more]) == 0
         return [line for line in capsys.readouterr().out.splitlines() if "are evaluated" in line]
 
+    def checked(*more: str) -> Checked:
+        return preflight(read_config(None, [*words, *more])[0], world_size=1)
+
+    alone = checked()
+    held_out = {p.question for p in alone.task.held_out(100, 0)}
+    source = alone.task.problems(0)
+    trained = {source.next_problem().question for _ in range(200)}
+    assert (
+        len(held_out) == 2 and alone.problems.num_taken == 4
+    )  # a tenth of 20 questions, each of which stands there twice
+    assert not held_out & trained and len(held_out | trained) == 20
     one, both = f"data.eval={tmp_path}/beyondaime.jsonl", f"[{tmp_path}/aime25.jsonl, {tmp_path}/beyondaime.jsonl]"
-    config, _ = read_config(None, [*words, one])
-    assert len(preflight(config, world_size=1).task.held_out(config.evaluate.num_problems, 0)) == 100
-    sets = preflight(read_config(None, [*words, f"data.eval={both}"])[0], world_size=1).problems.sets
-    assert [len(each.problems) for each in sets] == [30, 100]
+    found = checked(one)
+    assert len(found.task.held_out(found.config.evaluate.num_problems, 0)) == 100
+    assert [len(each.problems) for each in checked(f"data.eval={both}").problems.sets] == [30, 100]
     assert told(one) == told(f"data.eval={both}") == told() == []
-    assert told(one, "evaluate.num_problems=64") == [
-        "warning: data.eval: 64 of its 100 problems are evaluated, as evaluate.num_problems says"
-    ]
+    cut = "warning: data.eval: 64 of its 100 problems are evaluated, as evaluate.num_problems says"
+    assert told(one, "evaluate.num_problems=64") == [cut]
     cut = "warning: data.eval, beyondaime: 30 of its 100 problems are evaluated, as"
     assert told(f"data.eval={both}", "evaluate.num_problems=30") == [f"{cut} evaluate.num_problems says"]
     assert told(f"data.eval=[{{path: {tmp_path}/beyondaime.jsonl, count: 30}}]") == [f"{cut} count says"]
