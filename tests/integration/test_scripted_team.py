@@ -163,13 +163,12 @@ def test_teams_whose_episodes_go_on_alone_are_trained_whole_and_resumed(
     of_step = [list(read_samples(path)) for path in files.values()]
     uids = [record.uid for records in of_step for record in records]
     assert len(set(uids)) == len(uids) and {r.agent for records in of_step for r in records} == set(agents)
-    drawn = {record.rollout_id: step for step, records in enumerate(of_step) for record in records}
-    for step, records in enumerate(of_step):
-        assert all(drawn[record.rollout_id] == step for record in records)  # an instance is trained in one step
-        for rollout_id in {record.rollout_id for record in records}:
-            mine = [record for record in records if record.rollout_id == rollout_id]
-            assert {record.uid.partition("/")[0] for record in mine} == {f"{rollout_id}.{i}" for i in range(4)}
-            assert {record.group_id for record in mine} <= {f"{rollout_id}/{agent}" for agent in agents}
+    episodes = [{(record.rollout_id, record.uid.partition("/")[0]) for record in records} for records in of_step]
+    drawn = [rollout_id for found in episodes for rollout_id in {name for name, _ in found}]
+    assert len(set(drawn)) == len(drawn)  # an instance is trained in one step
+    assert set().union(*episodes) == {(name, f"{name}.{i}") for name in drawn for i in range(4)}
+    groups = {record.group_id for records in of_step for record in records}
+    assert groups <= {f"{name}/{agent}" for name in drawn for agent in agents}
     rows = rows_of(RunDirectory(run_directory))
     assert any(row.get("actor/grad_norm") for row in rows)
     assert any(f"drmas/{agent}/variance_inflation" in row for row in rows for agent in agents)
@@ -239,10 +238,9 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     shown = capsys.readouterr()
     result = json.loads(shown.out)
     assert result["alone"]["n"] == 12 and result["alone"]["mean"] * 12 == pytest.approx(5.75)  # partial credit counts
-    usage = result["usage"]
-    assert {name: used["policy"] for name, used in usage.items()} == {"solver": "main", "verifier": "judge"}
-    spent = [(used["input_tokens"] + 4 * used["output_tokens"]) / 1e6 for used in usage.values()]
-    assert [used["spent"] for used in usage.values()] == pytest.approx(spent)
+    assert {name: used["policy"] for name, used in result["usage"].items()} == {"solver": "main", "verifier": "judge"}
+    for used in result["usage"].values():
+        assert used["spent"] == pytest.approx((used["input_tokens"] + 4 * used["output_tokens"]) / 1e6)
     assert "two.yaml" in shown.err and "verifier (judge)" in shown.err and "no price" not in shown.err
 
 

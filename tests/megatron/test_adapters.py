@@ -9,21 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import megatron_models as tiny
 import pytest
 import torch
-from megatron_models import (
-    OPTIMIZER,
-    hf_logprobs,
-    learner,
-    micro_batches,
-    num_trained,
-    on_one_base,
-    save,
-    save_model,
-    sequences,
-    step,
-    weights,
-)
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
@@ -55,7 +43,7 @@ def peft_directory(model: Path, folder: Path, settings: dict[str, Any], seed: in
 
 
 def adapted(model: Path, kind: str, start: str | None = None, **settings: Any) -> Learner:
-    return learner(model, adapter={**ADAPTERS[kind], "start": start}, **settings)
+    return tiny.learner(model, adapter={**ADAPTERS[kind], "start": start}, **settings)
 
 
 def held(policy: Learner) -> dict[str, Tensor]:
@@ -63,9 +51,9 @@ def held(policy: Learner) -> dict[str, Tensor]:
 
 
 def trained(policy: Learner, num_steps: int = 2, seed: int = 0) -> list[float]:
-    samples, found = sequences(6, seed=seed), []
+    samples, found = tiny.sequences(6, seed=seed), []
     for _ in range(num_steps):
-        stats = step(policy, micro_batches(samples, 2), num_trained(samples))
+        stats = tiny.step(policy, tiny.micro_batches(samples, 2), tiny.num_trained(samples))
         found += [stats.loss, stats.grad_norm]
     return found
 
@@ -82,17 +70,17 @@ def logprobs_of(model: Path, samples: list[TrainSequence], adapter: Path | None 
     if adapter:
         judge = importlib.import_module("peft").PeftModel.from_pretrained(judge, adapter)
     with torch.no_grad():
-        return torch.cat([hf_logprobs(judge, sample)[0] for sample in samples])
+        return torch.cat([tiny.hf_logprobs(judge, sample)[0] for sample in samples])
 
 
 def scored(policy: Learner, samples: list[TrainSequence]) -> Tensor:
-    (batch,) = micro_batches(samples, 1)
+    (batch,) = tiny.micro_batches(samples, 1)
     return policy.score([batch])[0][batch.mask]
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_an_adapter_moves_alone_is_exported_as_it_is_held_and_trains_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    model = save_model(kind, tmp_path / "model")
+    model = tiny.save_model(kind, tmp_path / "model")
     policy = adapted(model, kind)
     shape, settings = policy.held_adapter().shape, policy.held_adapter().adapter
     base, before = {name: parameter.clone() for name, parameter in policy.model.named_parameters()}, held(policy)
@@ -102,7 +90,7 @@ def test_an_adapter_moves_alone_is_exported_as_it_is_held_and_trains_on_bit_for_
     own = held(policy)
     assert all(not torch.equal(own[name], before[name]) for name in before)
     assert equal(dict(policy.model.named_parameters()), base)
-    save(policy, tmp_path / "saved")
+    tiny.save(policy, tmp_path / "saved")
     index = json.loads((tmp_path / "saved" / "index.json").read_text("utf-8"))
     assert all("lora_" in name for name in index["tensors"])
     export(tmp_path / "saved", tmp_path / "peft")
@@ -118,12 +106,12 @@ def test_an_adapter_moves_alone_is_exported_as_it_is_held_and_trains_on_bit_for_
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_others_score_an_export_as_the_learner_that_trained_it(kind: str, merge: bool, tmp_path: Path) -> None:
     """PEFT the adapter, transformers the model that it is merged into."""
-    model = save_model(kind, tmp_path / "model")
+    model = tiny.save_model(kind, tmp_path / "model")
     policy = adapted(model, kind, peft_directory(model, tmp_path / "start", ADAPTERS[kind]))
     trained(policy)
-    save(policy, tmp_path / "saved")
+    tiny.save(policy, tmp_path / "saved")
     export(tmp_path / "saved", tmp_path / "out", merge=merge)
-    samples = sequences(4, seed=3)
+    samples = tiny.sequences(4, seed=3)
     found = scored(policy, samples)
     judge = (tmp_path / "out", samples) if merge else (model, samples, tmp_path / "out")
     torch.testing.assert_close(found, logprobs_of(*judge), atol=2e-5, rtol=0)
@@ -131,41 +119,45 @@ def test_others_score_an_export_as_the_learner_that_trained_it(kind: str, merge:
 
 
 def test_a_checkpoint_of_another_base_or_kind_is_refused(tmp_path: Path) -> None:
-    model, other = save_model("qwen3", tmp_path / "model"), save_model("qwen3", tmp_path / "other", seed=1)
-    save(adapted(model, "qwen3"), tmp_path / "saved")
+    model, other = tiny.save_model("qwen3", tmp_path / "model"), tiny.save_model("qwen3", tmp_path / "other", seed=1)
+    tiny.save(adapted(model, "qwen3"), tmp_path / "saved")
     with pytest.raises(
         ValueError, match="adapter of the weights that were in .*model, and those in .*other are others"
     ):
         adapted(other, "qwen3").load(tmp_path / "saved")
     with pytest.raises(ValueError, match="holds an adapter, not what is trained"):
-        learner(model).load(tmp_path / "saved")
+        tiny.learner(model).load(tmp_path / "saved")
 
 
 @pytest.mark.parametrize("start", [False, True], ids=["the bare base", "the adapter of the start"])
 def test_the_reference_of_an_adapter_is_what_it_starts_from(start: bool, tmp_path: Path) -> None:
-    model = save_model("qwen3", tmp_path / "model")
+    model = tiny.save_model("qwen3", tmp_path / "model")
     folder = peft_directory(model, tmp_path / "start", ADAPTERS["qwen3"]) if start else None
     policy = adapted(model, "qwen3", folder, objective=PolicyObjective(kl="k3", kl_coef=0.1))
-    samples = sequences(6)
-    sums = [step(policy, micro_batches(samples, 2), num_trained(samples)).agent_sums["kl"] for _ in range(2)]
+    samples = tiny.sequences(6)
+    sums = [
+        tiny.step(policy, tiny.micro_batches(samples, 2), tiny.num_trained(samples)).agent_sums["kl"] for _ in range(2)
+    ]
     assert sum(sums[0]) == pytest.approx(0.0, abs=1e-6)
     assert sum(sums[1]) > 1e-4
 
 
 @pytest.mark.parametrize("shares", [True, False], ids=["one base", "weights of their own"])
 def test_policies_on_the_same_ranks_train_as_alone_to_the_bit(shares: bool, tmp_path: Path) -> None:
-    model = save_model("qwen3" if shares else "qwen3_moe", tmp_path / "model")
+    model = tiny.save_model("qwen3" if shares else "qwen3_moe", tmp_path / "model")
     rates = (1e-2, 3e-3)
 
     def new(lr: float, other: Learner | None = None) -> Learner:
-        optimizer = OPTIMIZER.model_copy(update={"lr": lr})
+        optimizer = tiny.OPTIMIZER.model_copy(update={"lr": lr})
         if shares:
             return adapted(model, "qwen3", base=other.base if other else None, optimizer=optimizer)
         objective = PolicyObjective(kl="k3", kl_coef=0.1)
-        return learner(model, objective=objective, reference_dir=model, router_replay="recompute", optimizer=optimizer)
+        return tiny.learner(
+            model, objective=objective, reference_dir=model, router_replay="recompute", optimizer=optimizer
+        )
 
     def state(policy: Learner) -> dict[str, Tensor]:
-        return held(policy) if shares else weights(policy)
+        return held(policy) if shares else tiny.weights(policy)
 
     first = new(rates[0])
     both = (first, new(rates[1], first))
@@ -194,10 +186,10 @@ def test_policies_on_the_same_ranks_train_as_alone_to_the_bit(shares: bool, tmp_
 def test_an_adapter_that_does_not_fit_is_refused(
     kind: str, settings: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    model = save_model(kind, tmp_path / "model")
+    model = tiny.save_model(kind, tmp_path / "model")
     start = peft_directory(model, tmp_path / "start", ADAPTERS[kind]) if "rank" in settings else None
     with pytest.raises(ValueError, match=reason):
-        learner(model, adapter={**ADAPTERS[kind], "start": start, **settings})
+        tiny.learner(model, adapter={**ADAPTERS[kind], "start": start, **settings})
 
 
 @NEEDS_PEFT
@@ -206,7 +198,7 @@ def test_an_adapter_with_one_pair_for_all_experts_is_started_from_once_it_is_spl
     import peft
     import transformers
 
-    model, kind = save_model("qwen3_moe", tmp_path / "model"), "qwen3_moe"
+    model, kind = tiny.save_model("qwen3_moe", tmp_path / "model"), "qwen3_moe"
     settings = peft.LoraConfig(
         r=8,
         lora_alpha=16,
@@ -226,9 +218,9 @@ def test_an_adapter_with_one_pair_for_all_experts_is_started_from_once_it_is_spl
         adapted(model, kind, str(tmp_path / "fused"))
     export(tmp_path / "fused", tmp_path / "split")
     policy = adapted(model, kind, str(tmp_path / "split"))
-    (sample,) = sequences(1, seed=5)
+    (sample,) = tiny.sequences(1, seed=5)
     with torch.no_grad():
-        torch.testing.assert_close(scored(policy, [sample]), hf_logprobs(judge, sample)[0], atol=2e-5, rtol=0)
+        torch.testing.assert_close(scored(policy, [sample]), tiny.hf_logprobs(judge, sample)[0], atol=2e-5, rtol=0)
 
 
 POLICIES = ("a", "b", "a")  # of the agents 0, 1, 2
@@ -243,20 +235,20 @@ LR = {"a": 1e-2, "b": 3e-3}
 def two(model: Path, kind: str, **settings: Any) -> dict[str, Learner]:
     """The policies on one base; their clipping bites."""
     optimizers = {name: {"lr": lr, "grad_clip": 0.05} for name, lr in LR.items()}
-    return on_one_base(
+    return tiny.on_one_base(
         model, PAIRS[kind], optimizers, objective=[PolicyObjective(kl="k3", kl_coef=0.1)] * 3, **settings
     )
 
 
 def batch(number: int) -> dict[str, list[TrainSequence]]:
     """Samples of each policy; the second step has none of `b`."""
-    samples = sequences(9, seed=number, num_agents=3)
+    samples = tiny.sequences(9, seed=number, num_agents=3)
     found = {name: [s for s in samples if POLICIES[s.agent] == name] for name in LR}
     return found if number != 1 else {**found, "b": []}
 
 
 def update_of(samples: list[TrainSequence]) -> tuple[MiniBatch, ...]:
-    return (MiniBatch(tuple(samples), num_trained(samples)),)
+    return (MiniBatch(tuple(samples), tiny.num_trained(samples)),)
 
 
 def together(learners: dict[str, Learner], number: int, max_tokens: int, **options: Any) -> dict[str, StepStats]:
@@ -268,7 +260,7 @@ def together(learners: dict[str, Learner], number: int, max_tokens: int, **optio
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", PAIRS)
 def test_shared_micro_batches_train_each_policy_as_its_own(kind: str, recompute: str, tmp_path: Path) -> None:
-    model = save_model(kind, tmp_path / "model")
+    model = tiny.save_model(kind, tmp_path / "model")
     shared, apart = two(model, kind, recompute=recompute), two(model, kind, recompute=recompute)
     uids = {s.uid for own in batch(0).values() for s in own}
     for number in range(3):
@@ -295,7 +287,7 @@ def test_shared_micro_batches_train_each_policy_as_its_own(kind: str, recompute:
 
 
 def test_one_policys_broken_sample_does_not_skip_the_other(tmp_path: Path) -> None:
-    learners = two(save_model("qwen3", tmp_path / "model"), "qwen3")
+    learners = two(tiny.save_model("qwen3", tmp_path / "model"), "qwen3")
     (group,) = groups(learners, POLICIES)
     own = batch(0)
     own["b"][0] = replace(own["b"][0], advantage=float("nan"))
@@ -308,7 +300,7 @@ def test_one_policys_broken_sample_does_not_skip_the_other(tmp_path: Path) -> No
 
 def test_adapters_of_experts_have_micro_batches_of_their_own(tmp_path: Path) -> None:
     for kind, num in (("qwen3", 1), ("qwen3_moe", 2)):
-        (group,) = groups(two(save_model(kind, tmp_path / kind), kind), POLICIES)
+        (group,) = groups(two(tiny.save_model(kind, tmp_path / kind), kind), POLICIES)
         updates = scatter(joined([update_of(each) for each in batch(0).values()]), group.shard(1024))
         policies = [{POLICIES[agent] for agent in each.agents} for each in updates[0].micro_batches]
         assert [len(each) for each in policies] == [2 // num] * num
@@ -316,6 +308,8 @@ def test_adapters_of_experts_have_micro_batches_of_their_own(tmp_path: Path) -> 
 
 
 def test_policies_with_weights_of_their_own_do_not_train_together(tmp_path: Path) -> None:
-    model = save_model("qwen3", tmp_path / "model")
-    found = groups({"a": learner(model), "b": learner(model), "c": learner(model, adapter={})}, ("a", "b", "c"))
+    model = tiny.save_model("qwen3", tmp_path / "model")
+    found = groups(
+        {"a": tiny.learner(model), "b": tiny.learner(model), "c": tiny.learner(model, adapter={})}, ("a", "b", "c")
+    )
     assert [list(group.learners) for group in found] == [["a"], ["b"], ["c"]]
