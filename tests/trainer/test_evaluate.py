@@ -23,7 +23,7 @@ from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.trainer.checks.preflight import Checked, preflight
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.at_k import at_k, majorities, pass_at
-from marsrl.trainer.evaluate.draws import Kept, Said, read_draws
+from marsrl.trainer.evaluate.draws import DRAWS, Kept, Said, read_draws
 from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
 from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.main import main
@@ -207,7 +207,7 @@ def counting(asked: list[str]) -> Script:
 SMALL = CONFIG.model_copy(update={"num_problems": 8, "repeat": 2, "fixed_inputs": 4})
 
 
-def test_draws_of_other_weights_or_settings_are_not_taken(tmp_path: Path, scripted_team: Any) -> None:
+def test_draws_are_kept_over_a_kill_and_no_others_are_taken(tmp_path: Path, scripted_team: Any) -> None:
     asked: list[str] = []
     judged = evaluator(tmp_path, scripted_team, counting(asked), SMALL)
     with Kept(tmp_path / "kept") as kept:
@@ -219,6 +219,12 @@ def test_draws_of_other_weights_or_settings_are_not_taken(tmp_path: Path, script
         assert replace(judged, identity={"team": "another"}).num_kept(VERSIONS, kept) == (0, 16)
         more = replace(judged, config=SMALL.model_copy(update={"repeat": 3}))
         assert more.num_kept(VERSIONS, kept) == (16, 24)
+    with (tmp_path / "kept" / DRAWS).open("ab") as file:
+        file.write(b'{"key": "torn')  # kill -9 in the middle of a line
+    with Kept(tmp_path / "kept") as kept:
+        more.evaluate(VERSIONS, kept=kept)
+    with Kept(tmp_path / "kept") as kept:
+        assert more.num_kept(VERSIONS, kept) == (24, 24)
 
 
 def test_a_draw_that_an_engine_gave_up_is_not_kept(tmp_path: Path, scripted_team: Any) -> None:
