@@ -180,11 +180,8 @@ class RunDirectory:
             if found is None:
                 root.mkdir(parents=True, exist_ok=True)
                 return cls(_claim(root, f"{preset}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}"))
-            try:
-                if not found.existed:
-                    found.path.mkdir(parents=True)
-            except FileExistsError:  # another process was faster
-                return cls.create(directory, name, preset, resume)
+            if not found.existed:
+                found.path.mkdir(parents=True)
         return found
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any
 from marsrl.trainer.commands.look.catalog import Catalog
 from marsrl.trainer.commands.look.comparison import numbers_of
 from marsrl.trainer.commands.look.palette import engine_name
-from marsrl.trainer.report.summary import AgentEstimate, Estimate, Summary, compared, load_summary, of_other_inputs
+from marsrl.trainer.report.summary import Estimate, Summary, compared, load_summary, of_other_inputs
 
 
 def overview(catalog: Catalog) -> dict[str, Any]:
@@ -32,7 +32,10 @@ def overview(catalog: Catalog) -> dict[str, Any]:
     except ValueError as error:
         return found | {"why_not": str(error)}
     evaluated = compared(summary.before, summary.after) if summary.before or summary.after else []
-    breaks = [(f"{name} breaks a right one", _breaks(before), _breaks(after)) for name, before, after in evaluated]
+    breaks = [
+        (f"{name} breaks a right one", getattr(before, "breaks", None), getattr(after, "breaks", None))
+        for name, before, after in evaluated
+    ]
     rows = [*evaluated, *(row for row in breaks if row[1] or row[2])]
     return found | {
         "summary": f"{summary.task} · {summary.steps} steps · {engine_name(summary.engine)} · {summary.device}",
@@ -55,10 +58,6 @@ def _row(name: str, before: Estimate | None, after: Estimate | None, *, is_bar: 
         "is_of_other_inputs": of_other_inputs(before, after),
         "is_bar": is_bar,
     }
-
-
-def _breaks(of: Estimate | None) -> Estimate | None:
-    return of.breaks if isinstance(of, AgentEstimate) else None
 
 
 def _counts(of: Estimate | None, field: str) -> dict[str, int] | None:
