@@ -7,10 +7,11 @@ problems a step, of at most 72 samples, for 64 GPUs, and as many for each GPU of
 GPUs decode and 24 train. Seconds a step are those of 64 GPUs after 24 steps: more GPUs have as much to do, each.
 
     rank 0      CPU seconds of player, prompts, credit, mini-batches, packing plan, encoding, samples log and its ends of the
-                messages to and from engines, all the project's own, for the samples of the 7th step, in a process for each
-                number of GPUs (simulated engines, which decode the texts, not counted), a sample's times the samples of a
-                step. There, completions have 1/64 of their tokens, for memory's sake; a token's seconds are those of 64 GPUs
-                with 1/4 beside 1/64
+                messages to and from engines, all the project's own, in a process for each number of GPUs (simulated engines,
+                which decode the texts, not counted): what the 5th to 7th step play, for each sample asked for there, and what
+                becomes of the samples that the 7th trains, for each of these; a sample's times the samples of a step. There,
+                completions have 1/64 of their tokens, for memory's sake; a token's seconds are those of 64 GPUs with 1/4
+                beside 1/64
     pipeline    time a sample: whole trajectories on all 64 GPUs, in turn with the trainer, over the above
     overlap     time a sample, one agent, 32k: rollout.overlap=0 on all 64 GPUs over rollout.overlap=1, with three divisions of
                 the GPUs, 1 and 4 segments
@@ -50,7 +51,8 @@ from marsrl.trainer.runs.directory import RunDirectory
 
 BASE = 64  # GPUs that the numbers below are of; more have as much for each
 PROBLEMS, TRAINING, GROUP = 128, 24, 8
-YOUNG = 6  # steps before a measured one, until all five agents play
+YOUNG = 4  # steps before the measured ones, until all five agents play
+PLAYED = 3  # measured ones: they vary in size
 STEADY = 24  # the same, until the samples of a step grow no more
 COARSE, FINE = 64, 4  # real tokens that one of a completion stands for
 LONG = 32_768  # tokens of the comparison with overlap
@@ -60,22 +62,26 @@ LENGTHS = Lengths(scale.SIGMA)
 
 @dataclass(frozen=True)
 class RankZero:
-    """Rank 0's CPU seconds for a step, by part. tokens: of the samples' arrays, of which each stands for `grain`."""
+    """Rank 0's CPU seconds, by part: of PLAYED steps that ask for `played` samples, and of the last one's trained `samples`.
+
+    tokens: of the samples' arrays, of which each stands for `grain`.
+    """
 
     gpus: int
     grain: int
+    played: int
     samples: int
     tokens: int
     seconds: dict[str, float]
     peak_gib: float
 
-    @property
-    def total_s(self) -> float:
-        return sum(seconds for part, seconds in self.seconds.items() if part not in scale.BESIDE)
+    def part_s(self, part: str) -> float:
+        """Seconds a sample."""
+        return self.seconds[part] / (self.played if part in scale.PLAYED else self.samples)
 
     @property
     def sample_s(self) -> float:
-        return self.total_s / self.samples
+        return sum(self.part_s(part) for part in self.seconds if part not in scale.BESIDE)
 
     @property
     def sample_tokens(self) -> float:
@@ -114,8 +120,10 @@ def writer(renderer: ChatRenderer, constants: Constants) -> Written:
 
 
 def measure(gpus: int, grain: int) -> RankZero:
-    """Rank 0's work of the step after YOUNG."""
+    """Rank 0's work of the steps after YOUNG."""
     with imports_for_good():
+        import pyarrow.parquet  # noqa: F401  by the samples log, once in a run
+
         config = read_config(scale.CONFIG, [])[0]
     constants, parts = Constants(), scale.Parts()
     with tempfile.TemporaryDirectory() as folder:
@@ -127,19 +135,19 @@ def measure(gpus: int, grain: int) -> RankZero:
         simulation = Simulation(asynchronous(gpus), constants, LENGTHS, texts=texts)
         for _ in range(YOUNG):
             simulation.step()
-            simulation.replicas.first_token_s.clear()
         for name, part in scale.PARTS_OF_RENDERER.items():
             setattr(renderer, name, parts.timed(part, getattr(renderer, name)))
         own_cpu_s = simulation.replicas.own_cpu_s
         with parts.of("books and pool"):
-            step = simulation.step()
+            step = [simulation.step() for _ in range(PLAYED)][-1]
         parts.seconds["books and pool"] -= simulation.replicas.own_cpu_s - own_cpu_s
         directory = RunDirectory(Path(folder) / "run")
         scale.trained(config, step.groups, parts, Counter(), directory, num_ranks=TRAINING * gpus // BASE)
     samples = [sample for group in step.groups for sample in group.samples]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     num_tokens = sum(len(sample.token_ids) for sample in samples)
-    return RankZero(gpus, grain, len(samples), num_tokens, dict(parts.seconds), peak)
+    played = GROUP * parts.calls["prompts"]
+    return RankZero(gpus, grain, played, len(samples), num_tokens, dict(parts.seconds), peak)
 
 
 def in_its_own_process(gpus: int, grain: int) -> RankZero:
@@ -179,21 +187,21 @@ def show_ranks(ranks: Sequence[RankZero], per_token_s: float, steady: Outcome) -
         share = samples * sample_s / steady.step_s
         rows.append(
             (
-                f"{found.gpus:,}", f"{samples:,.0f}", f"{steady.step_s:,.0f}", f"{found.samples:,}",
+                f"{found.gpus:,}", f"{samples:,.0f}", f"{steady.step_s:,.0f}", f"{found.played:,}, {found.samples:,}",
                 f"{1e6 * found.sample_s:.0f}", f"{1e6 * sample_s:.0f}", f"{samples * sample_s:.1f}", f"{100 * share:.2f}%",
             )
         )  # fmt: skip
     heads = (
-        "GPUs", "samples a step", "step s", "samples measured", f"CPU us a sample, 1/{COARSE} of its tokens", "all of them",
+        "GPUs", "samples a step", "step s", "played, trained", f"CPU us a sample, 1/{COARSE} of its tokens", "all of them",
         "CPU s a step", "of the step",
     )  # fmt: skip
     print(f"Rank 0; {sample_tokens:,.0f} tokens a sample, {1e9 * per_token_s:.0f} ns of CPU each")
     print(columns(heads, rows))
     for part in ranks[0].seconds:
-        micros = (f"{1e6 * found.seconds[part] / found.samples:.0f}" for found in ranks)
+        micros = (f"{1e6 * found.part_s(part):.0f}" for found in ranks)
         print(f"  {part:36} {', '.join(micros)} us a sample")
     if len(ranks) > 1:
-        slope = scale.exponent([found.samples for found in ranks], [found.total_s for found in ranks])
+        slope = scale.exponent([found.gpus for found in ranks], [found.gpus * found.sample_s for found in ranks])
         print(f"  exponent {slope:.2f}; at most {', '.join(f'{found.peak_gib:.1f}' for found in ranks)} GiB")
 
 

@@ -144,6 +144,7 @@ class SimulatedReplicas(Replicas):
 
     def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
         assert adapter is None, "one policy without adapters is simulated"
+        begin = time.process_time()
         for replica in busy:
             assert not self.engines[replica].run(self.clock.now_s), (
                 "what has ended is collected before the rest is aborted"
@@ -153,6 +154,7 @@ class SimulatedReplicas(Replicas):
             for uid, decoded in self.engines[replica].abort():
                 results.append(self._result(replica, uid, decoded // self.grain, is_cut=True))
             self._aborted[replica] = pickle.dumps(results, PICKLE_PROTOCOL)
+        self.own_cpu_s += time.process_time() - begin
 
     def num_decoded(self, within_s: float) -> list[int]:
         return [self.decoded_tokens] + [0] * (len(self.engines) - 1)
