@@ -79,10 +79,10 @@ def ends(line: str, strike: Callable[[Trial], object]) -> Callable[[Trial], str]
     return struck
 
 
-def one_trainer(run: Trial) -> psutil.Process:
-    while not (ranks := run.trainers()):  # torchrun itself has just begun
+def one_of(run: Trial, processes: Callable[[], list[psutil.Process]]) -> psutil.Process:
+    while not (there := processes()):  # torchrun itself has just begun
         time.sleep(0.1)
-    return run.rng.choice(ranks)
+    return run.rng.choice(there)
 
 
 def torchrun(run: Trial) -> subprocess.Popen[bytes]:
@@ -94,26 +94,20 @@ def torchrun(run: Trial) -> subprocess.Popen[bytes]:
 sigterm_torchrun = ends(STOPS, lambda run: torchrun(run).terminate())
 
 
-def kill_engine(run: Trial) -> str:
-    run.rng.choice(run.processes("ray::Engine")).kill()
-    return survived(run)
-
-
-def stop_engine(run: Trial) -> str:
-    run.rng.choice(run.processes("ray::Engine")).suspend()
-    return survived(run)
-
-
-def survived(run: Trial) -> str:
+def of_an_engine(strike: Callable[[psutil.Process], object]) -> Callable[[Trial], str]:
     """A step after the one that was struck is in the checkpoints, and an engine was replaced."""
-    assert run.life is not None
-    before = run.row()
-    run.train_on(3, SURVIVE_S)
-    rows = [row for row in read_metrics(run.directory.metrics) if row.step >= before]
-    restarts = sum(row.values.get("rollout/engine_restarts") or 0 for row in rows)
-    if restarts < 1:
-        raise Loss(f"no engine was replaced in the steps {before} to {rows[-1].step}")
-    return f"trains on, {restarts:.0f} engine(s) replaced"
+
+    def struck(run: Trial) -> str:
+        strike(run.rng.choice(run.processes("ray::Engine")))
+        before = run.row()
+        run.train_on(3, SURVIVE_S)
+        rows = [row for row in read_metrics(run.directory.metrics) if row.step >= before]
+        restarts = sum(row.values.get("rollout/engine_restarts") or 0 for row in rows)
+        if restarts < 1:
+            raise Loss(f"no engine was replaced in the steps {before} to {rows[-1].step}")
+        return f"trains on, {restarts:.0f} engine(s) replaced"
+
+    return struck
 
 
 def stop_rank(run: Trial) -> str:
@@ -145,12 +139,10 @@ def second_start(run: Trial) -> str:
 def full_disk(run: Trial) -> str:
     assert run.disk is not None
     ballast = run.disk / "ballast"
-    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(b"\1" * (1 << 20))
-    with open(ballast, "ab", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(b"\1" * 4096)
+    for size in (1 << 20, 4096):
+        with open(ballast, "ab", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\1" * size)
     try:
         return run.ended(END_S, rf"(No space left|no room).*{GO_ON}")
     finally:
@@ -171,10 +163,10 @@ def flip_weights(run: Trial) -> str:
     run.rng.choice(run.processes("ray::Engine")).kill()
     assert run.life is not None
     before = run.row()
-    while run.life.process.poll() is None and run.row() < before + 4:
+    while run.life.process.poll() is None:
+        if run.row() >= before + 4:
+            return "the next version came before it was read"
         time.sleep(0.2)
-    if run.life.process.poll() is None:
-        return "the next version came before it was read"
     return run.ended(END_S, rf"run failed.*{GO_ON}")
 
 
@@ -216,32 +208,19 @@ def remove_latest(run: Trial) -> str:
     return run.ended(START_S, rf"latest (is missing|names {NO_STEP}).*run\.resume=previous")
 
 
-def a_worker(run: Trial) -> psutil.Process:
-    while not (workers := run.workers()):
-        time.sleep(0.1)
-    return run.rng.choice(workers)
-
-
-def kill_worker(run: Trial) -> str:
-    struck = a_worker(run)
-    struck.kill()
-    return played_on(run, struck)
-
-
-def hang_worker(run: Trial) -> str:
-    struck = a_worker(run)
-    struck.suspend()
-    return played_on(run, struck)
-
-
-def played_on(run: Trial, struck: psutil.Process) -> str:
+def of_a_worker(strike: Callable[[psutil.Process], object]) -> Callable[[Trial], str]:
     """The worker is gone, another plays in its place, and the run trains on."""
-    end = time.monotonic() + SURVIVE_S
-    while struck in (workers := run.workers()) or len(workers) != NUM_WORKERS:
-        if time.monotonic() > end:
-            raise Loss(f"worker {struck.pid} was not replaced: there are {[each.pid for each in workers]}")
-        time.sleep(0.2)
-    return trained_on(run)
+
+    def struck(run: Trial) -> str:
+        worker, end = one_of(run, run.workers), time.monotonic() + SURVIVE_S
+        strike(worker)
+        while worker in (workers := run.workers()) or len(workers) != NUM_WORKERS:
+            if time.monotonic() > end:
+                raise Loss(f"worker {worker.pid} was not replaced: there are {[each.pid for each in workers]}")
+            time.sleep(0.2)
+        return trained_on(run)
+
+    return struck
 
 
 def trained_on(run: Trial) -> str:
@@ -255,8 +234,7 @@ def trained_on(run: Trial) -> str:
 
 
 def kill_both(run: Trial) -> None:
-    struck = [one_trainer(run), a_worker(run)]
-    for process in run.rng.sample(struck, 2):
+    for process in run.rng.sample([one_of(run, run.trainers), one_of(run, run.workers)], 2):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
@@ -283,13 +261,13 @@ def mischief(name: str) -> Callable[[Trial], str]:
 
 SIGKILL = rf"^$|{STOPPING}|interrupted|run failed|rank \d stops"
 KINDS: dict[str, Callable[[Trial], str]] = {
-    "kill-trainer": ends(SIGKILL, lambda run: one_trainer(run).kill()),
+    "kill-trainer": ends(SIGKILL, lambda run: one_of(run, run.trainers).kill()),
     "kill-torchrun": ends(rf"^$|{STOPS}|rank \d stops: .*{GO_ON}", lambda run: torchrun(run).kill()),
-    "kill-engine": kill_engine,
+    "kill-engine": of_an_engine(psutil.Process.kill),
     "kill-raylet": ends(RAY_IS_GONE, lambda run: run.processes("raylet")[0].kill()),
     "kill-gcs": ends(RAY_IS_GONE, lambda run: run.processes("gcs_server")[0].kill()),
     "stop-rank": stop_rank,
-    "stop-engine": stop_engine,
+    "stop-engine": of_an_engine(psutil.Process.suspend),
     "sigterm-torchrun": sigterm_torchrun,
     "sigterm-rank": ends(STOPS, lambda run: run.trainers()[0].terminate()),
     "ctrl-c": ends(STOPS, lambda run: os.killpg(torchrun(run).pid, signal.SIGINT)),
@@ -299,8 +277,8 @@ KINDS: dict[str, Callable[[Trial], str]] = {
     "limit-files": limit_files,
     "second-start": second_start,
     "remove-latest": remove_latest,
-    "kill-worker": kill_worker,
-    "hang-worker": hang_worker,
+    "kill-worker": of_a_worker(psutil.Process.kill),
+    "hang-worker": of_a_worker(psutil.Process.suspend),
     "kill-both": ends(SIGKILL, kill_both),
     **{name: mischief(name) for name in ("call-a-thousand-times", "disconnect", "send-100-mib")},
 }

@@ -135,13 +135,13 @@ WHEN: dict[str, Callable[[Setting], bool]] = {
 }
 PLACES = ("trained", "mask off", "dropped", "gated", "removed")  # removed: masked by a correction
 READ = {  # input -> when it is read at each of PLACES: then loss and coefficient are not finite
-    "log-prob": ("always", "never", "never", "always", "without an old log-prob"),
+    "logprobs": ("always", "never", "never", "always", "without an old log-prob"),
     "entropy": ("with an entropy bonus", "never", "never", "never", "never"),
-    "advantage": ("always", "never", "never", "never", "never"),
-    "weight": ("always", "never", "never", "never", "never"),
-    "old log-prob": ("where given", "never", "never", "never", "where given"),
-    "rollout log-prob": ("with a correction", "never", "never", "never", "with a correction"),
-    "reference log-prob": ("with a KL term", "never", "never", "never", "never"),
+    "token_advantages": ("always", "never", "never", "never", "never"),
+    "weights": ("always", "never", "never", "never", "never"),
+    "old_logprobs": ("where given", "never", "never", "never", "where given"),
+    "rollout_logprobs": ("with a correction", "never", "never", "never", "with a correction"),
+    "reference_logprobs": ("with a KL term", "never", "never", "never", "never"),
 }
 VALUES = (torch.nan, torch.inf, -torch.inf)
 
@@ -158,23 +158,10 @@ class Spot:
         return WHEN[READ[self.name][PLACES.index(self.place)]](setting)
 
 
-@dataclass
-class Batch:
-    """Sequences of one token, behind three tokens of a sequence without anything that is not finite.
-
-    inputs: of policy_loss beside log-probs and entropy; each sequence is an agent. at [number of spots]: their tokens.
-    """
-
-    spots: list[Spot]
-    at: Tensor
-    logprobs: Tensor
-    entropy: Tensor
-    inputs: dict[str, Any]
-
-
-def batch_of(setting: Setting, chosen: list[Spot]) -> Batch:
+def inputs_of(setting: Setting, chosen: list[Spot]) -> dict[str, Any]:
+    """Arguments of policy_loss: sequences of one token, one for each spot, behind three tokens of a sequence without anything
+    that is not finite. Each sequence is an agent."""
     total = 3 + len(chosen)
-    cu_seqlens, at = torch.tensor([0, *range(3, total + 1)]), torch.arange(3, total)
 
     def of(place: str) -> Tensor:
         return torch.tensor([False] * 3 + [spot.place == place for spot in chosen])
@@ -183,45 +170,40 @@ def batch_of(setting: Setting, chosen: list[Spot]) -> Batch:
     old = logprobs + 0.1
     rollout = (old if setting.ratio != "none" else logprobs) + 0.1
     rollout[of("removed")] -= 4.0  # d = e^4
-    numbers = {
-        "log-prob": logprobs.clone(),
+    numbers: dict[str, Any] = {
+        "logprobs": logprobs.clone(),
         "entropy": torch.ones(total),
-        "advantage": torch.full((total,), -0.5),
-        "weight": torch.ones(1 + len(chosen)),
-        "old log-prob": old,
-        "rollout log-prob": rollout,
-        "reference log-prob": logprobs - 0.2,
+        "token_advantages": torch.full((total,), -0.5),
+        "weights": torch.ones(1 + len(chosen)),
+        "old_logprobs": old,
+        "rollout_logprobs": rollout,
+        "reference_logprobs": logprobs - 0.2,
     }
-    for number, (spot, token) in enumerate(zip(chosen, at.tolist()), 1):
-        numbers[spot.name][number if spot.name == "weight" else token] = spot.value
-    inputs = {
+    for number, spot in enumerate(chosen):
+        numbers[spot.name][number + (1 if spot.name == "weights" else 3)] = spot.value
+    if setting.ratio == "none":
+        numbers["old_logprobs"] = None
+    return numbers | {
         "objective": setting.objective,
-        "cu_seqlens": cu_seqlens,
+        "cu_seqlens": torch.tensor([0, *range(3, total + 1)]),
         "agent_of": torch.arange(1 + len(chosen)),
         "num_agents": 1 + len(chosen),
         "normaliser": 8.0,
         "mask": ~of("mask off"),
         "dropped": of("dropped"),
         "gate": of("gated")[2:],
-        "token_advantages": numbers["advantage"],
-        "weights": numbers["weight"],
-        "old_logprobs": numbers["old log-prob"] if setting.ratio != "none" else None,
-        "rollout_logprobs": numbers["rollout log-prob"],
-        "reference_logprobs": numbers["reference log-prob"],
     }
-    return Batch(chosen, at, numbers["log-prob"], numbers["entropy"], inputs)
 
 
-def judge(setting: Setting, batch: Batch, found: PolicyLoss) -> None:
+def judge(setting: Setting, chosen: list[Spot], found: PolicyLoss) -> None:
     """A spot that is read makes its agent's loss and its own coefficient not finite; any other adds 0 to them."""
     losses, coefficient = found.agent_sums["loss"], found.coefficient
     assert losses[0].isfinite() and coefficient[:3].isfinite().all() and coefficient[:3].all(), str(setting)
-    for agent, (spot, token) in enumerate(zip(batch.spots, batch.at.tolist()), 1):
-        message = f"{setting}: {spot}: loss {losses[agent]}, coefficient {coefficient[token]}"
-        assert bool(losses[agent].isfinite()) != spot.is_read(setting), message
-        assert bool(coefficient[token].isfinite()) != spot.is_read(setting), message
-        assert spot.is_read(setting) or spot.place == "trained" or coefficient[token] == 0, message
-    assert bool(found.loss.isfinite()) != any(spot.is_read(setting) for spot in batch.spots), str(setting)
+    for spot, loss, slope in zip(chosen, losses[1:], coefficient[3:], strict=True):
+        message = f"{setting}: {spot}: loss {loss}, coefficient {slope}"
+        assert bool(loss.isfinite()) == bool(slope.isfinite()) != spot.is_read(setting), message
+        assert spot.is_read(setting) or spot.place == "trained" or slope == 0, message
+    assert bool(found.loss.isfinite()) != any(spot.is_read(setting) for spot in chosen), str(setting)
 
 
 def check_given_logprobs(setting: Setting, implementation: str, device: str = "cpu") -> None:
@@ -229,15 +211,14 @@ def check_given_logprobs(setting: Setting, implementation: str, device: str = "c
     places = [place for place in PLACES if place != "removed" or setting.correction in ("icepop", "sequence_mask")]
     everywhere = [Spot(*each) for each in itertools.product(READ, places, VALUES)]
     for chosen in (everywhere, [spot for spot in everywhere if not spot.is_read(setting)]):
-        batch = batch_of(setting, chosen)
-        logprobs, entropy = (each.to(device).requires_grad_() for each in (batch.logprobs, batch.entropy))
+        inputs = to_device(inputs_of(setting, chosen), device)
+        logprobs, entropy = (inputs.pop(name).requires_grad_() for name in ("logprobs", "entropy"))
         with forced(implementation):
-            found = policy_loss(logprobs, entropy, **to_device(batch.inputs, device))
+            found = policy_loss(logprobs, entropy, **inputs)
         found.loss.backward()
-        assert logprobs.grad is not None and entropy.grad is not None
-        judge(setting, batch, found)
+        judge(setting, chosen, found)
         torch.testing.assert_close(logprobs.grad, found.coefficient, equal_nan=True)
         if chosen is not everywhere:
-            masked = batch.at[torch.tensor([spot.place != "trained" for spot in chosen])]
+            masked = torch.tensor([False] * 3 + [spot.place != "trained" for spot in chosen])
             assert not logprobs.grad[masked].any() and not entropy.grad[masked].any(), str(setting)
             assert logprobs.grad.isfinite().all() and entropy.grad.isfinite().all(), str(setting)
