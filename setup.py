@@ -88,8 +88,7 @@ class BuildWithCMake(build_ext):
         build = ROOT / "build" / "cmake" / LIBRARY
         # The one pip installed beside this Python, which need not be on PATH, else the system's.
         cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or "cmake"
-        configure = [cmake, "-S", str(ROOT), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release"]
-        configure += [f"-DMARSRL_OUTPUT={output}"]
+        configure = [cmake, "-S", str(ROOT), "-B", str(build), f"-DMARSRL_OUTPUT={output}"]
         # A cache of another source tree or another cmake cannot be reused: pip's isolated builds bring their own cmake.
         subprocess.run([*configure, "--fresh"] if is_foreign_cache(build) else configure, check=True)
         subprocess.run([cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)

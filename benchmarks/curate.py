@@ -41,9 +41,9 @@ EDITS = ("surface", "a word replaced", "a word left out", "two words replaced")
 _CONFIG = NearDuplicatesConfig()
 
 
-def write_prompts(path: Path, num_rows: int, seed: int) -> dict[int, tuple[str, float]]:
+def write_prompts(path: Path, num_rows: int) -> dict[int, tuple[str, float]]:
     """Write the file; returns for each edited prompt, by line from 1: (kind, similarity to its original)."""
-    drawn = random.Random(seed)
+    drawn = random.Random(0)
     vocabulary = ["".join(drawn.choices(string.ascii_lowercase, k=drawn.randint(2, 10))) for _ in range(20_000)]
     weights = list(itertools.accumulate(1 / rank for rank in range(1, len(vocabulary) + 1)))
     words = lambda n: drawn.choices(vocabulary, cum_weights=weights, k=n)  # noqa: E731
@@ -77,10 +77,10 @@ def _similarity(one: str, other: str) -> float:
     return jaccard(*(frozenset(shingled(as_compared(text), _CONFIG.shingle)) for text in (one, other)))
 
 
-def measure(num_rows: int, seed: int, folder: Path) -> dict[str, Any]:
+def measure(num_rows: int, folder: Path) -> dict[str, Any]:
     """dropped_unplanted: original prompts mistaken for duplicates. edits: planted near-duplicates by kind; similarity: their
     mean; above, below: the threshold; each with how many were dropped."""
-    planted = write_prompts(folder / "prompts.jsonl", num_rows, seed)
+    planted = write_prompts(folder / "prompts.jsonl", num_rows)
     words = [sys.executable, "-m", "marsrl.trainer.commands.cli", "curate", "prompts.jsonl", "--out", "out"]
     load, before, start = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     subprocess.run(words, cwd=folder, check=True, stdout=sys.stderr)
@@ -112,13 +112,12 @@ def measure(num_rows: int, seed: int, folder: Path) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, default=ROWS, help="prompts (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
     parser.add_argument("--json", help="also write the numbers to this file")
     words = parser.parse_args()
     if words.rows < 100:
         parser.error(f"--rows is {words.rows}, expected at least 100")
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(words.rows, words.seed, Path(folder))
+        found = measure(words.rows, Path(folder))
     for each in found["edits"]:
         print(
             "{kind}: similarity {similarity:.2f} on average; dropped {above_dropped:,} of {above:,} at or above {threshold:g}, "

@@ -81,13 +81,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", help="write every number to this file")
-    parser.add_argument("--dir", help="where the runs go (default: a temporary directory)")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value")
     words = parser.parse_intermixed_args()
     records, gains = [], []
     with tempfile.TemporaryDirectory() as temporary:
         for seed in words.seeds:
-            summary, rises = run(seed, words.dir or temporary, words.settings)
+            summary, rises = run(seed, temporary, words.settings)
             before, after = summary.before, summary.after
             assert before is not None and after is not None
             wanted = findings(before, after, rises)

@@ -13,7 +13,6 @@ ADAPTERS = {
     "moe": {"rank": 8, "expert_rank": 4, "alpha": 16, "targets": ["attention", "experts"]},
     "dense": {"rank": 8, "alpha": 16, "targets": ["attention", "mlp"]},
 }
-REFUSED = ("tp2 ep2 etp2 dp2",)
 
 
 def random_adapter(model_dir: Path, settings: dict[str, Any], folder: Path, seed: int = 1) -> Path:

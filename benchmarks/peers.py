@@ -70,9 +70,7 @@ def fused_peers(device: str) -> list[Peer | Missing]:
         "Liger fused linear GRPO": (_liger_fused_grpo, False),
         "Liger grpo_loss (Triton)": (_liger_grpo_loss, True),
         "Liger fused linear CE, per token": (_liger_cross_entropy, True),
-        "Liger fused linear CE, mean": (_liger_cross_entropy_mean, True),
         "cut-cross-entropy, per token": (_cut_cross_entropy, True),
-        "cut-cross-entropy, mean": (_cut_cross_entropy_mean, True),
         "QuACK chunked CE, mean": (_quack, True),
         "verl linear_cross_entropy": (_verl, True),
     }
@@ -166,33 +164,19 @@ def _cut_cross_entropy() -> Peer:
     return LogprobPeer("cut-cross-entropy, per token", call, NO_ENTROPY)
 
 
-def _mean_of(name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Peer:
-    """Mean cross entropy of (hidden, weight, targets): no weights of tokens, no ratio, no entropy; cheaper by design."""
-    return LossPeer(name, lambda x, _: lambda: function(x.hidden, x.weight, x.targets), is_ours=False)
-
-
-def _liger_cross_entropy_mean() -> Peer:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    module = LigerFusedLinearCrossEntropyLoss(reduction="mean")
-    return _mean_of("Liger fused linear CE, mean", lambda x, w, y: module(w, x, y))
-
-
-def _cut_cross_entropy_mean() -> Peer:
-    from cut_cross_entropy import linear_cross_entropy
-
-    return _mean_of("cut-cross-entropy, mean", linear_cross_entropy)
-
-
 def _quack() -> Peer:
+    """Mean cross entropy: no weights of tokens, no ratio, no entropy; cheaper by design."""
     if importlib.util.find_spec("cutlass") is None:
         packed = importlib.util.find_spec("nvidia_cutlass_dsl")
         if packed is not None and packed.submodule_search_locations:  # its .pth file is not read from PYTHONPATH
             sys.path.append(str(Path(next(iter(packed.submodule_search_locations))) / "dsl_packages"))
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    chunked = partial(chunked_linear_cross_entropy, chunk_size=4096, reduction="mean")
-    return _mean_of("QuACK chunked CE, mean", chunked)
+    def prepared(inputs: HeadInputs, clip: float) -> Callable[[], Tensor]:
+        given = inputs.hidden, inputs.weight, inputs.targets
+        return partial(chunked_linear_cross_entropy, *given, chunk_size=4096, reduction="mean")
+
+    return LossPeer("QuACK chunked CE, mean", prepared, is_ours=False)
 
 
 def _verl() -> Peer:

@@ -7,7 +7,7 @@ the snippet's own:
 
     alone        one call after the other of `1 + 1`, which takes no time
     at once      all calls together of a snippet that waits 0.2 s and prints, and so needs no processor
-    neighbours   32 honest calls (--honest) at once, without and with 8 hostile ones that have begun before: endless loops in
+    neighbours   32 honest calls at once, without and with 8 hostile ones that have begun before: endless loops in
                  several processes, memory, output, files, threads and recursion
 
 For the calls at once also their cost in this process, which depends less on other load than latencies: CPU time and voluntary
@@ -39,6 +39,7 @@ from marsrl.rollout.types import ToolCall, ToolOutput
 
 WANTED_MS = 30.0
 WAIT_S = 0.2
+HONEST = 32  # calls beside the hostile ones
 WAITING = f"import time\ntime.sleep({WAIT_S})\nprint('well')"
 HOSTILE = (
     "while True: pass",
@@ -87,10 +88,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--calls", type=int, default=64, help="at once")
-    parser.add_argument("--honest", type=int, default=32, help="calls beside the hostile ones")
     parser.add_argument("--rounds", type=int, default=3, help="of each set of calls")
     words = parser.parse_args()
-    most = max(words.calls, words.honest + len(HOSTILE))
+    most = max(words.calls, HONEST + len(HOSTILE))
     config = PythonTool(concurrency=most, warm=most, wall_s=5.0)
     load = float(Path("/proc/loadavg").read_text().split()[0])
     tool = PythonInterpreter(config)
@@ -107,14 +107,14 @@ def main() -> int:
             found["at once"] += latencies(pool, [WAITING] * words.calls, WAIT_S, is_at_once=True)
             costs.append(cost(before, resource.getrusage(resource.RUSAGE_SELF), words.calls))
             refilled.append(1000 * refill(tool, most) / words.calls)
-            found["honest"] += latencies(pool, [WAITING] * words.honest, WAIT_S, is_at_once=True)
+            found["honest"] += latencies(pool, [WAITING] * HONEST, WAIT_S, is_at_once=True)
             refill(tool, most)
             hostile = [
                 pool.submit(ToolCall(f"hostile {number}", "python", json.dumps({"code": code})))
                 for number, code in enumerate(HOSTILE)
             ]
             time.sleep(1.0)  # they are running
-            found["honest beside hostile"] += latencies(pool, [WAITING] * words.honest, WAIT_S, is_at_once=True)
+            found["honest beside hostile"] += latencies(pool, [WAITING] * HONEST, WAIT_S, is_at_once=True)
             for future in hostile:
                 future.result()
             refill(tool, most)

@@ -22,11 +22,11 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from os import environ
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -54,20 +54,6 @@ KEY = "READ_PAGES_KEY"
 _ASKED = re.compile(r"what is (the [\w ]+) of ([\w ]+) \?")
 _WANTED = re.compile(r"fact: (the \w+ of [\w ]+)!")
 _FACT = re.compile(r"the (\w+) of ([\w ]+) is (\w[\w ]*) \.")
-
-
-@dataclass(frozen=True)
-class Arm:
-    """Means over episodes; most_at_once and pages_read are of all of them."""
-
-    right: float
-    searches: float
-    results: float
-    bins: float
-    at_once: float
-    most_at_once: int
-    system_1_tokens: float
-    pages_read: int
 
 
 def article(document: Document, rng: random.Random) -> list[str]:
@@ -157,8 +143,8 @@ def system_2(text: str) -> str:
     return f"<answer>{entity}</answer>"
 
 
-def play(task: QaTask, address: str, num_problems: int, *, read_pages: bool) -> Arm:
-    """Play the questions in one of the two ways."""
+def play(task: QaTask, address: str, num_problems: int, *, read_pages: bool) -> dict[str, Any]:
+    """Play the questions in one of the two ways; means over episodes, most_at_once and pages_read of all of them."""
     environ[KEY] = "none"
     limits = {"timeout_s": 300.0, "max_output_chars": 1_000_000}
     search = {"kind": "serpapi", "base_url": address, "api_key_env": KEY, "read_pages": read_pages, **limits}
@@ -204,16 +190,16 @@ def play(task: QaTask, address: str, num_problems: int, *, read_pages: bool) -> 
     told = [orchestration.metrics(each.episode) for each in played]
     mean = lambda name: statistics.fmean(each[name] for each in told)  # noqa: E731
     samples = [sample for each in played for sample in each.samples]
-    return Arm(
-        right=statistics.fmean(s.reward.correct for s in samples if s.agent == "system2"),
-        searches=mean("calls/search"),
-        results=mean("pages"),
-        bins=mean("distillates"),
-        at_once=mean("distillates_at_once"),
-        most_at_once=max(int(each["distillates_at_once"]) for each in told),
-        system_1_tokens=sum(len(s.prompt_ids) for s in samples if s.agent == "system1") / len(told),
-        pages_read=int(counts.get("tools/pages/read", 0)),
-    )
+    return {
+        "right": statistics.fmean(s.reward.correct for s in samples if s.agent == "system2"),
+        "searches": mean("calls/search"),
+        "results": mean("pages"),
+        "bins": mean("distillates"),
+        "at_once": mean("distillates_at_once"),
+        "most_at_once": max(int(each["distillates_at_once"]) for each in told),
+        "system_1_tokens": sum(len(s.prompt_ids) for s in samples if s.agent == "system1") / len(told),
+        "pages_read": int(counts.get("tools/pages/read", 0)),
+    }
 
 
 def main() -> None:
@@ -222,7 +208,7 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=100)
     words = parser.parse_args()
     task = QaTask([], [], QaOptions(people=40, places=24, min_hops=1, max_hops=3))
-    arms: dict[str, Arm] = {}
+    arms: dict[str, dict[str, Any]] = {}
     with closing(build_index(task.documents)) as index, site(task.documents, index) as address:
         for name, read_pages in (("snippets only", False), ("read_pages", True)):
             arms[name] = play(task, address, words.problems, read_pages=read_pages)
@@ -233,11 +219,11 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for name, arm in arms.items():
         print(
-            f"| {name} | {arm.right:.2f} | {arm.searches:.2f} | {arm.results:.1f} | {arm.bins:.1f} | {arm.at_once:.1f} "
-            f"({arm.most_at_once}) | {arm.system_1_tokens:,.0f} | {arm.pages_read} |"
+            "| {name} | {right:.2f} | {searches:.2f} | {results:.1f} | {bins:.1f} | {at_once:.1f} ({most_at_once}) | "
+            "{system_1_tokens:,.0f} | {pages_read} |".format(name=name, **arm)
         )
     if words.json:
-        Path(words.json).write_text(json.dumps({name: asdict(arm) for name, arm in arms.items()}, indent=1) + "\n")
+        Path(words.json).write_text(json.dumps(arms, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,9 @@ python benchmarks/record.py [--device cuda|cpu] [--json FILE]
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,42 +23,25 @@ LIBRARIES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """clocks: current, from the driver or the kernel. load: of the machine, 1 minute.
-    instructions: those that PyTorch's CPU kernels are compiled for, and those for bfloat16 products if available.
+def surroundings(device: str) -> dict[str, Any]:
+    """The current surroundings of this process.
 
-    memory_bytes: GPU memory bandwidth, bytes/s, from the clock and width that PyTorch reports; None: unknown.
+    clocks: current, from the driver or the kernel. load: of the machine, 1 minute. instructions: those that PyTorch's CPU
+    kernels are compiled for, and those for bfloat16 products if available. memory_bytes: GPU memory bandwidth, bytes/s, from
+    the clock and width that PyTorch reports; None: unknown.
     """
-
-    device: str
-    clocks: str
-    threads: int
-    load: float
-    versions: dict[str, str]
-    commit: str | None
-    instructions: str = ""
-    memory_bytes: float | None = None
-
-
-def surroundings(device: str) -> Surroundings:
-    """The current surroundings of this process."""
     is_cuda = device == "cuda"
-    return Surroundings(
-        device=torch.cuda.get_device_name() if is_cuda else device_name(),
-        clocks=gpu_state() if is_cuda else _cpu_clocks(),
-        threads=torch.get_num_threads(),
-        load=float(Path("/proc/loadavg").read_text().split()[0]),
-        versions={
-            "python": platform.python_version(),
-            "cuda": str(torch.version.cuda),
-            **dict.fromkeys(LIBRARIES, "missing"),
-            **library_versions(LIBRARIES),
-        },
-        commit=commit(),
-        instructions=_instructions(),
-        memory_bytes=_memory_bytes() if is_cuda else None,
-    )
+    versions = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    return {
+        "device": torch.cuda.get_device_name() if is_cuda else device_name(),
+        "clocks": gpu_state() if is_cuda else _cpu_clocks(),
+        "threads": torch.get_num_threads(),
+        "load": float(Path("/proc/loadavg").read_text().split()[0]),
+        "versions": versions | dict.fromkeys(LIBRARIES, "missing") | library_versions(LIBRARIES),
+        "commit": commit(),
+        "instructions": _instructions(),
+        "memory_bytes": _memory_bytes() if is_cuda else None,
+    }
 
 
 def _cpu_clocks() -> str:
@@ -86,7 +67,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     words = parser.parse_args()
-    text = json.dumps(dataclasses.asdict(surroundings(words.device)), indent=1)
+    text = json.dumps(surroundings(words.device), indent=1)
     print(text)
     if words.json:
         words.json.write_text(text + "\n")

@@ -265,8 +265,8 @@ def main() -> int:
     torch.set_num_threads(1)
     rounds = words.rounds or (2 if words.quick else 7)
     where = surroundings(words.device)
-    print(f"{where.device} ({where.instructions}); {where.clocks}; commit {where.commit}; load {where.load}")
-    print("; ".join(f"{library} {version}" for library, version in where.versions.items()), flush=True)
+    print("{device} ({instructions}); {clocks}; commit {commit}; load {load}".format(**where))
+    print("; ".join(f"{library} {version}" for library, version in where["versions"].items()), flush=True)
     tables = []
     for case in cases:
         every = case.shapes(words.device, words.quick)
@@ -282,7 +282,7 @@ def main() -> int:
             print(f"\n{text(table)}", flush=True)
             tables.append(table)
             if words.json:  # after every table, so that an interrupted run keeps its results
-                record = {"surroundings": dataclasses.asdict(where), "tables": [dataclasses.asdict(t) for t in tables]}
+                record = {"surroundings": where, "tables": [dataclasses.asdict(t) for t in tables]}
                 words.json.write_text(json.dumps(record, indent=1) + "\n")
             if shape is not shapes[-1] and (early := headline([table])) is not None:
                 print(f"\nratio: {early:.3f}  (again at the end)", flush=True)

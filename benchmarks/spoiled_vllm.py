@@ -46,36 +46,34 @@ class SpoiledVllm(VllmEngine):
         self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
+    def _with(self, attribute: str) -> list[Any]:
+        return [module for module in self._model.modules() if hasattr(module, attribute)]
+
     def _theta(self) -> None:
-        for module in self._model.modules():
-            if hasattr(module, "cos_sin_cache"):
-                self._set(module, "base", module.base * 5)
-                self._turn_again(module)
+        for rope in self._with("cos_sin_cache"):
+            self._set(rope, "base", rope.base * 5)
+            self._turn_again(rope)
 
     def _unstretched(self) -> None:
-        for module in self._model.modules():
-            if hasattr(module, "low_freq_factor"):
-                self._set(module, "scaling_factor", 1.0)
-                self._turn_again(module)
+        for rope in self._with("low_freq_factor"):
+            self._set(rope, "scaling_factor", 1.0)
+            self._turn_again(rope)
 
     def _turn_again(self, rope: Any) -> None:
         self._set(rope, "cos_sin_cache", rope._compute_cos_sin_cache().to(rope.cos_sin_cache.dtype))
 
     def _eps(self) -> None:
-        for module in self._model.modules():
-            if hasattr(module, "variance_epsilon"):
-                self._set(module, "variance_epsilon", module.variance_epsilon * 100)
+        for norm in self._with("variance_epsilon"):
+            self._set(norm, "variance_epsilon", norm.variance_epsilon * 100)
 
     def _top_k(self, more: int) -> None:
-        for module in self._model.modules():
-            if hasattr(getattr(module, "router", None), "top_k"):
-                self._set(module.router, "top_k", module.router.top_k + more)
+        for router in [layer.router for layer in self._with("router") if hasattr(layer.router, "top_k")]:
+            self._set(router, "top_k", router.top_k + more)
 
     def _no_qk_norm(self) -> None:
-        for module in self._model.modules():
-            for name in ("q_norm", "k_norm"):
-                if hasattr(module, name):
-                    self._set(getattr(module, name), "forward", lambda x, *_: x)
+        for name in ("q_norm", "k_norm"):
+            for attention in self._with(name):
+                self._set(getattr(attention, name), "forward", lambda x, *_: x)
 
     def _stale_cache(self) -> None:
         """Keep the prefix cache; the engine's own error about that is suppressed, so that only the probe can detect it."""

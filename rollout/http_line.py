@@ -69,6 +69,7 @@ class HttpLine:
         self._hidden = {
             form for value in (secret or {}).values() for form in (value, quote(value, ""), quote_plus(value))
         }
+        self._jitter = random.Random()  # requests refused together do not retry together
         self._is_cut = threading.Event()
         self._streams: WeakSet[Any] = WeakSet()
         # redirects are not followed: a key goes to the host in the config and to no other; identity: a small answer stays small
@@ -78,21 +79,21 @@ class HttpLine:
             limits=httpx.Limits(max_connections=concurrency),
         )
 
-    def post(self, body: bytes, read: Callable[[bytes], Answer], jitter: random.Random) -> Answer:
+    def post(self, body: bytes, read: Callable[[bytes], Answer]) -> Answer:
         """POST, and the answer as `read` parses its bytes. Thread-safe.
 
         Raises:
             Refused: the answer is unusable (`read` raises it too), all attempts failed, or `cut` was called.
         """
         headers = {"Content-Type": "application/json"}
-        return self._tried(read, jitter, method="POST", url=self._url, content=body, headers=headers)
+        return self._tried(read, method="POST", url=self._url, content=body, headers=headers)
 
-    def get(self, query: Mapping[str, str], read: Callable[[bytes], Answer], jitter: random.Random) -> Answer:
+    def get(self, query: Mapping[str, str], read: Callable[[bytes], Answer]) -> Answer:
         """As `post`, by GET with these query parameters."""
         url = f"{self._url}?{urlencode(query)}"
         # what is sent in place of the URL, which httpx logs
         target = f"{urlsplit(url).path}?{urlsplit(url).query}&{self._secret}"
-        return self._tried(read, jitter, method="GET", url=url, extensions={"target": target.encode()})
+        return self._tried(read, method="GET", url=url, extensions={"target": target.encode()})
 
     def hide(self, text: str) -> str:
         """The text without the secret."""
@@ -100,14 +101,14 @@ class HttpLine:
             text = text.replace(form, "[hidden]")
         return text
 
-    def _tried(self, read: Callable[[bytes], Answer], jitter: random.Random, **request: Any) -> Answer:
+    def _tried(self, read: Callable[[bytes], Answer], **request: Any) -> Answer:
         for attempt in range(self._retries + 1):
             try:
                 return read(self._ask(**request))
             except _Again as error:
                 reason, wait_s = str(error), error.wait_s
             if attempt < self._retries:
-                backoff = self._backoff_s * 2**attempt * (0.5 + 0.5 * jitter.random())
+                backoff = self._backoff_s * 2**attempt * (0.5 + 0.5 * self._jitter.random())
                 if self._is_cut.wait(min(_LONGEST_WAIT_S, max(backoff, wait_s or 0.0))):
                     break
         raise Refused(f"given up after {attempt + 1} attempts: {reason}")

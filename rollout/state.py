@@ -43,6 +43,8 @@ def decode(kind: type[State], data: bytes | memoryview) -> State:
 
 
 def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | bytes):
+        return value
     if is_dataclass(value) and not isinstance(value, type):
         return {name: _plain(getattr(value, name)) for name in _names(type(value))}
     if isinstance(value, np.ndarray):
@@ -54,8 +56,6 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if isinstance(value, str):
         return str(value)  # a StrEnum as its value
-    if value is None or isinstance(value, bool | int | float | bytes):
-        return value
     raise TypeError(f"rollout state: {type(value).__name__} cannot be stored")
 
 

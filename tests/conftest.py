@@ -37,14 +37,13 @@ if settings.get_current_profile_name() == "default":
 # Folders and files whose tests share ranks, engines or runs: one process has them, one after the other. Other files have a
 # process to themselves. The longest first, so that the last ones are short.
 TOGETHER = {
-    "compiled": (
-        "tests/kernels/test_traced_ops.py",
-    ),  # first: a process that trains with our shim of Megatron compiles nothing
+    # first: a process that trains with our shim of Megatron compiles nothing
+    "compiled": ("tests/kernels/test_traced_ops.py",),
     "ranks": ("tests/megatron", "tests/plan"),
     "engines": ("tests/engines",),
     "runs": ("tests/integration",),
     "default run": ("tests/integration/test_default_run.py", "tests/integration/test_chaos.py"),
-    "miniatures": ("tests/integration/test_miniatures.py", "tests/integration/test_reward_rises.py"),
+    "miniatures": ("tests/integration/test_miniatures.py", "tests/integration/test_teacher.py"),
     "docs": ("tests/docs",),
     "cluster": ("tests/cluster",),
     "pages": ("tests/look", "tests/report"),
@@ -141,10 +140,8 @@ def scripted_team_fixture() -> Any:
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[RankPair]:
+def two_ranks() -> RankPair:
     """Two gloo ranks for all who need them: see rank_pair. They start with the first job."""
     from rank_pair import RankPair
 
-    pair = RankPair("preloaded")
-    yield pair
-    pair.close()
+    return RankPair("preloaded")

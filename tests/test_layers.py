@@ -149,47 +149,31 @@ def test_the_type_checker_finds_every_folder_under_its_import_name() -> None:
         assert (ROOT / "typed" / "marsrl" / folder).resolve() == (ROOT / folder).resolve()
 
 
-def modules_after(statement: str) -> set[str]:
-    script = f"{statement}\nimport sys\nprint(' '.join(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
-
-
-def test_neither_reading_a_config_nor_the_rules_of_layouts_import_torch_or_an_engine() -> None:
-    loaded = modules_after(
-        "import marsrl.trainer.config.read, marsrl.rollout.config, marsrl.trainer.learner.megatron.layout"
-    )
-    assert not loaded & {"torch", "vllm", "ray", "megatron", "transformers"}
-
-
-def test_looking_at_runs_imports_no_torch() -> None:
-    """Which takes four times as long as all that the viewer needs."""
-    loaded = modules_after(
-        "import marsrl.trainer.commands.look.server, marsrl.trainer.commands.look.text, marsrl.trainer.commands.look.compare"
-    )
-    assert not loaded & {"torch", "vllm", "ray", "megatron", "transformers"}
-
-
-@functools.cache
-def modules_of_a_trainer() -> set[str]:
-    """After its imports, those of export, and a new model: in one process, for they take seconds."""
-    return modules_after("""
+HEAVY = {"torch", "vllm", "ray", "megatron", "transformers"}
+TRAINER = """
 import marsrl.trainer.loop, marsrl.rollout.player.rollout, marsrl.trainer.build, marsrl.trainer.models.export
 import tempfile
 from marsrl.trainer.models.init_model import init_model
 with tempfile.TemporaryDirectory() as folder:
     init_model("tiny", "bytes", f"{folder}/model")
-""")
+"""
 
 
-def test_neither_the_loop_before_its_shim_nor_export_imports_megatron_or_an_engine() -> None:
-    assert not modules_of_a_trainer() & {"vllm", "ray", "megatron"}
-
-
-def test_a_model_is_made_without_the_modelling_code_of_transformers() -> None:
-    loaded = modules_of_a_trainer()
-    assert "marsrl.trainer.models.init_model" in loaded
-    assert not loaded & {"transformers.models.qwen3_moe", "transformers.masking_utils"}
+@pytest.mark.parametrize(
+    ("statement", "without"),
+    [
+        # a config and the rules of layouts; the viewer, which torch would take four times as long as all that it needs
+        ("import marsrl.trainer.config.read, marsrl.rollout.config, marsrl.trainer.learner.megatron.layout", HEAVY),
+        ("from marsrl.trainer.commands.look import server, text, compare", HEAVY),
+        # the loop before its shim, export, and a new model, without the modelling code of transformers
+        (TRAINER, {"vllm", "ray", "megatron", "transformers.models.qwen3_moe", "transformers.masking_utils"}),
+    ],
+    ids=["config", "viewer", "trainer"],
+)
+def test_what_is_wanted_at_once_imports_no_heavy_library(statement: str, without: set[str]) -> None:
+    script = f"{statement}\nimport sys\nprint(' '.join(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "marsrl" in done.stdout and not set(done.stdout.split()) & without
 
 
 def test_what_tests_import_beside_them_has_a_name_of_its_own() -> None:

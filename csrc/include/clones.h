@@ -1,7 +1,7 @@
 // How functions of csrc/ are declared: one clone of each hot function per instruction set.
 #pragma once
 
-#if defined(MARSRL_CLONES)  // one set for all, by the compiler's flags: tests/processors.py
+#if defined(MARSRL_CLONES)  // one set for all, by the compiler's flags: tests/README.md
 #elif defined(__x86_64__) && defined(__GNUC__)
 // AVX-512, AVX2 + FMA, baseline; the loader picks once, by cpuid: no variable of the environment changes that. Keep a cloned function free of OpenMP parallel regions:
 // the outlined loop body would be compiled for the baseline only.

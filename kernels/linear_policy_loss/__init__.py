@@ -15,7 +15,7 @@ from marsrl.kernels.head.bad_values import check_values
 from marsrl.kernels.head.chunked_head import head_gradients, head_statistics, policy_gradients
 from marsrl.kernels.head.gradients import HeadGradients, Wanted
 from marsrl.kernels.head.objective import LossInputs, PolicyLoss, PolicyTokens
-from marsrl.kernels.head.rows.protocol import PolicyTerms, RowKernels, Slopes, Statistics
+from marsrl.kernels.head.rows.protocol import RowKernels, Slopes, Statistics
 from marsrl.kernels.head.rows.providers import ROW_PROVIDERS, RowProvider
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.support import Support
@@ -119,36 +119,8 @@ class _Call:
         )
 
 
-def _fused_loss(
-    kernels: RowKernels,
-    gradients_of: Callable[..., HeadGradients],
-    head: Head,
-    hidden: Tensor,
-    tokens: PolicyTokens,
-    wanted: Wanted,
-) -> tuple[Statistics, PolicyTerms, HeadGradients | None]:
-    """The terms of the loss and, if wanted, the gradients for a grad_output of 1, by the cheapest route the objective allows.
-    gradients_of: policy_gradients or its like.
-
-    Masked rows never enter the first GEMM, rows without a coefficient never enter the backward GEMMs: with mask share m
-    and active share a it is (2m + 4a) THV FLOPs, and (2m + 6a) THV on the route of whole sequences.
-    """
-    rows = Rows.of(tokens.mask, hidden.shape[0], is_late=not kernels.is_host)
-    if not needs_whole_sequences(tokens):
-        statistics = Statistics.zeros(hidden.shape[0], hidden.device)
-        terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
-        return statistics, terms, gradients_of(kernels, head, hidden, rows, statistics, terms, wanted)
-    statistics = head_statistics(kernels, head, hidden, rows)
-    terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
-    terms.evaluate(rows.settled())
-    if not wanted.any:
-        return statistics, terms, None
-    slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient)
-    return statistics, terms, head_gradients(kernels, head, hidden, slopes, wanted)
-
-
 class _FusedLoss(torch.autograd.Function):
-    """Returns in the backward the gradients that _fused_loss computed, times grad_output."""
+    """Returns in the backward the gradients that the forward computed, times grad_output."""
 
     @staticmethod
     def forward(
@@ -220,8 +192,26 @@ def _placeholder_gradient(weight: Tensor) -> Tensor | None:
 
 
 def _run(load: Callable[[], RowKernels], gradients_of: Callable[..., HeadGradients], call: _Call) -> PolicyLoss:
-    hidden, wanted = call.hidden.detach(), call.wanted
-    found, terms, gradients = _fused_loss(load(), gradients_of, call.head, hidden, call.tokens, wanted)
+    """The loss and, if wanted, the gradients for a grad_output of 1, by the cheapest route the objective allows.
+    gradients_of: policy_gradients or its like.
+
+    Masked rows never enter the first GEMM, rows without a coefficient never enter the backward GEMMs: with mask share m
+    and active share a it is (2m + 4a) THV FLOPs, and (2m + 6a) THV on the route of whole sequences.
+    """
+    kernels, head, hidden, tokens, wanted = load(), call.head, call.hidden.detach(), call.tokens, call.wanted
+    rows = Rows.of(tokens.mask, hidden.shape[0], is_late=not kernels.is_host)
+    gradients: HeadGradients | None = None
+    if not needs_whole_sequences(tokens):
+        found = Statistics.zeros(hidden.shape[0], hidden.device)
+        terms = policy_terms(kernels, tokens, found.logprobs, found.entropy)
+        gradients = gradients_of(kernels, head, hidden, rows, found, terms, wanted)
+    else:
+        found = head_statistics(kernels, head, hidden, rows)
+        terms = policy_terms(kernels, tokens, found.logprobs, found.entropy)
+        terms.evaluate(rows.settled())
+        if wanted.any:
+            slopes = Slopes(found, terms.coefficient, terms.entropy_coefficient)
+            gradients = head_gradients(kernels, head, hidden, slopes, wanted)
     sums = terms.sums()
     loss = _FusedLoss.apply(call.hidden, call.weight, gradients, total_loss(sums), call.main_grad)
     return PolicyLoss(loss, found.logprobs, found.entropy, terms.coefficient, agent_sums(sums))

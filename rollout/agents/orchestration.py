@@ -261,14 +261,10 @@ class Orchestration:
         """Number of episodes of a rollout instance."""
         return 1 if self.is_one_episode else self.group_size
 
-    def needs_judge(self, sample: Sample) -> bool:
-        """True if `reward` needs the task's judgement of this parsed sample's answer."""
-        gives_verdicts = self.spec(sample.agent).gives_verdicts
-        return sample.finish is Finish.STOP and sample.answer is not None and not gives_verdicts
-
     def to_judge(self, episode: Episode, sample: Sample) -> str | None:
         """The text that the task judges for this parsed sample's `reward`; None if it needs no judgement."""
-        return sample.answer if self.needs_judge(sample) else None
+        is_judged = sample.finish is Finish.STOP and not self.spec(sample.agent).gives_verdicts
+        return sample.answer if is_judged else None
 
     def is_readable(self, sample: Sample) -> bool:
         """True if this parsed sample has an answer, a verdict or an adviser's text; with `parser: compat`, which always finds a

@@ -21,7 +21,6 @@ _VERDICT_LINE = re.compile(r"[ \t*_`]*Verdict[ \t*_`]*:[ \t*_`]*(correct|wrong)[
 _VERIFY_OPEN, _VERIFY_CLOSE = "<verify>", "</verify>"
 _VERIFY_TAG = re.compile(r"<verify>\s*(approve|reject)\s*</verify>", re.IGNORECASE)
 _CHINESE = re.compile("[\u4e00-\u9fff]")
-_CHAIN_VERDICT = {"correct": True, "wrong": False}
 
 
 def visible(text: str, starts_in_thought: bool = False) -> str | None:
@@ -64,11 +63,6 @@ def compat_report(text: str) -> str:
     """
     before, marker, _ = text.rpartition(THINK_CLOSE)[2].partition("**Correctness**")
     return before.strip() if marker else ""
-
-
-def compat_is_valid(text: str) -> bool:
-    """True if the thought has ended; otherwise the format is invalid, although the published script finds a verdict."""
-    return visible(text) is not None
 
 
 def tagged_verdict(report: str) -> bool | None:
@@ -151,7 +145,7 @@ def chain_answer(solution: str) -> str | None:
 
 def chain_verdict(report: str) -> bool | None:
     """True/False = correct/wrong after the last `Verdict:`; None if another word follows."""
-    return _CHAIN_VERDICT.get(_word_after_last("Verdict:", report) or "")
+    return {"correct": True, "wrong": False}.get(_word_after_last("Verdict:", report) or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +191,8 @@ class Compat:
 
 
 COMPATS: Mapping[str, Compat] = {
-    "MarsRL": Compat("**Correctness**", compat_report, compat_verdict, compat_is_valid),
+    # a thought without an end is no valid format, although the published script finds a verdict
+    "MarsRL": Compat("**Correctness**", compat_report, compat_verdict, lambda text: visible(text) is not None),
     "Dr. MAS": Compat(_VERIFY_OPEN, drmas_report, drmas_verdict, drmas_is_valid),
 }
 

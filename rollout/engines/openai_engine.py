@@ -10,7 +10,6 @@ not trusted: sizes are bounded, types checked. A request that keeps failing ends
 from __future__ import annotations
 
 import json
-import random
 import threading
 import time
 from collections.abc import Sequence
@@ -155,9 +154,8 @@ class OpenAIEngine:
         if reason := why_not_decodable(request, self._max_model_len, None):
             return DecodeResult.without_tokens(request.uid, Finish.ERROR, _VERSION, reason)
         body, start = self._body(request), time.monotonic()
-        jitter = random.Random(request.seed)  # jitter: requests refused together do not retry together
         try:
-            answered = line.post(body, lambda answer: self._completion(request, answer), jitter)
+            answered = line.post(body, lambda answer: self._completion(request, answer))
             return replace(answered, seconds=time.monotonic() - start)
         except Refused as error:
             reason = f"{self._options.base_url}: {error}"

@@ -116,7 +116,12 @@ def why_not_cut(shape: ModelShape, vllm: VllmOptions) -> str | None:
     if vllm.expert_parallel and not shape.num_experts:
         return f"rollout.vllm.expert_parallel spreads experts, and a {shape.architecture} has none: set it to false"
     if (uneven := _uneven(shape, vllm.tensor_parallel, vllm.expert_parallel)) is None:
-        return _why_no_blocks(shape, vllm) if vllm.quantization and shape.num_experts else None
+        if vllm.quantization and shape.num_experts and shape.hidden_size % FP8_BLOCK:
+            return (
+                f"rollout.vllm.quantization is {vllm.quantization}, and vLLM's experts in FP8 take a hidden size in multiples of "
+                f"{FP8_BLOCK}, which is {shape.hidden_size} here: set it to null"
+            )
+        return None
     fitting = next(n for n in range(vllm.tensor_parallel - 1, 0, -1) if _uneven(shape, n, vllm.expert_parallel) is None)
     return (
         f"rollout.vllm.tensor_parallel is {vllm.tensor_parallel}, over which the model's {uneven} cannot be cut: set "
@@ -136,21 +141,6 @@ def _uneven(shape: ModelShape, parts: int, spreads_experts: bool) -> str | None:
         f"MLP width of {shape.ffn_size}": not spreads_experts and shape.ffn_size % parts,
     }
     return next((size for size, rest in sizes.items() if rest), None)
-
-
-def _why_no_blocks(shape: ModelShape, vllm: VllmOptions) -> str | None:
-    """Why an engine cannot round its part of an expert in whole blocks of FP8; vLLM would pad it."""
-    width = shape.ffn_size // (1 if vllm.expert_parallel else vllm.tensor_parallel)
-    odd = next((size for size in (shape.hidden_size, width) if size % FP8_BLOCK), None)
-    if odd is None:
-        return None
-    set_what = "rollout.vllm.quantization=null"
-    if shape.hidden_size % FP8_BLOCK == shape.ffn_size % FP8_BLOCK == 0:
-        set_what = "rollout.vllm.expert_parallel=true"
-    return (
-        f"rollout.vllm.quantization=fp8 rounds blocks of {FP8_BLOCK} x {FP8_BLOCK}, and an expert's matrix has {odd} rows or "
-        f"columns on a GPU: set {set_what}"
-    )
 
 
 def wider_than_a_host(tensor_parallel: int, gpus_of_host: int) -> str | None:

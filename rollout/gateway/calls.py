@@ -1,10 +1,4 @@
-"""The types between the player, which knows engines, and the gateway, which knows programs.
-
-player  -- submit(ToolCall "session") ------------------------> gateway     a session may begin
-player <-- take(): Taken(calls, lost) -------------------------            calls of agents, lost sessions
-player  -- call.reply.set_result(Reply) ---------------------->            an engine's answer
-player <-- Future[ToolOutput], whose text is a SessionEnd ------            the session has ended
-"""
+"""The types between the player, which knows engines, and the gateway (gateway.py), which knows programs."""
 
 from __future__ import annotations
 

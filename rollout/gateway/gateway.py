@@ -1,10 +1,10 @@
 """Connects the player, in its thread, with workers and programs, in the server's thread.
 
 player's thread                      server's thread
-submit: a session waits        ->    hand_out: a worker plays it
+submit(ToolCall "session")     ->    hand_out: a worker plays it
 take: calls, lost sessions     <-    of_key(...).ask; lose, where a worker is lost
-replies                        ->
-the output of the session      <-    end; tick, where it has taken too long
+call.reply.set_result(Reply)   ->
+the output, a SessionEnd       <-    end; tick, where it has taken too long
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ class Worker:
         try:
             client = Client(f"{self._url}/v1", key, given["session"], given["agents"])
             found = self._play(SimpleNamespace(**given["problem"]), client, lambda end: self._ends_by(key, end))
-            if inspect.isawaitable(found):
-                task = asyncio.run_coroutine_threadsafe(_awaited(found), self._loop)
+            if inspect.iscoroutine(found):
+                task = asyncio.run_coroutine_threadsafe(found, self._loop)
                 self._ends_by(key, task.cancel)
                 found = task.result()
             said = _as_end(found)
@@ -185,10 +185,6 @@ class Worker:
                 return
             except (OSError, http.client.HTTPException):
                 time.sleep(_RETRY_S)
-
-
-async def _awaited(found: Any) -> Any:
-    return await found
 
 
 def _as_end(found: Any) -> dict[str, Any]:

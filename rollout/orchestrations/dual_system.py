@@ -117,8 +117,8 @@ class DualSystem(Orchestration):
             return replace(read, answer=None, finish=Finish.WAITING)
         return read
 
-    def needs_judge(self, sample: Sample) -> bool:
-        return sample.agent == "system2" and super().needs_judge(sample)
+    def to_judge(self, episode: Episode, sample: Sample) -> str | None:
+        return super().to_judge(episode, sample) if sample.agent == "system2" else None
 
     def is_readable(self, sample: Sample) -> bool:
         return bool(sample.shown) if sample.agent == "system1" else super().is_readable(sample)

@@ -77,8 +77,8 @@ class SearchTeam(Orchestration):
         history = "\n".join(found) or NOTHING_SEARCHED
         return self.prompt(ask.agent, self.spec(ask.agent).role, episode, report=advice, found=history)
 
-    def needs_judge(self, sample: Sample) -> bool:
-        return sample.agent == "answer" and super().needs_judge(sample)
+    def to_judge(self, episode: Episode, sample: Sample) -> str | None:
+        return super().to_judge(episode, sample) if sample.agent == "answer" else None
 
     def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
         """The Answer agent's: the task's. Of the others: could it be read? Whether it was right is not known."""

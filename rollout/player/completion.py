@@ -81,10 +81,11 @@ class Completion:
         if self.call is not None:
             sampling = replace(sampling, stop=(*sampling.stop, *self.call.stop))
             max_new_tokens = min(max_new_tokens, self.tokens_left_of_call)
-        tokens = np.concatenate([self.of.prompt_ids, self.token_ids]).astype(np.int32, copy=False)
-        text_from = len(self.of.prompt_ids)
+        tokens = prompt = self.of.prompt_ids  # one array in a group's first requests, so once in their message
+        if len(self.token_ids):
+            tokens = np.concatenate([prompt, self.token_ids]).astype(np.int32, copy=False)
         return DecodeRequest(
-            self.uid, tokens, max_new_tokens, sampling, seed, self.of.ask.id, text_from=text_from, **more
+            self.uid, tokens, max_new_tokens, sampling, seed, self.of.ask.id, text_from=len(prompt), **more
         )
 
     @property

@@ -38,7 +38,7 @@ class Dispatcher:
         self._running: list[set[str]] = [set() for _ in range(num_replicas)]
         self._place: dict[str, tuple[int, float]] = {}  # uid of a queued or running request: (replica, its work)
         self._homes: dict[str, int] = {}  # uid: replica that has its prefix cached
-        self._closed: set[int] = set()  # replicas without an engine
+        self._open = list(range(num_replicas))  # replicas with an engine, in order
         self._ticket = itertools.count()
         self.num_waiting = 0  # in all queues
 
@@ -74,7 +74,7 @@ class Dispatcher:
         shares: dict[int, list[DecodeRequest]] = {}
         if not self.num_waiting:
             return shares
-        replicas = [r for r in range(len(self._queues)) if r not in closed and r not in self._closed]
+        replicas = [r for r in self._open if r not in closed]
         for replica in replicas:
             while self._queues[replica] and (at_once or self._is_free(replica)):
                 self._send(heapq.heappop(self._queues[replica])[2], replica, shares)
@@ -100,15 +100,14 @@ class Dispatcher:
     def open(self, replica: int) -> None:
         """Let requests go to this replica, which may be a new one (the next number)."""
         while replica >= len(self._queues):
-            self._closed.add(len(self._queues))
             self._queues.append([])
             self._work.append(0.0)
             self._running.append(set())
-        self._closed.discard(replica)
+        self._open = sorted({*self._open, replica})
 
     def close(self, replica: int) -> None:
         """Send no more requests to this replica; its queue moves to others. At least one stays open."""
-        self._closed.add(replica)
+        self._open = [each for each in self._open if each != replica]
         self.forget_homes(replica)
         waiting = [entry[2] for entry in sorted(self._queues[replica], key=lambda entry: entry[1])]
         self._queues[replica].clear()
@@ -134,7 +133,7 @@ class Dispatcher:
         self._homes = {} if replica is None else {uid: home for uid, home in self._homes.items() if home != replica}
 
     def _least(self) -> int:
-        return min((r for r in range(len(self._work)) if r not in self._closed), key=self._work.__getitem__)
+        return min(self._open, key=self._work.__getitem__)
 
     def _is_free(self, replica: int) -> bool:
         return self._slots is None or len(self._running[replica]) < self._slots

@@ -57,15 +57,6 @@ class _Pending:
     num_drawn: int = 0
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Counts of answers since the last too_many_missing. last: the reason of the latest missing judgement."""
-
-    calls: int = 0
-    missing: int = 0
-    last: str = ""
-
-
 class ModelJudge:
     """Judges answers by a frozen policy, in a separate thread. See the module.
 
@@ -95,7 +86,8 @@ class ModelJudge:
         self._open: dict[_Key, _Pending] = {}  # that further calls with the same answer can join
         self._kept: OrderedDict[_Key, Future[Judgement]] = OrderedDict()  # the least recently used first
         self._counts: dict[Purpose, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self._tallies: dict[Purpose, _Tally] = defaultdict(_Tally)
+        # of each answer since the last too_many_missing: why it has no judgement, "" where it has one
+        self._reasons: dict[Purpose, list[str]] = defaultdict(list)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._is_closed = False
@@ -145,16 +137,16 @@ class ModelJudge:
         at_least: with fewer answers the check is postponed.
         """
         with self._changed:
-            tally = self._tallies[purpose]
-            if tally.calls < at_least:
+            reasons = self._reasons[purpose]
+            if len(reasons) < at_least:
                 return ""
-            self._tallies[purpose] = _Tally()
-        most = self.config.max_missing_share
-        if tally.missing <= most * tally.calls:
+            self._reasons[purpose] = []
+        most, missing = self.config.max_missing_share, list(filter(None, reasons))
+        if len(missing) <= most * len(reasons):
             return ""
         return (
-            f"the judge (judge.policy={self.config.policy}) left {tally.missing} of {tally.calls} answers without a judgement, "
-            f"more than judge.max_missing_share = {most:g}; the last one: {tally.last}"
+            f"the judge (judge.policy={self.config.policy}) left {len(missing)} of {len(reasons)} answers without a judgement, "
+            f"more than judge.max_missing_share = {most:g}; the last one: {missing[-1]}"
         )
 
     def sleep(self) -> None:
@@ -218,11 +210,10 @@ class ModelJudge:
         def settle(own: Future[Reward]) -> None:
             of_task = MISSING if own.cancelled() or own.exception() else own.result().correct
             with self._changed:
-                counts, tally = self._counts[purpose], self._tallies[purpose]
-                tally.calls += 1
+                counts = self._counts[purpose]
+                self._reasons[purpose].append(str(why_none) if judged.is_missing else "")
                 if judged.is_missing:
                     counts["missing"] += 1
-                    tally.missing, tally.last = tally.missing + 1, str(why_none)
                 else:
                     is_known = of_task == of_task
                     counts["yes"] += judged.value

@@ -24,7 +24,6 @@ from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolFunction
 from marsrl.rollout.worker_process import START_TIMEOUT_S, Answer, Failed, NotStarted, WorkerPool
 
-_MOST_CHARS = 1 << 24  # limit of an output, before the pool cuts it
 _MOST_SHOWN = 300  # characters of an error about arguments
 _PASSED_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -119,10 +118,7 @@ def _answer(key: str, name: str) -> Answer:
         said = function(**given)
         if inspect.iscoroutine(said):
             said = asyncio.run(said)
-        text = said if isinstance(said, str) else to_json(said).decode()
-        if len(text) > _MOST_CHARS:
-            raise ValueError(f"its output has {len(text):,} characters, at most {_MOST_CHARS:,} are read")
-        return {"text": text}
+        return {"text": said if isinstance(said, str) else to_json(said).decode()}
 
     return answer
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import html
 import json
-import random
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -75,9 +74,9 @@ class _ServerSearch:
         self._line.cut()
 
     def _found(self, queries: Sequence[str]) -> list[Document]:
-        return [document for query in queries for document in self._search(query, random.Random(query))]
+        return [document for query in queries for document in self._search(query)]
 
-    def _search(self, query: str, jitter: random.Random) -> list[Document]:
+    def _search(self, query: str) -> list[Document]:
         raise NotImplementedError
 
 
@@ -88,9 +87,9 @@ class Retrieval(_ServerSearch):
         self._top_k = options.top_k
         super().__init__("search", options.url, options, "Doc")
 
-    def _search(self, query: str, jitter: random.Random) -> list[Document]:
+    def _search(self, query: str) -> list[Document]:
         asked = {"queries": [query], "query": query, "topk": self._top_k, "return_scores": True}
-        return self._line.post(json.dumps(asked).encode(), self._documents, jitter)
+        return self._line.post(json.dumps(asked).encode(), self._documents)
 
     def _documents(self, answer: bytes) -> list[Document]:
         value = read_json(answer)
@@ -128,10 +127,10 @@ class SerpApi(_ServerSearch):
             found if self._read_pages is None else _with_bodies(found, self._read_pages, pages_end - time.monotonic())
         )
 
-    def _search(self, query: str, jitter: random.Random) -> list[Document]:
+    def _search(self, query: str) -> list[Document]:
         engine = "google_scholar" if self._is_scholar else "google"
         asked = {"engine": engine, "q": query, "num": str(max(_PAGE, self._top_k))}
-        return self._line.get(asked, self._results, jitter)
+        return self._line.get(asked, self._results)
 
     def _results(self, answer: bytes) -> list[Document]:
         value = read_json(answer)

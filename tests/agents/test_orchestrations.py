@@ -50,7 +50,7 @@ def answered(team: Orchestration, episode: Episode, ask: Ask, text: str) -> Samp
     finish = Finish.LENGTH if text.startswith("...") else Finish.STOP
     said = team.parse(bare(f"{ask.id}:0", ask.agent, text, finish=finish))
     right = float(said.answer == episode.problem.answer)
-    judged = Reward(right, right) if team.needs_judge(said) else None
+    judged = None if team.to_judge(episode, said) is None else Reward(right, right)
     return replace(said, reward=team.reward(episode, ask, said, judged))
 
 
@@ -257,7 +257,7 @@ def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() 
     values = [(sample.agent, sample.reward.value) for sample in said]
     assert values == [("verifier", 0.0), ("search", 1.0), ("verifier", 1.0), ("answer", 0.0)]
     assert all(np.isnan(sample.reward.correct) for sample in said[:3])
-    assert [team.needs_judge(sample) for sample in said] == [False, False, False, True]
+    assert [team.to_judge(episode, sample) for sample in said] == [None, None, None, "rome"]
     assert set(team.outcomes(episode).values()) == {0.0}
     episode, _ = play_search(team, ["...", query("x"), YES, ANSWER])
     overlong = episode.samples(asked(episode, "verifier")[0])[0].reward

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import shlex
@@ -13,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-from books import Loss, check_books
+from books import Loss, check_books, last_line
 from box import ROOT, SHARED, Box, Host
 from desk import boxing_model
+from small_run import sevens
 
 from marsrl.trainer.report.metrics import MetricsRow, read_metrics
 from marsrl.trainer.runs.directory import RunDirectory
@@ -38,20 +38,6 @@ SETTINGS = {
 ALONE = "trainer/main.py --config /mnt/cluster/run.yaml rollout.ray_address=null rollout.placement=local"
 BY_FILES = (f"sync.directory={SHARED}",)
 BY_WIRE = ("sync.backend=nccl", "sync.cpu_twin=true")
-# A program in place of the team, played by workers that join host1.
-PROGRAM = (
-    "orchestration=external", "external={workers: 0, host: host1, port: 8765, key_env: MARSRL_WORKER_KEY}",
-    "agents={solver: {}}", "run.steps=1000",
-)  # fmt: skip
-WORKERS_KEY = {"MARSRL_WORKER_KEY": "between these hosts"}
-_PROGRAM = """
-import time
-
-def run(problem, client):
-    text = client.chat("solver", [problem.question]).text
-    time.sleep(0.5)
-    return float("7" in text)
-"""
 # Metrics that two runs of the same numbers do not share: clocks, how weights travelled and to how many engines, and the size of
 # rounding itself.
 _OWN = ("timing_s/", "latency_s/", "perf/", "sync/", "train_rollout/", "rollout/tokens_per_s", "rollout/engines/")
@@ -62,8 +48,7 @@ _SUMS_DIFFER = 2e-4
 def fill(box: Box) -> None:
     """Model, problems, settings and Ray's token on the shared disk. Answers are right by a coin: there is something to learn."""
     boxing_model(box.shared / "model")
-    problems = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(60)]
-    (box.shared / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in problems))
+    sevens(box.shared, 60, name="problems.jsonl")
     (box.shared / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
     (box.shared / "auth_token").write_text(secrets.token_hex(32))
 
@@ -71,16 +56,6 @@ def fill(box: Box) -> None:
 def lend(host: Host, command: str, logs: Path, *words: str) -> subprocess.Popen[bytes]:
     """The command is `marsrl join host1`: the host's engines are for the trainer there."""
     return host.start(f"{command} {' '.join(words)}", logs / f"join-{host.name}.log", **TOKEN)
-
-
-def write_program(box: Box) -> None:
-    (box.shared / "program.py").write_text(_PROGRAM)
-
-
-def play(host: Host, logs: Path) -> subprocess.Popen[bytes]:
-    """The host's worker plays the program's sessions."""
-    words = f"--url http://host1:8765 --function {SHARED}/program.py:run --most 4"
-    return host.start(f"python rollout/gateway/worker.py {words}", logs / f"worker-{host.name}.log", **WORKERS_KEY)
 
 
 @dataclass
@@ -105,8 +80,7 @@ class Training:
 
     def said(self, host: str) -> str:
         """The last line of ours on that host's console."""
-        ours = [line for line in self.output(host).splitlines() if line.startswith("marsrl: ")]
-        return ours[-1] if ours else ""
+        return last_line(self.output(host))
 
     def until(self, step: int, limit_s: float = START_S) -> None:
         """Until this step is trained.
@@ -218,6 +192,4 @@ def same_metrics(rows: Sequence[MetricsRow], others: Sequence[MetricsRow]) -> st
                 raise Loss(f"step {row.step}: {key} is {a} and {b}")
             if apart > largest:
                 largest, where = apart, key
-    return f"{num_equal} numbers equal in every bit, sums of the learner within {largest:.1e}" + (
-        f" ({where})" if where else ""
-    )
+    return f"{num_equal} numbers equal in every bit, sums of the learner within {largest:.1e} {where}"

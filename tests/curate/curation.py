@@ -17,7 +17,7 @@ from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Problem
 from marsrl.trainer.commands.curate.judged import judged
 from marsrl.trainer.commands.curate.pipeline import Pipeline, StageRecord
-from marsrl.trainer.commands.curate.rows import Decisions, Row, Stage
+from marsrl.trainer.commands.curate.rows import Decisions, Row, Stage, readable
 from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.report.console import RunConsole
 
@@ -33,6 +33,10 @@ def rows_of(questions: Iterable[str], answer: str | None = None) -> list[Row]:
         Row(i, Problem(f"raw.jsonl:{i + 1}", q, a, "math"), {"question": q, "answer": a}, ("question", "answer"))
         for i, (q, a) in enumerate(pairs)
     ]
+
+
+def read() -> Stage:
+    return readable(5000, {})
 
 
 def cut_short(stage: Stage, number: int) -> Stage:

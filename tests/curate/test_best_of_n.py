@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from curation import run
+from curation import read, run
 from pydantic import ValidationError
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -26,7 +26,6 @@ from marsrl.rollout.team import WatchedJudge
 from marsrl.rollout.types import Problem, Reward
 from marsrl.trainer.commands.curate.best_of_n import best_of_n
 from marsrl.trainer.commands.curate.rows import Row, Stage
-from marsrl.trainer.commands.curate.rules import readable
 from marsrl.trainer.config.curate import BestOfNConfig
 from marsrl.trainer.evaluate.evaluator import Evaluator
 
@@ -99,10 +98,6 @@ class Players:
 @pytest.fixture
 def players(scripted_team: Any, tmp_path: Path) -> Callable[..., Players]:
     return lambda right, **more: Players(scripted_team, tmp_path / "tokenizer", right, **more)
-
-
-def read() -> Stage:
-    return readable(5000, {})
 
 
 @pytest.mark.parametrize("orchestration", ["solver", "verifier_corrector"])

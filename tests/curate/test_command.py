@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from html.parser import HTMLParser
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,27 +103,13 @@ def test_a_field_names_the_level(capsys: Any) -> None:
     assert len(curated()) == 5 and "curate.level: missing is keep, was drop" in capsys.readouterr().err
 
 
-class Page(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.attributes: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes.update(name for name, _ in attrs)
-
-
 def test_the_page_says_what_was_dropped_for_what_and_hostile_text_stays_text(capsys: Any) -> None:
     rows = [row(f"{ATTACK} {word}", level=ATTACK if i else "ok") for i, word in enumerate(WORDS)]
     write("raw.jsonl", *rows, row(rows[0]["question"]), b"<script>")
     words = ["curate.level.field=level", "curate.level.keep=[ok]", "curate.level.missing=keep"]
     assert cli.main(["curate", "raw.jsonl", "--out", "out", *words]) == 0, capsys.readouterr().err
     text = Path("out/report.html").read_text("utf-8")
-    page = Page(text)
-    assert not page.tags & {"script", "img", "iframe", "object", "form", "base"}
-    assert not [name for name in page.attributes if name.startswith("on")]
+    assert not re.findall(r"<(?:script|img|iframe|object|form|base)\b|<[^>]*\son\w+=", text)
     assert "Content-Security-Policy" in text and "<title>out – marsrl curate</title>" in text
     assert "{{ 7*191 }}" in text and "1337" not in text
     assert not set(text) & set("\x00\x1b\u2028\u202e") and "⟨U+202E⟩" in text

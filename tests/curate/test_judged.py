@@ -9,21 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from curation import Killed, cut_short, rows_of, run
+from curation import Killed, cut_short, read, rows_of, run
 
-from marsrl.trainer.commands.curate.criteria import CRITERIA, messages, read_verdict
-from marsrl.trainer.commands.curate.rows import CurationStopped, Stage
-from marsrl.trainer.commands.curate.rules import readable
+from marsrl.trainer.commands.curate.judged import CRITERIA, messages, read_verdict
+from marsrl.trainer.commands.curate.rows import CurationStopped, readable
 
 YES, NO = "It is. <verdict>yes</verdict>", "It is not. <verdict>no</verdict>"
 
 
 def by_length(question: str) -> str:
     return YES if len(question) % 2 else NO
-
-
-def read() -> Stage:
-    return readable(5000, {})
 
 
 def kept_of(out: Path) -> list[str]:

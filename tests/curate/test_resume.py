@@ -10,17 +10,15 @@ import pytest
 from curation import Killed, cut_short, rows_of, run
 
 from marsrl.trainer.commands.curate.near_duplicates import near_duplicates
-from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage
-from marsrl.trainer.commands.curate.rules import level, readable
+from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage, level, readable
 from marsrl.trainer.config.curate import LevelConfig, NearDuplicatesConfig
 
 
-def thirds(seen: list[int]) -> Stage:
-    """Drops a third of the rows. seen: rows that it judged."""
+def thirds() -> Stage:
+    """Drops a third of the rows."""
 
     def decide(rows: Iterator[Row]) -> Decisions:
         for row in rows:
-            seen.append(row.number)
             yield row, Decision(row.number % 3 > 0, f"rest {row.number % 3}", f"{row.number}")
 
     return Stage("thirds", {}, decide)
@@ -28,7 +26,7 @@ def thirds(seen: list[int]) -> Stage:
 
 def stages(*levels: str) -> list[Stage]:
     wanted = [level(LevelConfig(field="answer", keep=list(levels)))] if levels else []
-    return [readable(1000, {}), *wanted, thirds([]), near_duplicates(NearDuplicatesConfig())]
+    return [readable(1000, {}), *wanted, thirds(), near_duplicates(NearDuplicatesConfig())]
 
 
 def rows() -> list[Row]:
@@ -57,16 +55,6 @@ def test_killed_at_any_row_of_any_stage_it_ends_as_if_it_had_not_been(seed: int,
                     file.truncate(max(0, path.stat().st_size - drawn.randrange(2000)))
     run(out, stages(), rows())
     assert everything(out) == everything(tmp_path / "unbroken")
-
-
-def test_a_stage_that_has_finished_is_not_run_again(tmp_path: Path) -> None:
-    with pytest.raises(Killed):
-        run(tmp_path, [readable(1000, {}), cut_short(thirds([]), 50)], rows())
-    second, third = list[int](), list[int]()
-    _, said = run(tmp_path, [readable(1000, {}), thirds(second)], rows())
-    assert "read: done before, 120 kept" in said and second == list(range(120))
-    _, said = run(tmp_path, [readable(1000, {}), thirds(third)], rows())
-    assert not third and "thirds: done before" in said and "Done again" not in said
 
 
 def test_a_changed_setting_redoes_its_stage_and_those_behind_it_by_name(tmp_path: Path) -> None:

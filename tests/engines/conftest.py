@@ -47,9 +47,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_tied": {"head_dim": 32, "tie_word_embeddings": True},
     "qwen3_moe": {"head_dim": 32, "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
     | _EXPERTS,
+    # in FP8 vLLM pads experts, and on a CPU a padded hidden size gives NaN
     "qwen3_moe_wide": {"hidden_size": 128, "head_dim": 32, "tie_word_embeddings": False, "mlp_only_layers": []}
-    | _EXPERTS
-    | {"moe_intermediate_size": 128},  # whole blocks of FP8
+    | _EXPERTS,
     "llama": {"head_dim": 32, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3},
     "mistral": {"head_dim": 32, "sliding_window": 256},  # as long as these tests' sequences can be
 }

@@ -20,6 +20,11 @@ class Loss(Exception):
     """Something was lost, left behind, or said wrongly."""
 
 
+def last_line(output: str) -> str:
+    """The last one of ours in a console's output: torchrun's follow it."""
+    return next((line for line in reversed(output.splitlines()) if line.startswith("marsrl: ")), "")
+
+
 def check_books(run: RunDirectory, group_size: int, damaged: Set[str] = frozenset()) -> None:
     """Metrics, checkpoints, samples and instances of a run.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runner import Runner
+from small_run import Runner
 
 
 @pytest.fixture(scope="session")

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import functools
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from small_run import sevens
+
 from marsrl.rollout.adapter import AdapterConfig
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import NO_ADAPTERS, AdapterUpdate, Engine, WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.protocol import (
+    NO_ADAPTERS,
+    AdapterUpdate,
+    DecodeRequest,
+    Engine,
+    WeightReceipt,
+    WeightUpdate,
+)
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -54,6 +65,7 @@ class ScriptedWithWeights(ScriptedEngine):
         self._local = LocalEngine(model, dtype="float32", max_model_len=256, adapters=adapters)
 
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
+        self._need("weights", "kv_cache")
         return self._local.score(sequences, adapter)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
@@ -65,12 +77,36 @@ class ScriptedWithWeights(ScriptedEngine):
         return self._local.update_adapter(update)
 
 
-def sevens(folder: Path, number: int = 40) -> Path:
-    """A file of problems whose answer is 7."""
-    path = folder / "train.jsonl"
-    lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(number)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+def saying(
+    model: Path,
+    script: Callable[[DecodeRequest], str],
+    kind: type[ScriptedWithWeights] = ScriptedWithWeights,
+    **options: Any,
+) -> Callable[[], Engine]:
+    """Engines that say what the script says, with the tokens of this model."""
+    renderer = ChatRenderer(model)
+
+    def encode(text: str) -> list[int]:
+        return [int(token) for token in renderer.encode_trusted(text)]
+
+    return functools.partial(kind, model, script, encode=encode, **options)
+
+
+def half_right(request: DecodeRequest, rng: random.Random | None = None) -> str:
+    """An answer, 7 or 8, or a Verifier's verdict: by a coin that the sample's name decides."""
+    rng = rng or random.Random(request.uid)
+    if request.uid.rpartition("/")[2].startswith("verifier"):
+        return f"Findings: none\nVerdict: {rng.choice(['correct', 'wrong'])}"
+    return f"So the answer is \\boxed{{{rng.choice(['7', '8'])}}}."
+
+
+def on_sevens(folder: Path, model: Path, *more: str) -> list[str]:
+    """Settings of a small run of the policy `main` on problems whose answer is 7."""
+    return [
+        "task=math", f"data.train={sevens(folder)}", f"policies.main={{model: {model}, dtype: float32}}",
+        "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=120",
+        "evaluate.num_problems=3", "evaluate.fixed_inputs=4", *more,
+    ]  # fmt: skip
 
 
 @contextmanager
@@ -98,3 +134,13 @@ def samples_of(run: RunDirectory) -> list[SampleRecord]:
 def rows_of(run: RunDirectory) -> list[dict[str, Any]]:
     """The values of metrics.jsonl."""
     return [row.values for row in read_metrics(run.metrics)]
+
+
+def untimed(run: RunDirectory) -> list[dict[str, Any]]:
+    """metrics.jsonl without what a clock measures."""
+
+    def is_timing(name: str) -> bool:
+        return name.startswith(("timing_s/", "latency_s/", "perf/")) or name.endswith(("_per_s", "seconds", "_s"))
+
+    rows = read_metrics(run.metrics)
+    return [{"step": row.step} | {k: v for k, v in row.values.items() if not is_timing(k)} for row in rows]

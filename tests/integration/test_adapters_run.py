@@ -7,53 +7,40 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted_pool import engines_are, opened, rows_of, samples_of, sevens, train_here
-from two_adapters_worker import ADAPTERS, engine_of
+from scripted_pool import engines_are, half_right, on_sevens, opened, rows_of, samples_of, saying, train_here
+from two_adapters_worker import ADAPTERS
 
 from marsrl.rollout.engines.protocol import DecodeResult
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.runs.directory import RunDirectory
 
 WORKER = Path(__file__).parent / "two_adapters_worker.py"
 
 
-@dataclass(frozen=True)
-class Setting:
-    model: str
-    words: tuple[str, ...]
-
-
 @pytest.fixture(scope="module")
-def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+def words(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     folder = tmp_path_factory.mktemp("adapters")
     model = init_model("tiny", "bytes", folder / "model")
-    words = (
-        "task=math", f"data.train={sevens(folder)}",
-        f"policies.main={{model: {model}, dtype: float32, frozen: true}}",
+    words = [
+        *on_sevens(folder, model, "policies.main.frozen=true", "run.evaluate=false"),
         *(f"policies.{name}={{base: main, adapter: {{rank: {each.rank}, targets: [attention]}}, optimizer: {{lr: 0.01}}}}"
           for name, each in ADAPTERS.items()),
         "agents={solver: {policy: solver}, verifier1: {policy: verifier}, verifier2: {policy: verifier}}",
         "credit.train_agents=[solver, verifier1, verifier2]",
-        "rollout.engine=local", "rollout.placement=local", "rollout.prompts_per_step=2", "rollout.group_size=4",
-        "rollout.max_response_tokens=120", "rollout.pipeline=trajectory", "run.steps=3", "run.evaluate=false",
-        "run.checkpoint_every=1",
-    )  # fmt: skip
-    with engines_are(engine_of(str(model))):
-        yield Setting(str(model), words)
+        "rollout.placement=local", "rollout.pipeline=trajectory", "run.steps=3", "run.checkpoint_every=1",
+    ]  # fmt: skip
+    with engines_are(saying(model, half_right, adapters=ADAPTERS)):
+        yield words
 
 
-def drawn(run: RunDirectory) -> list[tuple[str, str]]:
-    return [(sample.uid, sample.text) for sample in samples_of(run)]
-
-
-def test_policies_of_one_base_share_a_pool_and_each_is_published_and_proven(setting: Setting, tmp_path: Path) -> None:
-    with opened(tmp_path, setting.words) as run:
+def test_policies_of_one_base_share_a_pool_and_go_on_where_one_of_two_was_published(
+    words: list[str], tmp_path: Path
+) -> None:
+    with opened(tmp_path / "whole", words) as run:
         assert run.driver is not None
         pools = run.driver.team.pools
         assert list(pools) == ["main"] and pools["main"].infos()[0].adapters == ("solver", "verifier")
@@ -63,14 +50,23 @@ def test_policies_of_one_base_share_a_pool_and_each_is_published_and_proven(sett
         bare, *of_adapters = (pools["main"].score(probe, name)[0][0] for name in ("", "solver", "verifier"))
         for one, other in ((bare, of_adapters[0]), (bare, of_adapters[1]), (of_adapters[0], of_adapters[1])):
             assert np.abs(one - other).max() > 1e-3
-        rows, samples = rows_of(run.directory), samples_of(run.directory)
+    rows, samples = rows_of(run.directory), samples_of(run.directory)
     assert max(row["sync/probe_diff_max"] for row in rows) < 1e-3  # nats
     versions = {(each.agent[0], segment.version) for each in samples for segment in each.segments}
     assert versions == {("c", 0), *((agent, version) for agent in "sv" for version in range(3))}
 
+    # killed between two publishes: one had the new version already, in engines that are gone; both come from the checkpoint
+    command = [sys.executable, "-W", "ignore", str(WORKER), str(tmp_path / "killed"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    resumed = train_here(tmp_path / "killed", [*words, "run.resume=auto"])
+    assert [(each.uid, each.text) for each in samples_of(resumed)] == [(each.uid, each.text) for each in samples]
+    same = [key for key in rows[-1] if "actor/loss" in key or "actor/grad_norm" in key]
+    assert len(same) >= 4 and [rows_of(resumed)[-1][key] for key in same] == [rows[-1][key] for key in same]
 
-def test_a_publish_of_one_adapter_ends_its_own_requests_alone(setting: Setting, tmp_path: Path) -> None:
-    with opened(tmp_path, [*setting.words, "rollout.overlap=1"]) as run:
+
+def test_a_publish_of_one_adapter_ends_its_own_requests_alone(words: list[str], tmp_path: Path) -> None:
+    with opened(tmp_path, [*words, "rollout.overlap=1"]) as run:
         assert run.driver is not None
         pool, drained = run.driver.team.pools["main"], list[str | None]()
         drain = pool.drain
@@ -83,17 +79,3 @@ def test_a_publish_of_one_adapter_ends_its_own_requests_alone(setting: Setting, 
         train(run)
         assert run.versions == {"main": 0, "solver": 3, "verifier": 3} and drained == ["solver", "verifier"] * 3
     assert max(row["sync/probe_diff_max"] for row in rows_of(run.directory)) < 1e-3  # nats
-
-
-def test_a_run_that_is_killed_between_two_adapters_publishes_goes_on_to_the_same_end(
-    setting: Setting, tmp_path: Path
-) -> None:
-    """One had the new version already, in engines that are gone: both come from the checkpoint of the step before."""
-    whole = train_here(tmp_path / "whole", setting.words)
-    command = [sys.executable, "-W", "ignore", str(WORKER), str(tmp_path / "killed"), setting.model, *setting.words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
-    resumed = train_here(tmp_path / "killed", [*setting.words, "run.resume=auto"])
-    assert drawn(resumed) == drawn(whole)
-    same = [key for key in rows_of(whole)[-1] if "actor/loss" in key or "actor/grad_norm" in key]
-    assert len(same) >= 4 and [rows_of(resumed)[-1][key] for key in same] == [rows_of(whole)[-1][key] for key in same]

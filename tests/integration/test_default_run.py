@@ -16,9 +16,9 @@ import torch
 from commands import run_by
 from desk import Desk
 from documents import is_on_the_page
-from runner import Runner
 from safetensors.torch import load_file
-from small_run import SEED
+from scripted_pool import untimed
+from small_run import SEED, Runner
 
 from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import read_config
@@ -33,16 +33,6 @@ from marsrl.trainer.schools.warm_start import name_of, recipe_of
 pytestmark = pytest.mark.slow
 
 
-def untimed(directory: Path) -> list[dict[str, object]]:
-    """metrics.jsonl without what a clock measures."""
-
-    def is_timing(name: str) -> bool:
-        return name.startswith(("timing_s/", "latency_s/", "perf/")) or name.endswith(("_per_s", "/seconds"))
-
-    rows = read_metrics(directory / "metrics.jsonl")
-    return [{"step": row.step} | {k: v for k, v in row.values.items() if not is_timing(k)} for row in rows]
-
-
 def without_seconds(found: Evaluation | None) -> Evaluation:
     """The evaluation without measured seconds."""
     assert found is not None
@@ -50,7 +40,7 @@ def without_seconds(found: Evaluation | None) -> Evaluation:
     return found.model_copy(update={"usage": usage, "latency": None})
 
 
-def test_the_summary_proves_which_parts_ran(first_run: Path) -> None:
+def test_a_run_leaves_what_it_promises_and_its_summary_proves_which_parts_ran(first_run: Path) -> None:
     summary = load_summary(first_run / "summary.json")
     assert summary.engine.kind == "vllm"
     assert summary.engine.engine_class.startswith("vllm.")
@@ -58,7 +48,7 @@ def test_the_summary_proves_which_parts_ran(first_run: Path) -> None:
     assert summary.versions["megatron-core"] == importlib.metadata.version("megatron-core")
     assert summary.versions["ray"] == importlib.metadata.version("ray")
     assert summary.before is not None and summary.after is not None
-    rows = untimed(first_run)
+    rows = untimed(RunDirectory(first_run))
     in_steps = sum(row["rollout/tokens"] for row in rows)  # type: ignore[misc]
     in_episodes = sum(used.output_tokens for each in (summary.before, summary.after) for used in each.usage.values())
     (decoded,) = summary.tokens_per_engine
@@ -67,18 +57,16 @@ def test_the_summary_proves_which_parts_ran(first_run: Path) -> None:
     assert summary.verified_syncs == 1 + len(rows)  # the initial weights, and every new version
     assert summary.warm_start is not None and not summary.warm_start.cached
     assert summary.warm_start.measured.keys() == {"solver", "verifier1"}
-
-
-def test_a_run_leaves_what_it_promises(first_run: Path) -> None:
-    for name in ("config.yaml", "metrics.jsonl", "trace.json", "summary.json", "report.html", "checkpoints/latest"):
-        assert (first_run / name).is_file(), name
-    assert list((first_run / "tensorboard").iterdir())
+    # in the mean: whose router has two experts that are as good to rounding goes another way (docs/numerics.md)
+    assert all(row["train_rollout/prob_diff_mean"] < 1e-2 for row in rows)  # type: ignore[operator]
+    assert all(row["sync/probe_diff_median"] < 1e-5 and row["sync/probe_tokens"] == 640 for row in rows)
+    assert (first_run / "config.yaml").is_file() and list((first_run / "tensorboard").iterdir())
     assert "<html" in (first_run / "report.html").read_text()[:200]
     assert (first_run / "checkpoints" / "latest").read_text().strip() == "step_4"
 
 
 def test_every_metric_is_on_the_page_that_says_what_it_means(first_run: Path) -> None:
-    names = {name for row in untimed(first_run) for name in row} | {"timing_s/total", "perf/tokens_per_s"}
+    names = {name for row in untimed(RunDirectory(first_run)) for name in row} | {"timing_s/total", "perf/tokens_per_s"}
     assert len(names) > 60
     assert not [name for name in names if "/" in name and not is_on_the_page(name)]
 
@@ -101,14 +89,6 @@ def test_the_trace_shows_the_engine_decoding_within_the_rollout(first_run: Path)
     for rollout in rollouts:
         version = sum(span.end_s <= rollout.start_s for span in published) - 1
         assert "decode" in done[1 + version]
-
-
-def test_trainer_and_engine_agree_on_what_was_sampled(first_run: Path) -> None:
-    """In the mean: whose router has two experts that are as good to rounding goes another way (docs/numerics.md)."""
-    rows = untimed(first_run)
-    assert all(row["train_rollout/prob_diff_mean"] < 1e-2 for row in rows)  # type: ignore[operator]
-    assert all(row["sync/probe_diff_median"] < 1e-5 for row in rows)  # type: ignore[operator]
-    assert all(row["sync/probe_tokens"] == 640 for row in rows)
 
 
 def warm_started(cache: Path, config_file: Path | None, *words: str) -> Path:
@@ -169,8 +149,8 @@ def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: Runn
 
     What is drawn after an update may differ, then: of that step only the weights are looked at, which draw it.
     """
-    both = untimed(runner.run("two", "run.steps=2", "run.evaluate=false", ranks=2))
-    alone = untimed(first_run)[:2]
+    both = untimed(RunDirectory(runner.run("two", "run.steps=2", "run.evaluate=false", ranks=2)))
+    alone = untimed(RunDirectory(first_run))[:2]
     for name in ("actor/loss", "actor/grad_norm", "actor/tokens", "actor/entropy"):
         assert both[0][name] == pytest.approx(alone[0][name], rel=1e-3, abs=1e-6), name
     assert len(both) == 2 and all(row["train_rollout/prob_diff_mean"] < 1e-2 for row in both)  # type: ignore[operator]
@@ -214,10 +194,8 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     assert step == len(metrics.read_text().splitlines()), "the last step that ended is the one that is saved"
     assert json.loads((directory / "checkpoints" / f"step_{step}" / "meta.json").read_text())["step"] == step
     resumed = runner.run(*settings, "run.resume=auto")
-    assert untimed(resumed) == untimed(first_run)  # also of the steps before it was stopped
+    assert untimed(RunDirectory(resumed)) == untimed(RunDirectory(first_run))  # also of the steps before it was stopped
     ours, theirs = load_summary(resumed / "summary.json"), load_summary(first_run / "summary.json")
-    assert [without_seconds(ours.before), without_seconds(ours.after)] == [
-        without_seconds(theirs.before),
-        without_seconds(theirs.after),
-    ]
+    assert without_seconds(ours.before) == without_seconds(theirs.before)
+    assert without_seconds(ours.after) == without_seconds(theirs.after)
     assert ours.warm_start is not None and ours.warm_start.cached

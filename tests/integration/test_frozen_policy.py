@@ -1,40 +1,19 @@
-"""A team of a trained policy and a frozen one behind HTTP: the whole loop, and the settings that are refused."""
+"""A team of a trained policy and a frozen one behind HTTP: the whole loop. Refused settings: trainer/test_read_config.py."""
 
 from __future__ import annotations
 
-import functools
 import random
 from pathlib import Path
 
 import numpy as np
-import pytest
 from completions_server import Handler, completions_server
-from scripted_pool import ScriptedWithWeights, engines_are, samples_of, sevens, train_here
+from scripted_pool import engines_are, half_right, on_sevens, samples_of, saying, train_here
 
-from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.commands.look.tokens import tokens_of_sample
-from marsrl.trainer.config.read import ConfigError, read_config
+from marsrl.trainer.commands.look.api import tokens_of_sample
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.summary import load_summary
 from marsrl.trainer.report.token_log import read_tokens, token_files
-
-TRAINED = "[solver, corrector1, corrector2]"
-VERIFIERS = ("agents.verifier1.policy=judge", "agents.verifier2.policy=judge")
-
-
-def judge_settings(folder: Path, base_url: str = "http://127.0.0.1:9/v1") -> list[str]:
-    return [
-        f"policies.judge={{frozen: true, engine: openai, model: {folder}, openai: {{base_url: '{base_url}', model: judge-7b, "
-        "backoff_s: 0.01, retries: 2}}",
-        *VERIFIERS,
-    ]
-
-
-def solve(request: DecodeRequest) -> str:
-    return f"So the answer is \\boxed{{{random.Random(request.uid).choice(['7', '8'])}}}."
 
 
 def verify(handler: Handler, body: dict[str, object], before: int) -> None:
@@ -50,17 +29,14 @@ def verify(handler: Handler, body: dict[str, object], before: int) -> None:
 
 def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(tmp_path: Path) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
-    renderer = ChatRenderer(model)
-    encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
-    engine = functools.partial(ScriptedWithWeights, model, solve, encode=encode)
-    with completions_server(verify) as server, engines_are(engine):
-        settings = [
-            "task=math", f"policies.main={{model: {model}, dtype: float32}}", f"data.train={sevens(tmp_path)}",
-            "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4",
-            "rollout.max_response_tokens=120", "run.steps=3", "run.evaluate=false", "run.token_log_every=1",
-            f"sync.directory={tmp_path}", f"credit.train_agents={TRAINED}", *judge_settings(model, server.base_url),
-        ]  # fmt: skip
-        directory = train_here(tmp_path, settings)
+    with completions_server(verify) as server, engines_are(saying(model, half_right)):
+        words = ["run.steps=3", "run.evaluate=false", "run.token_log_every=1", f"sync.directory={tmp_path}"]
+        words += ["credit.train_agents=[solver, corrector1, corrector2]"]
+        words += ["agents.verifier1.policy=judge", "agents.verifier2.policy=judge"]
+        words += [f"policies.judge={{frozen: true, engine: openai, model: {model}}}"]
+        served = f"{{base_url: '{server.base_url}', model: judge-7b, backoff_s: 0.01, retries: 2}}"
+        words += [f"policies.judge.openai={served}"]
+        directory = train_here(tmp_path, on_sevens(tmp_path, model, *words))
     samples = samples_of(directory)
     verdicts = [r for r in samples if r.agent == "verifier1"]
     assert len(server.bodies) > len(verdicts) > 0  # some were asked twice
@@ -78,22 +54,3 @@ def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(tmp_path:
     summary = load_summary(directory.summary)
     assert summary.engine.kind == "scripted" and summary.verified_syncs == 4
     assert not list(tmp_path.glob("marsrl-weights-*"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            ["policies.judge.frozen=false"],
-            r"policies\.judge: .*cannot be trained: .*neither the token ids nor the log-probs",
-        ),
-        (["credit.train_agents=all"], r"agents\.verifier1 is trained, but its policy judge is frozen and served by"),
-        (["policies.judge.openai=null"], r"policies\.judge: engine=openai and the section openai .*go together"),
-        (["policies.judge.model=null"], r"policies\.judge: a frozen policy needs `model`"),
-        (["policies.main.frozen=true", "policies.main.model=x"], "nothing is left to train"),
-    ],
-)
-def test_settings_that_would_train_a_server_are_refused(tmp_path: Path, settings: list[str], message: str) -> None:
-    base = ["policies.main={}", f"credit.train_agents={TRAINED}", *judge_settings(tmp_path)]
-    with pytest.raises((ConfigError, ValueError), match=message):
-        preflight(read_config(None, [*base, *settings])[0], world_size=1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from completions_server import Handler, completions_server
-from scripted_pool import ScriptedWithWeights, engines_are, sevens, train_here
+from scripted_pool import engines_are, on_sevens, saying, train_here
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest
@@ -40,21 +40,18 @@ Say = Callable[[str], str]
 
 
 @pytest.fixture
-def engines(model: Path) -> Iterator[Callable[[Say, Say], None]]:
+def engines(model: Path) -> Iterator[Callable[[Say, Say], object]]:
     """engines(team, judge): all engines of ours say this, of the uid of a sample or of the answer that is judged."""
     renderer = ChatRenderer(model)
-    encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
+
+    def says(request: DecodeRequest, team: Say, judge: Say) -> str:
+        is_judge = request.uid.startswith("judge/")
+        return judge(answer_in(renderer.decode(request.token_ids))) if is_judge else team(request.uid)
 
     with ExitStack() as stack:
-
-        def install(team: Say, judge: Say) -> None:
-            def says(request: DecodeRequest) -> str:
-                is_judge = request.uid.startswith("judge/")
-                return judge(answer_in(renderer.decode(request.token_ids))) if is_judge else team(request.uid)
-
-            stack.enter_context(engines_are(functools.partial(ScriptedWithWeights, model, says, encode=encode)))
-
-        yield install
+        yield lambda team, judge: stack.enter_context(
+            engines_are(saying(model, functools.partial(says, team=team, judge=judge)))
+        )
 
 
 def solve(uid: str) -> str:
@@ -62,13 +59,10 @@ def solve(uid: str) -> str:
 
 
 def math_words(tmp_path: Path, model: Path, *more: str) -> list[str]:
-    return [
-        "task=math", "orchestration=solver", f"data.train={sevens(tmp_path)}", "rollout.engine=local",
-        f"sync.directory={tmp_path}", f"policies.main={{model: {model}, dtype: float32}}",
-        f"policies.judge={{frozen: true, model: {model}, price: {{input: 1, output: 2}}}}",
-        "judge={policy: judge, when: always}", "rollout.prompts_per_step=4", "rollout.group_size=8",
-        "rollout.max_response_tokens=120", "evaluate.num_problems=4", *more,
-    ]  # fmt: skip
+    judge = f"policies.judge={{frozen: true, model: {model}, price: {{input: 1, output: 2}}}}"
+    words = ["orchestration=solver", f"sync.directory={tmp_path}", judge, "judge={policy: judge, when: always}"]
+    words += ["rollout.prompts_per_step=4", "rollout.group_size=8", "evaluate.num_problems=4"]
+    return on_sevens(tmp_path, model, *words, *more)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -152,42 +146,34 @@ def test_questions_are_evaluated_by_a_judge_behind_a_server(
     assert 6 >= len(server.bodies) > 0
 
 
+OPEN = """
+from marsrl.rollout.tasks.own_task import OwnTask
+class Open(OwnTask):
+    def problems(self):
+        return [(f'Question {i}?', str(i) if i < 5 else None) for i in range(40)]
+    def held_out(self):
+        return [(f'Held out {i}?', None) for i in range(4)]
+class Half(Open):
+    def held_out(self):
+        return [('a?', None), ('b?', 'b')]
+"""
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("word", "said"),
     [
-        (["judge.policy=other"], r"judge.policy is 'other', which is not under `policies` \(main, judge\)"),
-        (["judge.policy=main"], "judge.policy is 'main', which is trained: .*name a policy of its own"),
-        (["policies.judge.frozen=false"], "judge.policy is 'judge', which is trained"),
-        (["judge.max_response_tokens=1000000"], "judge.max_response_tokens is 1000000, but policies.judge.model knows"),
-        (
-            ["agents.solver.policy=judge", "credit.train_agents=[]"],
-            r"judge.policy is 'judge', whose engines answer for agents.solver too",
-        ),
-        (
-            ["rollout.engine=vllm", "rollout.placement=local", "rollout.overlap=1"],
-            "with rollout.overlap=1 it judges while others decode, which two vLLM engines in one process",
-        ),
-        (["judge=null"], "policies.judge: neither an agent .* nor the judge .* has it; take it out"),
+        ("judge.max_response_tokens=1000000", "judge.max_response_tokens is 1000000, but policies.judge.model knows"),
+        ("judge=null", "policies.judge: neither an agent .* nor the judge .* has it; take it out"),
     ],
 )
-def test_a_judge_that_cannot_judge_is_refused(tmp_path: Path, model: Path, words: list[str], message: str) -> None:
-    with pytest.raises((ConfigError, ValueError), match=message):
-        preflight(read_config(None, math_words(tmp_path, model, *words))[0], world_size=1)
+def test_a_judge_has_room_for_its_words_and_work(word: str, said: str, tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        preflight(read_config(None, math_words(tmp_path, model, word))[0], world_size=1)
 
 
 def test_problems_without_a_reference_are_refused_or_warned_of(tmp_path: Path, model: Path) -> None:
     task = tmp_path / "open_task.py"
-    task.write_text(
-        "from marsrl.rollout.tasks.own_task import OwnTask\n"
-        "class Open(OwnTask):\n"
-        "    def problems(self):\n"
-        "        return [(f'Question {i}?', str(i) if i < 5 else None) for i in range(40)]\n"
-        "    def held_out(self):\n"
-        "        return [(f'Held out {i}?', None) for i in range(4)]\n"
-        "class Half(Open):\n"
-        "    def held_out(self):\n"
-        "        return [('a?', None), ('b?', 'b')]\n"
-    )
+    task.write_text(OPEN)
     words = [word for word in math_words(tmp_path, model) if not word.startswith(("task=", "data."))]
     with pytest.raises(ConfigError, match="of the 4 problems of held_out none has one: give reference answers"):
         preflight(read_config(None, [*words, "preset=math_default", f"task={task}:Open"])[0], world_size=1)

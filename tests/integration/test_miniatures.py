@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from commands import run_by
-from runner import Runner
+from small_run import Runner
 
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files

@@ -6,7 +6,6 @@ answers apart, credit, the learner of a tiny model, verified weight syncs.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -16,9 +15,9 @@ from typing import Any
 
 import pytest
 from completions_server import Handler, completions_server
-from scripted_pool import ScriptedWithWeights, engines_are, rows_of, samples_of, sevens, train_here
+from scripted_pool import ScriptedWithWeights, engines_are, rows_of, samples_of, saying, train_here
+from small_run import sevens
 
-from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.tools.config import HttpSearch
@@ -89,10 +88,8 @@ class Keeping(ScriptedWithWeights):
 @pytest.mark.parametrize("preset", TRAINED)
 def test_a_preset_reaches_version_2(preset: str, tmp_path: Path) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
-    encode = ChatRenderer(model).encode_trusted
-    engine = functools.partial(Keeping, model, script, encode=lambda text: encode(text).tolist())
     os.environ["SERPAPI_API_KEY"] = "key"
-    with completions_server(serve) as server, engines_are(engine):
+    with completions_server(serve) as server, engines_are(saying(model, script, Keeping)):
         paper, _ = read_config(CONFIGS / f"{preset}.yaml")
         words = [f"policies.main.model={model}", f"data.train={sevens(tmp_path, 300)}"]
         words += [f"agents.{name}.max_input_tokens={TOKENS}" for name in paper.agents]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import shutil
@@ -18,9 +17,18 @@ import mcp_server
 import numpy as np
 import pytest
 from held_port import held_port
-from scripted_pool import ScriptedWithWeights, engines_are, rows_of, samples_of, sevens, train_here
+from scripted_pool import (
+    ScriptedWithWeights,
+    engines_are,
+    half_right,
+    on_sevens,
+    rows_of,
+    samples_of,
+    saying,
+    train_here,
+    untimed,
+)
 
-from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer.commands import cli
@@ -36,13 +44,11 @@ AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
 
 
 def script(request: DecodeRequest) -> str:
-    """Half of the answers right, verdicts by a coin, one in eight a hostile text without either."""
+    """One in eight is a hostile text without answer or verdict."""
     rng = random.Random(request.uid)
     if rng.random() < 0.125:
         return "</think> <script>alert(1)</script> {report} Verdict: maybe \\boxed{"
-    if request.uid.rpartition("/")[2].startswith("verifier"):
-        return f"Findings: none\nVerdict: {rng.choice(['correct', 'wrong'])}"
-    return f"So the answer is \\boxed{{{rng.choice(['7', '8'])}}}."
+    return half_right(request, rng)
 
 
 CALLS: list[str] = []
@@ -57,7 +63,6 @@ class Recorded(ScriptedWithWeights):
         super().submit(requests, version=version)
 
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
-        self._need("weights", "kv_cache")
         CALLS.append("score")
         return super().score(sequences, adapter, is_probe)
 
@@ -85,26 +90,21 @@ Play = Callable[..., Path]
 def play(tmp_path: Path) -> Iterator[Play]:
     """play("key=value", ..., says=script) trains and gives the run's directory. The engines stay as they are."""
     model = init_model("tiny", "bytes", tmp_path / "model")
-    renderer = ChatRenderer(model)
-    encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
+    words = on_sevens(tmp_path, model)
     CALLS.clear()
-    common = [
-        "task=math", f"policies.main.model={model}", "policies.main.dtype=float32", f"data.train={sevens(tmp_path)}",
-        "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=120",
-        "evaluate.num_problems=3", "evaluate.fixed_inputs=4",
-    ]  # fmt: skip
 
     def trained(*settings: str, says: Callable[[DecodeRequest], str] = script) -> Path:
-        engine = functools.partial(Recorded, model, says, encode=encode)
-        stack.enter_context(engines_are(engine))
-        return train_here(tmp_path, [*common, *settings]).path
+        stack.enter_context(engines_are(saying(model, says, Recorded)))
+        return train_here(tmp_path, [*words, *settings]).path
 
     with ExitStack() as stack:
         yield trained
 
 
 def test_five_agents_are_played_credited_trained_and_reported(play: Play) -> None:
-    run_directory = play("run.steps=5")  # an agent more with each
+    # an agent more with each step; and so long after the last checkpoint another one is due
+    run_directory = play("run.steps=5", "run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")
+    assert RunDirectory(run_directory).steps_on_disk() == [1, 2, 3, 4, 5]
     samples = samples_of(RunDirectory(run_directory))
     assert {r.agent for r in samples} == AGENTS
     rewards = {r.uid: r for r in samples}
@@ -115,9 +115,8 @@ def test_five_agents_are_played_credited_trained_and_reported(play: Play) -> Non
             assert record.reward == 0
     rows = read_metrics(run_directory / "metrics.jsonl")
     last = rows[-1].values
-    assert {name.split("/")[1] for name in last if name.startswith("reward/") and name.endswith("/mean")} == AGENTS | {
-        "all"
-    }
+    rewarded = {name.split("/")[1] for name in last if name.startswith("reward/") and name.endswith("/mean")}
+    assert rewarded == AGENTS | {"all"}
     assert all(row.values["actor/empty_steps"] == 0 for row in rows)
     assert all(None not in row.values.values() for row in rows)
     assert rows[-1].values["actor/grad_norm"] > 0
@@ -164,13 +163,12 @@ def test_teams_whose_episodes_go_on_alone_are_trained_whole_and_resumed(
     of_step = [list(read_samples(path)) for path in files.values()]
     uids = [record.uid for records in of_step for record in records]
     assert len(set(uids)) == len(uids) and {r.agent for records in of_step for r in records} == set(agents)
-    drawn = {record.rollout_id: step for step, records in enumerate(of_step) for record in records}
-    for step, records in enumerate(of_step):
-        assert all(drawn[record.rollout_id] == step for record in records)  # an instance is trained in one step
-        for rollout_id in {record.rollout_id for record in records}:
-            mine = [record for record in records if record.rollout_id == rollout_id]
-            assert {record.uid.partition("/")[0] for record in mine} == {f"{rollout_id}.{i}" for i in range(4)}
-            assert {record.group_id for record in mine} <= {f"{rollout_id}/{agent}" for agent in agents}
+    episodes = [{(record.rollout_id, record.uid.partition("/")[0]) for record in records} for records in of_step]
+    drawn = [rollout_id for found in episodes for rollout_id in {name for name, _ in found}]
+    assert len(set(drawn)) == len(drawn)  # an instance is trained in one step
+    assert set().union(*episodes) == {(name, f"{name}.{i}") for name in drawn for i in range(4)}
+    groups = {record.group_id for records in of_step for record in records}
+    assert groups <= {f"{name}/{agent}" for name in drawn for agent in agents}
     rows = rows_of(RunDirectory(run_directory))
     assert any(row.get("actor/grad_norm") for row in rows)
     assert any(f"drmas/{agent}/variance_inflation" in row for row in rows for agent in agents)
@@ -224,9 +222,10 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     assert {r.reward == float(r.verdict == (truth[r.parent_uid] == 1)) for r in verdicts} == {True}
     rows = rows_of(RunDirectory(run_directory))
     assert any(row["actor/grad_norm"] > 0 for row in rows)
-    assert all(0 < row["latency_s/episode_p50"] <= row["latency_s/episode_p95"] for row in rows)
-    of_agents = [[row[f"cost/{agent}/output_tokens"] for agent in ("solver", "verifier")] for row in rows]
-    assert [sum(tokens) for tokens in of_agents] == [row["policy_cost/main/output_tokens"] for row in rows]
+    for row in rows:
+        assert 0 < row["latency_s/episode_p50"] <= row["latency_s/episode_p95"]
+        of_agents = row["cost/solver/output_tokens"] + row["cost/verifier/output_tokens"]
+        assert of_agents == row["policy_cost/main/output_tokens"]
     assert sum(row.get("reward/solver/missing", 0) for row in rows) == sum(r.agent == "solver" for r in unknown)
     capsys.readouterr()
     priced = f"{{model: {tmp_path / 'model'}, price: {{input: 1.0, output: 4.0}}}}"
@@ -239,10 +238,9 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     shown = capsys.readouterr()
     result = json.loads(shown.out)
     assert result["alone"]["n"] == 12 and result["alone"]["mean"] * 12 == pytest.approx(5.75)  # partial credit counts
-    usage = result["usage"]
-    assert {name: used["policy"] for name, used in usage.items()} == {"solver": "main", "verifier": "judge"}
-    spent = [(used["input_tokens"] + 4 * used["output_tokens"]) / 1e6 for used in usage.values()]
-    assert [used["spent"] for used in usage.values()] == pytest.approx(spent)
+    assert {name: used["policy"] for name, used in result["usage"].items()} == {"solver": "main", "verifier": "judge"}
+    for used in result["usage"].values():
+        assert used["spent"] == pytest.approx((used["input_tokens"] + 4 * used["output_tokens"]) / 1e6)
     assert "two.yaml" in shown.err and "verifier (judge)" in shown.err and "no price" not in shown.err
 
 
@@ -251,23 +249,16 @@ def test_evaluations_on_the_way_leave_the_steps_as_they_are_without(
 ) -> None:
     """A team with a tool, whose counts are of the steps alone; engines drop the prefixes that evaluations have cached."""
     words = ["task=qa", "data.train=null", "task_options.people=20", "run.steps=2"]
-    of_time = ("timing_s/", "perf/", "latency_s/", "sync/", "rollout/tokens_per_s")
-
-    def steps(*more: str) -> list[dict[str, float]]:
-        run = play(*words, *more, says=searches)
-        rows = rows_of(RunDirectory(run))
-        run.rename(tmp_path / f"run {len(more[0])}")
-        is_same = lambda name: not (name.startswith(of_time) or name.endswith(("seconds", "_s")))  # noqa: E731
-        return [{name: value for name, value in row.items() if is_same(name)} for row in rows]
-
-    without = steps("run.evaluate=false")
+    run = play(*words, "run.evaluate=false", says=searches)
+    without = untimed(RunDirectory(run))
     assert "forget prefixes" not in CALLS and without[1]["tools/search/calls"] > 0
-    evaluated = steps("run.eval_every=1")
+    shutil.rmtree(run)
+    evaluated = untimed(RunDirectory(play(*words, "run.eval_every=1", says=searches)))
     own = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in evaluated]
     assert own == without and "forget prefixes" in CALLS
     assert all(row["eval/system/low"] <= row["eval/system"] <= row["eval/system/high"] for row in evaluated)
     assert "evaluation after: 3 of 3 draws are kept" in capsys.readouterr().err  # those of step 2
-    folders = sorted((tmp_path / "run 16" / "evaluations").iterdir())
+    folders = sorted((run / "evaluations").iterdir())
     assert [folder.name for folder in folders] == ["step_0", "step_1", "step_2"]
 
 
@@ -320,15 +311,11 @@ def test_agents_call_a_function_and_a_server_by_their_template_and_are_trained(p
 
 def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN.replace('.endswith("3th time?")', ""))
+    words = [f"orchestration={tmp_path}/mine.py:Asked", "rollout.max_error_share=0.25", "run.evaluate=false"]
     with pytest.raises(
         RuntimeError, match=r"step 1: 0 of 16 samples and 8 episodes ended in an error, more than .*=.0\.25"
     ):
-        play(
-            f"orchestration={tmp_path}/mine.py:Asked",
-            "rollout.max_error_share=0.25",
-            "run.evaluate=false",
-            "run.steps=3",
-        )
+        play(*words, "run.steps=3")
 
 
 def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_once(
@@ -387,15 +374,16 @@ def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: 
     dull = r"step 2: no sample had a gradient in 2 steps in a row .* of the last step's 2 samples 2 have the rewards of all"
     with pytest.raises(RuntimeError, match=dull):
         play(*small, "trainer.max_empty_steps=2", says=lambda request: "I do not know.")
-    assert len(read_metrics(tmp_path / "runs" / "scripted" / "metrics.jsonl")) == 2  # and the steps are on disk
-    shutil.rmtree(tmp_path / "runs")
+    run = RunDirectory(tmp_path / "runs" / "scripted")
+    assert len(rows_of(run)) == 2  # and the steps are on disk
+    shutil.rmtree(run.path)
     rows = [{"question": f"{i} is 7? " * (2000 if i else 1), "answer": "7"} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"question": "What is 8?", "answer": "8"}) + "\n")
     unasked = (
-        r"step 1: no completion came and none is under way: 1 prompts were longer than agents.<name>.max_input_tokens"
+        "step 1: no completion came and none is under way: 1 prompts were longer than agents.<name>.max_input_tokens"
     )
     with pytest.raises(RuntimeError, match=unasked):
-        (tmp_path / "eval.jsonl").write_text(json.dumps({"question": "What is 8?", "answer": "8"}) + "\n")
         play(*small, f"data.eval={tmp_path}/eval.jsonl")
 
 
@@ -424,40 +412,25 @@ def test_a_run_that_keeps_tokens_trains_bitwise_as_one_that_does_not(play: Play,
         "policies.main.optimizer.lr=1e-3", "mpt.entropy=9", "mpt.probability=0.003", "orchestration=solver",
         "trainer.max_tokens_per_micro_batch=900", "run.token_log_groups=4", "rollout.prompts_per_step=4",
     ]  # fmt: skip
-    of_time = ("timing_s/", "perf/", "latency_s/", "sync/", "rollout/tokens_per_s", "cost/", "policy_cost/")
-
-    def rows(run: Path) -> list[dict[str, float]]:
-        found = [row.values for row in read_metrics(run / "metrics.jsonl")]
-        return [{name: value for name, value in row.items() if not name.startswith(of_time)} for row in found]
-
     without = play(*words, "run.steps=3", "run.token_log_every=0")
     assert not (without / "tokens").exists()
     without.rename(tmp_path / "without")
     run = play(*words, "run.steps=3", "run.token_log_every=2")
-    assert rows(run) == rows(tmp_path / "without")
+    assert untimed(RunDirectory(run)) == untimed(RunDirectory(tmp_path / "without"))
     files = [each / "checkpoints/step_3/policies/main" for each in (run, tmp_path / "without")]
     weights = [{path.name: path.read_bytes() for path in sorted(each.glob("*.distcp"))} for each in files]
     assert weights[0] == weights[1] and weights[0]
 
     directory = RunDirectory(run)
     assert list(token_files(directory)) == [2]
-    samples = list(read_samples(sample_files(directory)[2]))
-    log = read_tokens(token_files(directory)[2])
-    trained = [record for record in log.samples if record.update]
-    assert {record.update for record in trained} == {1, 2}
-    assert len({record.group_id for record in log.samples}) == 4 and len(log.samples) == 16
-    for record in log.samples:
+    samples, logged = list(read_samples(sample_files(directory)[2])), read_tokens(token_files(directory)[2]).samples
+    assert len({record.group_id for record in logged}) == 4 and len(logged) == 16
+    for record in logged:
         sample = samples[record.line - 1]
         assert (record.uid, record.segments, record.policy) == (sample.uid, sample.segments, "main")
         assert record.text == sample.text + "<|im_end|>" * (sample.finish == "stop")
         assert np.isfinite(record.rollout_logprobs).all() and np.isfinite(record.logprobs).all() == (record.update > 0)
         assert not record.update or bool((record.logprobs < 0).all() and (record.entropy > 0).all())
-        assert bool((record.is_gated <= record.is_masked).all())
-    by_update = {n: [record.is_clipped.any() for record in trained if record.update == n] for n in (1, 2)}
-    assert not any(by_update[1]) and any(by_update[2])  # the first update's ratios are 1
-    assert any(record.is_gated.any() for record in trained)
-
-
-def test_minutes_since_the_last_checkpoint_make_one_due(play: Play) -> None:
-    folder = play("run.steps=3", "run.checkpoint_minutes=1e-9", "run.evaluate=false", "run.keep_checkpoints=9")
-    assert RunDirectory(folder).steps_on_disk() == [1, 2, 3]
+    clipped = {record.update for record in logged if record.is_clipped.any()}
+    assert {record.update for record in logged} >= {1, 2} and clipped == {2}  # the first update's ratios are 1
+    assert any(record.is_gated.any() and record.is_masked.any() for record in logged)

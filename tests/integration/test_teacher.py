@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import run_by
 from desk import Desk, boxing_model
 from scripted_pool import rows_of, train_here
-from small_run import run_here
+from small_run import run_here, sevens
 
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
@@ -30,13 +29,9 @@ SETTINGS = (
 def words(tmp_path: Path) -> list[str]:
     """A Solver that says 7 or 8 by a coin, and is rewarded for 8; its teacher says 7."""
     os.chdir(tmp_path)
-    lines = [{"question": f"What is 8, asked for the {i}th time?", "answer": "8"} for i in range(40)]
-    Path("problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    models = [
-        f"policies.main.model={boxing_model(tmp_path / 'coin')}",
-        f"policies.big.model={boxing_model(tmp_path / 'big', '7')}",
-    ]
-    return [*SETTINGS, *models]
+    sevens(tmp_path, name="problems.jsonl", answer="8")
+    coin, big = boxing_model(tmp_path / "coin"), boxing_model(tmp_path / "big", "7")
+    return [*SETTINGS, f"policies.main.model={coin}", f"policies.big.model={big}"]
 
 
 @pytest.mark.slow
@@ -53,43 +48,24 @@ def test_a_teacher_alone_is_followed_whatever_the_reward_says(words: list[str], 
 
 @pytest.mark.slow
 def test_beside_a_teacher_the_reward_counts(words: list[str], tmp_path: Path) -> None:
-    """One that is listened to very little does not keep the reward from rising."""
-    rows = rows_of(train_here(tmp_path, [*words, "agents.solver.teacher.coef=1e-3", "run.steps=8"]))
-    assert rows[-1]["reward/solver/mean"] > 0.8 and rows[-1]["teacher/solver/kl"] > rows[0]["teacher/solver/kl"]
+    """RL makes an agent better, the one property that all the others serve: from a coin, which is right at one half whatever
+    rounds how, to the answer that is rewarded. The teacher, which says the other one, is listened to very little."""
+    rows = rows_of(
+        train_here(tmp_path, [*words, "agents.solver.teacher.coef=1e-3", "rollout.prompts_per_step=16", "run.steps=8"])
+    )
+    first, last = (row["reward/solver/mean"] for row in (rows[0], rows[-1]))
+    # Hoeffding: so far from its expectation is the mean of a step's samples once in 10^9 steps
+    far = math.sqrt(math.log(2e9) / 2 / 128)
+    assert abs(first - 0.5) < far < 0.3 and last > 0.5 + far
+    assert rows[-1]["teacher/solver/kl"] > rows[0]["teacher/solver/kl"]
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["policies.big.frozen=false"], "agents.solver.teacher.policy is 'big', which is trained"),
-        (["agents.solver.teacher.policy=other"], "'other', which is not under `policies`"),
-        (["agents.solver.policy=big"], "agents.solver is trained, but its policy big is frozen"),
-        (["rollout.engine=vllm", "rollout.overlap=1"], "two vLLM engines in one process"),
-        (["judge={policy: big}"], "whose engines answer for the judge too"),
-        (
-            ["policies.other={base: big, adapter: {rank: 2}}", "agents.solver.policy=other"],
-            "agents.solver.teacher.policy is 'big', whose engines answer for agents.solver too",
-        ),
-    ],
-)
-def test_a_teacher_that_could_not_score_is_refused(words: list[str], more: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_config(None, [*words, *more])
-
-
-def test_a_teacher_has_the_agents_tokens_and_room_for_its_samples(words: list[str], tmp_path: Path) -> None:
-    def refused(**model: Any) -> str:
-        init_model("tiny", model.pop("tokenizer", "bytes"), tmp_path / "other")
-        shape = json.loads((tmp_path / "other/config.json").read_text()) | model
-        (tmp_path / "other/config.json").write_text(json.dumps(shape))
-        with pytest.raises(ValueError) as raised:
-            preflight(read_config(None, [*words, f"policies.big.model={tmp_path / 'other'}"])[0], world_size=1)
-        return str(raised.value)
-
-    assert "its tokenizer is not that of policies.main" in refused(tokenizer="arithmetic")
-
-
-def test_where_nothing_is_trained_nobody_asks_the_teacher(words: list[str]) -> None:
+def test_a_teacher_has_the_agents_tokens_and_is_not_asked_where_nothing_is_trained(
+    words: list[str], tmp_path: Path
+) -> None:
+    other = init_model("tiny", "arithmetic", tmp_path / "other")
+    with pytest.raises(ValueError, match=r"its tokenizer is not that of policies\.main"):
+        preflight(read_config(None, [*words, f"policies.big.model={other}"])[0], world_size=1)
     config = preflight(read_config(None, words, trains=False)[0], world_size=1, trains=False).config
     assert list(config.policies) == ["main"] and config.agents["solver"].teacher is None
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import psutil
 import pytest
 import torch
 from engine_cases import after, decoded, generate, prompt, request
+from megatron_models import save_model
 from processes import actors, descendants
-from random_model import write_model
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import RolloutConfig, VllmOptions
@@ -39,8 +40,12 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5  # nats
 VOCAB_SIZE = 100  # padded to 128: of two halves the second is shorter
 
+SIZES = {  # that vLLM has a kernel for
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256,
+    "tie_word_embeddings": False, "moe_intermediate_size": 64,
+}  # fmt: skip
 GROUPS = {
-    "qwen3moe": ("embedding", "linear_qkv", "linear_proj", "q_layernorm", "k_layernorm", "input_layernorm",
+    "qwen3_moe": ("embedding", "linear_qkv", "linear_proj", "q_layernorm", "k_layernorm", "input_layernorm",
                  "pre_mlp_layernorm", "router", "experts", "final_layernorm", "output_layer"),
     "qwen2": ("embedding", "linear_qkv.weight", "linear_qkv.bias", "linear_proj", "mlp.linear_fc1", "mlp.linear_fc2",
               "final_layernorm", "output_layer"),
@@ -70,54 +75,31 @@ class Parts:
 
 
 CASES = {
-    "qwen3moe": {},
+    "qwen3_moe": {},
     "qwen2": {},
     "qwen2 in halves": {"tensor_parallel": 2},  # both have its one key head
     "llama in halves": {"tensor_parallel": 2},
-    "qwen3moe spread": {"tensor_parallel": 2, "expert_parallel": True},
+    "qwen3_moe spread": {"tensor_parallel": 2, "expert_parallel": True},
 }
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory, cluster: RayCluster) -> Iterator[Callable[[str], Parts]]:
-    """started(case): one at a time, made when it is asked for."""
-    now: dict[str, Parts] = {}
-
-    def start(case: str) -> Parts:
-        if case not in now:
-            for name in list(now):
-                _close(now.pop(name))
-            now[case] = _parts(case, tmp_path_factory.mktemp("model"))
-        return now[case]
-
-    yield start
-    for parts in now.values():
-        _close(parts)
-
-
-def _parts(case: str, folder: Path) -> Parts:
+@contextmanager
+def parts_of(case: str, folder: Path) -> Iterator[Parts]:
     kind = case.split()[0]
-    model_dir = write_model(kind, folder, vocab_size=VOCAB_SIZE)
+    model_dir = save_model(kind, folder, vocab_size=VOCAB_SIZE, **SIZES)
     mpt = MptConfig(scope="off")
     policy = PolicyConfig(dtype="float32")
     learner = Learner(policy, model_dir, objectives=[PolicyObjective()], mpt=mpt, total_steps=1, seed=0)
     # in an actor: a process of its own, as vLLM cannot load a MoE model after a dense one
     vllm = VllmOptions(max_num_seqs=8, kv_cache_mib=32, **CASES[case])  # type: ignore[arg-type]
     config = RolloutConfig(threads=1, object_store_mib=80, max_engine_restarts=0, vllm=vllm)
-    pool = make_pool("main", str(model_dir), config, dtype="float32", max_model_len=256)
     versions = folder / "versions"
     versions.mkdir()
-    sync = FileSync(CheckedEngines(pool, vocab_size=VOCAB_SIZE), torch.float32, directory=versions)
-    return Parts(kind, model_dir, vllm, learner, sync, versions, pool)
-
-
-def _close(parts: Parts) -> None:
-    parts.sync.close()
-    parts.pool.close()
+    with make_pool("main", str(model_dir), config, dtype="float32", max_model_len=256) as pool:
+        sync = FileSync(CheckedEngines(pool, vocab_size=VOCAB_SIZE), torch.float32, directory=versions)
+        yield Parts(kind, model_dir, vllm, learner, sync, versions, pool)
+        sync.close()
     parallel.stop()
-
-
-IN_HALVES = [case for case, options in CASES.items() if options]
 
 
 def median_difference(learner: Learner, pool: EnginePool) -> float:
@@ -127,25 +109,26 @@ def median_difference(learner: Learner, pool: EnginePool) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_log_probs_agree_before_and_after_every_sync(case: str, started: Callable[[str], Parts]) -> None:
-    parts = started(case)
-    learner, pool = parts.learner, parts.pool
-    assert median_difference(learner, pool) < TOLERANCE
-    # In halves all kinds at once: one that did not arrive is seen there too, as each alone is seen in a whole engine.
-    rounds = [GROUPS[parts.kind]] if case in IN_HALVES else [(group,) for group in GROUPS[parts.kind]]
-    for version, groups in enumerate(rounds, start=1):
-        torch.manual_seed(version)
-        for group in groups:
-            _change(learner, group)
-        assert median_difference(learner, pool) > 1e-3, f"{groups}: the probe does not see it"
-        report = parts.sync.publish(learner, version)
-        assert report is not None and report.comparison is not None
-        assert report.comparison.median < TOLERANCE, groups
-        assert report.comparison.num_tokens == 640
-    if case in IN_HALVES:
-        _draws_as_one_process_does(parts, version)
-        _names_a_bit_of_the_second_half(parts, version)
-        _leaves_no_worker(parts, version, kills_worker=parts.kind == "qwen2")
+def test_log_probs_agree_before_and_after_every_sync(case: str, cluster: RayCluster, tmp_path: Path) -> None:
+    is_in_halves = bool(CASES[case])
+    with parts_of(case, tmp_path) as parts:
+        learner, pool = parts.learner, parts.pool
+        assert median_difference(learner, pool) < TOLERANCE
+        # In halves all kinds at once: one that did not arrive is seen there too, as each alone is seen in a whole engine.
+        rounds = [GROUPS[parts.kind]] if is_in_halves else [(group,) for group in GROUPS[parts.kind]]
+        for version, groups in enumerate(rounds, start=1):
+            torch.manual_seed(version)
+            for group in groups:
+                _change(learner, group)
+            assert median_difference(learner, pool) > 1e-3, f"{groups}: the probe does not see it"
+            report = parts.sync.publish(learner, version)
+            assert report is not None and report.comparison is not None
+            assert report.comparison.median < TOLERANCE, groups
+            assert report.comparison.num_tokens == 640
+        if is_in_halves:
+            _draws_as_one_process_does(parts, version)
+            _names_a_bit_of_the_second_half(parts, version)
+            _leaves_no_worker(parts, version, kills_worker=parts.kind == "qwen2")
 
 
 def _change(learner: Learner, group: str) -> None:
@@ -179,7 +162,7 @@ def _draws_as_one_process_does(parts: Parts, version: int) -> None:
 
 def _names_a_bit_of_the_second_half(parts: Parts, version: int) -> None:
     """One that changes between the checksum and the file."""
-    moe = parts.kind == "qwen3moe"
+    moe = parts.kind == "qwen3_moe"
     last = "model.layers.1.mlp.experts.3.down_proj.weight" if moe else "model.layers.1.mlp.down_proj.weight"
     fused = "model.layers.1.mlp.experts.w2_weight" if moe else last
     for name, named in ((last, fused), ("lm_head.weight", "lm_head.weight")):

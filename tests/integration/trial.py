@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -14,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from books import Loss, SessionsBook, check_books
+from books import Loss, SessionsBook, check_books, last_line
 from desk import boxing_model
 from mischief import MOST_CALLS, PLAYED
-from small_run import ARITHMETIC, MAIN, SMALL, TEAM
+from small_run import ARITHMETIC, MAIN, SMALL, TEAM, sevens
 
 from marsrl.rollout.gateway.workers import WORKER
 from marsrl.trainer.report.metrics import read_metrics
@@ -39,8 +38,6 @@ class Life:
 
     process: subprocess.Popen[bytes]
     log: Path
-    began: float
-    words: str
 
     @property
     def output(self) -> str:
@@ -48,9 +45,7 @@ class Life:
 
     @property
     def last_line(self) -> str:
-        """The last one of ours: torchrun's follow it."""
-        ours = [line for line in self.output.splitlines() if line.startswith("marsrl: ")]
-        return ours[-1] if ours else ""
+        return last_line(self.output)
 
 
 @dataclass
@@ -122,11 +117,10 @@ class Trial:
 
     def _external(self) -> list[str]:
         """Settings of a program's run."""
-        model, problems = self.folder / "model", self.folder / "problems.jsonl"
+        model, problems = self.folder / "model", self.folder / "train.jsonl"
         if not model.exists():
             boxing_model(model)
-            lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(60)]
-            problems.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            sevens(self.folder, 60)
         return [
             "task=math", "orchestration=external", f"data.train={problems}", "agents={solver: {}, verifier: {}}",
             f"external={{function: {MISCHIEF}:run, workers: {NUM_WORKERS}, attempts: 1000, max_calls: {MOST_CALLS}}}",
@@ -139,9 +133,7 @@ class Trial:
     def start(self, *more: str) -> Life:
         """Go on by the words that the last line said."""
         words = [f"run.resume={self.resume}"] if self.resume else []
-        return self._start([*words, *more] if more else [*words, "run.steps=100000"])
-
-    def _start(self, words: list[str]) -> Life:
+        words += more or ["run.steps=100000"]
         self.num_lives += 1
         log = self.folder / "logs" / f"{self.name}-{self.num_lives}.log"
         with open(log, "wb") as out:
@@ -150,7 +142,7 @@ class Trial:
                 stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self.environment,
                 start_new_session=True,
             )  # fmt: skip
-        return Life(process, log, time.monotonic(), " ".join(words))
+        return Life(process, log)
 
     # What there is.
 
@@ -263,17 +255,14 @@ class Trial:
                     process.kill()
             raise Loss(f"processes are left: {', '.join(named)}")
 
-    def weights_left(self, pids: set[int]) -> list[str]:
-        folders = Path("/dev/shm").glob("marsrl-weights-*")
-        return [each.name for each in folders if int(each.name.split("-")[2]) in pids]
-
     def files(self) -> set[str]:
         """Files in the temporary directory, without torch's cache of compiled code, which stays."""
         return {path.name for path in (self.folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")}
 
     def no_files_left(self, before: set[str]) -> None:
         """Check that a run that ended well, and those before it, left no files but torchrun's folders in `before`."""
-        if left := self.weights_left(self.pids):
+        weights = [folder.name for folder in Path("/dev/shm").glob("marsrl-weights-*")]
+        if left := [name for name in weights if int(name.split("-")[2]) in self.pids]:
             raise Loss(f"in /dev/shm: {', '.join(left)}")
         if left := sorted(self.files() - {name for name in before if name.startswith("torchelastic_")}):
             raise Loss(f"in the temporary directory: {', '.join(left)}")

@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
-from layout_cases import HEADS, MORE_HEADS, OPS, Taken, Tensors, results
+from layout_cases import HEADS, MORE, OPS, Taken, results, tensors_of
 from torch import Tensor
 
 from marsrl.kernels import explain
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CALLS: dict[str, Taken] = {**HEADS, **MORE_HEADS, **OPS}
+CALLS: dict[str, Taken] = {**HEADS, **MORE, **OPS}
 WITHOUT_TIERS = ("pack", "kept_rows")
 """PyTorch's operations, whatever the device."""
 
@@ -44,14 +44,8 @@ TIERS = [(name, tier) for name in CALLS for tier in that_run_here(name)]
 WITH_GRADIENTS = [(name, tier) for name, tier in TIERS if CALLS[name].leaves and "main_grad" not in name]
 
 
-def tensors_of(name: str) -> Tensors:
-    """The same ones at each call."""
-    torch.manual_seed(0)
-    return CALLS[name].tensors()
-
-
 def call(name: str) -> list[Tensor]:
-    return results(CALLS[name], tensors_of(name))
+    return results(CALLS[name], tensors_of(CALLS[name]))
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -62,7 +56,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
 def check_the_defaults_are_not_used(name: str) -> None:
     """A tensor that an op makes without naming its device would be on the default one, here without memory; without naming
     its dtype it would be of the default one, and kernels would write 4 bytes a number whatever room there is."""
-    expected, tensors = call(name), tensors_of(name)
+    expected, tensors = call(name), tensors_of(CALLS[name])
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):

@@ -197,6 +197,7 @@ def compare_logprob(
     real: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    support: Support | None = None,
 ) -> list[Tensor]:
     """linear_logprob against the definition: log-probs, entropy, and gradients of a random function of both."""
     hidden, weight, targets = (tensor.to(device) for tensor in case)
@@ -205,16 +206,16 @@ def compare_logprob(
     columns, size = weight.shape[0] if real is None else real, hidden.shape[1]
 
     def ours(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        out = linear_logprob(h, w, targets, temperature=temperature, real_vocab_size=real)
+        out = linear_logprob(h, w, targets, temperature=temperature, real_vocab_size=real, support=support)
         return out.logprobs, out.entropy
 
     found = judge(
         ("logprobs", "entropy", "hidden.grad", "weight.grad"),
         ours,
-        lambda h, w: linear_logprob_reference(h, w, targets, temperature, columns),
+        lambda h, w: linear_logprob_reference(h, w, targets, temperature, columns, support),
         (hidden.to(dtype), weight.to(dtype)),
         torch.randn(2, hidden.shape[0], dtype=torch.float64).to(device),
-        plain=lambda h, w: plain_logprob(h, w, targets, temperature, columns),
+        plain=None if support else lambda h, w: plain_logprob(h, w, targets, temperature, columns),
         terms=(size, size, max(size, columns), max(size, hidden.shape[0])),
         apart=(None, None, None, without_target(targets, weight.shape[0])),
         repeats=False,

@@ -102,6 +102,7 @@ class HeadTests:
                 )
             arguments = arguments_for(case, name, support=support)
             compare_policy_loss(case, arguments, dtype, tier.device)
+            compare_logprob(case, dtype=dtype, device=tier.device, support=support)
 
     @pytest.mark.parametrize("temperature", [1.5, "per token"])
     def test_temperature_and_padded_vocabulary(self, temperature: Any, tier: Tier) -> None:

@@ -1,7 +1,9 @@
-"""Every tensor that an op takes, laid out in memory as no kernel hopes for: transposed, strided, expanded, offset."""
+"""Every tensor that an op takes, laid out in memory as no kernel hopes for: transposed, strided, expanded, offset, far apart."""
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Any
 
 import torch
@@ -58,6 +60,20 @@ def offset(values: Tensor) -> Tensor:
     memory = values.new_zeros(values.numel() + 1)
     memory[1:] = values.flatten()
     return memory[1:].view(values.shape)
+
+
+def far_apart(values: Tensor, dim: int = 0) -> Tensor:
+    """Those beside each other along `dim` so far apart that the last begins behind 2^31 elements; between them is memory that
+    nobody touches, so that only the pages are there that hold numbers."""
+    if values.dim() <= dim or values.shape[dim] < 2:
+        return values
+    distance = 2**31 // (values.shape[dim] - 1) // 16 * 16 + 16
+    others = [size for place, size in enumerate(values.shape) if place != dim]
+    strides = [prod(others[place + 1 :]) for place in range(len(others))]
+    strides.insert(dim, distance)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE of Linux
+    memory = mmap.mmap(-1, values.shape[dim] * distance * values.element_size(), flags=flags)
+    return torch.frombuffer(memory, dtype=values.dtype).as_strided(values.shape, strides).copy_(values)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -217,12 +233,33 @@ def _heads() -> dict[str, Taken]:
 
 
 HEADS = _heads()
-# Not tried in every layout: they read no other tensors.
-MORE_HEADS = {
+# Not tried in every layout: they read hardly any other tensors.
+MORE = {
     f"linear_policy_loss without support{which}, bfloat16": Taken(
         _head_loss(objective), lambda: {**_without_support(BF16), **_loss_tensors()}, ("hidden", "weight")
     )
     for which, objective in OBJECTIVES.items()
+} | {
+    "linear_logprob with padding, bfloat16": Taken(
+        lambda tensors: list(vars(linear_logprob(*tensors.values(), temperature=1.5, real_vocab_size=39)).values()),
+        lambda: dict(list(_without_support(BF16).items())[:3]),
+        ("hidden", "weight"),
+    ),
+    "attention_varlen of keys, both ways": Taken(
+        lambda tensors: [
+            attention_varlen(
+                *list(tensors.values())[:4], cu_seqlens_k=tensors["cu_seqlens_k"], max_seqlen=TOKENS, causal=False
+            )
+        ],
+        lambda: {**OTHERS["attention_varlen"].tensors(), "cu_seqlens_k": BOUNDS},
+        ("q", "k", "v"),
+    ),
+    "rms_norm, bfloat16": Taken(
+        _of(rms_norm, eps=1e-6, is_zero_centred=True),
+        lambda: {"x": torch.randn(TOKENS, SIZE, dtype=BF16), "weight": torch.randn(SIZE)},
+        ("x", "weight"),
+    ),
+    "swiglu without weights": Taken(_of(swiglu), lambda: {"products": torch.randn(TOKENS, SIZE)}, ("products",)),
 }
 OTHERS = {
     "policy_loss": Taken(
@@ -339,38 +376,38 @@ def results(op: Taken, tensors: Tensors, upstream: Callable[[Tensor], Tensor] | 
     return found + [tensors[name] for name in ("main_grad",) if name in tensors]
 
 
+def tensors_of(op: Taken) -> Tensors:
+    """The same ones at each call."""
+    torch.manual_seed(0)
+    return op.tensors()
+
+
 def _outcome(
-    op: Taken, tensors: Tensors, upstream: Callable[[Tensor], Tensor] | None = None
+    op: Taken, which: str = "", layout: Callable[[Tensor], Tensor] = lambda values: values
 ) -> list[Tensor] | Exception:
-    if "main_grad" in tensors:  # it is written
-        written = tensors["main_grad"]
-        memory = written.new_empty(0).set_(written.untyped_storage().clone())  # type: ignore[call-overload]
-        tensors = {**tensors, "main_grad": memory.as_strided(written.shape, written.stride(), written.storage_offset())}
+    """With this layout of one tensor, or of the incoming gradients."""
+    tensors = tensors_of(op)
+    if which in tensors:
+        tensors[which] = layout(tensors[which])
     try:
-        return results(op, tensors, upstream)
+        return results(op, tensors, layout if which == UPSTREAM else None)
     except (ValueError, RuntimeError) as error:
         return error
 
 
-def check_every_layout(name: str) -> None:
+def check_every_layout(name: str, layouts: dict[str, Callable[[Tensor], Tensor]] = LAYOUTS) -> None:
     """Each tensor of the op in each layout gives what a contiguous copy of it gives, or is refused by its name."""
     op, wrong = OPS[name], []
-    tensors = op.tensors()
-    plain = _outcome(op, tensors)
+    plain, tensors = _outcome(op), tensors_of(op)
     assert not isinstance(plain, Exception), plain
     for which in [*tensors, *([UPSTREAM] if op.leaves else [])]:
-        for how, layout in LAYOUTS.items():
+        for how, layout in layouts.items():
             if layout is transposed and which != UPSTREAM and tensors[which].dim() < 2:
                 continue  # it lies as it did
-            if which == UPSTREAM:
-                expected = _outcome(op, tensors, lambda each, layout=layout: _contiguous(layout(each)))
-                found = _outcome(op, tensors, layout)
-            else:
-                expected = plain
-                if layout is expanded:
-                    expected = _outcome(op, {**tensors, which: _contiguous(expanded(tensors[which]))})
-                found = _outcome(op, {**tensors, which: layout(tensors[which])})
-            complaint = _difference(found, expected, which)
+            has_other_values = which == UPSTREAM or layout is expanded
+            copied = lambda values, layout=layout: _contiguous(layout(values))  # noqa: E731
+            expected = _outcome(op, which, copied) if has_other_values else plain
+            complaint = _difference(_outcome(op, which, layout), expected, which)
             if complaint is not None:
                 wrong.append(f"{which} {how}: {complaint}")
     assert not wrong, "\n".join(wrong)

@@ -1,4 +1,4 @@
-"""attention_decode: one query a sequence over a padded cache; again in interpreter/test_attention_decode.py."""
+"""attention_decode: one query a sequence over a padded cache; again in interpreter/test_ops.py."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_each_row_sees_its_own_keys(heads, dtype, implementation):
 
 
 @pytest.mark.parametrize("scale", [-0.6, 0.0])
-def test_any_finite_scale_is_served(scale, implementation):
+def test_any_finite_scale_of_decoding_is_served(scale, implementation):
     compare([7, 1, 16, 12], 16, (4, 2), 16, scale=scale)
 
 

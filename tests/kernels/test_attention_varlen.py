@@ -1,4 +1,4 @@
-"""attention_varlen against a masked softmax per segment; again in interpreter/test_attention_varlen.py."""
+"""attention_varlen against a masked softmax per segment; again in interpreter/test_ops.py."""
 
 from functools import partial
 
@@ -90,13 +90,3 @@ def test_other_head_sizes_on_a_gpu(head_size, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", "triton")
     compare([300, 0, 41], dtype=torch.bfloat16, heads=(4, 2), head_size=head_size, device="cuda")
     compare([300, 0, 41], causal=False, heads=(4, 2), head_size=head_size, device="cuda")
-
-
-def test_what_was_packed_without_gradients_first_has_them_afterwards():
-    """A learner packs as an engine in its process has packed before, in inference mode."""
-    cu_seqlens = torch.tensor([0, 7, 12, 13])
-    with torch.inference_mode():
-        attention_varlen(*(torch.randn(13, 2, 8) for _ in range(3)), cu_seqlens)
-    q = torch.randn(13, 2, 8, requires_grad=True)
-    attention_varlen(q, torch.randn(13, 2, 8), torch.randn(13, 2, 8), cu_seqlens).sum().backward()
-    assert q.grad is not None and q.grad.abs().sum() > 0

@@ -14,12 +14,6 @@ def arguments():
     return torch.randn(4, 8), torch.randn(16, 8), torch.zeros(4, dtype=torch.int64)
 
 
-def test_a_forced_implementation_is_used(arguments, monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", "reference")
-    monkeypatch.setattr(library, "cpu_library", lambda: pytest.fail("the C++ library was used"))
-    linear_logprob(*arguments)
-
-
 def test_a_forced_implementation_that_cannot_serve_is_refused_with_the_reason(arguments, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", "cpu")
     with pytest.raises(

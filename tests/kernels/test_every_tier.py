@@ -16,13 +16,11 @@ from every_op import (
     check_the_defaults_are_not_used,
     force,
     same,
-    tensors_of,
-    that_run_here,
 )
-from layout_cases import HEADS, MORE_HEADS, OPS, TOKENS, check_every_layout, results
+from layout_cases import HEADS, OPS, TOKENS, check_every_layout, results, tensors_of
 from nonfinite_cases import FEW, KINDS, SETTINGS, check_given_logprobs, check_logprobs, check_loss
 
-from marsrl.kernels import linear_logprob
+from marsrl.kernels.attention_varlen.cpu import padded_by_length
 from marsrl.kernels.head import host_memory
 
 # Interpreted, a call takes a quarter of a second, and a head has 20 tensors in 4 layouts: one of each kind.
@@ -61,9 +59,9 @@ def test_autocast_changes_nothing(served):
 @pytest.mark.parametrize("name, tier", WITH_GRADIENTS)
 def test_an_empty_batch_has_gradients_of_zero(served):
     """The call without a token: nothing of what is one a token, and no token in any sequence or for any expert."""
-    op, tensors = CALLS[served], tensors_of(served)
+    op, tensors = CALLS[served], tensors_of(CALLS[served])
     for which, values in tensors.items():
-        if which in ("cu_seqlens", "counts"):
+        if which.startswith("cu_seqlens") or which == "counts":
             tensors[which] = torch.zeros_like(values)
         elif values.shape[:1] == (TOKENS,):
             tensors[which] = values[:0]
@@ -76,7 +74,7 @@ def test_an_empty_batch_has_gradients_of_zero(served):
 
 @pytest.mark.parametrize("name, tier", WITH_GRADIENTS)
 def test_a_frozen_input_changes_no_other_gradient(served):
-    op, tensors = CALLS[served], tensors_of(served)
+    op, tensors = CALLS[served], tensors_of(CALLS[served])
     expected, num_outputs = results(op, tensors), len(op.run(tensors))
     gradients = dict(zip(op.leaves, expected[num_outputs:], strict=True))
     for frozen in op.leaves:
@@ -86,36 +84,29 @@ def test_a_frozen_input_changes_no_other_gradient(served):
     assert not any(each.requires_grad for each in op.run(tensors))
 
 
-@pytest.mark.parametrize("name", {**HEADS, **MORE_HEADS})
-def test_a_learner_may_come_after_an_evaluation_in_inference_mode(name, monkeypatch):
-    """Memory that a process keeps is written by both, and what inference mode has made cannot be written outside of it."""
+@pytest.mark.parametrize("name, tier", [each for each in WITH_GRADIENTS if each[1] != "reference"])
+def test_a_learner_may_come_after_an_evaluation_in_inference_mode(served, monkeypatch):
+    """What a process keeps is written by both, and what inference mode has made cannot be written outside of it."""
     monkeypatch.setattr(host_memory._kept, "buffer", None, raising=False)
+    padded_by_length.cache_clear()
     with torch.inference_mode():
-        linear_logprob(torch.randn(9, 16), torch.randn(40, 16), torch.arange(9))
-    call(name)
+        CALLS[served].run(tensors_of(CALLS[served]))
+    call(served)
 
 
-DIFFERENTIABLE = (
-    "linear_policy_loss, float32", "linear_logprob, float32", "policy_loss", "swiglu", "rms_norm", "grouped_linear"
-)  # fmt: skip
+# PyTorch's own, which it differentiates as often as it is asked to
+PYTORCHS = [("policy_loss", "reference"), ("attention_varlen", "cpu"), ("attention_varlen of keys, both ways", "cpu")]
 
 
-def of_first_leaf(name):
-    """(the op's first output as a function of the first tensor that has a gradient, that tensor)."""
-    op = CALLS[name]
-    tensors = op.tensors()
-    return lambda x: op.run({**tensors, op.leaves[0]: x})[0].sum(), tensors[op.leaves[0]]
-
-
-# The reference of policy_loss has no product: PyTorch differentiates it, as often as it is asked to.
-@pytest.mark.parametrize(
-    "name, tier",
-    [(name, tier) for name in DIFFERENTIABLE for tier in that_run_here(name) if (name, tier) != ("policy_loss", "reference")],
-)  # fmt: skip
+@pytest.mark.parametrize("name, tier", [each for each in WITH_GRADIENTS if each not in PYTORCHS])
 def test_a_second_derivative_is_refused_and_not_zero(served):
-    function, x = of_first_leaf(served)
-    with pytest.raises(RuntimeError, match=f"{served.split(',')[0]}: create_graph=True asks for a second derivative"):
-        torch.autograd.grad(function(x.requires_grad_()), x, create_graph=True)
+    op, tensors = CALLS[served], tensors_of(CALLS[served])
+    leaf = tensors[op.leaves[0]].requires_grad_()
+    out = op.run(tensors)[0].float().sum()
+    with pytest.raises(
+        RuntimeError, match=f"{served.split(',')[0].split()[0]}: create_graph=True asks for a second derivative"
+    ):
+        torch.autograd.grad(out, leaf, create_graph=True)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

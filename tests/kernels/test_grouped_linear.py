@@ -1,4 +1,4 @@
-"""grouped_linear against autograd in float64; again in interpreter/test_grouped_linear.py."""
+"""grouped_linear against autograd in float64; again in interpreter/test_ops.py."""
 
 import pytest
 import torch

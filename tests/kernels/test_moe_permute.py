@@ -1,4 +1,4 @@
-"""moe_permute and moe_unpermute against autograd in float64; again in interpreter/test_moe_permute_interpreted.py."""
+"""moe_permute and moe_unpermute against autograd in float64; again in interpreter/test_ops.py."""
 
 import pytest
 import torch
@@ -24,16 +24,9 @@ def test_weights_have_a_dtype_of_their_own(implementation):
     compare(random_map(5, 4, 2), 8, torch.float32, torch.bfloat16)
 
 
-def test_rows_are_in_the_order_of_experts_and_then_of_tokens(implementation):
-    check_order()
-
-
-def test_rows_of_other_ranks_are_sorted_and_go_back(implementation):
-    check_single_rows()
-
-
-def test_sums_are_rounded_once(implementation):
-    check_sums_round_once()
+@pytest.mark.parametrize("check", [check_order, check_single_rows, check_sums_round_once])
+def test_order_of_rows_there_and_back_and_their_sums(check, implementation):
+    check()
 
 
 def test_the_backward_keeps_neither_tokens_nor_rows(implementation):

@@ -1,6 +1,6 @@
-"""Triton kernels with the Triton that the CUDA set brings: all of them interpreted, those of the head compiled for GPUs.
+"""Triton kernels with the Triton that the CUDA set brings: every op interpreted, those of the head compiled for GPUs.
 
-`make test-triton` runs all cases of every test, and compiles the others, too. `make test` fetches that Triton into build/.
+`make test-triton` runs all tests, and compiles the others, too. `make test` fetches that Triton into build/.
 """
 
 from __future__ import annotations
@@ -15,26 +15,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = """
-import sys
-import pytest
-import triton
-
-class FirstAndLastCase:
-    def pytest_collection_modifyitems(self, items):
-        of_tests = {}
-        for item in items:
-            of_tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        items[:] = [case for cases in of_tests.values() for case in dict.fromkeys((cases[0], cases[-1]))]
-
-other, tests, *words = sys.argv[1:]
-assert triton.__version__ == other
-sys.exit(pytest.main([tests, *words], [FirstAndLastCase()] if tests.endswith("interpreter") else []))
-"""
+SCRIPT = "import sys, pytest, triton; assert triton.__version__ == sys.argv[1]; sys.exit(pytest.main(sys.argv[2:]))"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tests", ["interpreter", "test_fused_head_ahead_of_time.py"])
+@pytest.mark.parametrize("tests", ["interpreter/test_every_op.py", "test_fused_head_ahead_of_time.py"])
 def test_kernels_work_with_the_triton_of_the_cuda_set(tests: str) -> None:
     (other,) = re.findall(r"^triton==(\S+)", (ROOT / "constraints/cuda.txt").read_text(), re.MULTILINE)
     if other == version("triton"):
@@ -42,7 +27,10 @@ def test_kernels_work_with_the_triton_of_the_cuda_set(tests: str) -> None:
     folder = ROOT / f"build/triton-{other}"
     if not folder.is_dir():
         pytest.skip(f"{folder} is not there: make build/triton-{other}")
-    environment = os.environ | {"PYTHONPATH": str(folder), "TRITON_INTERPRET": "1" if tests == "interpreter" else "0"}
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "TRITON_INTERPRET": "1" if tests.startswith("interpreter") else "0",
+    }
     environment.pop("TORCHDYNAMO_DISABLE", None)  # of our shim of Megatron, which other tests of this process import
     words = [sys.executable, "-c", SCRIPT, other, f"tests/kernels/{tests}", "-q", "-m", "not gpu and not multi_gpu"]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -8,8 +8,7 @@ from clamp_cases import CASES, check_clamp, one_token
 from fused_head import compare_policy_loss_of_logprobs, policy_loss
 from policy_cases import OBJECTIVES, poison_masked, policy_case
 
-from marsrl.kernels import LossInputs, PolicyObjective, mpt_gate, token_marks
-from marsrl.kernels.policy_loss.arguments import policy_tokens
+from marsrl.kernels import LossInputs, PolicyObjective, token_marks
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -57,24 +56,6 @@ def test_a_weight_is_on_every_term_and_a_dropped_token_loses_every_term():
     first = one(math.log(0.3), 2.0, PolicyObjective(), old_logprobs=None)
     same = one(math.log(0.3), 2.0, PolicyObjective(), old_logprobs=None, weights=torch.ones(1))
     assert first[:2] == same[:2]  # to the last digit
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_boundaries_of_either_dtype_and_of_a_view_spread_what_is_per_sequence(dtype):
-    bounds = torch.tensor([0, 9, 0, 9, 3, 9, 3, 9, 7, 9], dtype=dtype)[::2]  # an empty sequence first, one in between
-    advantages = torch.tensor([5.0, 6.0, 7.0, 8.0])
-    inputs = LossInputs(PolicyObjective(), bounds, 1.0, advantages=advantages)
-    tokens = policy_tokens("case", 7, bounds.device, inputs)
-    assert tokens.sequence_of.tolist() == [1, 1, 1, 3, 3, 3, 3] and tokens.sequence_of.dtype == torch.int64
-    assert tokens.advantages.tolist() == [6.0, 6.0, 6.0, 8.0, 8.0, 8.0, 8.0]
-    entropy = torch.tensor([0.0, 0.1, 0.2, 0.5, 0.5, 0.5, 0.5])
-    gate = mpt_gate(entropy, torch.ones(7, dtype=torch.bool), bounds, torch.ones(4, dtype=torch.bool))
-    assert gate.tolist() == [False, True, False, False]
-    for wrong in ([0, 3, 2, 7], [1, 3, 7], [0, 3, 8]):
-        with pytest.raises(ValueError, match="expected to rise from 0 to 7 tokens"):
-            policy_tokens(
-                "case", 7, bounds.device, LossInputs(PolicyObjective(), torch.tensor(wrong, dtype=dtype), 1.0)
-            )
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

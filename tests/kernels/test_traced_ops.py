@@ -2,21 +2,22 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from every_op import force, that_run_here
+from every_op import WITH_GRADIENTS, call, force, that_run_here
+from layout_cases import transposed
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from marsrl.kernels import (
     LossInputs,
     PolicyObjective,
     RowOrder,
-    Support,
     attention_varlen,
     grouped_linear,
     linear_logprob,
@@ -37,72 +38,35 @@ def _leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, dtype=dtype).requires_grad_()
 
 
-def _attention(num_tokens: int, **given: Any) -> tuple[Any, ...]:
-    q, k, v = _leaf(num_tokens, 4, 16), _leaf(num_tokens, 2, 16), _leaf(num_tokens, 2, 16)
-    bounds = torch.tensor([0, 2, 2, num_tokens], dtype=torch.int32)
-    return q, k, v, bounds, given.get("keys"), 0.3, given.get("causal", True), given.get("longest"), False
+TRACED = ("rms_norm", "swiglu", "attention_varlen", "grouped_linear", "moe_permute", "moe_unpermute", "linear_logprob")
 
 
-def _head(num_tokens: int, dtype: torch.dtype = torch.float32, **given: Any) -> tuple[Any, ...]:
-    hidden, weight = _leaf(num_tokens, 16, dtype=dtype), _leaf(40, 16, dtype=dtype)
-    support = given.get("support", (None, None, None, 0))
-    targets = torch.arange(num_tokens)
-    return hidden, weight, targets, given.get("temperature"), *support[:3], 1.5, given.get("real"), support[3]
+class Recorder(TorchDispatchMode):
+    """Keeps the arguments of our ops: found[op], of its last call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[torch._ops.OpOverload, tuple[Any, ...]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "marsrl":
+            self.found[function] = args
+        return function(*args, **(kwargs or {}))
 
 
-SUPPORT = Support(torch.arange(8, dtype=torch.int32), torch.zeros(6, dtype=torch.int64), torch.full((6,), 8), 8)
-
-
-def _order(num_tokens: int) -> RowOrder:
-    """Of 3 experts, two a token."""
-    return RowOrder.of_map(torch.arange(3)[None] != torch.arange(num_tokens)[:, None] % 3, 2 * num_tokens)
-
-
-# name -> the arguments of torch.ops.marsrl.<first word> for so many tokens
-SCHEMAS: dict[str, Callable[[int], tuple[Any, ...]]] = {
-    "rms_norm": lambda n: (_leaf(n, 16), _leaf(16), None, 1e-6, 1.0),
-    "rms_norm bfloat16": lambda n: (_leaf(n, 16, dtype=torch.bfloat16), _leaf(16), None, 1e-6, 0.0),
-    "rms_norm of columns": lambda n: (torch.randn(16, n).t().requires_grad_(), _leaf(16), None, 1e-6, 0.0),
-    "rms_norm rotated": lambda n: (_leaf(2 * n, 16), _leaf(16), torch.randn(n, 16), 1e-6, 0.0),
-    "swiglu": lambda n: (_leaf(n, 16), None),
-    "swiglu weighted": lambda n: (_leaf(n, 16), _leaf(n)),
-    "attention_varlen": _attention,
-    "attention_varlen with keys": lambda n: _attention(n, keys=torch.tensor([0, 2, 2, n], dtype=torch.int32)),
-    "attention_varlen both ways": lambda n: _attention(n, causal=False, longest=n),
-    "grouped_linear": lambda n: (_leaf(n, 16), _leaf(3, 8, 16), torch.tensor([2, 0, n - 2])),
-    "moe_permute": lambda n: (_leaf(n, 16), _leaf(n, 3), *_order(n)),
-    "moe_permute bfloat16": lambda n: (_leaf(n, 16, dtype=torch.bfloat16), _leaf(n, 3), *_order(n)),
-    "moe_unpermute": lambda n: (_leaf(2 * n, 16), *_order(n)[:3]),
-    "linear_logprob": _head,
-    "linear_logprob bfloat16": lambda n: _head(n, torch.bfloat16, real=39),
-    "linear_logprob per token": lambda n: _head(n, temperature=torch.linspace(0.5, 2, n)),
-    "linear_logprob support": lambda n: _head(6, support=tuple(vars(SUPPORT).values())),
-}
-
-
-@pytest.mark.parametrize("name, tier", [(name, tier) for name in SCHEMAS for tier in that_run_here(name.split()[0])])
+@pytest.mark.parametrize("name, tier", [each for each in WITH_GRADIENTS if each[0].split(",")[0].split()[0] in TRACED])
 def test_torch_finds_no_fault(name: str, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own rules for the op and for that of its backward, with sizes that are known and with sizes that are not."""
-    packet = name.split()[0]
-    force(monkeypatch, packet, tier)
-    given = SCHEMAS[name](6)
-    torch.library.opcheck(getattr(torch.ops.marsrl, packet).default, given)
-    recorded = []
-
-    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function.name() == f"marsrl::{packet}_backward":
-                recorded.append(args)
-            return function(*args, **(kwargs or {}))
-
-    found = getattr(torch.ops.marsrl, packet)(*given)
-    out = found if isinstance(found, Tensor) else found[0]
-    with Recorder():
-        out.float().square().sum().backward()
-    backward = getattr(torch.ops.marsrl, f"{packet}_backward").default
-    assert recorded
-    for args in recorded:
-        torch.library.opcheck(backward, args, test_utils=("test_schema", "test_faketensor"))
+    """torch's own rules for the op and for that of its backward, with sizes that are known and with sizes that are not; and for
+    matrices that lie by columns, as a compiler may hand them over."""
+    force(monkeypatch, name, tier)
+    with Recorder() as recorder, monkeypatch.context() as traced:
+        traced.setattr(torch.compiler, "is_compiling", lambda: True)
+        call(name)
+    forward, backward = recorder.found
+    torch.library.opcheck(forward, recorder.found[forward])
+    by_columns = tree_map_only(Tensor, transposed, recorder.found[forward])
+    for op, given in ((forward, by_columns), (backward, recorder.found[backward])):
+        torch.library.opcheck(op, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def _of_norm(x: Tensor, weight: Tensor) -> Tensor:

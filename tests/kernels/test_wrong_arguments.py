@@ -26,6 +26,15 @@ def of_loss():
     return {"logprobs": logprobs, "entropy": zeros(60), "objective": PolicyObjective(), **arguments}
 
 
+NO_TEMPERATURES = [
+    ({"temperature": given}, rf"temperature{place} is {value}, expected a positive, finite number")
+    for value in (0.0, -1.5, NAN, INF)
+    for given, place in (
+        (value, ""),
+        (tensor([1.0, 1.0, value, 1.0]), r"\[2\]"),
+        (tensor([1.0, 1.0, value, 1.0]).bfloat16(), r"\[2\]"),
+    )
+]
 HEAD = {"hidden": zeros(4, 8), "weight": zeros(40, 8), "targets": ints(4)}
 LOSS = {"objective": PolicyObjective(), "cu_seqlens": tensor([0, 4]), "normaliser": 1.0, "advantages": ones(1)}
 ORDER = kernels.RowOrder.of_map(tensor([[True, False], [True, True]]), 3)
@@ -54,7 +63,13 @@ WRONG = {
         [
             ({"k": zeros(5, 2, 4)}, r"k has shape \[5, 2, 4\], expected \[any, any, 8\]"),
             ({"k": zeros(5, 3, 8), "v": zeros(5, 3, 8)}, "k has 3 heads, expected a divisor of q's 4"),
-            ({"cu_seqlens": tensor([0, 4])}, r"cu_seqlens is \[0, 4\], expected to rise from 0 to 5 tokens"),
+            *(
+                (
+                    {"cu_seqlens": tensor(each)},
+                    rf"cu_seqlens is \[{str(each)[1:-1]}\], expected to rise from 0 to 5 tokens",
+                )
+                for each in ([0, 4], [1, 3, 5], [0, 3, 2, 5])
+            ),
             (
                 {"cu_seqlens": tensor([0, 1, 5]), "cu_seqlens_k": tensor([0, 3, 5])},
                 "cu_seqlens_k gives sequence 1 2 keys for 4 queries",
@@ -93,6 +108,7 @@ WRONG = {
             ({"weight": zeros(40, 9)}, r"weight has shape \[40, 9\], expected \[any, 8\]"),
             ({"targets": zeros(4)}, r"targets has dtype float32, expected int64 or int32"),
             ({"targets": tensor([0, 1, -1, -1])}, r"targets\[2\] is -1, expected 0..39"),
+            *NO_TEMPERATURES,
             ({"temperature": ones(4, requires_grad=True)}, r"temperature requires a gradient"),
             ({"real_vocab_size": 41}, r"real_vocab_size is 41, expected 1..40"),
             ({"support": Support(IDS, ints(4), ints(3), 1)}, r"support.counts has shape \[3\], expected \[4\]"),
@@ -102,6 +118,7 @@ WRONG = {
     "linear_policy_loss": (
         {**HEAD, **LOSS},
         [
+            *NO_TEMPERATURES,
             ({"main_grad": zeros(40, 8).bfloat16()}, "main_grad has dtype bfloat16, expected float32"),
             ({"targets": tensor([0, 0, 0, 40])}, r"targets\[3\] is 40, expected 0..39"),
         ],
@@ -181,8 +198,10 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("implementation", ["", "reference"])  # "": that of this machine
 @pytest.mark.parametrize("op, change, message", [(op, *each) for op, (_, wrong) in WRONG.items() for each in wrong])
-def test_a_wrong_argument_is_named_with_what_was_expected(op, change, message):
+def test_a_wrong_argument_is_named_with_what_was_expected(op, change, message, implementation, monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", implementation)
     function, (right, _) = FUNCTIONS[op], WRONG[op]
     function(**right)
     with pytest.raises(ValueError, match=f"{op}: {message}"):

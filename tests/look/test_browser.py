@@ -94,7 +94,7 @@ def test_tokens_are_coloured_by_what_was_kept_of_them(watched: Watched) -> None:
 
 def test_a_sample_without_kept_tokens_names_the_setting_and_leads_to_others(watched: Watched) -> None:
     page = watched.page
-    watched.open("?sample=5.1&color=entropy")
+    watched.open("?sample=1.1&color=entropy")  # step 0 is nearer, and its file is damaged
     page.wait_for_selector("text=run.token_log_every")
     page.get_by_role("button", name="corrector1 3").click()
     page.wait_for_selector(".tokens.by-entropy")
@@ -137,8 +137,4 @@ def test_keys_filters_and_links_lead_to_the_samples(watched: Watched) -> None:
     above = page.locator(".detail h2").inner_text()
     page.keyboard.press("u")
     watched.wait_until(f"document.querySelector('.detail h2').innerText !== {above!r}")
-    page.get_by_text("its life in the pipeline").click()
-    page.wait_for_selector("rect.hot")
-    page.get_by_role("button", name="zoom to it").click()
-    watched.wait_until("location.search.includes('low_s')")
     assert not watched.complaints

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hostile_run import ATTACK
-from made_up_run import AGENTS, make_group, make_run, make_sample, make_summary
+from made_up_run import AGENTS, make_group, make_run, make_sample, make_summary, written_by_another
 from playwright.sync_api import Browser
 from watched import Watched
 
 from marsrl.trainer.commands.look.export import write_report
-from marsrl.trainer.report.samples_log import sample_files, write_samples
+from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.summary import save_summary
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import RunLock
@@ -90,28 +88,9 @@ def test_a_run_that_writes_its_own_report_is_over_and_another_process_s_is_not(t
     lock = RunLock(run)
     assert not told(run)["runs"][0]["is_going_on"]
     lock.release()
-    script = f"""
-import sys, pathlib
-from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.lock import RunLock
-lock = RunLock(RunDirectory(pathlib.Path({str(run.path)!r})))
-print("held", flush=True)
-sys.stdin.read()
-"""
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout and other.stdout.readline() == b"held\n"
+    with written_by_another(run):
         assert told(run)["runs"][0]["is_going_on"]
-        other.communicate()
     assert not told(run)["runs"][0]["is_going_on"]
-
-
-def test_a_damaged_samples_file_is_named_and_the_rest_is_shown(tmp_path: Path, whole: dict[str, Any]) -> None:
-    run = make_run(tmp_path)
-    path = sample_files(run)[1]
-    path.write_bytes(path.read_bytes()[:-9])
-    found = told(run)
-    assert [each["step"] for each in found["warnings?run=0"] if f"{path} is no file of samples" in each["text"]] == [1]
-    assert 0 < found["samples?run=0"]["num"] < whole["samples?run=0"]["num"]
 
 
 def test_a_parent_that_is_not_there_hides_no_sample(tmp_path: Path) -> None:

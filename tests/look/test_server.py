@@ -15,7 +15,7 @@ import pytest
 from commands import run_by
 from fastapi.testclient import TestClient
 
-from marsrl.trainer.commands.look.diff import MOST_CHARS, differences
+from marsrl.trainer.commands.look.api import MOST_CHARS, differences
 from marsrl.trainer.commands.look.server import PAGES, make_app
 
 

@@ -7,6 +7,7 @@ weights of another directory are sent, by what has changed.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,114 +65,105 @@ class Processes:
         return [answer.value for answer in self.call(method, dict.fromkeys(range(len(self)), args)).values()]
 
 
-def syncs_of(engines: CheckedEngines | None, dtype: str) -> dict[str, WeightSync]:
-    """One of each kind, on this rank."""
-    told: dict[str, Any] = {"bucket_bytes": BUCKET, "timeout_s": 60.0}
-    in_engines: torch.dtype = getattr(torch, dtype)
-    return {
-        "shm": FileSync(engines, in_engines),
-        "nccl": DirectSync(engines, in_engines, "nccl", **told),
-        "ipc": DirectSync(engines, in_engines, "ipc", **told),
-    }
+class Publishing:
+    """Publishes of a learner to engines, whose processes rank 0 has. dtype: of the engines."""
 
+    def __init__(self, learner: Learner, dtype: str, engines: Processes | None) -> None:
+        self.learner, self.engines = learner, engines
+        self.dtype: torch.dtype = getattr(torch, dtype)
 
-def publishes(learner: Learner, model: str, dtype: str, engines: Processes | None) -> dict[str, Any]:
-    """The engines' weights after a publish through files, and straight from the ranks by nccl and ipc; on rank 0."""
-    found: dict[str, Any] = {}
-    checked = None
-    if engines:
-        engines.ask("local", model, dtype)
-        checked = CheckedEngines(EnginePool(engines), vocab_size=learner.vocab_size)  # type: ignore[arg-type]
-    for kind, sync in syncs_of(checked, dtype).items():
-        versions = [1] if kind == "shm" else [1, 2]  # the second over the same connection
-        for version in versions:
-            if engines:
-                engines.ask("forget")
-            report = sync.publish(learner, version)
-        if engines and report:
-            found[kind] = {
-                "held": engines.ask("held"),
-                "bytes": report.num_bytes,
-                "probe": report.comparison and report.comparison.largest,
-            }
-        found.setdefault(kind, {})
-        if kind != "shm":
-            name = ""
-            if engines:
-                name = sorted(found[kind]["held"][0])[-2]
-                engines.call("spoil", {1: (name,)})
-            try:
-                sync.publish(learner, 9)
-            except RuntimeError as error:  # on rank 0
-                found[kind]["spoiled"] = [name, str(error)]
-        sync.close()
-    return found
+    def new(self, *kind: Any) -> CheckedEngines | None:
+        """Engines of this kind in the place of those before; on rank 0."""
+        if self.engines is None:
+            return None
+        self.engines.ask(*kind)
+        return CheckedEngines(EnginePool(self.engines), vocab_size=self.learner.vocab_size)  # type: ignore[arg-type]
 
+    def direct(self, engines: CheckedEngines | None, kind: Literal["nccl", "ipc"], **options: Any) -> DirectSync:
+        return DirectSync(engines, self.dtype, kind, bucket_bytes=BUCKET, timeout_s=60.0, **options)
 
-def publishes_of_changes(
-    learner: Learner, model: str, changed: str, dtype: str, engines: Processes | None
-) -> dict[str, Any]:
-    """What engines hold after changes alone were sent, after one engine lost its numbers, and after files; on rank 0."""
-    checked = None
-    if engines:
-        engines.ask("local", model, dtype)
-        checked = CheckedEngines(EnginePool(engines), vocab_size=learner.vocab_size)  # type: ignore[arg-type]
-    in_engines: torch.dtype = getattr(torch, dtype)
-    by_change = DirectSync(checked, in_engines, "nccl", bucket_bytes=BUCKET, timeout_s=60.0, delta=True)
-    syncs: dict[str, WeightSync] = {
-        "first": by_change, "changes": by_change, "after a loss": by_change, "files": FileSync(checked, in_engines)
-    }  # fmt: skip
-    found: dict[str, Any] = {}
-    for version, (kind, sync) in enumerate(syncs.items()):
-        if kind == "changes":
-            learner.read_weights(changed)
-        if kind == "after a loss" and engines:
-            engines.call("forget", {1: ()})
-        if report := sync.publish(learner, version):
-            assert engines
-            found[kind] = [engines.ask("held"), report.num_bytes, report.changed_share]
-    for sync in syncs.values():
-        sync.close()
-    return found
+    def spoiled(self, sync: WeightSync, version: int, name: str) -> str:
+        """What is said when a bit of this tensor changes in the second engine; on rank 0."""
+        if self.engines:
+            self.engines.call("spoil", {1: (name,)})
+        try:
+            sync.publish(self.learner, version)
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
-
-def publish_to_halves(learner: Learner, engines: Processes | None, folder: Path) -> dict[str, str]:
-    """To engines of two shards each: what those of the second hold, in folder/KIND_EXPERTS.pt, for both kinds of a sync and
-    experts cut and spread; and what is said, by the same names, when a number of its second shard changes."""
-    said = {}
-    for experts in ("cut", "spread"):
-        checked = None
-        for kind in KINDS:
-            if engines:
-                engines.ask("halves", 2, experts == "spread")
-                checked = CheckedEngines(EnginePool(engines), vocab_size=learner.vocab_size)  # type: ignore[arg-type]
-            # they score nothing: no version is compared
-            sync = DirectSync(checked, torch.float32, kind, verify_every=100, bucket_bytes=BUCKET, timeout_s=60.0)
-            sync.publish(learner, 1)
-            name = f"{kind}_{experts}"
-            if engines:
-                engines.call("save", {0: (str(folder / "first.pt"),), 1: (str(folder / f"{name}.pt"),)})
-                engines.call("spoil", {1: ("lm_head.weight",)})
-            try:
-                sync.publish(learner, 2)
-            except RuntimeError as error:  # on rank 0
-                said[name] = str(error)
+    def whole(self, model: str, dtype: str) -> dict[str, Any]:
+        """The engines' weights after a publish through files, and straight from the ranks by nccl and ipc; on rank 0."""
+        found: dict[str, Any] = {}
+        checked = self.new("local", model, dtype)
+        syncs: dict[str, WeightSync] = {"shm": FileSync(checked, self.dtype)}
+        syncs |= {kind: self.direct(checked, kind) for kind in KINDS}
+        for kind, sync in syncs.items():
+            for version in [1] if kind == "shm" else [1, 2]:  # the second over the same connection
+                if self.engines:
+                    self.engines.ask("forget")
+                report = sync.publish(self.learner, version)
+            if self.engines and report:
+                found[kind] = {
+                    "held": self.engines.ask("held"),
+                    "bytes": report.num_bytes,
+                    "probe": report.comparison and report.comparison.largest,
+                }
+            if kind != "shm":
+                name = sorted(found[kind]["held"][0])[-2] if found else ""
+                said = self.spoiled(sync, 9, name)
+                if found:
+                    found[kind]["spoiled"] = [name, said]
             sync.close()
-    return said
+        return found
+
+    def changes(self, model: str, changed: str, dtype: str) -> dict[str, Any]:
+        """What engines hold after changes alone were sent, after one engine lost its numbers, and after files; on rank 0."""
+        checked = self.new("local", model, dtype)
+        by_change = self.direct(checked, "nccl", delta=True)
+        files = FileSync(checked, self.dtype)
+        found: dict[str, Any] = {}
+        for version, kind in enumerate(("first", "changes", "after a loss", "files")):
+            if kind == "changes":
+                self.learner.read_weights(changed)
+            if kind == "after a loss" and self.engines:
+                self.engines.call("forget", {1: ()})
+            report = (files if kind == "files" else by_change).publish(self.learner, version)
+            if self.engines and report:
+                found[kind] = [self.engines.ask("held"), report.num_bytes, report.changed_share]
+        by_change.close()
+        files.close()
+        return found
+
+    def halves(self, folder: Path) -> dict[str, str]:
+        """To engines of two shards each: what those of the second hold, in folder/KIND_EXPERTS.pt, for both kinds of a sync
+        and experts cut and spread; and what is said, by the same names, when a number of its second shard changes."""
+        said = {}
+        for experts, kind in itertools.product(("cut", "spread"), KINDS):
+            # they score nothing: no version is compared
+            sync = self.direct(self.new("halves", 2, experts == "spread"), kind, verify_every=100)
+            sync.publish(self.learner, 1)
+            name = f"{kind}_{experts}"
+            if self.engines:
+                self.engines.call("save", {0: (str(folder / "first.pt"),), 1: (str(folder / f"{name}.pt"),)})
+            said[name] = self.spoiled(sync, 2, "lm_head.weight")
+            sync.close()
+        return said
 
 
 def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> dict[str, Any]:
-    """Findings of publishes() in each case, on rank 0; with engines in halves too, in the case that says so."""
+    """Findings of Publishing in each case, on rank 0; with engines in halves too, in the case that says so."""
     found: dict[str, Any] = {}
     engines: Processes | None = None
     for name, (model, layout, dtype, engine_dtype) in cases.items():
         policy = learner(model, layout=layout, dtype=dtype)
         if engines is None and dist.get_rank() == 0:
             engines = Processes(2)
-        found[name] = publishes(policy, model, engine_dtype, engines)
+        publishing = Publishing(policy, engine_dtype, engines)
+        found[name] = publishing.whole(model, engine_dtype)
         if name.endswith("halves"):
-            found[name]["halves"] = publish_to_halves(policy, engines, Path(folder))
-        found[name]["changes"] = publishes_of_changes(policy, model, f"{model}_changed", engine_dtype, engines)
+            found[name]["halves"] = publishing.halves(Path(folder))
+        found[name]["changes"] = publishing.changes(model, f"{model}_changed", engine_dtype)
         parallel.stop(keep_world=True)
     if engines:
         engines.end()

@@ -1,18 +1,22 @@
 """A job of two gloo ranks: the same two steps under every layout, a checkpoint, a third step; two steps of two updates each.
 
-Then every checkpoint is resumed under the layouts named for it. See test_layouts.
+Then every checkpoint is resumed under the layouts named for it; and two adapters on one base train together, are saved and
+resumed. See test_layouts.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from megatron_models import averaged, learner, num_trained, save, sequences, step, weights
+from megatron_models import averaged, learner, num_trained, on_one_base, save, sequences, step, weights
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.kept_tokens import KeptTokens
@@ -20,29 +24,17 @@ from marsrl.rollout.state import decode, encode
 from marsrl.trainer.config import MptConfig, OptimizerConfig
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
-from marsrl.trainer.data.scatter import Update
+from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import HfReader
 from marsrl.trainer.learner.other_roundings import Precision
+from marsrl.trainer.learner.together import groups
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
+from marsrl.trainer.runs import collective
 from marsrl.trainer.runs.collective import gather_bytes
 
 SAMPLES = 8
-_READ = HfReader._read
-
-
-def reads_of_this_process() -> list[int]:
-    """How many numbers each read from a Hugging Face file brings, from now on."""
-    read: list[int] = []
-
-    def counted(self: HfReader, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        tensor = _READ(self, name, index)
-        read.append(tensor.numel())
-        return tensor
-
-    HfReader._read = counted  # type: ignore[method-assign]
-    return read
 
 
 def new_learner(model: str, layout: dict[str, int]) -> Learner:
@@ -64,8 +56,13 @@ def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
     return batches if ranks_of_data == 1 else batches[dist.get_rank() :: ranks_of_data]
 
 
-def third_step(policy: Learner, layout: dict[str, int]) -> list[float]:
-    """Loss and gradient norm of one more step, and of the step after it: what the optimizer's state makes of it."""
+def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None = None) -> list[float]:
+    """Loss and gradient norm of one more step, and of the step after it: what the optimizer's state makes of it.
+
+    checkpoint: of a learner that was saved after its second step, under this layout or another; it is loaded first.
+    """
+    if checkpoint:
+        policy.load(checkpoint)
     found = []
     for _ in range(2):
         stats = step(policy, batches_of_this_rank(layout), normaliser=num_trained(sequences(SAMPLES, multiple=4)))
@@ -73,27 +70,24 @@ def third_step(policy: Learner, layout: dict[str, int]) -> list[float]:
     return found
 
 
-def resume(model: str, layout: dict[str, int], checkpoint: Path) -> list[float]:
-    """third_step of a learner that was saved after its second one, under this layout or another."""
-    policy = new_learner(model, layout)
-    policy.load(checkpoint)
-    return third_step(policy, layout)
-
-
 def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> dict[str, Any]:
     """Two steps on the ranks of this world: statistics, scores, their noise, weights before and after; a checkpoint."""
-    read = reads_of_this_process()
-    policy = new_learner(model, layout)
+    read, read_file = list[int](), HfReader._read
+
+    def counted(self: HfReader, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        read.append((tensor := read_file(self, name, index)).numel())
+        return tensor
+
+    with mock.patch.object(HfReader, "_read", counted):
+        policy = new_learner(model, layout)
     loaded = [sum(read), sum(p.numel() for p in policy.model.parameters())]
     samples, mine = sequences(SAMPLES, multiple=4), batches_of_this_rank(layout)
     untouched = weights(policy)
     stats = []
     for _ in range(2):
         s = step(policy, mine, normaliser=num_trained(samples), by_agent=True)
-        stats.append(
-            [s.loss, s.grad_norm, float(s.gated_samples), *[x for v in s.agent_sums.values() for x in v], s.k3]
-            + [norm or 0.0 for norm in s.agent_grad_norms]
-        )
+        norms = [norm or 0.0 for norm in s.agent_grad_norms]
+        stats.append([s.loss, s.grad_norm, s.gated_samples, *itertools.chain(*s.agent_sums.values()), s.k3, *norms])
     found = zip(policy.score(mine), policy.score(mine, rounded_as=Precision(torch.bfloat16)), strict=True)
     sums = [(logprobs.sum(), (rounded - logprobs).abs().sum()) for logprobs, rounded in found]
     total = torch.stack([torch.stack(each) for each in sums]).sum(0)
@@ -130,8 +124,14 @@ def forced(samples: list[TrainSequence]) -> list[TrainSequence]:
 Tokens = dict[str, tuple[int, list[float], list[float], list[int]]]
 
 
-def updates(model: str, reference: str, layout: dict[str, int], router_replay: str) -> tuple[list[list[float]], Tokens]:
-    """Statistics of two steps on the ranks of this world; the tokens of three samples in the first, from all ranks."""
+def updates(
+    model: str, reference: str, layout: dict[str, int], router_replay: str
+) -> tuple[list[list[float]], Tokens, list[str]]:
+    """Statistics of two steps on batches that rank 0 has scattered; the tokens of three samples in the first, from all ranks.
+
+    And what each rank says of a batch that cannot be packed. Two ranks of one replica, or one of each: the last update is of one
+    sample, and one data rank's share of it empty.
+    """
     policy = learner(
         model,
         objective=PolicyObjective(kl="k3", kl_coef=0.2, clip_low=0.02, clip_high=0.02),
@@ -141,18 +141,17 @@ def updates(model: str, reference: str, layout: dict[str, int], router_replay: s
         optimizer=OptimizerConfig(lr=1e-3, grad_clip=0.5),
         recompute="full",
     )
-    samples = forced(sequences(8))
-    places = policy.shard(64).data_size
-    mine_of_each = []
-    for part in (samples[:4], samples[4:]):
-        update = averaged(part, Average("sequence", "agent"))
-        batches = [pack(update.sequences[i::2], align=2) for i in range(2)]
-        mine = batches if places == 1 else batches[dist.get_rank() :: places]
-        mine_of_each.append(Update(tuple(mine), update.normaliser))
+    samples = forced(sequences(8, multiple=4))
+    batches = tuple(averaged(part, Average("sequence", "agent")) for part in (samples[:7], samples[7:]))
+    with mock.patch.object(collective, "SCATTER_BYTES", 1000):  # sent in pieces
+        with pytest.raises((RuntimeError, ValueError)) as refusal:
+            scatter(batches if dist.get_rank() == 0 else None, policy.shard(8))
+        said = [each.decode() for each in gather_bytes(str(refusal.value).encode())]
+        mine = scatter(batches if dist.get_rank() == 0 else None, policy.shard(64))
     found = []
     tokens: Tokens = {}
     for number in range(2):
-        stats = policy.train_step(mine_of_each, keep={"s1", "s2", "s6"} if number == 0 else ())
+        stats = policy.train_step(mine, keep={"s1", "s2", "s7"} if number == 0 else ())
         for told in gather_bytes(encode(stats.tokens)):
             for each in decode(tuple[TrainedTokens, ...], told):
                 assert each.uid not in tokens, f"two ranks speak for {each.uid}"
@@ -161,7 +160,54 @@ def updates(model: str, reference: str, layout: dict[str, int], router_replay: s
         counts = [replay.tokens, replay.tokens_differ, replay.choices, replay.choices_differ]
         sums = [sum(stats.agent_sums[name]) for name in ("tokens", "kl")]
         found.append([stats.loss, stats.grad_norm, *sums, *map(float, counts)])
-    return found, tokens
+    return found, tokens, said
+
+
+POLICIES = ("a", "b")  # of the agents
+MOE = {"rank": 4, "expert_rank": 2, "alpha": 8, "targets": ["attention", "experts"]}
+ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen3": {"a": {"rank": 8, "alpha": 16}, "b": {"rank": 4, "alpha": 2, "targets": ["mlp"]}},
+    "qwen3_moe": {"a": MOE, "b": {**MOE, "targets": ["attention"]}},
+}
+
+
+def adapted(model: str, kind: str, layout: dict[str, int], recompute: str) -> dict[str, Learner]:
+    optimizers = {name: {"lr": 1e-2, "grad_clip": 0.5, "weight_decay": 0.1} for name in POLICIES}
+    return on_one_base(model, ADAPTERS[kind], optimizers, layout=layout, recompute=recompute)
+
+
+def train_together(learners: dict[str, Learner], steps: range) -> list[float]:
+    """Losses and gradient norms."""
+    (group,) = groups(learners, POLICIES)
+    found = []
+    for number in steps:
+        samples = sequences(8, seed=number, multiple=4)
+        own = [tuple(s for s in samples if POLICIES[s.agent] == name) for name in learners]
+        parts = joined([(MiniBatch(each, num_trained(list(each))),) for each in own])
+        stats = group.train_step(scatter(parts if dist.get_rank() == 0 else None, group.shard(64)))
+        found += [value for each in stats.values() for value in (each.loss, each.grad_norm)]
+    return found
+
+
+def run_adapters(model: str, kind: str, layout: dict[str, int], recompute: str, folder: Path) -> dict[str, Any]:
+    """Two steps of both, their checkpoints, and a third step."""
+    learners = adapted(model, kind, layout, recompute)
+    base = [parameter.clone() for parameter in learners["a"].model.parameters()]
+    found: dict[str, Any] = {"numbers": train_together(learners, range(2))}
+    for name, policy in learners.items():
+        found[name] = dict(policy.held_adapter().export())
+        save(policy, folder / name)
+    found["base stays"] = all(map(torch.equal, base, learners["a"].model.parameters()))
+    found["third"] = train_together(learners, range(2, 3))
+    return found
+
+
+def resume_adapters(model: str, kind: str, layout: dict[str, int], folder: Path) -> list[float]:
+    """The third step of adapters that were saved after their second one, under this layout or another."""
+    learners = adapted(model, kind, layout, "none")
+    for name, policy in learners.items():
+        policy.load(folder / name)
+    return train_together(learners, range(2, 3))
 
 
 def job(
@@ -170,23 +216,32 @@ def job(
     layouts: dict[str, dict[str, dict[str, int]]],
     resumed: dict[str, list[tuple[str, str]]],
     updated: dict[str, list[str]],
+    adapters: dict[str, dict[str, list[Any]]],
 ) -> None:
     """Into the file `out`, by rank 0.
 
     resumed: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}. updated: {layout: router_replay of
-    updates()}, of the models "qwen3_moe" and, as its reference, "reference".
+    updates()}, of the models "qwen3_moe" and, as its reference, "reference". adapters: {kind: {name: [layout, recompute]}}.
     """
-    checkpoints = Path(out).parent / "checkpoints"
+    folder = Path(out).parent
     report: dict[str, Any] = {}
+
+    def did(name: str, found: Any) -> None:
+        report[name] = found
+        parallel.stop(keep_world=True)
+
     for kind in layouts:
         for name, layout in layouts[kind].items():
-            report[f"{kind}/{name}"] = run(models[kind], layout, checkpoints / kind / name)
-            for router_replay in updated.get(name, []) if kind == "qwen3_moe" else []:
-                report[f"{name}, {router_replay}"] = updates(models[kind], models["reference"], layout, router_replay)
-            parallel.stop(keep_world=True)
+            did(f"{kind}/{name}", run(models[kind], layout, folder / "checkpoints" / kind / name))
+            for replay in updated.get(name, []) if kind == "qwen3_moe" else []:
+                did(f"{name}, {replay}", updates(models[kind], models["reference"], layout, replay))
         for before, after in resumed[kind]:
-            place = checkpoints / kind / before
-            report[f"{kind}/{before} -> {after}"] = resume(models[kind], layouts[kind][after], place)
-            parallel.stop(keep_world=True)
+            layout, place = layouts[kind][after], folder / "checkpoints" / kind / before
+            did(f"{kind}/{before} -> {after}", third_step(new_learner(models[kind], layout), layout, place))
+    for kind in adapters:
+        for name, (layout, recompute) in adapters[kind].items():
+            case, place = f"adapters, {kind}/{name}", folder / "adapters" / kind / name
+            did(case, run_adapters(models[kind], kind, layout, recompute, place))
+            did(f"{case}, resumed", resume_adapters(models[kind], kind, layout, place))
     if dist.get_rank() == 0:
         torch.save(report, out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,17 @@ def learner(
     return Learner(
         policy, folder, objectives=objectives, mpt=mpt or MptConfig(scope="off"), total_steps=10, seed=0, **own
     )
+
+
+def on_one_base(
+    folder: str | Path, adapters: Mapping[str, Any], optimizers: Mapping[str, Any], **settings: Any
+) -> dict[str, Learner]:
+    """Policies with these adapters on one base."""
+    learners: dict[str, Learner] = {}
+    for name, adapter in adapters.items():
+        base = next((each.base for each in learners.values()), None)
+        learners[name] = learner(folder, adapter=adapter, base=base, optimizer=optimizers[name], **settings)
+    return learners
 
 
 def step(policy: Learner, batches: Sequence[PackedBatch], normaliser: float | None = None, **options: Any) -> StepStats:

@@ -1,44 +1,35 @@
-"""Adapters on a frozen base, on one rank: against transformers' model with W + s B A in place of W, checkpoints, exports."""
+"""Adapters on a frozen base, on one rank: against transformers' model with W + s B A in place of W, checkpoints, exports; and
+adapters of one base in shared micro-batches, of which each steps as in micro-batches of its own."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import megatron_models as tiny
 import pytest
 import torch
-from megatron_models import (
-    OPTIMIZER,
-    hf_logprobs,
-    learner,
-    micro_batches,
-    num_trained,
-    save,
-    save_model,
-    sequences,
-    step,
-)
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.adapter import AdapterConfig, read_tensors, tensor_shapes, write_adapter
 from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.step_stats import StepStats
+from marsrl.trainer.learner.together import groups
 from marsrl.trainer.models.export import export
 
+NEEDS_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 ADAPTERS: dict[str, dict[str, Any]] = {
     "qwen3": {"rank": 8, "alpha": 16},
     "qwen3_moe": {"rank": 8, "expert_rank": 2, "alpha": 16, "targets": ["attention", "experts"]},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_layout() -> Iterator[None]:
-    yield
-    parallel.stop(keep_world=True)
 
 
 def peft_directory(model: Path, folder: Path, settings: dict[str, Any], seed: int = 0) -> str:
@@ -52,116 +43,130 @@ def peft_directory(model: Path, folder: Path, settings: dict[str, Any], seed: in
 
 
 def adapted(model: Path, kind: str, start: str | None = None, **settings: Any) -> Learner:
-    return learner(model, adapter={**ADAPTERS[kind], "start": start}, **settings)
+    return tiny.learner(model, adapter={**ADAPTERS[kind], "start": start}, **settings)
 
 
 def held(policy: Learner) -> dict[str, Tensor]:
     return dict(policy.held_adapter().export())
 
 
-def base_of(policy: Learner) -> dict[str, Tensor]:
-    return {name: parameter.clone() for name, parameter in policy.model.named_parameters()}
-
-
 def trained(policy: Learner, num_steps: int = 2, seed: int = 0) -> list[float]:
-    samples, found = sequences(6, seed=seed), []
+    samples, found = tiny.sequences(6, seed=seed), []
     for _ in range(num_steps):
-        stats = step(policy, micro_batches(samples, 2), num_trained(samples))
+        stats = tiny.step(policy, tiny.micro_batches(samples, 2), tiny.num_trained(samples))
         found += [stats.loss, stats.grad_norm]
     return found
 
 
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def logprobs_of(model: Path, samples: list[TrainSequence], adapter: Path | None = None) -> Tensor:
+    """Of the sampled tokens, by transformers, and PEFT where there is an adapter."""
+    import transformers
+
+    judge: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if adapter:
+        judge = importlib.import_module("peft").PeftModel.from_pretrained(judge, adapter)
+    with torch.no_grad():
+        return torch.cat([tiny.hf_logprobs(judge, sample)[0] for sample in samples])
+
+
+def scored(policy: Learner, samples: list[TrainSequence]) -> Tensor:
+    (batch,) = tiny.micro_batches(samples, 1)
+    return policy.score([batch])[0][batch.mask]
+
+
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_a_step_moves_the_adapter_and_leaves_the_base_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    policy = adapted(save_model(kind, tmp_path / "model"), kind)
+def test_an_adapter_moves_alone_is_exported_as_it_is_held_and_trains_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    model = tiny.save_model(kind, tmp_path / "model")
+    policy = adapted(model, kind)
     shape, settings = policy.held_adapter().shape, policy.held_adapter().adapter
-    weights, before = base_of(policy), held(policy)
+    base, before = {name: parameter.clone() for name, parameter in policy.model.named_parameters()}, held(policy)
     assert {name: tuple(tensor.shape) for name, tensor in before.items()} == tensor_shapes(shape, settings)
     assert all(bool(tensor.any()) == name.endswith("lora_A.weight") for name, tensor in before.items())
     trained(policy)
-    after = held(policy)
-    assert all(not torch.equal(after[name], before[name]) for name in before)
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in policy.model.named_parameters())
-
-
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_a_merged_export_scores_as_the_adapter_on_its_base(kind: str, tmp_path: Path) -> None:
-    import transformers
-
-    model = save_model(kind, tmp_path / "model")
-    policy = adapted(model, kind, peft_directory(model, tmp_path / "start", ADAPTERS[kind]))
-    trained(policy)
-    save(policy, tmp_path / "saved")
-    export(tmp_path / "saved", tmp_path / "whole", merge=True)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
-    samples = sequences(4, seed=3)
-    (batch,) = micro_batches(samples, 1)
-    (found,) = policy.score([batch])
-    with torch.no_grad():
-        expected = torch.cat([hf_logprobs(merged, sample)[0] for sample in samples])
-    torch.testing.assert_close(found[batch.mask], expected, atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_an_exported_adapter_is_what_was_held_and_is_taken_up_again(kind: str, tmp_path: Path) -> None:
-    model = save_model(kind, tmp_path / "model")
-    policy = adapted(model, kind)
-    trained(policy)
-    save(policy, tmp_path / "saved")
+    own = held(policy)
+    assert all(not torch.equal(own[name], before[name]) for name in before)
+    assert equal(dict(policy.model.named_parameters()), base)
+    tiny.save(policy, tmp_path / "saved")
+    index = json.loads((tmp_path / "saved" / "index.json").read_text("utf-8"))
+    assert all("lora_" in name for name in index["tensors"])
     export(tmp_path / "saved", tmp_path / "peft")
-    own, files = held(policy), read_tensors(tmp_path / "peft")
-    assert own.keys() == files.keys() and all(torch.equal(own[name], files[name]) for name in own)
-    again = adapted(model, kind, str(tmp_path / "peft"))
-    assert all(torch.equal(tensor, own[name]) for name, tensor in held(again).items())
-
-
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_a_resumed_adapter_trains_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    model = save_model(kind, tmp_path / "model")
-    policy = adapted(model, kind)
-    trained(policy)
-    save(policy, tmp_path / "saved")
+    assert equal(read_tensors(tmp_path / "peft"), own)
+    assert equal(held(adapted(model, kind, str(tmp_path / "peft"))), own)
     expected, last = trained(policy, seed=1), held(policy)
     again = adapted(model, kind)
     again.load(tmp_path / "saved")
-    assert trained(again, seed=1) == expected
-    assert all(torch.equal(tensor, last[name]) for name, tensor in held(again).items())
-    index = json.loads((tmp_path / "saved" / "index.json").read_text("utf-8"))
-    assert all("lora_" in name for name in index["tensors"])
+    assert trained(again, seed=1) == expected and equal(held(again), last)
+
+
+@pytest.mark.parametrize("merge", [True, pytest.param(False, marks=NEEDS_PEFT)])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_others_score_an_export_as_the_learner_that_trained_it(kind: str, merge: bool, tmp_path: Path) -> None:
+    """PEFT the adapter, transformers the model that it is merged into."""
+    model = tiny.save_model(kind, tmp_path / "model")
+    policy = adapted(model, kind, peft_directory(model, tmp_path / "start", ADAPTERS[kind]))
+    trained(policy)
+    tiny.save(policy, tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "out", merge=merge)
+    samples = tiny.sequences(4, seed=3)
+    found = scored(policy, samples)
+    judge = (tmp_path / "out", samples) if merge else (model, samples, tmp_path / "out")
+    torch.testing.assert_close(found, logprobs_of(*judge), atol=2e-5, rtol=0)
+    assert (found - logprobs_of(model, samples)).abs().max() > 0.1
 
 
 def test_a_checkpoint_of_another_base_or_kind_is_refused(tmp_path: Path) -> None:
-    model, other = save_model("qwen3", tmp_path / "model"), save_model("qwen3", tmp_path / "other", seed=1)
-    save(adapted(model, "qwen3"), tmp_path / "saved")
+    model, other = tiny.save_model("qwen3", tmp_path / "model"), tiny.save_model("qwen3", tmp_path / "other", seed=1)
+    tiny.save(adapted(model, "qwen3"), tmp_path / "saved")
     with pytest.raises(
         ValueError, match="adapter of the weights that were in .*model, and those in .*other are others"
     ):
         adapted(other, "qwen3").load(tmp_path / "saved")
     with pytest.raises(ValueError, match="holds an adapter, not what is trained"):
-        learner(model).load(tmp_path / "saved")
+        tiny.learner(model).load(tmp_path / "saved")
 
 
 @pytest.mark.parametrize("start", [False, True], ids=["the bare base", "the adapter of the start"])
 def test_the_reference_of_an_adapter_is_what_it_starts_from(start: bool, tmp_path: Path) -> None:
-    model = save_model("qwen3", tmp_path / "model")
+    model = tiny.save_model("qwen3", tmp_path / "model")
     folder = peft_directory(model, tmp_path / "start", ADAPTERS["qwen3"]) if start else None
     policy = adapted(model, "qwen3", folder, objective=PolicyObjective(kl="k3", kl_coef=0.1))
-    samples = sequences(6)
-    sums = [step(policy, micro_batches(samples, 2), num_trained(samples)).agent_sums["kl"] for _ in range(2)]
+    samples = tiny.sequences(6)
+    sums = [
+        tiny.step(policy, tiny.micro_batches(samples, 2), tiny.num_trained(samples)).agent_sums["kl"] for _ in range(2)
+    ]
     assert sum(sums[0]) == pytest.approx(0.0, abs=1e-6)
     assert sum(sums[1]) > 1e-4
 
 
-def test_adapters_that_share_a_base_train_as_alone(tmp_path: Path) -> None:
-    model = save_model("qwen3", tmp_path / "model")
-    first = adapted(model, "qwen3")
-    second = adapted(model, "qwen3", base=first.base, optimizer=OPTIMIZER.model_copy(update={"lr": 3e-3}))
-    assert second.model is first.model
-    together = [(trained(policy, seed=seed), held(policy)) for seed, policy in enumerate((first, second))]
-    for seed, lr in enumerate((OPTIMIZER.lr, 3e-3)):
-        alone = adapted(model, "qwen3", optimizer=OPTIMIZER.model_copy(update={"lr": lr}))
-        assert trained(alone, seed=seed) == together[seed][0]
-        assert all(torch.equal(tensor, together[seed][1][name]) for name, tensor in held(alone).items())
+@pytest.mark.parametrize("shares", [True, False], ids=["one base", "weights of their own"])
+def test_policies_on_the_same_ranks_train_as_alone_to_the_bit(shares: bool, tmp_path: Path) -> None:
+    model = tiny.save_model("qwen3" if shares else "qwen3_moe", tmp_path / "model")
+    rates = (1e-2, 3e-3)
+
+    def new(lr: float, other: Learner | None = None) -> Learner:
+        optimizer = tiny.OPTIMIZER.model_copy(update={"lr": lr})
+        if shares:
+            return adapted(model, "qwen3", base=other.base if other else None, optimizer=optimizer)
+        objective = PolicyObjective(kl="k3", kl_coef=0.1)
+        return tiny.learner(
+            model, objective=objective, reference_dir=model, router_replay="recompute", optimizer=optimizer
+        )
+
+    def state(policy: Learner) -> dict[str, Tensor]:
+        return held(policy) if shares else tiny.weights(policy)
+
+    first = new(rates[0])
+    both = (first, new(rates[1], first))
+    assert (both[1].model is first.model) == shares
+    found = [trained(policy, 1, seed) for _ in range(2) for seed, policy in enumerate(both)]
+    for seed, policy in enumerate(both):
+        alone = new(rates[seed])
+        assert [trained(alone, 1, seed) for _ in range(2)] == found[seed::2]
+        assert equal(state(alone), state(policy))
 
 
 @pytest.mark.parametrize(
@@ -181,40 +186,19 @@ def test_adapters_that_share_a_base_train_as_alone(tmp_path: Path) -> None:
 def test_an_adapter_that_does_not_fit_is_refused(
     kind: str, settings: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    model = save_model(kind, tmp_path / "model")
+    model = tiny.save_model(kind, tmp_path / "model")
     start = peft_directory(model, tmp_path / "start", ADAPTERS[kind]) if "rank" in settings else None
     with pytest.raises(ValueError, match=reason):
-        learner(model, adapter={**ADAPTERS[kind], "start": start, **settings})
+        tiny.learner(model, adapter={**ADAPTERS[kind], "start": start, **settings})
 
 
-def test_peft_scores_an_exported_adapter_as_the_learner_that_trained_it(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    import transformers
-
-    for kind in ADAPTERS:
-        model = save_model(kind, tmp_path / kind)
-        policy = adapted(model, kind, peft_directory(model, tmp_path / "start" / kind, ADAPTERS[kind]))
-        trained(policy)
-        save(policy, tmp_path / "saved" / kind)
-        export(tmp_path / "saved" / kind, tmp_path / "peft" / kind)
-        model_of_hf = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        (sample,) = sequences(1, seed=5)
-        (batch,) = micro_batches([sample], 1)
-        (found,) = policy.score([batch])
-        with torch.no_grad():
-            bare = hf_logprobs(model_of_hf, sample)[0]
-            judge = peft.PeftModel.from_pretrained(model_of_hf, tmp_path / "peft" / kind)
-            torch.testing.assert_close(found[batch.mask], hf_logprobs(judge, sample)[0], atol=2e-5, rtol=0)
-        assert (found[batch.mask] - bare).abs().max() > 0.1
-        parallel.stop(keep_world=True)
-
-
+@NEEDS_PEFT
 def test_an_adapter_with_one_pair_for_all_experts_is_started_from_once_it_is_split(tmp_path: Path) -> None:
     """PEFT with transformers 5 writes such ones."""
-    peft = pytest.importorskip("peft")
+    import peft
     import transformers
 
-    model, kind = save_model("qwen3_moe", tmp_path / "model"), "qwen3_moe"
+    model, kind = tiny.save_model("qwen3_moe", tmp_path / "model"), "qwen3_moe"
     settings = peft.LoraConfig(
         r=8,
         lora_alpha=16,
@@ -234,8 +218,98 @@ def test_an_adapter_with_one_pair_for_all_experts_is_started_from_once_it_is_spl
         adapted(model, kind, str(tmp_path / "fused"))
     export(tmp_path / "fused", tmp_path / "split")
     policy = adapted(model, kind, str(tmp_path / "split"))
-    (sample,) = sequences(1, seed=5)
-    (batch,) = micro_batches([sample], 1)
-    (found,) = policy.score([batch])
+    (sample,) = tiny.sequences(1, seed=5)
     with torch.no_grad():
-        torch.testing.assert_close(found[batch.mask], hf_logprobs(judge, sample)[0], atol=2e-5, rtol=0)
+        torch.testing.assert_close(scored(policy, [sample]), tiny.hf_logprobs(judge, sample)[0], atol=2e-5, rtol=0)
+
+
+POLICIES = ("a", "b", "a")  # of the agents 0, 1, 2
+MOE = {"rank": 4, "expert_rank": 2, "alpha": 8, "targets": ["attention", "experts"]}
+PAIRS: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen3": {"a": {"rank": 8, "alpha": 16}, "b": {"rank": 4, "alpha": 2, "targets": ["attention"]}},
+    "qwen3_moe": {"a": MOE, "b": {**MOE, "rank": 8}},
+}
+LR = {"a": 1e-2, "b": 3e-3}
+
+
+def two(model: Path, kind: str, **settings: Any) -> dict[str, Learner]:
+    """The policies on one base; their clipping bites."""
+    optimizers = {name: {"lr": lr, "grad_clip": 0.05} for name, lr in LR.items()}
+    return tiny.on_one_base(
+        model, PAIRS[kind], optimizers, objective=[PolicyObjective(kl="k3", kl_coef=0.1)] * 3, **settings
+    )
+
+
+def batch(number: int) -> dict[str, list[TrainSequence]]:
+    """Samples of each policy; the second step has none of `b`."""
+    samples = tiny.sequences(9, seed=number, num_agents=3)
+    found = {name: [s for s in samples if POLICIES[s.agent] == name] for name in LR}
+    return found if number != 1 else {**found, "b": []}
+
+
+def update_of(samples: list[TrainSequence]) -> tuple[MiniBatch, ...]:
+    return (MiniBatch(tuple(samples), tiny.num_trained(samples)),)
+
+
+def together(learners: dict[str, Learner], number: int, max_tokens: int, **options: Any) -> dict[str, StepStats]:
+    (group,) = groups(learners, POLICIES)
+    parts = [update_of(own) for own in batch(number).values()]
+    return group.train_step(scatter(joined(parts), group.shard(max_tokens)), **options)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("kind", PAIRS)
+def test_shared_micro_batches_train_each_policy_as_its_own(kind: str, recompute: str, tmp_path: Path) -> None:
+    model = tiny.save_model(kind, tmp_path / "model")
+    shared, apart = two(model, kind, recompute=recompute), two(model, kind, recompute=recompute)
+    uids = {s.uid for own in batch(0).values() for s in own}
+    for number in range(3):
+        before = held(shared["b"])
+        found = together(shared, number, 64, by_agent=True, keep=uids)
+        # a policy without a sample is not moved by its momentum
+        assert all(torch.equal(t, before[name]) for name, t in held(shared["b"]).items()) == (number == 1)
+        for name, policy in apart.items():
+            updates = scatter(update_of(batch(number)[name]), policy.shard(64))
+            alone, other = policy.train_step(updates, by_agent=True, keep=uids), found[name]
+            assert (other.is_empty, other.is_updated, other.lr) == (alone.is_empty, alone.is_updated, alone.lr)
+            assert other.loss == pytest.approx(alone.loss, abs=2e-6)
+            assert other.grad_norm == pytest.approx(alone.grad_norm, rel=2e-4)
+            assert other.prob_diff_mean == pytest.approx(alone.prob_diff_mean, rel=1e-4, nan_ok=True)
+            for key, sums in alone.agent_sums.items():
+                assert other.agent_sums[key] == pytest.approx(sums, rel=2e-4, abs=2e-5) or key == "loss"
+            norms, expected = ([norm or 0.0 for norm in each.agent_grad_norms] for each in (other, alone))
+            assert norms == pytest.approx(expected, rel=2e-4)
+            assert {each.uid for each in other.tokens} == {each.uid for each in alone.tokens}
+    for name in LR:
+        mine, own = held(shared[name]), held(apart[name])
+        assert max(float((mine[n] - own[n]).abs().max()) for n in own) < 5e-4
+        assert any(bool(tensor.any()) for n, tensor in mine.items() if "lora_B" in n)
+
+
+def test_one_policys_broken_sample_does_not_skip_the_other(tmp_path: Path) -> None:
+    learners = two(tiny.save_model("qwen3", tmp_path / "model"), "qwen3")
+    (group,) = groups(learners, POLICIES)
+    own = batch(0)
+    own["b"][0] = replace(own["b"][0], advantage=float("nan"))
+    updates = scatter(joined([update_of(each) for each in own.values()]), group.shard(1024))
+    assert len(updates[0].micro_batches) == 1
+    found = group.train_step(updates)
+    assert (found["a"].is_updated, found["a"].is_skipped) == (True, False)
+    assert (found["b"].is_updated, found["b"].is_skipped) == (False, True)
+
+
+def test_adapters_of_experts_have_micro_batches_of_their_own(tmp_path: Path) -> None:
+    for kind, num in (("qwen3", 1), ("qwen3_moe", 2)):
+        (group,) = groups(two(tiny.save_model(kind, tmp_path / kind), kind), POLICIES)
+        updates = scatter(joined([update_of(each) for each in batch(0).values()]), group.shard(1024))
+        policies = [{POLICIES[agent] for agent in each.agents} for each in updates[0].micro_batches]
+        assert [len(each) for each in policies] == [2 // num] * num
+        parallel.stop(keep_world=True)
+
+
+def test_policies_with_weights_of_their_own_do_not_train_together(tmp_path: Path) -> None:
+    model = tiny.save_model("qwen3", tmp_path / "model")
+    found = groups(
+        {"a": tiny.learner(model), "b": tiny.learner(model), "c": tiny.learner(model, adapter={})}, ("a", "b", "c")
+    )
+    assert [list(group.learners) for group in found] == [["a"], ["b"], ["c"]]

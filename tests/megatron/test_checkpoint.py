@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,9 @@ def trained(model: Path, made: tuple[RunDirectory, list[float]], tmp_path: Path)
     return RunDirectory(shutil.copytree(run.path, tmp_path / run.path.name)), policy, losses
 
 
-def test_a_damaged_file_is_refused_by_name_and_the_previous_checkpoint_is_offered(trained: Trained) -> None:
+def test_a_damaged_file_is_refused_by_name_and_the_previous_checkpoint_is_offered(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, policy, losses = trained
     folder = run.checkpoint(2)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -105,25 +108,16 @@ def test_a_damaged_file_is_refused_by_name_and_the_previous_checkpoint_is_offere
         with pytest.raises(kind, match="__1_0.distcp is not in manifest.json"):
             refused()
     stranger.unlink()
-    restored = load(run, policy)
-    assert restored == Restored(2, {"main": 2}, state_after(2))
-    assert [stepped(policy), stepped(policy)] == losses[2:]  # bit for bit
-
-
-def test_nothing_is_unpickled_from_disk(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, policy, _ = trained
     torch_load = torch.load
 
-    def careful(*args: object, **options: object) -> object:
+    def careful(*args: Any, **options: Any) -> Any:
         assert options["weights_only"] is True
-        return torch_load(*args, **options)  # type: ignore[arg-type]
+        return torch_load(*args, **options)
 
-    def refused(*args: object, **options: object) -> object:
-        raise AssertionError("a pickle is read")
-
-    monkeypatch.setattr(torch, "load", careful)
-    monkeypatch.setattr(pickle, "load", refused)
-    assert load(run, policy) is not None
+    monkeypatch.setattr(torch, "load", careful)  # nothing is unpickled from disk
+    monkeypatch.setattr(pickle, "load", lambda *_: pytest.fail("a pickle is read"))
+    assert load(run, policy) == Restored(2, {"main": 2}, state_after(2))
+    assert [stepped(policy), stepped(policy)] == losses[2:]  # bit for bit
 
 
 def test_an_asynchronous_save_holds_the_weights_of_its_step(
@@ -173,22 +167,17 @@ def test_what_cannot_be_written_is_said_and_the_last_checkpoint_stays(trained: T
     run, policy, _ = trained
     saves = writer(run, keep_last=1, is_async=is_async)
 
-    def fails() -> str:
-        with pytest.raises(RuntimeError, match="the checkpoint of step 3 was not written") as error:
-            attempt()
-        found = run.latest_checkpoint()
-        assert found is not None and found.step == 2 and damage(found.path) == []
-        assert run.steps_on_disk() == [1, 2] and not list(run.checkpoints.glob("*.part"))
-        return str(error.value)
-
     def attempt() -> None:
         save(saves, 3, policy)
         saves.finish()  # where an asynchronous save fails
 
     for limit in (10, 2000, 100_000):  # rank 0's own files; the policy's small ones; in the middle of the tensors
-        with files_up_to(limit):
-            text = fails()
-        assert "rank 0: OSError: [Errno 27]" in text and "MiB are free there; mend" in text
+        with files_up_to(limit), pytest.raises(RuntimeError, match="the checkpoint of step 3 was not written") as error:
+            attempt()
+        assert "rank 0: OSError: [Errno 27]" in str(error.value) and "MiB are free there; mend" in str(error.value)
+        found = run.latest_checkpoint()
+        assert found is not None and found.step == 2 and damage(found.path) == []
+        assert run.steps_on_disk() == [1, 2] and not list(run.checkpoints.glob("*.part"))
     run.checkpoints.rename(run.path / "elsewhere")
     run.checkpoints.write_text("in the way")
     with pytest.raises(RuntimeError, match="rank 0: NotADirectoryError"):

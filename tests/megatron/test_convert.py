@@ -8,26 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from megatron_models import learner, save_model, weights
+from megatron_models import KINDS, learner, save_model, weights
 from safetensors.torch import load_file, save_file
 
 from marsrl.rollout.engines.local.model import rotary_frequencies
 from marsrl.rollout.model_shape import read_shape
+
+SCALING = KINDS["llama"]["rope_parameters"]
 
 
 def edited(folder: Path, **changes: object) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     return folder
-
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 @pytest.mark.parametrize(
@@ -44,8 +37,8 @@ LLAMA3 = {
         ("qwen3", {"num_hidden_layers": "two"}, "num_hidden_layers is 'two', expected an integer"),
         ("qwen3", {"hidden_size": 64}, r"embed_tokens.weight has shape \[61, 32\], config.json gives \[61, 64\]"),
         ("qwen3", {"num_hidden_layers": 3}, "has no tensor model.layers.2.input_layernorm.weight"),
-        ("llama", {"rope_scaling": {**LLAMA3, "factor": None}}, r"rope type llama3 wants four numbers.* factor None"),
-        ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 4}}, "low_freq_factor below its high_freq_factor"),
+        ("llama", {"rope_scaling": {**SCALING, "factor": None}}, r"rope type llama3 wants four numbers.* factor None"),
+        ("llama", {"rope_scaling": {**SCALING, "low_freq_factor": 4}}, "low_freq_factor below its high_freq_factor"),
         ("llama", {"qkv_bias": True}, "qkv_bias is True; supported: False"),
         ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5; supported: 1.0"),
         ("mistral", {"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling is .*; supported: None"),
@@ -89,22 +82,22 @@ def test_rotary_frequencies_are_those_of_transformers_to_the_bit(kind: str, tmp_
     assert torch.equal(rotary_frequencies(read_shape(folder), torch.device("cpu")), theirs)
 
 
-def test_a_half_there_directory_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a directory"):
-        read_shape(tmp_path / "nothing")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"has no config\.json; found nothing"):
-        read_shape(tmp_path / "empty")
+def test_several_files_are_read_as_one_and_a_directory_without_any_is_refused(tmp_path: Path) -> None:
     folder = save_model("qwen3", tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="neither model.safetensors nor model.safetensors.index.json"):
         read_shape(folder)
-    names = list(tensors)
-    save_file({n: tensors[n] for n in names[:5]}, folder / "a.safetensors")
-    weight_map = {n: "a.safetensors" if i < 5 else "b.safetensors" for i, n in enumerate(names)}
+    parts = {file: dict(list(tensors.items())[cut]) for file, cut in (("a", slice(5)), ("b", slice(5, None)))}
+    weight_map = {name: f"{file}.safetensors" for file, part in parts.items() for name in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ValueError, match=r"half there: .* missing: b\.safetensors"):
+    for file, part in parts.items():
+        save_file(part, folder / f"{file}.safetensors")
+    assert weights(learner(folder)).keys() == tensors.keys()
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"has no config\.json; found a\.safetensors"):
         read_shape(folder)
-    save_file({n: tensors[n] for n in names[5:]}, folder / "b.safetensors")
-    assert weights(learner(folder)).keys() == set(names)  # several files are read as one
+    with pytest.raises(ValueError, match=r"nothing is downloaded; to get it: hf download Qwen/Qwen3-0.6B --local-dir"):
+        read_shape("Qwen/Qwen3-0.6B")
+    with pytest.raises(ValueError, match=r"expected a Hugging Face checkpoint directory$"):
+        read_shape("/models/here/not")

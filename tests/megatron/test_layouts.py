@@ -1,4 +1,4 @@
-"""Every layout trains the same model, and goes on from the checkpoint of another: two gloo ranks."""
+"""Which layouts fit; every layout trains the same model, and goes on from the checkpoint of another: two gloo ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 import layouts_worker
 import pytest
 import torch
-from layouts_worker import resume, run, updates
-from megatron_models import save_model
+from layouts_worker import new_learner, resume_adapters, run, run_adapters, third_step, updates
+from megatron_models import largest_difference, save_model
 from rank_pair import RankPair
 from safetensors.torch import load_file
 
+from marsrl.rollout.adapter import read_tensors
+from marsrl.rollout.model_shape import ModelShape
+from marsrl.trainer.config import LayoutConfig
 from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.megatron.layout import Layout, check, fitting, resolve, why_not
 from marsrl.trainer.models.export import export
 
 TWO = {
@@ -32,24 +36,30 @@ TWO = {
 
 RESUMED = {
     "qwen3_moe": [
-        ("dp2", "dp2"),
-        ("tp2_ep2", "tp2_ep2"),
-        ("tp2_etp2", "dp2"),
-        ("ep2", "dp2"),
-        ("pp2", "tp2_etp2"),
-        ("dp2", "ep2"),
+        ("dp2", "dp2"), ("tp2_ep2", "tp2_ep2"), ("tp2_etp2", "dp2"), ("ep2", "dp2"), ("pp2", "tp2_etp2"), ("dp2", "ep2"),
     ],
     "llama": [("pp2", "tp2")],
     "qwen3": [("tp2", "dp2"), ("pp2", "tp2"), ("pp2", "pp2")],  # pp2, tied: a padded bucket in the optimizer
+}  # fmt: skip
+# by trainer.router_replay
+UPDATED = {"dp2": ["rollout"], "tp2_ep2": ["rollout", "recompute"], "pp2": ["rollout", "recompute"], "cp2": ["rollout"]}
+ADAPTED: dict[str, dict[str, tuple[dict[str, int], str]]] = {
+    "qwen3": {
+        "dp2": ({}, "none"),
+        "tp2": ({"tensor": 2}, "none"),
+        "tp2_full": ({"tensor": 2}, "full"),
+        "pp2": ({"pipeline": 2}, "none"),
+        "pp2_selective": ({"pipeline": 2}, "selective"),
+        "cp2": ({"context": 2}, "none"),
+    },
+    "qwen3_moe": {
+        "dp2": ({}, "none"),
+        "ep2": ({"expert": 2}, "none"),
+        "tp2_ep2": ({"tensor": 2, "expert": 2}, "none"),
+        "tp2_ep2_full": ({"tensor": 2, "expert": 2}, "full"),
+    },
 }
-
-
-UPDATED = {  # by trainer.router_replay
-    "dp2": ["rollout"],
-    "tp2_ep2": ["rollout", "recompute"],
-    "pp2": ["rollout", "recompute"],
-    "cp2": ["rollout"],
-}
+CASES = [f"{kind}/{name}" for kind, layouts in TWO.items() for name in layouts]
 
 
 @pytest.fixture(scope="module")
@@ -58,27 +68,32 @@ def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> di
     folder = tmp_path_factory.mktemp("layouts")
     models = {kind: str(save_model(kind, folder / kind)) for kind in TWO}
     models["reference"] = str(save_model("qwen3_moe", folder / "reference", seed=1))
-    two_ranks.run(
-        Path(layouts_worker.__file__),
-        {"out": str(folder / "two.pt"), "models": models, "layouts": TWO, "resumed": RESUMED, "updated": UPDATED},
-    )
+    lists = {"layouts": TWO, "resumed": RESUMED, "updated": UPDATED, "adapters": ADAPTED}
+    two_ranks.run(Path(layouts_worker.__file__), {"out": str(folder / "two.pt"), "models": models, **lists})
     # Written by this very test a moment ago; tensors and numbers only.
     found: dict[str, Any] = torch.load(folder / "two.pt", weights_only=True)
-    found["checkpoints"] = folder / "checkpoints"
-    for router_replay in ("rollout", "recompute"):
-        found[f"one, {router_replay}"] = updates(models["qwen3_moe"], models["reference"], {}, router_replay)
-    parallel.stop(keep_world=True)
-    for kind in TWO:
-        model = models[kind]
-        found[f"{kind}/one"] = run(model, {})
+    found["folder"] = folder
+
+    def did(name: str, value: Any) -> None:
+        found[name] = value
         parallel.stop(keep_world=True)
-        for name in TWO[kind]:
-            found[f"{kind}/{name} -> one"] = resume(model, {}, folder / "checkpoints" / kind / name)
-            parallel.stop(keep_world=True)
+
+    for replay in ("rollout", "recompute"):
+        did(f"one, {replay}", updates(models["qwen3_moe"], models["reference"], {}, replay))
+    for kind, layouts in TWO.items():
+        did(f"{kind}/one", run(models[kind], {}))
+        for name in layouts:
+            place = folder / "checkpoints" / kind / name
+            did(f"{kind}/{name} -> one", third_step(new_learner(models[kind], {}), {}, place))
+    for kind, own in ADAPTED.items():
+        did(f"adapters, {kind}/one", run_adapters(models[kind], kind, {}, "none", folder / "one" / kind))
+        for name in own:
+            place = folder / "adapters" / kind / name
+            did(f"adapters, {kind}/{name}, on one rank", resume_adapters(models[kind], kind, {}, place))
     return found
 
 
-@pytest.mark.parametrize("name", [f"{kind}/{layout}" for kind, layouts in TWO.items() for layout in layouts])
+@pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one(reports: dict[str, Any], name: str) -> None:
     one, two = reports[name.split("/")[0] + "/one"], reports[name]
     assert one["untouched"].keys() == two["untouched"].keys()
@@ -94,26 +109,14 @@ def test_two_ranks_train_as_one(reports: dict[str, Any], name: str) -> None:
         assert int(off.sum()) <= max(weight.dim() == 1, 3e-3 * weight.numel()), n
 
 
-@pytest.mark.parametrize("name", [f"{kind}/{layout}" for kind, layouts in TWO.items() for layout in layouts])
-def test_a_rank_reads_what_it_holds_and_no_more(reports: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_reads_what_it_holds_and_its_checkpoint_exports_what_was_trained(
+    reports: dict[str, Any], name: str, tmp_path: Path
+) -> None:
     read, held = reports[name]["loaded"]
     padding = 2 * 32  # one row of zeros in the embedding and in the head, where tensor ranks cut 61 rows
     assert held - padding <= read <= held
-
-
-CUT = [
-    f"{kind}/{name}"
-    for kind, each in TWO.items()
-    for name, sizes in each.items()
-    if {"tensor", "pipeline"} & set(sizes)
-]
-
-
-@pytest.mark.parametrize("name", CUT)
-def test_a_checkpoint_of_two_ranks_exports_the_weights_that_they_trained(
-    reports: dict[str, Any], name: str, tmp_path: Path
-) -> None:
-    export(reports["checkpoints"] / name, tmp_path / "out")
+    export(reports["folder"] / "checkpoints" / name, tmp_path / "out")
     found, expected = load_file(tmp_path / "out" / "model.safetensors"), reports[name]["weights"]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[n], expected[n]) for n in expected)
@@ -139,15 +142,19 @@ def test_a_run_goes_on_under_another_layout_as_under_its_own(
 @pytest.mark.parametrize(("name", "router_replay"), [(name, each) for name, own in UPDATED.items() for each in own])
 def test_two_ranks_do_the_updates_of_one(reports: dict[str, Any], name: str, router_replay: str) -> None:
     """Several updates, the KL reference, replayed experts, means over samples and agents; the tokens that are kept."""
-    (steps, kept), (expected_steps, expected_kept) = (reports[f"{of}, {router_replay}"] for of in (name, "one"))
+    (steps, kept, said), (expected_steps, expected_kept, _) = (
+        reports[f"{of}, {router_replay}"] for of in (name, "one")
+    )
+    too_long = "rank 0: ValueError: packing: a sequence has"
+    assert len(said) == 2 and all(each.startswith("scatter: ") and too_long in each for each in said)
     for found, expected in zip(steps, expected_steps, strict=True):
         assert found[:4] == pytest.approx(expected[:4], rel=2e-4)  # after three AdamW updates by rounding
         tokens, differ, choices, choices_differ = found[4:]
         assert (tokens, choices) == (expected[4], expected[6])
         assert abs(differ - expected[5]) <= 1 and abs(choices_differ - expected[7]) <= 1
-    assert kept.keys() == {"s1", "s2", "s6"}
+    assert kept.keys() == {"s1", "s2", "s7"}
     for uid, (number, *expected) in expected_kept.items():
-        assert kept[uid][0] == number == (2 if uid == "s6" else 1)
+        assert kept[uid][0] == number == (2 if uid == "s7" else 1)
         for column, values in zip(kept[uid][1:3], expected[:2], strict=True):
             assert column == pytest.approx(values, abs=1e-3 if number == 2 else 1e-5), uid
         assert number == 2 or kept[uid][3] == expected[2] == [0] * len(expected[2])  # ratios of 1
@@ -155,6 +162,74 @@ def test_two_ranks_do_the_updates_of_one(reports: dict[str, Any], name: str, rou
 
 def test_an_update_clips_and_changes_choices(reports: dict[str, Any]) -> None:
     """So that the test before compares something."""
-    (of_rollout, _), (of_recompute, tokens) = (reports[f"one, {each}"] for each in ("rollout", "recompute"))
+    (of_rollout, _, _), (of_recompute, tokens, _) = (reports[f"one, {each}"] for each in ("rollout", "recompute"))
     assert any(1 in marks for _, _, _, marks in tokens.values())
     assert 0 < of_recompute[1][5] < of_rollout[0][5]
+
+
+@pytest.mark.parametrize("case", [f"{kind}/{name}" for kind, own in ADAPTED.items() for name in own])
+def test_adapters_train_as_on_one_rank_and_their_checkpoints_go_on_and_are_exported(
+    case: str, reports: dict[str, Any], tmp_path: Path
+) -> None:
+    found, one = reports[f"adapters, {case}"], reports[f"adapters, {case.partition('/')[0]}/one"]
+    assert found["numbers"] == pytest.approx(one["numbers"], rel=1e-4, abs=2e-6)  # norms, too
+    assert found["base stays"]
+    assert reports[f"adapters, {case}, resumed"] == pytest.approx(found["third"], rel=1e-5, abs=1e-7)
+    assert reports[f"adapters, {case}, on one rank"] == pytest.approx(found["third"], rel=1e-4, abs=2e-6)
+    for name in ("a", "b"):
+        # where a gradient is rounding, AdamW steps by its sign
+        assert largest_difference(found[name], one[name]) < 2e-3
+        export(reports["folder"] / "adapters" / case / name, tmp_path / name)
+        assert largest_difference(read_tensors(tmp_path / name), found[name]) == 0.0
+
+
+SHAPE = ModelShape("Qwen3MoeForCausalLM", 6, 32, 12, 6, 16, 24, 61, 128, 1e4, 1e-6, False, False, True, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "says"),
+    [
+        ({"tensor": 5}, 5, "layout.tensor is 5, which does not divide the 12 attention heads"),
+        ({"tensor": 4, "expert": 2}, 8, "layout.tensor is 4, which does not divide the 6 key/value heads"),
+        ({"expert": 3}, 3, "layout.expert is 3, which does not divide the 8 experts"),
+        ({"expert": 2, "expert_tensor": 5}, 10, "layout.expert_tensor is 5, which does not divide the 24 units"),
+        ({"pipeline": 4}, 4, "layout.pipeline is 4, which does not divide the 6 layers"),
+        ({"tensor": 2}, 3, "is 2, which does not divide the 3 ranks"),
+        ({"expert": 4}, 2, "is 4, which does not divide the 2 ranks"),
+        ({"tensor": 2, "expert_tensor": 1}, 2, "expert 1 with expert_tensor 1 and tensor 2"),
+        ({"context": 2}, 3, "layout.context is 2, which does not divide the 3 ranks"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_with_the_numbers(layout: dict[str, int], world: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check(resolve(LayoutConfig(**layout)), SHAPE, world)
+
+
+def test_expert_tensor_follows_tensor_only_without_expert_parallelism() -> None:
+    assert resolve(LayoutConfig(tensor=2)).expert_tensor == 2
+    assert resolve(LayoutConfig(tensor=2, expert=2)).expert_tensor == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "near"),
+    [
+        ({"tensor": 4, "expert": 4}, 8, "tensor 2, expert 4"),  # 6 key/value heads
+        ({"tensor": 2, "expert_tensor": 1}, 4, "tensor 2"),
+        ({"pipeline": 4}, 12, "pipeline 3"),  # 6 layers
+        ({"tensor": 7}, 7, "data parallel only"),
+        ({"expert": 16}, 16, "expert 8"),
+    ],
+)
+def test_a_refusal_names_the_nearest_layout_that_fits(layout: dict[str, int], world: int, near: str) -> None:
+    with pytest.raises(ValueError, match=f"on {world} rank.s. this would fit: {near}$"):
+        check(resolve(LayoutConfig(**layout)), SHAPE, world)
+
+
+def test_every_layout_offered_fits_and_none_is_the_silently_wrong_one() -> None:
+    layouts = list(fitting(SHAPE, 48))
+    assert len(layouts) == len(set(layouts)) > 20
+    for layout in layouts:
+        assert why_not(layout, SHAPE, 48) is None
+        assert layout.expert > 1 or layout.expert_tensor == layout.tensor
+        assert layout.data(48) * layout.tensor * layout.pipeline * layout.context == 48
+    assert Layout(2, 8, 1, 3, 1) in layouts

@@ -7,25 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import megatron_models as tiny
+import numpy as np
 import pytest
 import torch
 import transformers
-from megatron_models import (
-    OPTIMIZER,
-    averaged,
-    gradients,
-    hf_logprobs,
-    largest_difference,
-    learner,
-    micro_batches,
-    num_trained,
-    plain_step,
-    save,
-    save_model,
-    sequences,
-    step,
-    weights,
-)
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
@@ -38,93 +24,49 @@ from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.learner.trained_tokens import GATED, MASKED
 
 
-@pytest.mark.parametrize(
-    ("kind", "mpt", "average"),
-    [
-        ("qwen2", MptConfig(scope="off"), Average("sequence_sum_constant", "agent", 40)),
-        # gates two of three positive samples
-        ("qwen3", MptConfig(scope="sample", entropy=3.972, probability=0.02), Average("sequence", "agent")),
-        ("qwen3_moe", MptConfig(scope="sample", entropy=3.98, probability=0.01), Average()),
-        ("qwen2", MptConfig(scope="sample", entropy=3.972, probability=0.02, temperature=1), Average("token", "agent")),
-    ],
-)
-def test_one_step_equals_plain_pytorch(kind: str, mpt: MptConfig, average: Average, tmp_path: Path) -> None:
-    folder = save_model(kind, tmp_path / "m")
-    samples = [dataclasses.replace(s, temperature=0.6 if mpt.temperature == 1 else 1.0) for s in sequences(8)]
-    policy = learner(folder, mpt=mpt)
-    update = averaged(samples, average)
-    stats = step(policy, micro_batches(list(update.sequences), 2), normaliser=update.normaliser)
-    plain = plain_step(folder, [samples], mpt=mpt, average=average)
-    after, masked = plain.weights, plain.masked
-    assert stats.loss == pytest.approx(plain.losses[0], abs=5e-7)
-    assert stats.grad_norm == pytest.approx(plain.norms[0], rel=1e-5)
-    assert sum(stats.agent_sums["masked_tokens"]) == masked and sum(stats.agent_sums["tokens"]) == num_trained(samples)
-    if mpt.scope == "sample":
-        assert 0 < masked < num_trained(samples) and 0 < stats.gated_samples <= sum(s.is_positive for s in samples)
-    found = weights(policy)
-    # The first AdamW step is lr g / (|g| + 1e-8): where g is near 1e-8, its rounding shows. A key's bias has no gradient.
-    keys = {name for name in after if name.endswith("k_proj.bias")}
-    rest = [{n: w for n, w in each.items() if n not in keys} for each in (found, after)]
-    assert largest_difference(*rest) < 2e-4
-    assert all(float((found[n] - after[n]).abs().max()) < 2.1 * OPTIMIZER.lr for n in keys)
-    medians = [float((rest[0][n] - rest[1][n]).abs().median()) for n in rest[0]]
-    assert max(medians) < 2e-7
-
-
 def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path) -> None:
-    folder = save_model("qwen3_moe", tmp_path / "m")
-    samples = sequences(9)
-    policy = learner(folder, optimizer=OPTIMIZER.model_copy(update={"lr": 0.0}))
+    folder = tiny.save_model("qwen3_moe", tmp_path / "m")
+    samples = tiny.sequences(9)
+    policy = tiny.learner(folder, optimizer=tiny.OPTIMIZER.model_copy(update={"lr": 0.0}))
     runs = []
     for cuts in (1, 3, 9):  # 9: one sequence a micro-batch, so packed equals per-sequence
-        stats = step(policy, micro_batches(samples, cuts))
-        runs.append((stats.loss, gradients(policy)))
+        stats = tiny.step(policy, tiny.micro_batches(samples, cuts))
+        runs.append((stats.loss, tiny.gradients(policy)))
     for loss, gradient in runs[1:]:
         assert loss == pytest.approx(runs[0][0], abs=5e-7)
-        assert largest_difference(gradient, runs[0][1]) < 3e-6
+        assert tiny.largest_difference(gradient, runs[0][1]) < 3e-6
     twice = pack(samples)
-    stats = step(policy, [twice, pack([])])  # an empty micro-batch adds nothing
-    assert largest_difference(gradients(policy), runs[0][1]) < 3e-6
+    stats = tiny.step(policy, [twice, pack([])])  # an empty micro-batch adds nothing
+    assert tiny.largest_difference(tiny.gradients(policy), runs[0][1]) < 3e-6
 
 
 @pytest.mark.parametrize(
     ("average", "mpt"),
     [(Average(), MptConfig(scope="batch", entropy=4.0, probability=0.02)), (Average("sequence", "agent"), None)],
 )
-def test_the_shares_of_the_agents_add_up_to_the_gradient_of_the_step(
+def test_an_agents_share_of_the_gradient_is_that_of_a_step_in_which_others_have_no_advantage(
     average: Average, mpt: MptConfig | None, tmp_path: Path
 ) -> None:
-    """With a KL-free loss, masked tokens and denominators of the whole step; and the step itself is untouched by them."""
-    folder = save_model("qwen3_moe", tmp_path / "m")
-    whole = averaged(sequences(9), average)
-    update = Update(tuple(micro_batches(list(whole.sequences), 1 if mpt else 3)), whole.normaliser)
-    plain, measured = (learner(folder, mpt=mpt, router_aux_loss=0.0 if mpt else 0.05) for _ in range(2))
-    work = measured.passes.prepare(update, is_first=True)
-    shares: list[dict[str, Tensor]] = []
-    for agent in (0, 1, None):
-        measured.optimizer.zero_grad()
-        measured.passes.forward_backward(work, agent)
-        shares.append(gradients(measured))
-    first, second, of_step = shares
+    """Without the router's balancing loss, which is no agent's. The step itself is untouched by what is measured."""
+    folder = tiny.save_model("qwen3_moe", tmp_path / "m")
+    whole = tiny.averaged(tiny.sequences(9), average)
+    update = Update(tuple(tiny.micro_batches(list(whole.sequences), 1 if mpt else 3)), whole.normaliser)
+    plain, measured = (tiny.learner(folder, mpt=mpt, router_aux_loss=0.0 if mpt else 0.05) for _ in range(2))
     without, stats = plain.train_step([update]), measured.train_step([update], by_agent=True)
-    if mpt:  # else the step has the router's balancing loss, which is no agent's
-        assert sum(stats.agent_sums["masked_tokens"]) > 0
-        assert largest_difference({n: first[n] + second[n] for n in of_step}, of_step) < 2e-7
-    norms = [math.sqrt(sum(float(g.double().square().sum()) for g in each.values())) for each in (first, second)]
-    assert stats.agent_grad_norms == pytest.approx(norms, rel=1e-6) and min(norms) > 0.01
     assert without.agent_grad_norms == ()
     assert (stats.loss, stats.grad_norm, stats.agent_sums) == (without.loss, without.grad_norm, without.agent_sums)
-    assert largest_difference(weights(measured), weights(plain)) == 0.0
-    if mpt is None:
-        alone = [dataclasses.replace(s, advantage=0.0) if s.agent == 1 else s for s in whole.sequences]
-        other = step(learner(folder), micro_batches(alone, 1), normaliser=update.normaliser)
-        assert stats.agent_grad_norms[0] == pytest.approx(other.grad_norm, rel=1e-5)
+    assert tiny.largest_difference(tiny.weights(measured), tiny.weights(plain)) == 0.0
+    assert (sum(stats.agent_sums["masked_tokens"]) > 0) == (mpt is not None)
+    for agent, norm in enumerate(stats.agent_grad_norms):
+        alone = [s if s.agent == agent else dataclasses.replace(s, advantage=0.0) for s in whole.sequences]
+        other = tiny.step(tiny.learner(folder, mpt=mpt), tiny.micro_batches(alone, 1), normaliser=update.normaliser)
+        assert norm == pytest.approx(other.grad_norm, rel=1e-5) and other.grad_norm > 0.01
 
 
 def test_an_agent_without_a_token_has_no_share(tmp_path: Path) -> None:
-    samples = [s for s in sequences(6) if s.agent == 1]
-    policy = learner(save_model("qwen3", tmp_path / "m"))
-    stats = step(policy, micro_batches(samples, 1), normaliser=num_trained(samples), by_agent=True)
+    samples = [s for s in tiny.sequences(6) if s.agent == 1]
+    policy = tiny.learner(tiny.save_model("qwen3", tmp_path / "m"))
+    stats = tiny.step(policy, tiny.micro_batches(samples, 1), normaliser=tiny.num_trained(samples), by_agent=True)
     assert stats.agent_grad_norms == (None, pytest.approx(stats.grad_norm, rel=1e-6))
 
 
@@ -133,13 +75,11 @@ def test_an_agent_without_a_token_has_no_share(tmp_path: Path) -> None:
 )
 def test_a_step_that_is_not_finite_changes_nothing(correction: Any, value: float, tmp_path: Path) -> None:
     """Of an advantage without a correction, else of the rollout log-prob of one token."""
-    folder, objective = (
-        save_model("qwen3_moe", tmp_path / "m"),
-        PolicyObjective(correction=correction, correction_low=0.0),
-    )
-    samples = sequences(4)
-    policy, clean = learner(folder, objective=objective), micro_batches(sequences(4), 1)
-    before = weights(policy)
+    folder = tiny.save_model("qwen3_moe", tmp_path / "m")
+    objective = PolicyObjective(correction=correction, correction_low=0.0)
+    samples = tiny.sequences(4)
+    policy, clean = tiny.learner(folder, objective=objective), tiny.micro_batches(tiny.sequences(4), 1)
+    before = tiny.weights(policy)
     change: dict[str, Any] = {"advantage": value}
     if correction != "none":
         assert samples[0].rollout_logprobs is not None
@@ -148,74 +88,71 @@ def test_a_step_that_is_not_finite_changes_nothing(correction: Any, value: float
         change = {"rollout_logprobs": rollout}
     bad = [dataclasses.replace(samples[0], **change), *samples[1:]]
     assert BadBatch(1, "main", 0, math.nan, math.nan, tuple(bad)).suspects == [samples[0].uid]
-    stats = step(policy, micro_batches(bad, 2), normaliser=num_trained(bad))
+    stats = tiny.step(policy, tiny.micro_batches(bad, 2), normaliser=tiny.num_trained(bad))
     assert stats.is_skipped and not stats.is_updated and policy.num_steps == 1
-    assert largest_difference(weights(policy), before) == 0.0
-    after_bad = step(policy, clean)
+    assert tiny.largest_difference(tiny.weights(policy), before) == 0.0
+    after_bad = tiny.step(policy, clean)
     assert after_bad.is_updated
-    fresh = learner(folder, objective=objective)
-    step(fresh, clean)
-    assert largest_difference(weights(policy), weights(fresh)) == 0.0  # no trace of it in the optimizer either
+    fresh = tiny.learner(folder, objective=objective)
+    tiny.step(fresh, clean)
+    assert (
+        tiny.largest_difference(tiny.weights(policy), tiny.weights(fresh)) == 0.0
+    )  # no trace of it in the optimizer either
 
 
 def test_an_empty_step_passes_and_counts(tmp_path: Path) -> None:
-    policy = learner(save_model("qwen3_moe", tmp_path / "m"))
-    before = weights(policy)
-    stats = step(policy, [pack([])], normaliser=0.0)
+    policy = tiny.learner(tiny.save_model("qwen3_moe", tmp_path / "m"))
+    before = tiny.weights(policy)
+    stats = tiny.step(policy, [pack([])], normaliser=0.0)
     assert stats.is_empty and not stats.is_updated and not stats.is_skipped and policy.num_steps == 1
     assert stats.loss == 0.0 and math.isfinite(stats.grad_norm) and set(stats.agent_sums["tokens"]) == {0.0}
-    assert largest_difference(weights(policy), before) == 0.0
+    assert tiny.largest_difference(tiny.weights(policy), before) == 0.0
     with pytest.raises(ValueError, match="normaliser is 0"):
-        step(policy, [pack(sequences(2))], normaliser=0.0)
+        tiny.step(policy, [pack(tiny.sequences(2))], normaliser=0.0)
 
 
 @pytest.mark.parametrize(("dtype", "distributed"), [("float32", True), ("bfloat16", True), ("float32", False)])
 def test_a_restored_learner_goes_on_bit_for_bit(dtype: str, distributed: bool, tmp_path: Path) -> None:
-    folder = save_model("qwen3_moe", tmp_path / "m")
-    optimizer = OPTIMIZER.model_copy(update={"warmup_steps": 2, "decay": "cosine", "distributed": distributed})
-    batches = [micro_batches(sequences(5, seed=i), 2) for i in range(5)]
+    folder = tiny.save_model("qwen3_moe", tmp_path / "m")
+    optimizer = tiny.OPTIMIZER.model_copy(update={"warmup_steps": 2, "decay": "cosine", "distributed": distributed})
+    batches = [tiny.micro_batches(tiny.sequences(5, seed=i), 2) for i in range(5)]
     normaliser = 50.0
-    unbroken = learner(folder, dtype=dtype, optimizer=optimizer)
+    unbroken = tiny.learner(folder, dtype=dtype, optimizer=optimizer)
     for batch in batches[:3]:
-        step(unbroken, batch, normaliser=normaliser)
-    save(unbroken, tmp_path / "ckpt")
-    expected = [step(unbroken, batch, normaliser=normaliser) for batch in batches[3:]]
-    restored = learner(folder, dtype=dtype, optimizer=optimizer)
+        tiny.step(unbroken, batch, normaliser=normaliser)
+    tiny.save(unbroken, tmp_path / "ckpt")
+    expected = [tiny.step(unbroken, batch, normaliser=normaliser) for batch in batches[3:]]
+    restored = tiny.learner(folder, dtype=dtype, optimizer=optimizer)
     restored.load(tmp_path / "ckpt")
-    found = [step(restored, batch, normaliser=normaliser) for batch in batches[3:]]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.loss, ours.grad_norm, ours.lr, ours.agent_sums) == (
-            theirs.loss,
-            theirs.grad_norm,
-            theirs.lr,
-            theirs.agent_sums,
-        )
-    assert largest_difference(weights(restored), weights(unbroken)) == 0.0
+    found = [tiny.step(restored, batch, normaliser=normaliser) for batch in batches[3:]]
+    ours, theirs = ([(s.loss, s.grad_norm, s.lr, s.agent_sums) for s in steps] for steps in (found, expected))
+    assert ours == theirs
+    assert tiny.largest_difference(tiny.weights(restored), tiny.weights(unbroken)) == 0.0
     with pytest.raises(ValueError, match="not a whole checkpoint"):
         restored.load(tmp_path)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputed_activations_give_the_same_gradient(recompute: str, tmp_path: Path) -> None:
-    folder = save_model("qwen3_moe", tmp_path / "m")
-    samples = sequences(4)
+    folder = tiny.save_model("qwen3_moe", tmp_path / "m")
+    samples = tiny.sequences(4)
     found = []
     for mode in ("none", recompute):
-        policy = learner(folder, recompute=mode)
-        step(policy, [pack(samples)])
-        found.append(gradients(policy))
-    assert largest_difference(*found) < 1e-7
+        policy = tiny.learner(folder, recompute=mode)
+        tiny.step(policy, [pack(samples)])
+        found.append(tiny.gradients(policy))
+    assert tiny.largest_difference(*found) < 1e-7
 
 
 def test_old_policies(tmp_path: Path) -> None:
     """pois and recompute have ratio 1 at a single update; sais clips against the rollout's log-probs."""
-    folder = save_model("qwen3", tmp_path / "m")
-    samples = sequences(6)
+    folder = tiny.save_model("qwen3", tmp_path / "m")
+    samples = tiny.sequences(6)
     batch = pack(samples)
     stats = {}
     for old_policy in ("pois", "recompute", "sais"):
-        policy = learner(folder, old_policy=old_policy)
-        stats[old_policy] = step(policy, [batch])
+        policy = tiny.learner(folder, old_policy=old_policy)
+        stats[old_policy] = tiny.step(policy, [batch])
     assert stats["recompute"].grad_norm == pytest.approx(stats["pois"].grad_norm, rel=1e-4)
     assert sum(stats["pois"].agent_sums["clipped_tokens"]) == 0 < sum(stats["sais"].agent_sums["clipped_tokens"])
     trainer = stats["pois"].logprobs[0][batch.mask].double()
@@ -226,56 +163,58 @@ def test_old_policies(tmp_path: Path) -> None:
     x = trainer - rollout
     assert stats["pois"].k3 == pytest.approx(float((x.exp() - 1 - x).mean()), rel=1e-9)
     unknown = pack([dataclasses.replace(s, rollout_logprobs=None) for s in samples])
-    assert math.isnan(step(learner(folder), [unknown], normaliser=9.0).k3)
+    assert math.isnan(tiny.step(tiny.learner(folder), [unknown], normaliser=9.0).k3)
     with pytest.raises(ValueError, match="sais needs rollout log-probs"):
-        step(policy, [unknown], normaliser=9.0)
+        tiny.step(policy, [unknown], normaliser=9.0)
 
 
 def test_token_advantages_train_as_supervised_learning(tmp_path: Path) -> None:
-    import numpy as np
-
-    folder = save_model("qwen3_moe", tmp_path / "m")
-    samples = [
-        dataclasses.replace(
-            s, token_advantages=np.linspace(1, 3, len(s.token_ids), dtype=np.float32), rollout_logprobs=None
-        )
-        for s in sequences(6)
-    ]
-    policy = learner(folder, router_aux_loss=0.01)
-    stats = [step(policy, [pack(samples)]) for _ in range(8)]
+    folder = tiny.save_model("qwen3_moe", tmp_path / "m")
+    samples = []
+    for s in tiny.sequences(6):
+        weights_of_tokens = np.linspace(1, 3, len(s.token_ids), dtype=np.float32)
+        samples.append(dataclasses.replace(s, token_advantages=weights_of_tokens, rollout_logprobs=None))
+    policy = tiny.learner(folder, router_aux_loss=0.01)
+    stats = [tiny.step(policy, [pack(samples)]) for _ in range(8)]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = 0.0
     with torch.no_grad():
         for s in samples:
             assert s.token_advantages is not None
-            expected -= float((hf_logprobs(model, s)[0] * torch.from_numpy(s.token_advantages[s.is_sampled])).sum())
+            expected -= float(
+                (tiny.hf_logprobs(model, s)[0] * torch.from_numpy(s.token_advantages[s.is_sampled])).sum()
+            )
     assert sum(stats[0].agent_sums["weighted_nll"]) == pytest.approx(expected, rel=1e-5)
     assert sum(stats[-1].agent_sums["weighted_nll"]) < 0.8 * sum(stats[0].agent_sums["weighted_nll"])
 
 
 def test_batch_scope_wants_one_micro_batch(tmp_path: Path) -> None:
-    policy = learner(save_model("qwen3", tmp_path / "m"), mpt=MptConfig(scope="batch", entropy=4.0, probability=0.02))
-    samples = sequences(6)
+    policy = tiny.learner(
+        tiny.save_model("qwen3", tmp_path / "m"), mpt=MptConfig(scope="batch", entropy=4.0, probability=0.02)
+    )
+    samples = tiny.sequences(6)
     with pytest.raises(ValueError, match="mpt.scope=batch .* a rank has 2"):
-        step(policy, micro_batches(samples, 2), normaliser=9.0)
-    stats = step(policy, micro_batches(samples, 1), normaliser=9.0)
+        tiny.step(policy, tiny.micro_batches(samples, 2), normaliser=9.0)
+    stats = tiny.step(policy, tiny.micro_batches(samples, 1), normaliser=9.0)
     assert stats.gated_samples == sum(s.is_positive for s in samples)
     assert sum(stats.agent_sums["masked_tokens"]) > 0
 
 
 def test_the_tokens_of_an_update_are_transformers_and_keeping_them_changes_no_bit(tmp_path: Path) -> None:
-    folder = save_model("qwen2", tmp_path / "m")
-    samples = [dataclasses.replace(s, temperature=0.7) for s in sequences(7)]
+    folder = tiny.save_model("qwen2", tmp_path / "m")
+    samples = [dataclasses.replace(s, temperature=0.7) for s in tiny.sequences(7)]
     mpt = MptConfig(scope="sample", entropy=3.972, probability=0.02, temperature=1)
 
     def stepped(keep: frozenset[str]) -> tuple[StepStats, dict[str, Tensor]]:
-        policy = learner(folder, mpt=mpt)
-        stats = step(policy, micro_batches(samples, 2, align=4), normaliser=num_trained(samples), keep=keep)
-        return stats, weights(policy)
+        policy = tiny.learner(folder, mpt=mpt)
+        stats = tiny.step(
+            policy, tiny.micro_batches(samples, 2, align=4), normaliser=tiny.num_trained(samples), keep=keep
+        )
+        return stats, tiny.weights(policy)
 
     stats, kept = stepped(frozenset(s.uid for s in samples))
     without, plain = stepped(frozenset())
-    assert largest_difference(kept, plain) == 0 and without.tokens == ()
+    assert tiny.largest_difference(kept, plain) == 0 and without.tokens == ()
     assert (stats.loss, stats.grad_norm, stats.agent_sums) == (without.loss, without.grad_norm, without.agent_sums)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = {tokens.uid: tokens for tokens in stats.tokens}
@@ -283,7 +222,7 @@ def test_the_tokens_of_an_update_are_transformers_and_keeping_them_changes_no_bi
     for sample in samples:
         tokens = found[sample.uid]
         with torch.no_grad():
-            logprobs, entropy = hf_logprobs(model, sample)
+            logprobs, entropy = tiny.hf_logprobs(model, sample)
         assert tokens.logprobs == pytest.approx(logprobs.numpy(), abs=1e-5)
         assert tokens.entropy == pytest.approx(entropy.numpy(), abs=1e-5)
         assert set(tokens.marks.tolist()) <= ({0, GATED | MASKED} if sample.is_positive else {0})

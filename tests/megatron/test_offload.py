@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_models import gradients, learner, micro_batches, save, save_model, sequences, step, weights
+from megatron_models import (
+    gradients,
+    largest_difference,
+    learner,
+    micro_batches,
+    save,
+    save_model,
+    sequences,
+    step,
+    weights,
+)
 from torch.overrides import TorchFunctionMode
 
 from marsrl.trainer.config import OptimizerConfig
@@ -34,9 +44,7 @@ class TwoMemories(TorchFunctionMode):
 
 
 def stepped(learner: Learner, num_steps: int) -> list[float]:
-    samples = sequences(6)
-    stats = [step(learner, micro_batches(samples, 2)) for _ in range(num_steps)]
-    return [each.grad_norm for each in stats]
+    return [step(learner, micro_batches(sequences(6), 2)).grad_norm for _ in range(num_steps)]
 
 
 def moments(learner: Learner) -> float:
@@ -58,8 +66,7 @@ def test_an_offloaded_optimizer_steps_and_resumes_as_one_on_the_gpu(
     norms = stepped(here, 3)
     assert min(norms) > 3 * 0.01  # so that every step is clipped
 
-    ours = optimizer.optimizer_options
-    offloaded = {"offload": True}
+    ours, offloaded = optimizer.optimizer_options, {"offload": True}
     monkeypatch.setattr(optimizer, "optimizer_options", lambda c, dtype: ours(c.model_copy(update=offloaded), dtype))
     with TwoMemories():
         away = learner(folder, **SETTINGS)
@@ -73,23 +80,21 @@ def test_an_offloaded_optimizer_steps_and_resumes_as_one_on_the_gpu(
         save(away, tmp_path / "after")
         stepped(away, 1)
         assert moments(away) == pytest.approx(moments(here), rel=1e-2)
-        expected = weights(here)
-        for name, weight in weights(away).items():
-            torch.testing.assert_close(weight, expected[name], atol=1e-3, rtol=1e-2, msg=name)
+        torch.testing.assert_close(weights(away), weights(here), atol=1e-3, rtol=1e-2)
 
         back = learner(folder, **SETTINGS)
         back.load(tmp_path / "after")
         stepped(back, 1)
-        unbroken = weights(away)
-        assert all(torch.equal(weight, unbroken[name]) for name, weight in weights(back).items())
+        assert largest_difference(weights(back), weights(away)) == 0.0
         back.load(tmp_path / "before")
-        start = weights(learner(folder, **SETTINGS))
-        assert all(torch.equal(weight, start[name]) for name, weight in weights(back).items())
+        assert largest_difference(weights(back), weights(learner(folder, **SETTINGS))) == 0.0
 
 
-def test_what_megatron_would_refuse_of_offloading_is_refused_by_name() -> None:
+def test_what_megatron_would_refuse_of_offloading_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="optimizer.offload needs optimizer.distributed: set distributed=true"):
         OptimizerConfig(offload=True, distributed=False)
+    with pytest.raises(ValueError, match="full_offload.*: set full$"):
+        learner(save_model("qwen3", tmp_path / "m"), recompute="full_offload")
 
 
 def test_layers_that_start_again_from_inputs_on_the_host_have_the_same_gradients(
@@ -114,8 +119,3 @@ def test_layers_that_start_again_from_inputs_on_the_host_have_the_same_gradients
     assert here and all(torch.equal(gradient, away[name]) for name, gradient in here.items())
     assert [each.shape[0] for each in kept] == [batch.num_tokens for batch in batches for _ in range(3)]
     assert {each.shape[1:] for each in kept} == {kept[0].shape[1:]} and kept[0].dim() == 3  # hidden states, no angles
-
-
-def test_a_cpu_refuses_to_move_layers_inputs_to_itself(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"recompute is full_offload, .* no CUDA device .*: set full$"):
-        learner(save_model("qwen3", tmp_path / "m"), recompute="full_offload")

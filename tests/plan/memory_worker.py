@@ -195,18 +195,13 @@ def compare(
     }
 
 
-def job(
-    models: dict[str, str], cases: list[tuple[str, str, dict[str, int], str, str, str, RouterReplay]]
-) -> dict[str, Any]:
-    """compare() of each case by its name."""
-    return {
-        name: compare(
-            Path(models[kind]),
-            layout,
-            how,
-            dtype,
-            reference=Path(models[other]) if other else None,
-            router_replay=replay,
-        )
-        for name, kind, layout, how, dtype, other, replay in cases
-    }
+def job(models: dict[str, str], cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """compare() of each case; kind and reference name models."""
+    paths = {name: Path(path) for name, path in models.items()}
+    usual = {"kind": "qwen3_moe", "recompute": "none", "reference": None, "dtype": "bfloat16"}
+    found = {}
+    for name, case in cases.items():
+        words = {**usual, **case}
+        words["reference"] = paths.get(words["reference"])
+        found[name] = compare(paths[words.pop("kind")], **words)
+    return found

@@ -12,7 +12,6 @@ from memory_worker import compare, model
 from rank_pair import RankPair
 
 from marsrl.rollout.model_shape import read_shape
-from marsrl.trainer.plan.memory import RouterReplay
 from marsrl.trainer.plan.models import KNOWN
 from marsrl.trainer.plan.parameters import active_elements, elements
 
@@ -98,26 +97,25 @@ def test_a_reference_of_another_size_and_a_whole_optimizer_are_held_as_planned(t
     holds(compare(policy, {}, "full", "float32", reference=policy, is_distributed=False), 0.03)
 
 
-REPLAYED = {"moe cp2": {"context": 2}, "moe tp2 ep2": {"tensor": 2, "expert": 2}, "moe pp2": {"pipeline": 2}}
-REPLAYS: tuple[RouterReplay, ...] = ("recompute", "rollout")
-LAYOUTS: list[tuple[str, str, dict[str, int], str, str, str, RouterReplay]] = [
-    ("moe dp2", "qwen3_moe", {}, "none", "bfloat16", "", "none"),
-    ("moe ep2", "qwen3_moe", {"expert": 2}, "full", "bfloat16", "", "none"),
-    ("moe tp2 ep2", "qwen3_moe", {"tensor": 2, "expert": 2}, "none", "bfloat16", "", "none"),
-    ("moe tp2 ep2, reference", "qwen3_moe", {"tensor": 2, "expert": 2}, "none", "bfloat16", "qwen3_moe", "none"),
-    ("moe tp2 etp2", "qwen3_moe", {"tensor": 2}, "full", "bfloat16", "", "none"),
-    ("dense pp2, offloaded", "qwen3", {"pipeline": 2}, "full_offload", "bfloat16", "", "none"),
-    ("moe pp2", "qwen3_moe", {"pipeline": 2}, "none", "bfloat16", "", "none"),
-    ("moe pp2, reference", "qwen3_moe", {"pipeline": 2}, "none", "bfloat16", "qwen3", "none"),
-    ("moe cp2", "qwen3_moe", {"context": 2}, "none", "bfloat16", "", "none"),
-    ("moe cp2 ep2, recompute", "qwen3_moe", {"context": 2, "expert": 2}, "full", "bfloat16", "", "none"),
-    ("dense tp2", "qwen3", {"tensor": 2}, "none", "bfloat16", "", "none"),
-    *(
-        (f"{name}, {replay}", "qwen3_moe", layout, "none", "bfloat16", "", replay)
-        for name, layout in REPLAYED.items()
-        for replay in REPLAYS
-    ),
-]
+TWO = {"tensor": 2, "expert": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "moe dp2": {"layout": {}},
+    "moe ep2": {"layout": {"expert": 2}, "recompute": "full"},
+    "moe tp2 ep2": {"layout": TWO},
+    "moe tp2 ep2, reference": {"layout": TWO, "reference": "qwen3_moe"},
+    "moe tp2 etp2": {"layout": {"tensor": 2}, "recompute": "full"},
+    "dense pp2, offloaded": {"kind": "qwen3", "layout": {"pipeline": 2}, "recompute": "full_offload"},
+    "moe pp2": {"layout": {"pipeline": 2}},
+    "moe pp2, reference": {"layout": {"pipeline": 2}, "reference": "qwen3"},
+    "moe cp2": {"layout": {"context": 2}},
+    "moe cp2 ep2, recompute": {"layout": {"context": 2, "expert": 2}, "recompute": "full"},
+    "dense tp2": {"kind": "qwen3", "layout": {"tensor": 2}},
+    **{
+        f"moe {layout}, {replay}": {"layout": layout, "router_replay": replay}
+        for layout in ({"context": 2}, TWO, {"pipeline": 2})
+        for replay in ("recompute", "rollout")
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +126,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> di
     return found
 
 
-@pytest.mark.parametrize("name", [name for name, *_ in LAYOUTS])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_hold_what_is_planned(reports: dict[str, Any], name: str) -> None:
     holds(reports[name], 0.10)  # the CPU's stand-ins for collectives of unequal parts copy
 

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import CONFIGS, ConfigError, read_config
-from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.command import show
 from marsrl.trainer.plan.engines import (
@@ -25,17 +24,14 @@ from marsrl.trainer.plan.engines import (
     rollout_time,
     sync_time,
 )
-from marsrl.trainer.plan.memory import Training, head_bytes
+from marsrl.trainer.plan.memory import head_bytes
 from marsrl.trainer.plan.models import KNOWN
 from marsrl.trainer.plan.needs import shortages
 from marsrl.trainer.plan.plan import Plan, make_plan
 from marsrl.trainer.plan.ranking import step_seconds
-from marsrl.trainer.plan.speed import Work, step_time
 
 MOE = KNOWN["Qwen3-30B-A3B"]
 H100 = hw.GPUS["h100-80g"]
-SETUP = Training(MOE, Layout(4, 8, 1, 1, 1), 32, "bfloat16", "full", 65536, 8, 2048)
-WORK = Work(1024, 1024 * 20_000.0, 1024 * 18_000.0)
 PLANNED_ON = {
     "qwen3_30b_a3b": 64,
     "qwen3_30b_a3b_8xh100": 8,
@@ -122,35 +118,6 @@ def test_the_numbers_of_a_plan_are_those_that_were_agreed(case: str, agreed: str
     assert f"{gib} {seconds} {policy.engine.kv_tokens}" == agreed
 
 
-def test_time_follows_the_work_and_the_ranks() -> None:
-    once = step_time(SETUP, WORK, H100, True)
-    twice = step_time(
-        SETUP, replace(WORK, sequences=2048, tokens=2 * WORK.tokens, trained=2 * WORK.trained), H100, True
-    )
-    for name in (
-        "linear",
-        "experts",
-        "attention",
-        "head",
-        "elementwise",
-        "permutation",
-        "tensor_parallel",
-        "expert_parallel",
-    ):
-        assert getattr(twice, name) == pytest.approx(2 * getattr(once, name)), name
-    assert (twice.optimizer, twice.data_parallel) == (once.optimizer, once.data_parallel)
-    more = step_time(replace(SETUP, world_size=64), WORK, H100, True)
-    assert more.linear == pytest.approx(once.linear / 2)
-    longer = step_time(SETUP, replace(WORK, sequences=WORK.sequences // 2), H100, True)
-    assert longer.attention == pytest.approx(2 * once.attention) and longer.linear == once.linear
-    assert step_time(replace(SETUP, recompute="none"), WORK, H100, True).linear == pytest.approx(0.75 * once.linear)
-    assert step_time(SETUP, WORK, hw.GPUS["a100-80g"], True).total > once.total
-    assert once.total == pytest.approx(sum(vars(once).values()))
-    # 48 layers, 3 passes of 9 copies of 8 rows a token, 1.3 times as many on the busiest rank; 2048 bfloat16 each
-    bytes_of_rank = 48 * 3 * 9 * 8 * 1.3 * 2048 * 2 * WORK.tokens / 32
-    assert once.permutation == pytest.approx(bytes_of_rank / (3.35e12 * hw.MEMORY_SHARE.value))
-
-
 def test_kv_cache_of_the_published_model() -> None:
     assert kv_bytes_per_token(MOE, "bfloat16") == 98_304  # 2 x 48 layers x 4 heads x 128 x 2 bytes
     setup = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304)
@@ -174,6 +141,9 @@ def test_fp8_weights_leave_room_and_are_read_in_half_the_time() -> None:
     assert memory.weights - less.weights == matrices * (1 - 4 / 128**2) / 2
     assert less.weights > (matrices + 2 * vocabulary) / 2  # embedding and head stay in bfloat16
     assert less.kv_cache - memory.kv_cache == memory.weights - less.weights and half.words == "4 x 2, fp8 weights"
+    four, whole_experts = (replace(half, tensor_parallel=4, spreads_experts=each) for each in (False, True))
+    padding = engine_memory(four, H100).weights - engine_memory(whole_experts, H100).weights
+    assert padding == pytest.approx(48 * 128 * 3 * 64 * 2048, rel=1e-3)  # 192 columns of an expert become 256
     few = Demand(8.0, 1000.0, 8000.0, 1, 1, 8000, True)  # two an engine: an iteration is all weights
     seconds = [rollout_time(setup, memory, H100, few).seconds for setup in (whole, half)]
     assert seconds[1] < seconds[0]
@@ -186,10 +156,6 @@ def test_fp8_weights_are_planned_as_the_config_has_them() -> None:
     (plain,) = planned("qwen3_30b_a3b_8xh100", 8).policies
     assert policy.sync.backend == "shm" and policy.engine.weights < 0.52 * plain.engine.weights
     assert {split.engines.weights for split in policy.splits} == {"fp8"}
-    assert {split.engines.tensor_parallel for split in policy.splits} == {
-        1,
-        2,
-    }  # of 4 GPUs one has 192 columns of an expert
     assert policy.splits[0].step_s < 0.75 * plain.splits[0].step_s
 
 
@@ -232,35 +198,6 @@ def test_nccl_is_named_where_only_its_memory_is_too_much() -> None:
         smaller = replace(policy.gpu, memory_bytes=policy.configured.needed - too_much)
         short = replace(policy, gpu=smaller, configured=replace(policy.configured, fits=False))
         assert any("sync.backend=shm would fit" in note for note in shortages(short)) == named
-
-
-def test_a_stage_waits_for_its_longest_completion_and_with_overlap_for_none() -> None:
-    setup = EngineSetup(MOE, 2, 2, "bfloat16", 0.9, 256, 8192)
-    memory = engine_memory(setup, H100)
-    alone = Demand(64, 100, 2000, 8, 1, 8000, False)  # all at once
-    time = rollout_time(setup, memory, H100, alone)
-    assert time.concurrency == pytest.approx(32 * 2000 / 8000)  # the longest alone at the end
-    segmented = replace(alone, segments=4, tokens_per_stage=2000)
-    assert segmented.parts == 1.5 and segmented.waiting == pytest.approx(2000 - 2000 / 1.5)
-    beside = replace(alone, overlaps=True)
-    assert rollout_time(setup, memory, H100, beside).concurrency == 32
-    assert (
-        rollout_time(setup, memory, H100, beside).seconds
-        < rollout_time(setup, memory, H100, segmented).seconds
-        < time.seconds
-    )
-    assert alone.length == 100 + 1000 * 1.5 and replace(alone, tokens_per_stage=2000).length == 100 + 1000
-
-
-def test_an_engine_that_sleeps_shares_the_gpu_with_a_trainer_at_rest() -> None:
-    (asleep,), (awake,) = planned("single_gpu_colocated", 1).policies, planned("single_gpu", 1).policies
-    assert asleep.configured is not None and awake.configured is not None
-    assert (
-        asleep.sync.backend == "ipc" and asleep.sync.total < awake.sync.total / 5
-    )  # nothing through the host's memory
-    rest = asleep.configured.memory.static + asleep.engine.taken
-    assert asleep.configured.needed == pytest.approx(rest + hw.PROCESS_BYTES.value)
-    assert asleep.engine.kv_tokens > 1.3 * awake.engine.kv_tokens and asleep.fits
 
 
 def test_overlap_takes_the_longer_of_decoding_and_training() -> None:

@@ -210,23 +210,11 @@ def test_a_model_is_cut_where_it_comes_out_even(tensor_parallel: int, expert_par
     assert (found is None) == (says is None) and (says is None or found.endswith(says)), found
 
 
-@pytest.mark.parametrize(
-    ("shape", "tensor_parallel", "expert_parallel", "says"),
-    [
-        (KNOWN["Qwen3-30B-A3B"], 1, False, None),
-        (KNOWN["Qwen3-30B-A3B"], 2, False, None),  # 384 columns of an expert
-        (KNOWN["Qwen3-30B-A3B"], 4, False, "has 192 rows or columns on a GPU: set rollout.vllm.expert_parallel=true"),
-        (KNOWN["Qwen3-30B-A3B"], 4, True, None),
-        (replace(KNOWN["Qwen3-30B-A3B"], ffn_size=784), 1, False, "set rollout.vllm.quantization=null"),
-        (KNOWN["Qwen3-8B"], 8, False, None),  # of a linear layer the last block may be smaller
-    ],
-)
-def test_experts_are_rounded_in_whole_blocks(
-    shape: Any, tensor_parallel: int, expert_parallel: bool, says: str | None
-) -> None:
-    vllm = VllmOptions(tensor_parallel=tensor_parallel, expert_parallel=expert_parallel, quantization="fp8")
-    found = why_not_cut(shape, vllm)
-    assert (found is None) == (says is None) and (says is None or found.endswith(says)), found
+def test_experts_in_fp8_want_a_hidden_size_in_whole_blocks() -> None:
+    moe, fp8 = KNOWN["Qwen3-30B-A3B"], VllmOptions(quantization="fp8", tensor_parallel=4)
+    found = why_not_cut(replace(moe, hidden_size=2112), fp8)
+    assert found is not None and "in multiples of 128, which is 2112 here: set it to null" in found
+    assert why_not_cut(moe, fp8) is None and why_not_cut(replace(KNOWN["Qwen3-8B"], hidden_size=4160), fp8) is None
 
 
 def test_only_a_model_with_experts_spreads_them() -> None:

@@ -5,8 +5,6 @@ import errno
 import fcntl
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_run import written_by_another
 
 from marsrl.trainer.report.samples_log import sample_files, write_samples
 from marsrl.trainer.report.token_log import token_files, write_tokens
@@ -61,18 +60,10 @@ def test_a_start_that_failed_does_not_take_the_name(tmp_path: Path) -> None:
 def test_a_second_run_of_a_directory_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     assert why_held(run) == ""
-    code = "import sys; from pathlib import Path; from marsrl.trainer.runs.lock import RunLock; "
-    code += "from marsrl.trainer.runs.directory import RunDirectory; lock = RunLock(RunDirectory(Path(sys.argv[1]))); "
-    code += "print('held', flush=True); sys.stdin.read()"
-    first = subprocess.Popen([sys.executable, "-c", code, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        assert first.stdout is not None and first.stdout.readline() == b"held\n"
-        with pytest.raises(ValueError, match=f"being written by process {first.pid} on {socket.gethostname()}; wait"):
+    with written_by_another(run) as pid:
+        with pytest.raises(ValueError, match=f"being written by process {pid} on {socket.gethostname()}; wait"):
             RunLock(run)
-        assert f"being written by process {first.pid} on" in why_held(run)  # and the dry run says so too
-    finally:
-        first.kill()  # -9: nobody cleans up
-        first.wait()
+        assert f"being written by process {pid} on" in why_held(run)  # and the dry run says so too
     RunLock(run).release()
 
 

@@ -6,12 +6,18 @@ from dataclasses import replace
 
 import pytest
 from simulation import study, tables
-from simulation.cost_model import Constants, CostModel
+from simulation.cost_model import MEASURED_ITL, Constants, CostModel
 from simulation.lengths import Lengths
 from simulation.play import MAX_TOKENS, Setting, play
 from simulation.simulated_pool import TOKEN_GRAIN
 
 CONSTANTS, LENGTHS = Constants(), Lengths(sigma=1.2)
+
+
+@pytest.mark.parametrize(("num_seqs", "itl_s"), MEASURED_ITL)
+def test_the_cost_model_gives_back_the_measured_decode_steps(num_seqs: int, itl_s: float) -> None:
+    context = round(num_seqs * CONSTANTS.itl_context)
+    assert CostModel(CONSTANTS).decode_s(num_seqs, context, 1) == pytest.approx(itl_s, rel=1e-6)
 
 
 def test_one_problem_by_hand() -> None:

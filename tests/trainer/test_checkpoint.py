@@ -1,5 +1,6 @@
-"""Checkpoints of a learner whose weights are a file of a word: whole or absent, kept or removed. What tests/megatron/
-test_checkpoint.py has with real weights, damage, pointers and full disks among it, is not here."""
+"""Checkpoints of a learner whose weights are a file of a word: whole or absent, kept or removed; the list of their files.
+
+What tests/megatron/test_checkpoint.py has with real weights, damage, pointers and full disks among it, is not here."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,14 @@ from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.trainer.runs import checkpoint
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, Restored, load_checkpoint
 from marsrl.trainer.runs.directory import CheckpointError, RunDirectory
-from marsrl.trainer.runs.manifest import FileSum, damage, file_sum
+from marsrl.trainer.runs.manifest import (
+    FileSum,
+    damage,
+    file_sum,
+    missing_or_cut,
+    read_manifest,
+    write_manifest,
+)
 
 
 class WordSave:
@@ -68,10 +78,22 @@ def load(run: RunDirectory, resume: Any = "auto") -> tuple[int, str, list[str]]:
     """(step, the weights, what was said)."""
     learner, said = WordLearner(), list[str]()
     restored = load_checkpoint(run, {"main": learner}, resume, said.append)  # type: ignore[dict-item]
-    assert (
-        restored == Restored(restored.step, {"main": restored.step}, state_after(restored.step)) if restored else True
-    )
-    return restored.step if restored else 0, learner.word, said
+    step = restored.step if restored else 0
+    assert restored is None or restored == Restored(step, {"main": step}, state_after(step))
+    return step, learner.word, said
+
+
+def killed_at(moment: str, save: Callable[[], object]) -> None:
+    """In a process of its own, at the first event of this name that Python's audit hooks are told."""
+
+    def struck() -> None:
+        sys.addaudithook(lambda event, _: os.kill(os.getpid(), signal.SIGKILL) if event == moment else None)
+        save()
+
+    process = multiprocessing.get_context("fork").Process(target=struck)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_a_checkpoint_holds_every_policy_the_rollout_and_the_step(run: RunDirectory) -> None:
@@ -111,13 +133,10 @@ def test_a_run_killed_before_its_first_checkpoint_was_pointed_to_goes_on_from_it
     """Between the rename and the writing of `latest`. Of several, somebody has removed it."""
 
     def killed() -> None:
-        RunDirectory.mark_latest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        RunDirectory.mark_latest = lambda *_: sys.audit("latest")  # type: ignore[method-assign]
         save(writer(run), 4)
 
-    process = multiprocessing.get_context("fork").Process(target=killed)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    killed_at("latest", killed)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_4"]
     assert load(run) == (4, "w4", [])
     assert (run.checkpoints / "latest").read_text() == "step_4\n"  # so that a kill in the next save does not matter
@@ -131,15 +150,7 @@ def test_a_run_killed_before_its_first_checkpoint_was_pointed_to_goes_on_from_it
 
 def test_a_run_killed_while_it_removes_a_checkpoint_leaves_no_half_of_one(run: RunDirectory) -> None:
     save(writer(run), 1)
-
-    def killed() -> None:
-        sys.addaudithook(lambda event, _: os.kill(os.getpid(), signal.SIGKILL) if event == "os.rmdir" else None)
-        save(writer(run, keep_last=1), 2)
-
-    process = multiprocessing.get_context("fork").Process(target=killed)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    killed_at("os.rmdir", lambda: save(writer(run, keep_last=1), 2))
     assert run.steps_on_disk() == [2] and damage(run.checkpoint(2)) == []
     save(writer(run, keep_last=1), 3)
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_3"]
@@ -191,3 +202,61 @@ def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run
     step, word, said = load(run, "previous")
     assert (step, word) == (2, "w2") and len(said) == 2
     assert said[1].endswith("GOING BACK to step_2 (run.resume=previous): 7 step(s) are lost and played again")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three files and their manifest."""
+    for name, content in {"a": b"abc", "policies/main/b": b"", "c": b"xyz"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    write_manifest(tmp_path, {})
+    return tmp_path
+
+
+def test_a_manifest_lists_size_and_checksum_of_every_file_and_checks_itself(folder: Path) -> None:
+    sums = {"a": FileSum(3, 0x352441C2), "c": FileSum(3, zlib.crc32(b"xyz")), "policies/main/b": FileSum(0, 0)}
+    assert read_manifest(folder) == sums and damage(folder) == []
+    body = f'  "a": [3, "352441c2"],\n  "c": [3, "{zlib.crc32(b"xyz"):08x}"],\n  "policies/main/b": [0, "00000000"]'
+    text = f'{{"crc32": "{zlib.crc32(body.encode()):08x}", "files": {{\n{body}\n}}}}\n'
+    assert (folder / "manifest.json").read_text() == text
+    write_manifest(folder, {})  # it does not list itself
+    assert (folder / "manifest.json").read_text() == text
+    content = b"a" * (1 << 22) + b"b" * (1 << 22) + b"c"  # more than one block
+    (folder / "c").write_bytes(content)
+    assert file_sum(folder / "c") == FileSum(len(content), zlib.crc32(content))
+
+
+def test_a_damaged_file_is_named_with_what_was_found_and_expected(folder: Path) -> None:
+    (folder / "a").write_bytes(b"abd")
+    (folder / "c").write_bytes(b"xy")
+    (folder / "policies/main/b").unlink()
+    for i in range(9):
+        (folder / f"mine{i}").touch()
+    (folder / "d").mkdir()  # a folder is no file
+    found = [
+        f"{folder / 'a'} has checksum {zlib.crc32(b'abd'):08x}, expected 352441c2",
+        f"{folder / 'c'} has 2 bytes, expected 3",
+        f"{folder / 'policies/main/b'} is missing; expected 0 bytes",
+        *(f"{folder / f'mine{i}'} is not in manifest.json; remove it if it is yours" for i in range(9)),
+    ]
+    assert damage(folder) == found
+    # two ranks share the files; the first looks for strangers
+    assert damage(folder, 0, 2) == [found[0], *found[2:]] and damage(folder, 1, 2) == [found[1]]
+    (folder / "a").unlink()
+    (folder / "a").mkdir()
+    assert damage(folder, 0, 3)[0] == f"{folder / 'a'} is missing; expected 3 bytes"
+
+
+def test_a_quick_look_names_the_first_file_that_is_missing_or_cut_and_reads_none(folder: Path) -> None:
+    assert missing_or_cut(folder) is None
+    (folder / "a").write_bytes(b"abd")  # as long as it was
+    (folder / "mine").touch()
+    assert missing_or_cut(folder) is None and len(damage(folder)) == 2
+    (folder / "policies/main/b").unlink()
+    assert missing_or_cut(folder) == f"{folder / 'policies/main/b'} is missing; expected 0 bytes"
+    (folder / "c").write_bytes(b"xyz, and more")
+    assert missing_or_cut(folder) == f"{folder / 'c'} has 13 bytes, expected 3"
+    (folder / "manifest.json").unlink()
+    said = f"{folder / 'manifest.json'} is missing: the checkpoint was not written to its end"
+    assert missing_or_cut(folder) == said and damage(folder) == [said]

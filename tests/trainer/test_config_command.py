@@ -1,8 +1,11 @@
-"""`marsrl config`, `marsrl init --from-run`, `marsrl completion`, `marsrl --help`."""
+"""`marsrl config`, `init --from-run`, `completion`, `--help`; exits of commands whose surroundings refuse them."""
 
 from __future__ import annotations
 
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,32 +56,28 @@ def test_a_key_is_explained(key: str, parts: list[str], capsys) -> None:
 
 def test_every_key_says_what_it_means_and_has_a_page_that_exists(capsys) -> None:
     assert not [key.name for key in all_keys().values() if not key.meaning.strip()] and len(all_keys()) > 300
-    pages = {page_of(name) for name in all_keys()} | set(
-        re.findall(r"docs/\w+\.md", shown(capsys, "config", "--markdown"))
-    )
+    pages = {page_of(name) for name in all_keys()}
+    pages |= set(re.findall(r"docs/\w+\.md", shown(capsys, "config", "--markdown")))
     assert not [page for page in pages if not (ROOT / page).is_file()]
-
-
-def test_a_wrong_key_is_answered_with_the_nearest(capsys) -> None:
-    assert main(["config", "--explain", "rollout.segmnts"]) == 2
-    assert "rollout.segmnts: unknown key; did you mean rollout.segments?" in capsys.readouterr().err
 
 
 def test_the_page_of_the_settings_has_each_key_once_with_its_meaning(capsys) -> None:
     page = shown(capsys, "config", "--markdown")
     rows = [line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("| `")]
     assert all(len(row) == 4 and row[1] and row[3] for row in rows)
-    referred = [
-        name for line in page.splitlines() if line.startswith("As in ") for name in line.split(": ", 1)[1].split(", ")
-    ]
-    names = sorted(name.strip("`.") for name in [*(row[0] for row in rows), *referred])
+    names = [row[0] for row in rows]
+    for line in page.splitlines():
+        names += line.split(": ", 1)[1].split(", ") if line.startswith("As in ") else []
+    names = sorted(name.strip("`.") for name in names)
     assert names == sorted(key.name for key in all_keys().values() if key.kind != "section")
 
 
 def test_an_error_of_a_setting_ends_with_what_to_read(capsys) -> None:
-    assert main(["config", "rollout.segmnts=3"]) == 2
-    error = capsys.readouterr().err
-    assert "did you mean rollout.segments?" in error and "docs/" not in error  # there is no such key to explain
+    for words in (["rollout.segmnts=3"], ["--explain", "rollout.segmnts"]):
+        assert main(["config", *words]) == 2
+        error = capsys.readouterr().err
+        assert "rollout.segmnts: unknown key; did you mean rollout.segments?" in error
+        assert "docs/" not in error  # there is no such key to explain
     assert main(["config", "loss.kl=k3"]) == 2
     assert capsys.readouterr().err.endswith("(more: docs/credit.md, marsrl config --explain loss.kl)\n")
     assert help_line("something else happened") == "" and help_line("") == ""
@@ -122,3 +121,17 @@ def test_help_lists_every_command_and_each_has_help_with_an_example(capsys) -> N
 def test_words_that_cannot_be_used_are_exit_status_2(capsys) -> None:
     for words, said in ((["plan"], "--gpus"), (["nope"], "nope"), (["init", "--dtype", "x", "y"], "--dtype"), ([], "")):
         assert main(words) == 2 and said in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["view", str(tmp_path), "--port", str(port)]) == 2
+    assert f"127.0.0.1:{port}: Address already in use; give another --port" in capsys.readouterr().err
+
+
+def test_who_reads_enough_of_the_output_gets_no_error() -> None:
+    command = f"{sys.executable} -m marsrl.trainer.commands.cli config --markdown | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "# Settings\n", "")

@@ -14,9 +14,8 @@ from marsrl.trainer.config.read import CONFIGS, DEFAULT_FOR_TASK, ConfigError, p
 from marsrl.trainer.main import main
 from marsrl.trainer.runs.directory import RunDirectory
 
-LINE = 1 + [line.split(":")[0].strip() for line in (CONFIGS / "math_default.yaml").read_text().splitlines()].index(
-    "max_response_tokens"
-)
+KEYS = [line.split(":")[0].strip() for line in (CONFIGS / "math_default.yaml").read_text().splitlines()]
+LINE = 1 + KEYS.index("max_response_tokens")
 
 
 def written(folder: Path, text: str) -> Path:
@@ -65,14 +64,10 @@ def merged(base: object, over: object) -> object:
 
 def test_mappings_are_merged_and_lists_replaced(tmp_path: Path) -> None:
     text = """
-policies:
-  main: {optimizer: {betas: [0.8, 0.9]}}
-  judge: {frozen: true, model: /models/judge}
-agents:
-  verifier1: {policy: judge}
-  verifier2: {policy: judge, pick: random}
-credit: {train_agents: [solver, corrector1]}
-"""
+    policies: {main: {optimizer: {betas: [0.8, 0.9]}}, judge: {frozen: true, model: /models/judge}}
+    agents: {verifier1: {policy: judge}, verifier2: {policy: judge, pick: random}}
+    credit: {train_agents: [solver, corrector1]}
+    """
     config, _ = read_config(written(tmp_path, text))
     preset, _ = read_config(None)
     optimizer = preset.policies["main"].optimizer
@@ -87,12 +82,7 @@ credit: {train_agents: [solver, corrector1]}
 
 POLICIES_OF_HIS_OWN = """
 policies: {a: {model: /models/a}, b: {model: /models/b}}
-agents:
-  solver: {policy: a}
-  verifier1: {policy: b}
-  corrector1: {policy: a}
-  verifier2: {policy: b}
-  corrector2: {policy: a}
+agents: {solver: &a {policy: a}, verifier1: &b {policy: b}, corrector1: *a, verifier2: *b, corrector2: *a}
 """
 
 
@@ -148,11 +138,8 @@ def test_agents_are_those_of_the_orchestration_whichever_the_file_names(tmp_path
 
 
 def test_who_names_another_orchestration_leaves_the_agents_below_behind(tmp_path: Path) -> None:
-    for path in (
-        None,
-        "qwen3_8b",
-        written(tmp_path, "agents: {solver: {temperature: 0.5}, verifier2: {pick: random}}"),
-    ):
+    own = written(tmp_path, "agents: {solver: {temperature: 0.5}, verifier2: {pick: random}}")
+    for path in (None, "qwen3_8b", own):
         config, _ = read_config(path, ["orchestration=solver"])
         assert list(config.agents) == ["solver"]
         assert config.agents["solver"] == read_config(path)[0].agents["solver"]
@@ -165,14 +152,12 @@ def test_who_names_another_orchestration_leaves_the_agents_below_behind(tmp_path
     back = read_config(written(tmp_path, text), ["orchestration=verifier_corrector"])[0]
     assert len(back.agents) == 5 and back.agents["solver"].temperature == 0.5
     assert "has no such agent" in refusal(written(tmp_path, "agents: {verifer1: {}}"), "orchestration=solver")
-    assert "orchestration is 'debates'; there are debate, dual_system, external, search_team, sol" in refusal(
-        None, "orchestration=debates"
-    )
+    said = refusal(None, "orchestration=debates")
+    assert "orchestration is 'debates'; there are debate, dual_system, external, search_team, sol" in said
     config, _ = read_config(None, ["orchestration=debate", "orchestration_options.rounds=3"])
     assert list(config.agents) == ["debater"] and list(config.policies) == ["main"]
-    assert "max_loops: unknown key; there are debaters, rounds (it has" in refusal(
-        None, "orchestration=debate", "orchestration_options.max_loops=3"
-    )
+    said = refusal(None, "orchestration=debate", "orchestration_options.max_loops=3")
+    assert "max_loops: unknown key; there are debaters, rounds (it has" in said
 
 
 def test_who_names_another_kind_of_a_section_leaves_the_other_kind_s_keys_below_behind(tmp_path: Path) -> None:
@@ -241,16 +226,10 @@ def test_a_path_in_a_file_is_relative_to_it_and_one_in_a_word_to_the_working_dir
     assert (config.tools.search.corpus, config.tools.search.index) == ("/all/corpus.jsonl", f"{there}/index.sqlite")
     main, hub = config.policies["main"], config.policies["hub"]
     assert (main.model, main.reference) == (f"{there}/models/one", "start")
-    assert (hub.model, hub.reference) == (
-        "Qwen/Qwen3-0.6B",
-        f"{there}/models/two",
-    )  # nothing is there, and so it may be a hub's
-    words = [
-        "data.train=c.jsonl",
-        "data.eval=[d.jsonl, {path: e.jsonl}]",
-        "policies.main.model=~/mine",
-        "policies.hub.model=Qwen/Qwen3-0.6B",
-    ]
+    # nothing is there, and so it may be a hub's
+    assert (hub.model, hub.reference) == ("Qwen/Qwen3-0.6B", f"{there}/models/two")
+    words = ["data.train=c.jsonl", "data.eval=[d.jsonl, {path: e.jsonl}]"]
+    words += ["policies.main.model=~/mine", "policies.hub.model=Qwen/Qwen3-0.6B"]
     (here / "Qwen/Qwen3-0.6B").mkdir(parents=True)
     config, _ = read_config(there / "own.yaml", words)
     assert config.data.train == f"{here}/c.jsonl" and isinstance(config.data.eval, tuple)
@@ -278,32 +257,20 @@ def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_p
     ("text", "words", "said"),
     [  # {}: the file
         ("run:\n  steps: many\n", [], "(found 'many') ({}:2)"),
-        ("rollout:\n  group_sise: 4\n", [], "did you mean rollout.group_size? ({}:2)"),
         ("agents:\n  solver: {top_p: two}\n", [], " ({}:2)"),
         ("run: {steps: many}", ["run.steps=few"], " (command line)"),
-        (
-            "task: math\n\nrollout:\n  segments: 2\n",
-            ["rollout.segment_length=100"],
-            " (rollout.segments: {}:4; rollout.segment_length: command line; "
-            f"rollout.max_response_tokens: preset math_default.yaml:{LINE})",
-        ),
-        (
-            "policies:\n  main:\n    optimizer:\n      overlap_param_gather: true\n",  # which the error writes without `policies`
-            [],
-            "(policies.main.optimizer.overlap_param_gather: {}:4)",
-        ),
-        (
-            "policies:\n  judge:\n    openai:\n      model: m\n      base_url: http://me:secret@host/v1\n",
-            [],
-            "and the config is saved: leave it out ({}:5)",
-        ),
-        (
-            "agents:\n  solver: &all\n    top_k: 5\n    top_p: 0.5\n  corrector1:\n    top_p: 0.7\n    <<: *all\n",
-            ["credit.train_agents=[corrector1]"],
-            "agents.corrector1.top_p: {}:6; agents.corrector1.top_k: {}:3",
-        ),
+        ("task: math\n\nrollout:\n  segments: 2\n", ["rollout.segment_length=100"],
+         " (rollout.segments: {}:4; rollout.segment_length: command line; "
+         f"rollout.max_response_tokens: preset math_default.yaml:{LINE})"),
+        # which the error writes without `policies`
+        ("policies:\n  main:\n    optimizer:\n      overlap_param_gather: true\n", [],
+         "(policies.main.optimizer.overlap_param_gather: {}:4)"),
+        ("policies:\n  judge:\n    openai:\n      model: m\n      base_url: http://me:secret@host/v1\n", [],
+         "and the config is saved: leave it out ({}:5)"),
+        ("agents:\n  solver: &all\n    top_k: 5\n    top_p: 0.5\n  corrector1:\n    top_p: 0.7\n    <<: *all\n",
+         ["credit.train_agents=[corrector1]"], "agents.corrector1.top_p: {}:6; agents.corrector1.top_k: {}:3"),
     ],
-)
+)  # fmt: skip
 def test_an_error_names_the_line_of_each_setting_that_it_is_about(
     text: str, words: list[str], said: str, tmp_path: Path
 ) -> None:

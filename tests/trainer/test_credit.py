@@ -1,11 +1,24 @@
-"""Credit by hand-computed groups."""
+"""Credit by hand-computed groups; and lemma 4.2 of Dr. MAS (arXiv:2602.08847) on tabular softmax policies.
 
+For an agent k, g = A z with z the score of a call, E over the agent's calls:
+
+    E |g_global|^2 = E |z|^2 (sigma_k^2 + (mu_k - mu)^2) / sigma^2 + Cov(|z|^2, (R - mu)^2 / sigma^2)
+    E |g_agent|^2  = E |z|^2                                       + Cov(|z|^2, (R - mu_k)^2 / sigma_k^2)
+
+so that the ratio of the two is drmas/{agent}/variance_inflation where scores and rewards are all but uncorrelated, as here.
+"""
+
+from __future__ import annotations
+
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from letters import group_of
 from letters import group_of as group
 from letters import sampled as sample
 
@@ -32,27 +45,13 @@ def test_advantages_are_rewards_centred_and_scaled_in_their_group() -> None:
     assert credited.num_tokens == 12
 
 
-def test_an_all_equal_group_trains_nothing_but_counts_in_the_denominator() -> None:
-    groups = [group("0/solver", [1, 1, 1]), group("1/solver", [1, 0, 1])]
+def test_an_all_equal_group_trains_nothing_but_counts_in_the_denominator_as_no_missing_reward_does() -> None:
+    groups = [group("0/solver", [1, 1, 1]), group("1/solver", [1, math.nan, 0])]
     credited = credit(groups, CreditConfig(), AGENTS)
-    assert {s.uid for s in credited.sequences} == {"1/solver:0", "1/solver:1", "1/solver:2"}
-    assert credited.num_tokens == 18
-    assert credit(groups, CreditConfig(count_zero_groups=False), AGENTS).num_tokens == 9
-
-
-def test_a_missing_reward_is_in_no_statistic_and_no_denominator() -> None:
-    credited = credit([group("0/solver", [1, math.nan, 0])], CreditConfig(), AGENTS)
-    assert [s.uid for s in credited.sequences] == ["0/solver:0", "0/solver:2"]
+    assert [s.uid for s in credited.sequences] == ["1/solver:0", "1/solver:2"]
     assert [s.advantage for s in credited.sequences] == pytest.approx([1, -1], rel=1e-5)
-    assert credited.num_tokens == 6
-    assert "0/solver:1" not in credited.advantages
-
-
-def test_a_mean_over_agents_is_a_baseline_over_agents() -> None:
-    groups = [group("0/solver", [1, 1]), group("0/solver:0/verifier1", [0, 0], "verifier1")]
-    credited = credit(groups, CreditConfig(normalise="global"), {**AGENTS, "verifier1": AgentConfig()})
-    assert [s.advantage for s in credited.sequences] == pytest.approx([1, 1, -1, -1], rel=1e-5)
-    assert credit(groups, CreditConfig(normalise="agent"), AGENTS).sequences == ()
+    assert credited.num_tokens == 9 + 6 and "1/solver:1" not in credited.advantages
+    assert credit(groups, CreditConfig(count_zero_groups=False), AGENTS).num_tokens == 6
 
 
 def trajectories(*rewards: list[float], instance: str = "0") -> list[Group]:
@@ -91,8 +90,9 @@ def test_the_published_baseline_counts_a_trajectory_once_however_many_calls_it_h
 
 
 def test_calls_of_a_trajectory_share_the_advantage_of_its_mean_reward() -> None:
-    # means 1, 1/2, and of the reward that is known 0; another problem's are not compared with these
-    groups = [*trajectories([1, 1], [1, 0], [0, math.nan]), *trajectories([5, 5], [5, 5], instance="1")]
+    # means 1, 1/2, of the reward that is known 0, and none; another problem's are not compared with these
+    groups = trajectories([1, 1], [1, 0], [0, math.nan], [math.nan, math.nan])
+    groups += trajectories([5, 5], [5, 5], instance="1")
     credited = credit(groups, CreditConfig(normalise="trajectory"), SHARED)
     std = math.sqrt(1 / 6) + 1e-6
     expected = {"0.0": 0.5 / std, "0.1": 0.0, "0.2": -0.5 / std, "1.0": 0.0, "1.1": 0.0}
@@ -102,22 +102,15 @@ def test_calls_of_a_trajectory_share_the_advantage_of_its_mean_reward() -> None:
     assert {s.uid for s in credited.sequences} == {"0.0/solver#0:0", "0.0/verifier1#1:0", "0.2/solver#0:0"}
 
 
-def test_a_trajectory_without_any_reward_is_in_no_statistic() -> None:
-    groups = trajectories([1, 1], [0, 0], [math.nan, math.nan])
-    found = credit(groups, CreditConfig(normalise="trajectory"), SHARED).advantages
-    assert sorted(found.values()) == pytest.approx([-1, -1, 1, 1], rel=1e-5)
-
-
 def test_who_answers_and_who_is_trained_do_not_change_who_is_compared() -> None:
     groups = [
         group("0/solver", [1, 1, 0]),
         group("0/solver:0/verifier1", [0, 0, 1, 0], "verifier1"),
         group("1/solver", [0, 0, 1]),
     ]
-    one = {"solver": AgentConfig(), "verifier1": AgentConfig()}
     two = {"solver": AgentConfig(policy="a"), "verifier1": AgentConfig(policy="b")}
     rules = CreditConfig(normalise="global")
-    expected = credit(groups, rules, one)
+    expected = credit(groups, rules, SHARED)
     found = credit(groups, rules, two)
     parts = [found.of([name]) for name in two]  # as the loop cuts it, by policy
     assert {uid: a for part in parts for uid, a in part.advantages.items()} == expected.advantages
@@ -125,22 +118,17 @@ def test_who_answers_and_who_is_trained_do_not_change_who_is_compared() -> None:
     assert [part.num_tokens for part in parts] == [18, 12] and expected.num_tokens == 30
     assert {g.agent for g in parts[0].groups} == {"solver"} and len(parts[0].groups) == 2
     # the Verifier stays in the Solver's baseline when it is not trained, and out of all that is
-    alone = credit(groups, rules.model_copy(update={"train_agents": ("solver",)}), one)
+    alone = credit(groups, rules.model_copy(update={"train_agents": ("solver",)}), SHARED)
     assert alone.advantages == parts[0].advantages and alone.counted == parts[0].counted
-    apart = [credit(groups[::2], rules, one).advantages[uid] for uid in alone.advantages]
+    apart = [credit(groups[::2], rules, SHARED).advantages[uid] for uid in alone.advantages]
     assert apart != pytest.approx(list(alone.advantages.values()), abs=0.1)
 
 
 def test_an_outcome_is_shared_by_agents_of_another_policy_and_those_without_training() -> None:
     groups = [
         group("0/solver", [0, 1, 0]),
-        Group(
-            "v",
-            "0",
-            "verifier1",
-            (sample("v:0", 1, agent="verifier1", parent_uid="0/solver:0", verdict=False, rollout_id="0"),),
-        ),
-        Group("c", "0", "corrector1", (sample("c:0", 1, agent="corrector1", parent_uid="v:0", rollout_id="0"),)),
+        Group("v", "0", "verifier1", (sample("v:0", 1, agent="verifier1", verdict=False, rollout_id="0"),)),
+        Group("c", "0", "corrector1", (sample("c:0", 1, agent="corrector1", rollout_id="0"),)),
     ]
     agents = {"solver": AgentConfig(), "verifier1": AgentConfig(policy="b"), "corrector1": AgentConfig(policy="c")}
     rules = CreditConfig(reward_scheme="outcome", train_agents=("solver", "verifier1"), normalise="global")
@@ -149,15 +137,8 @@ def test_an_outcome_is_shared_by_agents_of_another_policy_and_those_without_trai
     assert credited.advantages == pytest.approx(
         {"0/solver:0": 0.5, "0/solver:1": 0.5, "0/solver:2": -2.0, "v:0": 0.5}, rel=1e-4
     )
-    assert {uid: s.reward.value for g in credited.of(["corrector1"]).groups for s in g.samples for uid in [s.uid]} == {
-        "c:0": 1
-    }
-
-
-def test_loss_weight_scales_an_agents_advantages() -> None:
-    credited = credit([group("0/solver:0/verifier1", [1, 0], "verifier1")], CreditConfig(), AGENTS)
-    assert [s.advantage for s in credited.sequences] == pytest.approx([0.5, -0.5], rel=1e-5)
-    assert [s.agent for s in credited.sequences] == [1, 1]
+    (corrector,) = credited.of(["corrector1"]).groups
+    assert [s.reward.value for s in corrector.samples] == [1]
 
 
 def test_tool_text_is_not_in_the_denominator() -> None:
@@ -183,25 +164,11 @@ def test_positive_is_a_success_before_penalties_that_is_better_than_its_baseline
 
 
 def test_a_right_verdict_whose_outcome_is_a_failure_is_not_positive() -> None:
-    judged = [sample("0/solver:0", 0), sample("0/solver:1", 1)]
-    reports = (
-        sample("v:0", 1, agent="verifier1", parent_uid="0/solver:0", verdict=False),  # finds the error, which stays
-        sample("v:1", 0, agent="verifier1", parent_uid="0/solver:1", verdict=False),  # a false alarm, repaired
-    )
-    fixes = [
-        sample("c:0", 0, agent="corrector1", parent_uid="v:0"),
-        sample("c:1", 1, agent="corrector1", parent_uid="v:1"),
-    ]
-    groups = [
-        Group("0/solver", "0", "solver", tuple(judged)),
-        Group("v", "0", "verifier1", reports),
-        *(Group(f.uid, "0", "corrector1", (f,)) for f in fixes),
-    ]
-    agents = {**AGENTS, "corrector1": AgentConfig()}
+    # one that finds the error, which stays, and a false alarm, which is repaired
+    groups = ended([group("v", [1, 0], "verifier1")], 0, 1)
     for scheme, expected in (("agentic", {"v:0"}), ("outcome", {"v:1"})):
-        rules = CreditConfig.model_validate({"reward_scheme": scheme})
-        credited = credit(ended(groups, 0, 1, 0, 1, 0, 1), rules, agents)
-        assert {s.uid for s in credited.of(["verifier1"]).sequences if s.is_positive} == expected
+        credited = credit(groups, CreditConfig.model_validate({"reward_scheme": scheme}), AGENTS)
+        assert {s.uid for s in credited.sequences if s.is_positive} == expected
 
 
 def test_an_outcome_keeps_the_penalty_for_its_form_alone_and_what_is_not_known_is_missing() -> None:
@@ -211,20 +178,6 @@ def test_an_outcome_keeps_the_penalty_for_its_form_alone_and_what_is_not_known_i
     assert first == Reward(0.4, 0.5, {"outcome": 0.5, "format": -0.1}) and second.is_missing
     (right,) = outcome_rewards(ended([group("1/solver", [0])], 1))
     assert right.samples[0].reward == Reward(1, 1, {"outcome": 1})  # no penalty is named where there is none
-
-
-def test_the_reward_scheme_decides_whose_rewards_are_credited() -> None:
-    groups = [
-        group("0/solver", [0, 1]),
-        Group("v", "0", "verifier1", (sample("v:0", 1, agent="verifier1", parent_uid="0/solver:0", verdict=False),)),
-        Group("c", "0", "corrector1", (sample("c:0", 1, agent="corrector1", parent_uid="v:0"),)),
-    ]
-    agents = {**AGENTS, "corrector1": AgentConfig()}
-    assert len(credit(groups, CreditConfig(), agents).sequences) == 2
-    groups = ended(groups, 1, 1, 1, 1)
-    assert credit(groups, CreditConfig(reward_scheme="outcome"), agents).sequences == ()  # both end right
-    alone = credit(groups, CreditConfig(reward_scheme="outcome", train_agents=("solver",)), agents)
-    assert alone.sequences == () and set(alone.advantages) == {"0/solver:0", "0/solver:1"}
 
 
 def test_zero_advantages_enter_where_something_else_gives_a_gradient() -> None:
@@ -241,9 +194,8 @@ def test_a_sequence_is_its_sample() -> None:
     made = sample("0/solver:0", 0.5, rollout_logprobs=np.array([-1, -2, -3], np.float32), routed_experts=recorded)
     made = replace(made, kept_tokens=KeptTokens.nothing_left_out(3))
     agents = {"solver": AgentConfig(temperature=0.7)}
-    first, _ = credit(
-        [Group("0/solver", "0", "solver", (made, sample("0/solver:1", 0)))], CreditConfig(), agents
-    ).sequences
+    whole = Group("0/solver", "0", "solver", (made, sample("0/solver:1", 0)))
+    first, _ = credit([whole], CreditConfig(), agents).sequences
     assert first.prompt_ids is made.prompt_ids and first.token_ids is made.token_ids
     assert first.is_sampled is made.is_sampled and first.rollout_logprobs is made.rollout_logprobs
     assert first.routed_experts is recorded and first.token_advantages is None
@@ -252,28 +204,26 @@ def test_a_sequence_is_its_sample() -> None:
 
 
 def variance_inflation(groups: list[Group]) -> dict[str, float]:
-    return {name: value for name, value in drmas_metrics(groups).items() if name.endswith("variance_inflation")}
-
-
-def inflation(**factors: float) -> dict[str, float]:
-    return {f"drmas/{agent}/variance_inflation": value for agent, value in factors.items()}
+    """By agent."""
+    found = {tuple(name.split("/")): value for name, value in drmas_metrics(groups).items()}
+    return {agent: value for (_, agent, name), value in found.items() if name == "variance_inflation"}
 
 
 def test_variance_inflation_by_hand() -> None:
     groups = [group("0/solver", [1, 1, 0, 0]), group("0/solver:0/verifier1", [1, 1, 1, 1], "verifier1")]
     # all: mean 3/4, var 3/16; solver: var 1/4, mean 1/2 -> (1/4 + 1/16) / (3/16) = 5/3; verifier: (1/4)^2 / (3/16) = 1/3
-    assert variance_inflation(groups) == pytest.approx(inflation(solver=5 / 3, verifier1=1 / 3))
+    assert variance_inflation(groups) == pytest.approx({"solver": 5 / 3, "verifier1": 1 / 3})
     # an easy and a hard prompt: their means differ, and that is no difference between agents
     other = [group("1/solver", [0, 0, 1, math.nan]), group("1/solver:0/verifier1", [0, 1], "verifier1")]
     # all five: mean 2/5, var 6/25; solver: var 2/9, mean 1/3 -> 51/54; verifier: var 1/4, mean 1/2 -> 13/12
-    assert variance_inflation(other) == pytest.approx(inflation(solver=(2 / 9 + 1 / 225) * 25 / 6, verifier1=13 / 12))
+    assert variance_inflation(other) == pytest.approx({"solver": (2 / 9 + 1 / 225) * 25 / 6, "verifier1": 13 / 12})
     assert variance_inflation([*groups, *other]) == pytest.approx(  # a prompt weighs as many as the agent's calls
-        inflation(solver=(4 * 5 / 3 + 3 * 17 / 18) / 7, verifier1=(4 / 3 + 2 * 13 / 12) / 6)
+        {"solver": (4 * 5 / 3 + 3 * 17 / 18) / 7, "verifier1": (4 / 3 + 2 * 13 / 12) / 6}
     )
     flat = [group("2/solver", [1, 1]), group("2/v", [1], "verifier1"), group("2/c", [math.nan], "corrector1")]
     assert variance_inflation([*groups, *flat]) == variance_inflation(groups)
     alone = group("3/solver", [1, 0])  # nobody was asked about it: a common baseline is its own
-    assert variance_inflation([*groups, alone])["drmas/solver/variance_inflation"] == pytest.approx((20 / 3 + 2) / 6)
+    assert variance_inflation([*groups, alone])["solver"] == pytest.approx((20 / 3 + 2) / 6)
 
 
 def test_an_agents_mean_and_deviation_are_of_a_prompt_and_then_averaged_over_its_calls() -> None:
@@ -281,20 +231,20 @@ def test_an_agents_mean_and_deviation_are_of_a_prompt_and_then_averaged_over_its
     groups += [group("1/solver", [0, 0, math.nan]), group("1/v", [0], "verifier1"), group("2/solver", [math.nan])]
     found = drmas_metrics(groups)
     # flat ones count: 4 calls with mean and deviation 1/2, 2 calls with 0; pooled, the Solver's deviation would be .471
-    assert found["drmas/solver/mu"] == pytest.approx(4 * 0.5 / 6) and found["drmas/solver/sigma"] == pytest.approx(
-        4 * 0.5 / 6
-    )
-    assert found["drmas/verifier1/mu"] == pytest.approx(2 / 3) and found["drmas/verifier1/sigma"] == 0
+    expected = {"solver/mu": 4 * 0.5 / 6, "solver/sigma": 4 * 0.5 / 6, "verifier1/mu": 2 / 3, "verifier1/sigma": 0}
+    assert {name: found[f"drmas/{name}"] for name in expected} == pytest.approx(expected)
 
 
 def test_copies_bring_every_agent_of_an_instance_to_the_group_size() -> None:
-    samples = [sample(f"0/solver:{i}", 1) for i in range(5)]
-    samples += [sample(f"0/v:{i}", 1, agent="verifier1") for i in range(2)] + [sample("1/solver:0", 0)]
-    copies = balanced(samples, 3, seed=0)
-    assert list(copies) == [each.uid for each in samples]
-    assert sorted(copies[f"0/solver:{i}"] for i in range(5)) == [0, 0, 1, 1, 1]
-    assert sorted(copies[f"0/v:{i}"] for i in range(2)) == [1, 2] and copies["1/solver:0"] == 3
-    assert balanced(samples[:3], 3, seed=0) == {"0/solver:0": 1, "0/solver:1": 1, "0/solver:2": 1}
+    groups = [
+        group("0/solver", [1] * 5),
+        group("0/v", [1] * 2, "verifier1"),
+        group("1/solver", [0]),
+        group("2/solver", [1] * 3),
+    ]
+    copies = balanced([s for each in groups for s in each.samples], 3, seed=0)
+    found = [sorted(copies[s.uid] for s in each.samples) for each in groups]
+    assert found == [[0, 0, 1, 1, 1], [1, 2], [3], [1, 1, 1]]
 
 
 def test_which_samples_are_drawn_follows_seed_instance_and_agent_alone() -> None:
@@ -361,17 +311,56 @@ def test_a_teachers_baseline_is_of_the_agents_other_samples() -> None:
     uids = [s.uid for g in groups for s in g.samples]
     differences = ([-1, -2, -3], [4, 4, 4], [math.nan, 6, 6], [1, 2, 3])
     known = {uid: student + np.array(d, np.float32) for uid, d in zip(uids, differences, strict=True)}
-    found = [s.token_advantages for s in credit(groups, CreditConfig(), agents, teacher_logprobs=known).sequences]
+    sequences = credit(groups, CreditConfig(), agents, teacher_logprobs=known).sequences
+    assert not any(s.is_positive or s.advantage for s in sequences)  # without a reward of its own no sample is positive
+    found = [s.token_advantages for s in sequences]
     baselines = ((3 * 4 + 2 * 6) / 5, (2 * 6 - 6) / 5, (3 * 4 - 6) / 6, 0)
     for advantages, own, baseline in zip(found, differences, baselines, strict=True):
         assert advantages is not None
         assert advantages.tolist() == pytest.approx([d - baseline for d in own], abs=1e-5, nan_ok=True)
 
 
-def test_without_a_reward_of_its_own_no_sample_is_positive() -> None:
-    agents = {"solver": AgentConfig(loss_weight=0, teacher=TeacherConfig(policy="big"))}
-    given = group("0/solver", [1, 0])
-    known = {s.uid: np.zeros(3, np.float32) for s in given.samples}
-    credited = credit([given], CreditConfig(), agents, teacher_logprobs=known)
-    assert [s.is_positive for s in credited.sequences] == [False, False]
-    assert [s.advantage for s in credited.sequences] == [0, 0]
+CALLS = {"solver": 48, "verifier": 96, "corrector": 24}  # of an agent for a prompt
+SUCCESS = {"solver": 0.5, "verifier": 0.9, "corrector": 0.15}
+PROMPTS, NUM_TOKENS, NUM_ACTIONS, SKEW = 40, 24, 12, 0.5
+
+
+@pytest.fixture(scope="module")
+def played() -> tuple[list[Group], dict[str, float]]:
+    """Calls of all agents: groups as the trainer gets them, and |score|^2 of each sample by its uid.
+
+    Every agent has a softmax table of its own, [tokens, actions] logits with a standard deviation of SKEW. The first token
+    decides: a call is right where it falls among the agent's likeliest actions that make up its share of successes, as far as
+    whole actions can. What the score is of the other tokens is chance.
+    """
+    generator = torch.Generator().manual_seed(0)
+    squared: dict[str, float] = {}
+    groups = []
+    for prompt, (agent, calls) in itertools.product(range(PROMPTS), CALLS.items()):
+        table = (SKEW * torch.randn(NUM_TOKENS, NUM_ACTIONS, generator=generator, dtype=torch.float64)).softmax(-1)
+        order = table[0].argsort(descending=True)
+        right = order[: max(1, int((table[0][order].cumsum(0) < SUCCESS[agent]).sum()))]
+        actions = torch.stack([row.multinomial(calls, replacement=True, generator=generator) for row in table], 1)
+        score = torch.nn.functional.one_hot(actions, NUM_ACTIONS) - table  # [calls, tokens, actions], of log pi
+        groups.append(group_of(f"{prompt}/{agent}", torch.isin(actions[:, 0], right).tolist(), agent, tokens=1))
+        squared |= {
+            s.uid: norm for s, norm in zip(groups[-1].samples, score.square().sum((1, 2)).tolist(), strict=True)
+        }
+    return groups, squared
+
+
+@pytest.mark.parametrize("agent", CALLS)
+def test_a_common_baseline_inflates_the_second_moment_of_the_gradient_as_the_lemma_says(
+    played: tuple[list[Group], dict[str, float]], agent: str
+) -> None:
+    groups, squared = played
+    moments = {}
+    for normalise in ("global", "agent"):
+        rules = CreditConfig.model_validate({"normalise": normalise})
+        found = credit(groups, rules, {name: AgentConfig() for name in CALLS}).advantages
+        terms = [value**2 * squared[uid] for uid, value in found.items() if f"/{agent}:" in uid]
+        assert len(terms) == PROMPTS * CALLS[agent]
+        moments[normalise] = sum(terms)
+    predicted = drmas_metrics(groups)[f"drmas/{agent}/variance_inflation"]
+    assert moments["global"] / moments["agent"] == pytest.approx(predicted, rel=0.05)
+    assert abs(predicted - 1) > 0.1  # there is something to predict

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -19,17 +20,16 @@ from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.arithmetic import parse_chain
 from marsrl.rollout.tasks.problem_files import HeldOut
-from marsrl.trainer.checks.preflight import preflight
+from marsrl.trainer.checks.preflight import Checked, preflight
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.evaluate.at_k import at_k, majorities, pass_at
 from marsrl.trainer.evaluate.draws import DRAWS, Kept, Said, read_draws
 from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
-from marsrl.trainer.evaluate.score import eval_metrics
+from marsrl.trainer.evaluate.score import at_k, eval_metrics, majorities, pass_at
 from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.report.cost import latency
 from marsrl.trainer.report.summary import Evaluation
 
+Script = Callable[[DecodeRequest, ChatRenderer, Random], str]
 VERSIONS = {"main": 0}
 CONFIG = EvaluateConfig(num_problems=40, accept_after=1, max_iterations=4, fixed_inputs=20, temperature=1.0, top_p=1.0)
 
@@ -37,12 +37,6 @@ CONFIG = EvaluateConfig(num_problems=40, accept_after=1, max_iterations=4, fixed
 def answer_of(words: list[str]) -> str:
     """The right answer to the problem that a Solver's or Corrector's prompt states."""
     return parse_chain(" ".join(words[1 : words.index("<|assistant|>")])).answer
-
-
-def judge_of(words: list[str]) -> tuple[str, str]:
-    """(right answer, claimed answer) of a Verifier's prompt."""
-    line = words.index("\n")
-    return parse_chain(" ".join(words[3:line])).answer, words[-2]
 
 
 def words_of(request: DecodeRequest, renderer: ChatRenderer) -> list[str]:
@@ -57,23 +51,27 @@ def is_solver(request: DecodeRequest) -> bool:
     return request.uid.endswith("/solver:0")
 
 
-def wrong(answer: str) -> str:
-    return str((int(answer) + 1) % 10)
+def critics(*, err: bool) -> Script:
+    """A Solver that is right half of the time, critics that never err: or flag everything and break what they are shown."""
+
+    def say(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
+        words = [w for w in words_of(request, renderer) if w]
+        if is_verifier(request):
+            right, claimed = parse_chain(" ".join(words[3 : words.index("\n")])).answer, words[-2]
+            return f"said {claimed} Verdict: {'correct' if right == claimed and not err else 'wrong'}"
+        right = answer_of(words)
+        is_right = rng.random() < 0.5 if is_solver(request) else not err
+        return f"Answer: {right if is_right else (int(right) + 1) % 10}"
+
+    return say
+
+
+perfect_critics = critics(err=False)
 
 
 def evaluator(folder: Path, scripted_team: Any, script: Any, config: EvaluateConfig = CONFIG) -> Evaluator:
     team, _, task = scripted_team(folder, script=script, evaluate=config)
     return Evaluator(team, config, task, max_tokens=40, seed=0)
-
-
-def perfect_critics(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
-    """A Solver that is right half of the time, a Verifier and a Corrector that never err."""
-    words = [w for w in words_of(request, renderer) if w]
-    if is_verifier(request):
-        right, claimed = judge_of(words)
-        return f"said {claimed} Verdict: {'correct' if right == claimed else 'wrong'}"
-    right = answer_of(words)
-    return f"Answer: {right if not is_solver(request) or rng.random() < 0.5 else wrong(right)}"
 
 
 def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(tmp_path: Path, scripted_team: Any) -> None:
@@ -95,19 +93,10 @@ def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(tmp_path: Pa
     assert result.system.mean == 1.0
 
 
-def always_wrong(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
-    """A Verifier that flags everything, and a Corrector that breaks what it is shown."""
-    words = [w for w in words_of(request, renderer) if w]
-    if is_verifier(request):
-        return "said 3 Verdict: wrong"
-    right = answer_of(words)
-    return f"Answer: {right if is_solver(request) and rng.random() < 0.5 else wrong(right)}"
-
-
 def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_counts(
     tmp_path: Path, scripted_team: Any
 ) -> None:
-    judged = evaluator(tmp_path, scripted_team, always_wrong)
+    judged = evaluator(tmp_path, scripted_team, critics(err=True))
     judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
     verifier = result.agents["verifier1"]
@@ -138,11 +127,10 @@ def test_a_solver_alone_is_the_system_and_nobody_is_tried_apart(tmp_path: Path, 
     assert alone.outside({"solver": (0.1, 0.9), "verifier1": (0.0, 0.1), "system": (0.1, 0.9)}) == []
 
 
-def mute(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
-    return "= =" if is_verifier(request) else f"Answer: {answer_of(words_of(request, renderer))}"
-
-
 def test_no_verdict_is_an_error_of_the_verifier_not_an_acceptance(tmp_path: Path, scripted_team: Any) -> None:
+    def mute(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
+        return "= =" if is_verifier(request) else f"Answer: {answer_of(words_of(request, renderer))}"
+
     judged = evaluator(tmp_path, scripted_team, mute)
     judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
@@ -171,9 +159,6 @@ def test_a_prompt_that_does_not_fit_counts_as_wrong_and_one_that_is_cut_is_asked
     agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 8, "long_prompts": "cut_left"})
     solver = judged.evaluate(VERSIONS).agents["solver"]
     assert asked == [8] * solver.n and solver.n == 40 and solver.mean is not None and solver.mean > 0
-
-
-# ------------------------------------------------------------------ k draws, and intervals
 
 
 def test_pass_at_k_is_the_share_of_all_choices_of_k_draws_that_hold_a_right_one() -> None:
@@ -210,19 +195,10 @@ def test_a_draw_that_nobody_judged_is_none_and_one_draw_each_has_no_k() -> None:
     assert found.pass_at[1].mean == 0.75
 
 
-# ------------------------------------------------------------------ kept draws, sets, the Solver alone
-
-
-class Stopped(Exception):
-    pass
-
-
-def counting(asked: list[str], most: int | None = None, script: Any = perfect_critics) -> Any:
+def counting(asked: list[str]) -> Script:
     def counted(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
-        if most is not None and len(asked) == most:
-            raise Stopped
         asked.append(request.uid)
-        return str(script(request, renderer, rng))
+        return perfect_critics(request, renderer, rng)
 
     return counted
 
@@ -230,48 +206,24 @@ def counting(asked: list[str], most: int | None = None, script: Any = perfect_cr
 SMALL = CONFIG.model_copy(update={"num_problems": 8, "repeat": 2, "fixed_inputs": 4})
 
 
-def played(
-    folder: Path, scripted_team: Any, kept: Path | None, asked: list[str], most: int | None = None
-) -> Evaluation:
-    judged = evaluator(folder, scripted_team, counting(asked, most), SMALL)
-    judged.identity = {"team": "five"}
-    if kept is None:
-        judged.collect_inputs(VERSIONS)
-        return judged.evaluate(VERSIONS)
-    with Kept(kept) as held:
-        judged.collect_inputs(VERSIONS, kept=held)
-        return judged.evaluate(VERSIONS, kept=held)
-
-
-def test_an_evaluation_that_was_killed_goes_on_with_what_has_ended(tmp_path: Path, scripted_team: Any) -> None:
-    unbroken, asked = [], []
-    expected = played(tmp_path / "a", scripted_team, None, unbroken)
-    folder = tmp_path / "kept"
-    for life, most in enumerate((9, 20, 30)):
-        with pytest.raises(Stopped):
-            played(tmp_path / f"b{life}", scripted_team, folder, [], most)
-        with (folder / DRAWS).open("ab") as file:
-            file.write(b'{"key": "torn')  # kill -9 in the middle of a line
-    whole = played(tmp_path / "c", scripted_team, folder, asked)
-    no_clock = {"latency": None}  # draws that are played again take their own time
-    assert whole.model_copy(update=no_clock) == expected.model_copy(update=no_clock)
-    draws = read_draws(folder)
-    assert whole.latency is not None and whole.latency == latency([draw.latency_s or 0.0 for draw in draws])
-    assert len(draws) == 16 and 0 < len(asked) < len(unbroken)
-    again: list[str] = []
-    # latency of the draws that are kept too
-    assert played(tmp_path / "d", scripted_team, folder, again) == whole and not again
-
-
-def test_draws_of_other_weights_or_settings_are_not_taken(tmp_path: Path, scripted_team: Any) -> None:
-    judged = evaluator(tmp_path, scripted_team, perfect_critics, SMALL)
+def test_draws_are_kept_over_a_kill_and_no_others_are_taken(tmp_path: Path, scripted_team: Any) -> None:
+    asked: list[str] = []
+    judged = evaluator(tmp_path, scripted_team, counting(asked), SMALL)
     with Kept(tmp_path / "kept") as kept:
-        judged.evaluate(VERSIONS, kept=kept)
+        found = judged.evaluate(VERSIONS, kept=kept)
+        num_asked = len(asked)
+        assert judged.evaluate(VERSIONS, kept=kept) == found and len(asked) == num_asked  # their latency is kept, too
         assert judged.num_kept(VERSIONS, kept) == (16, 16)
         assert judged.num_kept({"main": 1}, kept) == (0, 16)
         assert replace(judged, identity={"team": "another"}).num_kept(VERSIONS, kept) == (0, 16)
         more = replace(judged, config=SMALL.model_copy(update={"repeat": 3}))
         assert more.num_kept(VERSIONS, kept) == (16, 24)
+    with (tmp_path / "kept" / DRAWS).open("ab") as file:
+        file.write(b'{"key": "torn')  # kill -9 in the middle of a line
+    with Kept(tmp_path / "kept") as kept:
+        more.evaluate(VERSIONS, kept=kept)
+    with Kept(tmp_path / "kept") as kept:
+        assert more.num_kept(VERSIONS, kept) == (24, 24)
 
 
 def test_a_draw_that_an_engine_gave_up_is_not_kept(tmp_path: Path, scripted_team: Any) -> None:
@@ -322,12 +274,7 @@ def test_the_script_s_redraws_do_not_count_as_the_solver_s_but_cost(tmp_path: Pa
     def cut_first(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
         if request.uid.endswith("/solver:0"):
             return "= " * 60
-        is_report = is_verifier(request)
-        return (
-            perfect_critics(request, renderer, rng)
-            if is_report
-            else f"Answer: {answer_of(words_of(request, renderer))}"
-        )
+        return perfect_critics(request, renderer, rng)
 
     config = SMALL.model_copy(update={"compat": "marsrl"})
     found = evaluator(tmp_path, scripted_team, cut_first, config).evaluate(VERSIONS)
@@ -338,25 +285,11 @@ def test_the_script_s_redraws_do_not_count_as_the_solver_s_but_cost(tmp_path: Pa
     assert strict.agents["solver"].mean == strict.system.mean == 0.0
 
 
-def test_problems_are_held_out_of_the_training_file_where_no_other_is_given(tmp_path: Path) -> None:
-    rows = [{"question": f"What is {i} + 4?", "answer": f"#### {i + 4}"} for i in range(20)] * 2
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = init_model("tiny", "bytes", tmp_path / "model")
-    words = ["task=math", f"policies.main.model={model}", f"data.train={tmp_path}/train.jsonl"]
-    checked = preflight(read_config(None, words)[0], world_size=1)
-    held_out = {p.question for p in checked.task.held_out(100, 0)}
-    source = checked.task.problems(0)
-    trained = {source.next_problem().question for _ in range(200)}
-    assert len(held_out) == 2  # a tenth of 20 questions
-    assert checked.problems.num_taken == 4  # each of them stands in the file twice
-    assert not held_out & trained and len(held_out | trained) == 20
-
-
-def test_files_to_evaluate_on_are_played_whole_and_a_cut_is_told(
+def test_problems_are_held_out_or_files_played_whole_and_a_cut_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, number in (("train", 5), ("aime25", 30), ("beyondaime", 100)):
-        rows = [{"question": f"{name} {i}?", "answer": str(i)} for i in range(number)]
+    for name, number in (("train", 20), ("aime25", 30), ("beyondaime", 100)):
+        rows = [{"question": f"{name} {i}?", "answer": str(i)} for i in range(number)] * (2 if name == "train" else 1)
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = init_model("tiny", "bytes", tmp_path / "model")
     words = ["task=math", f"policies.main.model={model}", f"data.train={tmp_path}/train.jsonl", f"run.dir={tmp_path}"]
@@ -365,15 +298,24 @@ def test_files_to_evaluate_on_are_played_whole_and_a_cut_is_told(
         assert main(["--dry-run", *words, *more]) == 0
         return [line for line in capsys.readouterr().out.splitlines() if "are evaluated" in line]
 
+    def checked(*more: str) -> Checked:
+        return preflight(read_config(None, [*words, *more])[0], world_size=1)
+
+    alone = checked()
+    held_out = {p.question for p in alone.task.held_out(100, 0)}
+    source = alone.task.problems(0)
+    trained = {source.next_problem().question for _ in range(200)}
+    assert (
+        len(held_out) == 2 and alone.problems.num_taken == 4
+    )  # a tenth of 20 questions, each of which stands there twice
+    assert not held_out & trained and len(held_out | trained) == 20
     one, both = f"data.eval={tmp_path}/beyondaime.jsonl", f"[{tmp_path}/aime25.jsonl, {tmp_path}/beyondaime.jsonl]"
-    config, _ = read_config(None, [*words, one])
-    assert len(preflight(config, world_size=1).task.held_out(config.evaluate.num_problems, 0)) == 100
-    sets = preflight(read_config(None, [*words, f"data.eval={both}"])[0], world_size=1).problems.sets
-    assert [len(each.problems) for each in sets] == [30, 100]
+    found = checked(one)
+    assert len(found.task.held_out(found.config.evaluate.num_problems, 0)) == 100
+    assert [len(each.problems) for each in checked(f"data.eval={both}").problems.sets] == [30, 100]
     assert told(one) == told(f"data.eval={both}") == told() == []
-    assert told(one, "evaluate.num_problems=64") == [
-        "warning: data.eval: 64 of its 100 problems are evaluated, as evaluate.num_problems says"
-    ]
+    cut = "warning: data.eval: 64 of its 100 problems are evaluated, as evaluate.num_problems says"
+    assert told(one, "evaluate.num_problems=64") == [cut]
     cut = "warning: data.eval, beyondaime: 30 of its 100 problems are evaluated, as"
     assert told(f"data.eval={both}", "evaluate.num_problems=30") == [f"{cut} evaluate.num_problems says"]
     assert told(f"data.eval=[{{path: {tmp_path}/beyondaime.jsonl, count: 30}}]") == [f"{cut} count says"]

@@ -1,4 +1,4 @@
-"""Settings that may differ when a run goes on. The dry run's lines: tests/integration/test_bad_input.py."""
+"""Settings that may differ when a run goes on, and its prompt files. Dry runs: tests/integration/test_bad_input.py."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from marsrl.rollout.tasks.data import fingerprint
 from marsrl.rollout.types import Problem
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import read_config
+from marsrl.trainer.evaluate.identity import team_identity
+from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.existing_run import as_it_began, resume_lines
+from marsrl.trainer.runs.existing_run import as_it_began, keep_settings, resume_lines, with_kept_prompts
 from marsrl.trainer.schools.warm_start import name_of, recipe_of
 
 
@@ -23,8 +26,8 @@ def settings(*words: str) -> RunConfig:
 
 def begun(folder: Path, *words: str) -> RunDirectory:
     """A run of these settings that has a checkpoint of step 4."""
-    run = RunDirectory.create(folder, "mine", "preset")
-    run.write_config(settings(*words).model_dump(mode="json"))
+    run, config = RunDirectory.create(folder, "mine", "preset"), settings(*words)
+    keep_settings(run, config, "")
     run.checkpoint(4).mkdir(parents=True)
     run.mark_latest(4)
     return run
@@ -53,11 +56,7 @@ TWO = [OTHER, "credit.train_agents=[solver]"]
     ("had", "words", "says"),
     [
         ([], ["policies.main.dtype=bfloat16"], "policies.main.dtype (it has float32, given is bfloat16)"),
-        (
-            [],
-            ["policies.main.model=/models/a"],
-            "policies.main.model (it has the warm-started one, given is /models/a)",
-        ),
+        ([], ["policies.main.model=/models/a"], "policies.main.model (it has the warm-started one, given is /models/a)"),
         ([], ["policies.main.shape=tiny"], "policies.main.model (it has the shape cpu_default, given is tiny)"),
         ([], [OTHER], "policies (it has main, given is main, other)"),
         ([], ["task=math", "policies.main.model=/models/a"], "task (it has arithmetic, given is math); "),
@@ -66,7 +65,7 @@ TWO = [OTHER, "credit.train_agents=[solver]"]
         (ADAPTER, ["policies.main.adapter={rank: 8}"], "policies.main.adapter (it has rank=32"),
         (TWO, [*TWO, "policies.other.frozen=false"], "policies.other.frozen (it has True, given is False)"),
     ],
-)
+)  # fmt: skip
 def test_what_a_checkpoint_does_not_bear_to_change_is_refused(
     had: list[str], words: list[str], says: str, tmp_path: Path
 ) -> None:
@@ -116,12 +115,78 @@ def test_a_run_does_not_go_on_with_other_problems(tmp_path: Path) -> None:
     run.keep_data(data)
     assert resume_lines(run, settings("run.resume=auto"), data)
     shorter = {**data, "data.train": fingerprint(began[:1])}
-    with pytest.raises(
-        ValueError, match=r"cannot go on with other data.train \(it has 2 problems, given are 1\); set it back"
-    ):
-        resume_lines(run, settings("run.resume=auto"), shorter)
     other = {**data, "data.eval": fingerprint([Problem("a", "1+1", "3", "math")])}
-    with pytest.raises(ValueError, match=r"other data.eval \(other questions or answers than it began with"):
-        resume_lines(run, settings("run.resume=auto"), other)
+    for given, said in (
+        (shorter, r"cannot go on with other data.train \(it has 2 problems, given are 1\); set it back"),
+        (other, r"other data.eval \(other questions or answers than it began with"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            resume_lines(run, settings("run.resume=auto"), given)
     run.keep_data(shorter)  # a run that has begun keeps its own
     assert resume_lines(run, settings("run.resume=auto"), data)
+
+
+# ------------------------------------------------------------------ prompts of files
+
+WORDS = 'answer: answer_word\nturns:\n  solver:\n    - user: "{problem} SAY"\n'
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    path = tmp_path / "mine" / "words.yaml"
+    path.parent.mkdir()
+    path.write_text(WORDS)
+    return path
+
+
+def test_a_run_keeps_its_prompts_and_is_gone_on_with_and_evaluated_in_them(words: Path, tmp_path: Path) -> None:
+    given = ["orchestration=solver", "run.resume=auto", f"agents.solver.prompt={words}"]
+    run, config = begun(tmp_path / "runs", *given), settings(*given)
+    kept = yaml.safe_load(run.config.read_text())["agents"]["solver"]["prompt"]
+    assert (run.path / kept).read_text() == WORDS and not Path(kept).is_absolute()
+    assert len(resume_lines(run, config, {})) == 1  # nothing differs
+    moved = run.path.rename(tmp_path / "moved")
+    words.unlink()
+    again = read_config(moved / "config.yaml")[0]
+    assert Path(again.agents["solver"].prompt or "").read_text() == WORDS
+    assert len(resume_lines(RunDirectory(moved), again, {})) == 1
+    assert with_kept_prompts(again).agents["solver"].prompt == kept
+
+
+def test_a_run_does_not_go_on_with_a_file_that_has_changed_but_with_one_of_another_name(
+    words: Path, tmp_path: Path
+) -> None:
+    given = ["orchestration=solver", "run.resume=auto", f"agents.solver.prompt={words}"]
+    run, config = begun(tmp_path / "runs", *given), settings(*given)
+    words.write_text(WORDS.replace("SAY", "TELL"))
+    (kept,) = (run.path / "prompts").iterdir()
+    said = rf"cannot go on with other agents.solver.prompt \(the file has changed; .*{kept}"
+    with pytest.raises(ValueError, match=said):
+        resume_lines(run, config, {})
+    other = words.rename(words.with_name("other.yaml"))
+    _, differs = resume_lines(run, settings(*given[:2], f"agents.solver.prompt={other}"), {})
+    assert f"agents.solver.prompt prompts/{kept.name} -> prompts/other-" in differs
+    assert len(resume_lines(run, settings(*given[:2], f"agents.solver.prompt={kept}"), {})) == 1
+
+
+def test_answers_are_told_apart_by_the_words_of_a_file_and_not_by_its_place(words: Path) -> None:
+    copy = words.with_name("copy.yaml")
+    copy.write_text(WORDS)
+    one, other = (settings("orchestration=solver", f"agents.solver.prompt={path}") for path in (words, copy))
+    before = team_identity(one)
+    assert before == team_identity(other)
+    words.write_text(WORDS.replace("SAY", "TELL"))
+    assert before != team_identity(one)
+
+
+def test_a_dry_run_refuses_a_file_in_one_line_that_says_who_names_it(
+    words: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (words.parent / "run.yaml").write_text("orchestration: solver\nagents:\n  solver: {prompt: words.yaml}\n")
+    words.write_text(WORDS.replace("user", "usr"))
+    for said in ("words.yaml:4: unknown key usr", "words.yaml: No such file or directory"):
+        assert main(["--dry-run", "--config", str(words.parent / "run.yaml")]) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert f"agents.solver.prompt: {words.parent}/{said}" in told[0]
+        assert f"(agents.solver.prompt: {words.parent}/run.yaml:3)" in told[0]
+        words.unlink(missing_ok=True)

@@ -1,4 +1,7 @@
-"""Values that a user's team returns: some are accepted, and the rest ends one episode or sample, in one line with the place."""
+"""`marsrl try`: whom a team asks, with made-up answers or those of a table. Values that a user's team returns: some are accepted,
+and the rest ends one episode or sample, in one line with the place."""
+
+from __future__ import annotations
 
 import textwrap
 from pathlib import Path
@@ -8,7 +11,7 @@ import pytest
 from marsrl.rollout.types import Finish, Sample
 from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.evaluate.rehearsal import rehearse
+from marsrl.trainer.evaluate.rehearsal import first_update_line, rehearse
 
 TEAM = """
 import random
@@ -28,7 +31,7 @@ class Pair(Orchestration):
 SECOND = ".1/"  # the second of the two episodes returns it, the first what it should
 
 
-def play(tmp_path: Path, method: str, otherwise: str) -> dict[str, Sample]:
+def play(tmp_path: Path, method: str, otherwise: str = "") -> dict[str, Sample]:
     """Samples by uid of two episodes, by a team with this method, which is its tail."""
     path = tmp_path / "my_team.py"
     path.write_text(TEAM + "\n" + textwrap.indent(textwrap.dedent(method).strip(), "    ") + "\n")
@@ -50,13 +53,13 @@ def line_of(tmp_path: Path, words: str) -> int:
     ],
 )
 def test_messages_may_be_those_of_openai_s_api(found: str, tmp_path: Path) -> None:
-    samples = play(tmp_path, f"def messages(self, episode, ask):\n    return {found}", "")
+    samples = play(tmp_path, f"def messages(self, episode, ask):\n    return {found}")
     assert len(samples) == 4 and all("Solve it." in sample.prompt_text for sample in samples.values())
 
 
 @pytest.mark.parametrize(("value", "correct"), [("0.5", 0.5), ("1", 1.0), ("True", 1.0), ("-2.5", 0.0), ("3", 1.0)])
 def test_a_number_is_a_reward(value: str, correct: float, tmp_path: Path) -> None:
-    samples = play(tmp_path, f"def reward(self, episode, ask, sample, judged=None):\n    return {value}", "")
+    samples = play(tmp_path, f"def reward(self, episode, ask, sample, judged=None):\n    return {value}")
     assert len(samples) == 4
     assert {(s.reward.value, s.reward.correct) for s in samples.values()} == {(float(eval(value)), correct)}
 
@@ -98,7 +101,7 @@ def test_what_cannot_be_used_ends_its_episode_or_its_sample_and_no_other(
             return {found}
         return super().{method}({given})
     """
-    samples = play(tmp_path, body, "")
+    samples = play(tmp_path, body)
     wrong = [sample for sample in samples.values() if sample.finish is Finish.ERROR]
     line = line_of(tmp_path, "return 1 / 0" if "/ 0" in found else f"def {method}(")
     told = f"Pair.{method}: {said} (my_team.py:{line})"
@@ -106,9 +109,8 @@ def test_what_cannot_be_used_ends_its_episode_or_its_sample_and_no_other(
     if method == "messages":
         assert not wrong and [uid for uid in samples if SECOND in uid] == ["000001.1/solver:0"]
     else:
-        assert [(SECOND in sample.uid, sample.agent, sample.reward.note) for sample in wrong] == [
-            (True, "critic", told)
-        ]
+        (sample,) = wrong
+        assert (SECOND in sample.uid, sample.agent, sample.reward.note) == (True, "critic", told)
     assert len(samples) == (3 if method == "messages" else 4)
     assert all(not sample.reward.is_missing for sample in samples.values() if sample not in wrong)
 
@@ -125,96 +127,67 @@ def test_the_text_of_another_sample_is_an_error_that_names_shown(
         said = [sample.{text} for sample in episode.inputs(ask)]
         return [Message("user", "Solve it." + "".join(said))]
     """
-    samples = play(tmp_path, method, "")
+    samples = play(tmp_path, method)
     assert sorted(sample.agent for sample in samples.values()) == ["solver", "solver"]
     line = line_of(tmp_path, "for sample in episode.inputs(ask)")
     assert "/solver:0: `text` is not kept; read `shown`, " in caplog.text and f"(my_team.py:{line})" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("turn=random.randrange(10**9)", "ValueError: two calls with the same answers gave other asks"),
-        ("num_samples=1.5", "ValueError: 000001.0/solver: expected at least one sample, found 1.5"),
-        ("turn='a:b'", "TypeError: episode.ask('solver'): expected turn and index to be integers, found 'a:b' and 0"),
-        ("turn=episode.rng('turn').randrange(10**9)", ""),  # the episode's generator draws the same again
-    ],
-)
-def test_asks_are_checked(words: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    samples = play(tmp_path, f"def follow(self, episode):\n    return [episode.ask('solver', {words})]", "")
-    assert len(samples) == (0 if said else 2)
-    assert not said or (f"episode 000001.0 ends: Pair.follow: {said}" in caplog.text and "(my_team.py:" in caplog.text)
+ASKS = "def follow(self, episode):\n    return [episode.ask('solver', {})]"
+GOES_ON = """
+def parse(self, sample):
+    return replace(super().parse(sample), finish=Finish.WAITING)
 
-
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [("''", "expected text, messages, or None"), ("'more'", "goes on once more, at most rollout.max_turns = 3 times")],
-)
-def test_a_sample_cannot_go_on_for_ever(said: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    method = f"""
-    def parse(self, sample):
-        return replace(super().parse(sample), finish=Finish.WAITING)
-
-    def continuation(self, episode, sample):
-        return {said}
-    """
-    samples = play(tmp_path, method, "rollout.max_turns=3")
-    assert [sample.finish for sample in samples.values()] == [Finish.ERROR] * 2
-    assert "Pair.continuation: ValueError: " in caplog.text and why in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("method", "found", "said"),
-    [
-        ("outcomes", "None", "outcomes: TypeError: expected a dict of numbers, found None (my_team.py:"),
-        ("metrics", "None", "metrics: TypeError: expected a dict of numbers, found None (my_team.py:"),
-        ("outcome", "'7'", "outcomes: TypeError: expected the outcome to be Sample or None, found '7' (str)"),
-    ],
-)
-def test_what_a_team_says_of_an_episode_that_has_ended_is_checked(
-    method: str, found: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    words = "credit.reward_scheme=outcome credit.train_agents=[solver,critic]"
-    assert len(play(tmp_path, f"def {method}(self, episode):\n    return {found}", words)) == 4
-    assert f"Pair.{said}" in caplog.text
-
-
-PLANNED = """
-from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.roles import AgentSpec, Role
-from marsrl.rollout.types import Message
-
-class Planned(Orchestration):
-    agents = (AgentSpec("planner", Role.ADVISER), AgentSpec("solver"))
-
-    def follow(self, episode):
-        plan = episode.ask("planner")
-        said = episode.said(plan)
-        return [plan] if said is None else [plan, episode.ask("solver", said)]
-
-    def messages(self, episode, ask):
-        if ask.agent == "planner":
-            return [Message("user", f"Plan, do not solve: {episode.problem.question}")]
-        return super().messages(episode, ask)
+def continuation(self, episode, sample):
+    return {}
 """
+SAYS = "def {}(self, episode):\n    return {}"
+NO_NUMBERS = "TypeError: expected a dict of numbers, found None"
+
+
+@pytest.mark.parametrize(
+    ("method", "num_samples", "num_errors", "said"),
+    [
+        (ASKS.format("turn=random.randrange(10**9)"), 0, 0,
+         "episode 000001.0 ends: Pair.follow: ValueError: two calls with the same answers gave other asks"),
+        (ASKS.format("num_samples=1.5"), 0, 0,
+         "Pair.follow: ValueError: 000001.0/solver: expected at least one sample, found 1.5"),
+        (ASKS.format("turn='a:b'"), 0, 0,
+         "Pair.follow: TypeError: episode.ask('solver'): expected turn and index to be integers, found 'a:b' and 0"),
+        # the episode's generator draws the same again
+        (ASKS.format("turn=episode.rng('turn').randrange(10**9)"), 2, 0, ""),
+        (GOES_ON.format("''"), 2, 2, "expected text, messages, or None"),
+        (GOES_ON.format("'more'"), 2, 2, "goes on once more, at most rollout.max_turns = 3 times"),
+        (SAYS.format("outcomes", None), 4, 0, f"Pair.outcomes: {NO_NUMBERS} (my_team.py:"),
+        (SAYS.format("metrics", None), 4, 0, f"Pair.metrics: {NO_NUMBERS} (my_team.py:"),
+        (SAYS.format("outcome", "'7'"), 4, 0,
+         "Pair.outcomes: TypeError: expected the outcome to be Sample or None, found '7' (str)"),
+    ],
+)  # fmt: skip
+def test_what_a_team_asks_and_says_of_its_episodes_is_checked(
+    method: str, num_samples: int, num_errors: int, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = "rollout.max_turns=3 credit.reward_scheme=outcome credit.train_agents=[solver,critic]"
+    samples = play(tmp_path, method, words).values()
+    assert (len(samples), sum(sample.finish is Finish.ERROR for sample in samples)) == (num_samples, num_errors)
+    assert said in caplog.text and ("(my_team.py:" in caplog.text or "Pair.follow" not in said)
 
 
 def test_an_agent_that_gives_no_answer_earns_the_outcome_of_its_episode(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "planned.py"
-    path.write_text(PLANNED)
-    words = [f"orchestration={path}:Planned", "rollout.group_size=2"]
-    config, _ = read_config(None, words)
+    planned = TEAM.replace('"solver"', '"planner"').replace("critic", "solver").replace("VERIFIER", "SOLVER")
+    says = '    def messages(self, episode, ask):\n        return [Message("user", "Plan or solve it.")]\n'
+    path.write_text(planned.replace('AgentSpec("planner")', 'AgentSpec("planner", Role.ADVISER)') + says)
+    words = [f"orchestration={path}:Pair", "rollout.group_size=2"]
     answers = {"planner": ["First add. \\boxed{1} Answer: 5"], "solver": ["Answer: 1", "Answer: 2"]}
-    credited = rehearse(config, answers, question="a 3 b *7", reference="1").credited
-    samples = {sample.uid: sample for group in credited.groups for sample in group.samples}
-    rewards = {uid.partition("/")[2]: [] for uid in samples}
-    for uid, sample in samples.items():
-        rewards[uid.partition("/")[2]].append((sample.reward.value, sample.answer))
-    assert rewards == {"planner:0": [(1.0, None), (0.0, None)], "planner:0/solver:0": [(1.0, "1"), (0.0, "2")]}
-    advantages = [credited.advantages[uid] for uid in samples if uid.endswith("planner:0")]
-    assert advantages[0] > 0 > advantages[1]
+    credited = rehearse(read_config(None, words)[0], answers, question="a 3 b *7", reference="1").credited
+    samples = [sample for group in credited.groups for sample in group.samples]
+    rewards = {agent: [(s.reward.value, s.answer) for s in samples if s.agent == agent] for agent in answers}
+    assert rewards == {"planner": [(1.0, None), (0.0, None)], "solver": [(1.0, "1"), (0.0, "2")]}
+    first, second = (credited.advantages[s.uid] for s in samples if s.agent == "planner")
+    assert first > 0 > second
     assert main(["try", *words]) == 0
     said = capsys.readouterr().out
     assert "# reward of planner: the outcome of its episode" in said
@@ -224,12 +197,94 @@ def test_an_agent_that_gives_no_answer_earns_the_outcome_of_its_episode(
 def test_a_team_imports_what_lies_beside_it_even_late(tmp_path: Path) -> None:
     (tmp_path / "guess_words.py").write_text("WORD = 'Guess!'\n")
     (tmp_path / "guess_late.py").write_text("WORD = 'Late!'\n")
-    path = tmp_path / "guesser.py"
-    body = "from guess_words import WORD\nfrom marsrl.rollout.types import Message\n"
-    body += TEAM.replace("Pair", "Guesser") + "\n    def messages(self, episode, ask):\n"
-    body += "        import guess_late\n        return [Message('user', WORD + guess_late.WORD)]\n"
-    path.write_text(body)
-    config, _ = read_config(None, [f"orchestration={path}:Guesser", "rollout.group_size=2"])
-    credited = rehearse(config, {"solver": ["Answer: 7"], "critic": ["Verdict: correct"]}).credited
-    prompts = [sample.prompt_text for group in credited.groups for sample in group.samples]
-    assert len(prompts) == 4 and all("Guess!Late!" in text for text in prompts)
+    method = """
+    from guess_words import WORD
+
+    def messages(self, episode, ask):
+        import guess_late
+        return [Message('user', self.WORD + guess_late.WORD)]
+    """
+    samples = play(tmp_path, method)
+    assert len(samples) == 4 and all("Guess!Late!" in sample.prompt_text for sample in samples.values())
+
+
+CHAIN = ["--question", "a 3 b *7", "--reference", "1", "rollout.group_size=2"]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert main(["try", *words]) == 0, capsys.readouterr().err
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+
+
+def test_a_table_answers_call_by_call_and_the_tree_says_what_that_earns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "answers.yaml"
+    table.write_text('solver: ["so Answer: 1", "Answer: 2"]\nverifier: ["Verdict: wrong"]\n')
+    lines = shown(capsys, *CHAIN, "orchestration=solver_verifier", "credit.normalise=agent", "--answers", str(table))
+    assert lines[0] == "a 3 b *7   (answer: 1)"
+    right, wrong = (next(i for i, line in enumerate(lines) if f"episode 000001.{n}" in line) for n in (0, 1))
+    first = lines[right + 1 : wrong]
+    # calls of the Solver: 1 and 2 in the first turn, 1 and 2 again in the second; its four rewards are 1 0 1 0
+    assert [line.partition("─ ")[2] for line in first] == [
+        "solver:0  'so Answer: 1'  reward 1, advantage +1.00",
+        "verifier:0  'Verdict: wrong'  reward 0, advantage -1.00",
+        "solver:0  'so Answer: 1'  reward 1, advantage +1.00",
+    ]
+    assert "solver:0  'Answer: 2'  reward 0, advantage -1.00" in lines[wrong + 1]
+    assert "verifier:0  'Verdict: wrong'  reward 1, advantage +1.00" in lines[wrong + 2]
+
+
+def test_answers_are_made_up_by_the_seed_and_prompts_are_shown_when_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["rollout.group_size=4", "agents.verifier1.pick=random"]
+    lines = shown(capsys, *words)
+    assert lines == shown(capsys, *words) != shown(capsys, *words, "run.seed=1")
+    assert any("verifier1:0" in line for line in lines) and not any("it read:" in line for line in lines)
+    told = shown(capsys, *words, "--prompts")
+    assert sum("it read:" in line for line in told) == sum("reward" in line for line in lines)
+
+
+def test_math_is_judged_by_its_own_judge_and_needs_a_question(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(
+        capsys, "task=math", "orchestration=solver", "rollout.group_size=6",
+        "--question", "What is half of one?", "--reference", r"\frac{1}{2}",
+    )  # fmt: skip
+    said = [line for line in lines if "solver:" in line]
+    right = [r"\\frac{1}{2}" in line for line in said]
+    assert len(said) == 6 and ["reward 1" in line for line in said] == right and set(right) == {True, False}
+    assert main(["try", "task=math", "orchestration=solver"]) == 2
+    assert "task=math needs problems: set data.train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("judge: [hm]", "the team has no agent 'judge'; it has solver"),
+        ("solver: hm", "expected a table of agents"),
+        ("solver: []", "expected a table of agents"),
+        ("[solver", "while parsing a flow sequence"),
+    ],
+)
+def test_a_table_that_is_none_is_refused(
+    tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "answers.yaml").write_text(text)
+    assert main(["try", "orchestration=solver", "--answers", str(tmp_path / "answers.yaml")]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], []),
+        (["rollout.pipeline=trajectory", "orchestration=debate"], []),
+        (["orchestration=debate"], ["first update: comes at step 2 of 24"]),
+        (["orchestration=debate", "orchestration_options.rounds=4"], ["first update: comes at step 4 of 24"]),
+        (["orchestration=debate", "run.steps=1"], ["first update: does not come in run.steps = 1"]),
+    ],
+)
+def test_a_dry_run_knows_at_which_step_the_first_update_comes(words: list[str], line: list[str]) -> None:
+    config, _ = read_config(None, words)
+    assert [text.partition(",")[0] for text in first_update_line(config)] == line

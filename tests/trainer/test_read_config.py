@@ -1,7 +1,14 @@
+"""What settings give, and which are refused; policies with adapters among them."""
+
+from __future__ import annotations
+
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
@@ -15,6 +22,17 @@ def refusal(*words: str) -> str:
 
 
 JUDGE = "agents.verifier1.policy=judge"
+# a frozen policy behind HTTP answers for the Verifiers; a teacher; a model that judges
+FROZEN = (
+    "policies.main={}",
+    "credit.train_agents=[solver, corrector1, corrector2]",
+    JUDGE,
+    "agents.verifier2.policy=judge",
+    "policies.judge={frozen: true, engine: openai, model: x, openai: {base_url: 'http://h/v1', model: m}}",
+)
+MATH = ("task=math", "orchestration=solver", "data.train=p.jsonl", "policies.main.model=x")
+TEACHER = (*MATH, "policies.big={frozen: true, model: x}", "agents.solver.teacher.policy=big")
+JUDGING = (*MATH, "policies.judge={frozen: true, model: x}", "judge={policy: judge, when: always}")
 SERVER = (
     "policies.judge={frozen: true, model: x, engine: openai, engines: 2, openai: {base_url: 'http://h/v1', model: m}}"
 )
@@ -51,9 +69,39 @@ SERVER = (
         (["rollout.ray_address=here:0"], "expected here or here:port, 1 to 65535"),
         (["credit.train_agents=solvr"], "credit.train_agents names 'solvr'; the agents are solver, "),
         (["credit.balance=uniform"], "set rollout.pipeline=trajectory, or credit.normalise=agent"),
+        (["loss.kl=k3", "loss.kl_coef=0.1"], "loss.kl=k3 needs a reference, and policies.main.reference is none"),
+        (["loss.kl_coef=0.1"], "loss.kl_coef is 0.1 but loss.kl is none"),
+        (["credit.normalise=trajectory"],
+         "and orchestration=verifier_corrector plays a problem in one: set credit.normalise=group or global"),
+        (["mpt.scope=batch", "agents.corrector1.clip_high=0.3"],
+         "agents.corrector1.clip_low and agents.corrector1.clip_high are None and 0.3, and mpt.scope=batch"),
+        (["agents.solver.top_p=0.9"], "top_p and agents.solver.top_k are 0.9 and -1, and a trained agent needs 1 and -1"),
+        (["agents.solver.top_k=5"], "set them, or loss.truncation=renormalise, or leave the agent out"),
+        (["agents.corrector2.top_k=50", "loss.truncation=renormalise", "loss.max_support=40"],
+         "agents.corrector2.top_k is 50, above loss.max_support = 40, "),
         (["credit.train_agents=[]"], "credit.train_agents is empty, and nothing is left to train: "),
         (["rollout.stage_size=total", "rollout.segments=4", "rollout.pipeline=trajectory"],
          "rollout.pipeline=trajectory carries none"),
+        ([*FROZEN, "policies.judge.frozen=false"], "cannot be trained: the server gives neither the token ids nor the log-pro"),
+        ([*FROZEN, "credit.train_agents=all"],
+         "agents.verifier1 is trained, but its policy judge is frozen and served by"),
+        ([*FROZEN, "policies.judge.openai=null"], "policies.judge: engine=openai and the section openai "),
+        ([*FROZEN, "policies.judge.model=null"], "policies.judge: a frozen policy needs `model`"),
+        ([*TEACHER, "policies.big.frozen=false"], "agents.solver.teacher.policy is 'big', which is trained"),
+        ([*TEACHER, "agents.solver.teacher.policy=other"], "'other', which is not under `policies`"),
+        ([*TEACHER, "agents.solver.policy=big"], "agents.solver is trained, but its policy big is frozen"),
+        ([*TEACHER, "rollout.engine=vllm", "rollout.placement=local", "rollout.overlap=1"],
+         "two vLLM engines in one process"),
+        ([*TEACHER, "judge={policy: big}"], "whose engines answer for the judge too"),
+        ([*TEACHER, "policies.other={base: big, adapter: {rank: 2}}", "agents.solver.policy=other"],
+         "agents.solver.teacher.policy is 'big', whose engines answer for agents.solver too"),
+        ([*JUDGING, "judge.policy=other"], "judge.policy is 'other', which is not under `policies` (main, judge)"),
+        ([*JUDGING, "judge.policy=main"], "judge.policy is 'main', which is trained: "),
+        ([*JUDGING, "policies.judge.frozen=false"], "judge.policy is 'judge', which is trained"),
+        ([*JUDGING, "agents.solver.policy=judge", "credit.train_agents=[]"],
+         "judge.policy is 'judge', whose engines answer for agents.solver too"),
+        ([*JUDGING, "rollout.engine=vllm", "rollout.placement=local", "rollout.overlap=1"],
+         "with rollout.overlap=1 it judges while others decode, which two vLLM engines in one process"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_reason_and_where_it_was_given(words: list[str], says: str) -> None:
@@ -73,6 +121,13 @@ def test_what_cannot_be_is_refused_with_the_reason_and_where_it_was_given(words:
         (["credit.train_agents=all"], "credit.train_agents", "all"),
         (["credit.balance=uniform", "credit.normalise=agent"], "credit.balance", "uniform"),
         (["rollout.stage_size=total", "rollout.segments=4"], "rollout.stage_size", "total"),
+        # what is refused of trained agents alone
+        (
+            ["mpt.scope=batch", "agents.corrector1.clip_high=0.3", "credit.train_agents=[corrector1]"],
+            "mpt.scope",
+            "batch",
+        ),
+        (["loss.kl=k3", "loss.kl_coef=0.1", "policies.main.reference=start"], "loss.kl", "k3"),
     ],
 )
 def test_words_are_read_as_settings(words: list[str], key: str, value: object) -> None:
@@ -95,23 +150,10 @@ def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
     assert again == config
 
 
-def test_one_micro_batch_has_one_clip_range() -> None:
-    said = refusal("mpt.scope=batch", "agents.corrector1.clip_high=0.3")
-    assert "agents.corrector1.clip_low and agents.corrector1.clip_high are None and 0.3, and mpt.scope=batch" in said
-    read_config(None, ["mpt.scope=batch", "agents.corrector1.clip_high=0.3", "credit.train_agents=[corrector1]"])
-
-
-def test_all_problems_are_reported_at_once() -> None:
+def test_all_problems_are_reported_at_once_and_some_are_of_no_single_setting() -> None:
     assert len(refusal("run.steps=many", "rollout.segmnts=2").splitlines()) == 2
-
-
-def test_a_truncated_sampling_distribution_of_a_trained_agent_is_refused() -> None:
-    assert "top_p and agents.solver.top_k are 0.9 and -1, and a trained agent needs 1 and -1" in refusal(
-        "agents.solver.top_p=0.9"
-    )
-    assert "set them, or loss.truncation=renormalise, or leave the agent out" in refusal("agents.solver.top_k=5")
-    config, _ = read_config(None, ["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"])
-    assert config.agents["solver"].top_p == 0.9 and config.max_kept == {}
+    all_frozen = refusal(*FROZEN, "policies.main.frozen=true", "policies.main.model=x")
+    assert all_frozen == "policies: every one is frozen (main, judge), and nothing is left to train"
 
 
 def test_renormalised_log_probs_need_an_engine_that_says_what_it_kept_and_room_for_it() -> None:
@@ -120,14 +162,8 @@ def test_renormalised_log_probs_need_an_engine_that_says_what_it_kept_and_room_f
     assert config.max_kept == {"solver": 1024, "corrector2": 1024}
     assert read_config(None, [*words, "credit.train_agents=solver"])[0].max_kept == {"solver": 1024}
     assert read_config(None, words[-1:])[0].max_kept == {}
-    assert "agents.corrector2.top_k is 50, above loss.max_support = 40, " in refusal(*words, "loss.max_support=40")
-
-
-def test_trajectories_are_compared_where_a_problem_has_several() -> None:
-    said = refusal("credit.normalise=trajectory")
-    assert "and orchestration=verifier_corrector plays a problem in one: set credit.normalise=group or global" in said
-    config, _ = read_config(None, ["credit.normalise=trajectory", "orchestration=solver_verifier"])
-    assert config.trains_whole  # with rollout.pipeline=agentic too
+    untrained, _ = read_config(None, ["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"])
+    assert untrained.agents["solver"].top_p == 0.9 and untrained.max_kept == {}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +173,7 @@ def test_credit_over_an_instance_trains_whole_ones(word: str) -> None:
     assert not read_config(None)[0].has_whole_instances
     config = read_config(None, [word])[0]
     assert config.has_whole_instances and config.trains_whole == word.startswith("credit")
+    assert read_config(None, ["credit.normalise=trajectory", "orchestration=solver_verifier"])[0].trains_whole
 
 
 def test_a_missing_file_lists_the_presets() -> None:
@@ -187,3 +224,74 @@ def test_a_prompt_length_that_is_asked_for_and_does_not_fit_is_warned_of() -> No
     given = checked.config.agents["verifier"].max_input_tokens
     assert given + checked.config.rollout.max_response_tokens == 1024  # the policy's positions
     assert said.startswith(f"agents.verifier.max_input_tokens is 5000, and {given} in this run:")
+
+
+MAIN = {"model": "/models/base", "dtype": "float32", "layout": {"tensor": 2}, "recompute": "full"}
+TEAM = {"orchestration": "solver_verifier", "agents": {"solver": {"policy": "main"}, "verifier": {"policy": "checker"}}}
+
+
+BASED = {"base": "main", "adapter": {}}
+SERVED = {"model": "/m", "frozen": True, "engine": "openai", "openai": {"base_url": "http://h/v1", "model": "m"}}
+
+
+def config(checker: dict[str, Any], main: dict[str, Any] | None = None, **others: Any) -> RunConfig:
+    """The Solver is policy `main`, the Verifier `checker`."""
+    policies = {"main": main or {**MAIN, "adapter": {}}, "checker": checker, **others.pop("policies", {})}
+    return RunConfig.model_validate({**TEAM, "policies": policies, **others})
+
+
+def test_a_policy_on_a_base_has_its_model_and_how_ranks_hold_it() -> None:
+    found = config({"base": "main", "adapter": {"rank": 8}, "optimizer": {"lr": 1e-4}})
+    main, checker = found.policies["main"], found.policies["checker"]
+    assert (checker.model, checker.dtype, checker.recompute) == ("/models/base", "float32", "full")
+    assert checker.layout == main.layout
+    assert (checker.optimizer.lr, main.optimizer.lr) == (1e-4, 1e-6)
+    assert list(found.trained_policies) == ["main", "checker"]
+    again = RunConfig.model_validate(yaml.safe_load(yaml.safe_dump(found.model_dump(mode="json"))))
+    assert again == found
+
+
+@pytest.mark.parametrize("main", [MAIN, {**MAIN, "frozen": True}], ids=["trained by nobody", "frozen"])
+def test_a_base_without_an_adapter_stays(main: dict[str, Any]) -> None:
+    found = config(BASED, main, credit={"train_agents": ["verifier"]})
+    assert list(found.trained_policies) == ["checker"]
+
+
+@pytest.mark.parametrize(
+    ("checker", "main", "reason"),
+    [
+        ({"base": "other", "adapter": {}}, None, "policies.checker.base is other, which is not another policy (there is main)"),
+        ({"base": "checker", "adapter": {}}, None, "policies.checker.base is checker, which is not another policy"),
+        ({"base": "main"}, None, "policies.checker.adapter is not set: an adapter is what is trained of it"),
+        ({**BASED, "frozen": True}, None, "policies.checker.frozen is true"),
+        ({**BASED, "model": "/models/own"}, None, "policies.checker.model is /models/own"),
+        ({**BASED, "dtype": "bfloat16"}, None, "policies.checker.dtype is bfloat16, and it has its base's"),
+        ({**BASED, "layout": {"tensor": 1}}, None, "policies.checker.layout is"),
+        (BASED, MAIN, "its policy main is the base of checker, whose weights stay"),
+        ({**BASED, "router_aux_loss": 0.1}, None, "policies.checker.router_aux_loss is 0.1"),
+        (BASED, SERVED, "policies.checker.base is main, which a server answers for"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_a_base_is_refused(checker: dict[str, Any], main: dict[str, Any] | None, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        config(checker, main)
+
+
+def test_a_base_of_a_base_is_refused() -> None:
+    third = {"third": {"base": "checker", "adapter": {}}}
+    said = "policies.third.base is checker, which is built on main itself: name that one"
+    with pytest.raises(ValueError, match=said):
+        config(BASED, MAIN, policies=third)
+
+
+def test_a_judge_does_not_decode_in_the_engines_of_adapters() -> None:
+    team = {name: {"policy": "checker"} for name in TEAM["agents"]}
+    settings = {"agents": team, "judge": {"policy": "main"}}
+    with pytest.raises(ValueError, match="judge.policy is 'main', whose engines answer for agents.solver too"):
+        config(BASED, {**MAIN, "frozen": True}, **settings)
+
+
+def test_a_base_that_a_shipped_preset_alone_names_is_kept() -> None:
+    found, _ = read_config(None, ["preset=cpu_adapters"])
+    assert list(found.trained_policies) == ["solver", "verifier1", "corrector1", "verifier2", "corrector2"]
+    assert {found.policies[name].base for name in found.trained_policies} == {"main"}

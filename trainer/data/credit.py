@@ -113,7 +113,7 @@ def credit(
         of_teacher = of_teachers.get(sample.uid)
         enters = value != 0.0 or keep_zero or of_teacher is not None
         if enters or config.count_zero_groups:
-            counted[sample.uid] = int(sample.is_sampled.sum())
+            counted[sample.uid] = int(np.count_nonzero(sample.is_sampled))
         if enters:
             agent = agents[sample.agent]
             is_positive = (

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# modules that compute keys or values, and those with matrices that engines round: Megatron's, transformers'
+# modules that compute keys or values; with one matrix that engines round, or two in turn: Megatron's, transformers'
 _KEYS = ("linear_qkv", "k_proj", "v_proj")
-_MATRICES = (*_KEYS, "q_proj", "linear_proj", "o_proj", "linear_fc1", "linear_fc2", "gate_proj", "up_proj", "down_proj",
-             "experts")  # fmt: skip
+_MATRIX = (*_KEYS, "q_proj", "linear_proj", "o_proj", "linear_fc1", "linear_fc2", "gate_proj", "up_proj", "down_proj")
+_EXPERTS = "experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,16 @@ class Precision:
     cache: torch.dtype | None = None
     weights: torch.dtype | None = None
 
-    def of(self, module: str) -> torch.dtype:
-        """The coarsest dtype that a module's output depends on.
+    def of(self, module: str) -> tuple[torch.dtype, ...]:
+        """Dtypes of the independent roundings in a module's output.
 
-        A sum of products is relatively as far off as each of them, if their errors are independent: rounded weights show in a
-        result as a result rounded to their dtype.
+        A sum of products is relatively as far off as each of them, if their errors are independent. With rounded matrices, each
+        product has that of the matrix and that of its input, which kernels on GPUs round too.
         """
-        dtypes = [self.results]
-        if self.cache is not None and module.endswith(_KEYS):
-            dtypes.append(self.cache)
-        if self.weights is not None and module.endswith(_MATRICES):
-            dtypes.append(self.weights)
-        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        found = [self.cache if self.cache is not None and module.endswith(_KEYS) else self.results]
+        if self.weights is not None:
+            found += [self.weights] * (2 * module.endswith(_MATRIX) + 4 * module.endswith(_EXPERTS))
+        return tuple(found)
 
 
 @contextmanager
@@ -51,9 +49,10 @@ def other_roundings(model: nn.Module, precision: Precision, seed: int = 0) -> It
     a coarser dtype, that counts. The same seed gives the same errors.
     """
     hooks = [
-        module.register_forward_hook(_rounding(precision.of(name), seed * 1_000_003 + place))
+        module.register_forward_hook(_rounding(dtype, seed * 1_000_003 + place + number * 100_003))
         for place, (name, module) in enumerate(model.named_modules())
         if any(True for _ in module.parameters())
+        for number, dtype in enumerate(precision.of(name))
     ]
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -221,8 +222,12 @@ def _cut_bytes(setup: EngineSetup, touched: float) -> float:
     """Bytes on one GPU of the weights split over an engine's GPUs; of the experts, the share that is read."""
     counts, shape, tensor = elements(setup.shape), setup.shape, setup.tensor_parallel
     of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0  # over the mean
-    of_layers = counts.layer_cut + counts.layer_experts * touched * of_fullest
-    size = 1 + SIZE["float32"] / FP8_BLOCK**2 if setup.weights == "fp8" else SIZE[setup.dtype]  # a scale a block
+    size, padding = float(SIZE[setup.dtype]), 1.0
+    if setup.weights == "fp8":
+        size = 1 + SIZE["float32"] / FP8_BLOCK**2  # a scale a block
+        width = shape.ffn_size / (1 if setup.spreads_experts else tensor)
+        padding = math.ceil(width / FP8_BLOCK) * FP8_BLOCK / width  # vLLM's, of an expert's part
+    of_layers = counts.layer_cut + counts.layer_experts * touched * of_fullest * padding
     return (shape.num_layers * of_layers * size + (counts.head or counts.embedding) * SIZE[setup.dtype]) / tensor
 
 

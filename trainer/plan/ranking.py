@@ -174,9 +174,7 @@ def _setups(now: EngineSetup) -> Iterator[EngineSetup]:
     most = max(now.max_num_seqs, _MAX_NUM_SEQS)
     for tensor, cache in itertools.product(_TENSOR_PARALLEL, caches):
         spreads = now.spreads_experts and tensor > 1
-        quantization = "fp8" if now.weights == "fp8" else None
-        vllm = VllmOptions(tensor_parallel=tensor, expert_parallel=spreads, quantization=quantization)
-        if why_not_cut(now.shape, vllm) is None:
+        if why_not_cut(now.shape, VllmOptions(tensor_parallel=tensor, expert_parallel=spreads)) is None:
             yield replace(now, tensor_parallel=tensor, max_num_seqs=most, kv_cache=cache, spreads_experts=spreads)
 
 

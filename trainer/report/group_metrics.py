@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import fmean
 
 from marsrl.rollout.types import Finish, Group, Sample
 
@@ -58,11 +59,11 @@ def summarise(
     # a sample that failed before its first token has no segment and no age
     staleness = [version - s.oldest_version for s in samples if s.segments and s.agent not in frozen]
     if staleness:
-        metrics["rollout/staleness_mean"] = _mean(staleness)
+        metrics["rollout/staleness_mean"] = fmean(staleness)
         metrics["rollout/staleness_max"] = max(staleness)
     rewards = [sample.reward.value for sample in samples if not sample.reward.is_missing]
     if rewards:
-        metrics["reward/all/mean"] = _mean(rewards)
+        metrics["reward/all/mean"] = fmean(rewards)
     by_agent: dict[str, list[Sample]] = {}
     for sample in samples:
         by_agent.setdefault(sample.agent, []).append(sample)
@@ -110,19 +111,19 @@ def _reward_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
     correct = [sample.reward.correct for sample in samples if not math.isnan(sample.reward.correct)]
     metrics: dict[str, float] = {f"reward/{agent}/missing": len(samples) - len(values)}
     if values:
-        metrics[f"reward/{agent}/mean"] = _mean(values)
+        metrics[f"reward/{agent}/mean"] = fmean(values)
     if correct:
-        metrics[f"reward/{agent}/correct"] = _mean(correct)
+        metrics[f"reward/{agent}/correct"] = fmean(correct)
     return metrics
 
 
 def _length_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
     lengths = [len(sample.token_ids) for sample in samples]
     return {
-        f"response_length/{agent}/mean": _mean(lengths),
+        f"response_length/{agent}/mean": fmean(lengths),
         f"response_length/{agent}/min": min(lengths),
         f"response_length/{agent}/max": max(lengths),
-        f"response_length/{agent}/clip_ratio": _mean([sample.finish is Finish.LENGTH for sample in samples]),
+        f"response_length/{agent}/clip_ratio": fmean([sample.finish is Finish.LENGTH for sample in samples]),
     }
 
 
@@ -130,16 +131,12 @@ def _verdict_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
     verdicts = [sample.verdict for sample in samples if sample.verdict is not None]
     metrics = {f"verdicts/{agent}/missing": 1 - len(verdicts) / len(samples)}
     if verdicts:
-        metrics[f"verdicts/{agent}/fraction_wrong"] = _mean([not verdict for verdict in verdicts])
+        metrics[f"verdicts/{agent}/fraction_wrong"] = fmean([not verdict for verdict in verdicts])
     # The reward tells if the verdict agrees with the solution (Orchestration.reward), and so if the solution was right.
     judged = [(s.verdict, s.reward.parts["verdict"]) for s in samples if "verdict" in s.reward.parts]
     of_wrong = [agrees for verdict, agrees in judged if verdict == (agrees == 0)]
     if of_wrong:
-        metrics[f"verdicts/{agent}/recall_wrong"] = _mean(of_wrong)
+        metrics[f"verdicts/{agent}/recall_wrong"] = fmean(of_wrong)
     if called_wrong := [agrees for verdict, agrees in judged if not verdict]:
-        metrics[f"verdicts/{agent}/precision_wrong"] = _mean(called_wrong)
+        metrics[f"verdicts/{agent}/precision_wrong"] = fmean(called_wrong)
     return metrics
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

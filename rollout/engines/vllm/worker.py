@@ -200,7 +200,10 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
     held = getattr(module, attribute)
     received = received.to(held.device)
     if (scales := getattr(module, f"{attribute}_scale_inv", None)) is not None:
-        expected = _laid_out(module, *quantised(received))
+        whole = received
+        if received.dim() > 2:
+            whole = _padded(received, held.shape, parts=2 if attribute == "w13_weight" else 1)
+        expected = _laid_out(module, *quantised(whole))
         same = all(map(_same_bytes, expected, (held, scales)))
         return checksum(received) if same else ~checksum(held)  # inverted: as below
     if attribute in ("w13_weight", "w2_weight"):
@@ -218,6 +221,14 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
     if held.dtype != received.dtype and torch.equal(held, received.to(held.dtype)):
         return checksum(received)  # a kernel keeps the bias in float32
     return checksum(held)
+
+
+def _padded(experts: Tensor, shape: torch.Size, parts: int) -> Tensor:
+    """Experts' matrices as vLLM rounds them: with zeros up to whole blocks, behind gate and up (parts: 2) apart."""
+    num_experts, rows, cols = shape
+    found = experts.new_zeros(num_experts, parts, rows // parts, cols)
+    found[:, :, : experts.shape[1] // parts, : experts.shape[2]] = experts.unflatten(1, (parts, -1))
+    return found.flatten(1, 2)
 
 
 def _laid_out(module: Any, numbers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,16 +73,6 @@ def test_rows_that_are_hard_for_a_softmax(is_packed):
     compare_policy_loss(case, arguments, BF16)
 
 
-def test_a_row_without_a_coefficient_is_not_read_for_the_gradients():
-    hidden, weight, targets = (each.to(BF16) if each.is_floating_point() else each for each in head_case(6, 8, 128))
-    hidden[2] = torch.nan
-    hidden.requires_grad_(), weight.requires_grad_()
-    arguments = {"objective": PLAIN, "token_advantages": torch.ones(6), "cu_seqlens": torch.tensor([0, 6])}
-    arguments["dropped"] = torch.arange(6) == 2
-    linear_policy_loss(hidden, weight, targets, **arguments, normaliser=1.0).loss.backward()
-    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all() and not hidden.grad[2].any()
-
-
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_one_gradient_alone_is_that_of_both(frozen):
     grads = {}

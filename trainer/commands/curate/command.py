@@ -24,8 +24,7 @@ from marsrl.trainer.commands.curate.best_of_n import NAME, best_of_n
 from marsrl.trainer.commands.curate.judged import judged
 from marsrl.trainer.commands.curate.near_duplicates import near_duplicates
 from marsrl.trainer.commands.curate.pipeline import Pipeline, StageRecord
-from marsrl.trainer.commands.curate.rows import Stage, read_inputs
-from marsrl.trainer.commands.curate.rules import level, readable
+from marsrl.trainer.commands.curate.rows import Stage, level, read_inputs, readable
 from marsrl.trainer.commands.look.export import PAGES
 from marsrl.trainer.commands.look.visible import shorten, visible
 from marsrl.trainer.config import RunConfig

@@ -7,27 +7,39 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ConfigDict, validate_call
 
+from marsrl.rollout.types import FloatArray
 from marsrl.trainer.commands.look.catalog import FLAGS, Catalog, Filter, Row
 from marsrl.trainer.commands.look.comparison import names_of, read_compared, side_by_side
-from marsrl.trainer.commands.look.diff import differences
 from marsrl.trainer.commands.look.measured import charts, curves, life, spans, speed, warnings
 from marsrl.trainer.commands.look.overview import overview
 from marsrl.trainer.commands.look.palette import section_of
-from marsrl.trainer.commands.look.tokens import tokens_of_sample
 from marsrl.trainer.commands.look.visible import Key, shown
 from marsrl.trainer.report.samples_log import read_lines, sample_files
+from marsrl.trainer.report.token_log import TokenLog, TokenRecord, read_tokens, token_files
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held
 
 LISTS = ("flag", "name")
 """Parameters that a question may repeat."""
+
+MOST_CHARS = 200_000  # of a text; comparing longer ones would take too long
+_MOST_WORDS = 3000  # words of a changed passage that is compared word by word
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+_PIECE = re.compile(r"\w+|\s+|[^\w\s]")
+_MOST_LISTED = 40
+
+Part = tuple[str, str]
+"""("=" in both, "-" only in the first, "+" only in the second; the text)."""
 
 
 class Api:
@@ -149,3 +161,89 @@ def _repaired(sample: Row, family: Sequence[Row], judges: set[str]) -> Row | Non
         seen.add(above.uid)  # parents may form a cycle in a damaged log
         above = by_uid.get(above.parent or "")
     return above if above is not None and above.uid not in seen else None
+
+
+def differences(before: str, after: str) -> list[Part] | None:
+    """Parts that without "+" are `before` and without "-" are `after`; None if the texts are too long."""
+    if max(len(before), len(after)) > MOST_CHARS:
+        return None
+    parts: list[Part] = []
+    for part in _lines(before, after):
+        if part[1] and parts and parts[-1][0] == part[0]:
+            parts[-1] = (part[0], parts[-1][1] + part[1])
+        elif part[1]:
+            parts.append(part)
+    return parts
+
+
+def _lines(before: str, after: str) -> Iterator[Part]:
+    for old, new, is_same in _matched(_LINE.findall(before), _LINE.findall(after)):
+        words = _PIECE.findall(old), _PIECE.findall(new)
+        if is_same:
+            yield "=", new
+        elif max(map(len, words)) > _MOST_WORDS:
+            yield from (("-", old), ("+", new))
+        else:
+            for some, others, is_equal in _matched(*words):
+                yield from (("=", others),) if is_equal else (("-", some), ("+", others))
+
+
+def _matched(before: Sequence[str], after: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
+    """Passages of both in order, with True if they are equal."""
+    matcher = SequenceMatcher(None, before, after)  # with autojunk: otherwise repeated lines take quadratic time
+    for kind, a, b, c, d in matcher.get_opcodes():
+        yield "".join(before[a:b]), "".join(after[c:d]), kind == "equal"
+
+
+def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
+    """kept: the sample's columns, or None; near: the nearest step with a token log, and samples in it.
+
+    Raises ValueError: the step's file, which the message names, is damaged.
+    """
+    log = _nearest(token_files(run), step)
+    kept = None
+    if log is not None and log.step == step:
+        kept = next((record for record in log.samples if record.uid == uid), None)
+    return {"kept": None if kept is None else _columns(kept), "near": None if log is None else _near(log, uid)}
+
+
+def _nearest(files: Mapping[int, Path], step: int) -> TokenLog | None:
+    """The log of the step itself or of the nearest readable one. Only damage of the step's own file is raised."""
+    for each in sorted(files, key=lambda each: (abs(each - step), each)):
+        try:
+            return read_tokens(files[each])
+        except ValueError:  # missing while the step is being repeated
+            if each == step and files[each].exists():
+                raise
+    return None
+
+
+def _columns(record: TokenRecord) -> dict[str, Any]:
+    """A list for each column; clipped, gated, masked: indices of tokens."""
+    starts = [0, *record.ends[:-1].tolist()]
+    return {
+        "policy": record.policy,
+        "update": record.update,
+        "segments": [[segment.start, segment.end, segment.version] for segment in record.segments],
+        "text": [record.text[start:end] for start, end in zip(starts, record.ends.tolist(), strict=False)],
+        "ids": record.token_ids.tolist(),
+        "given": np.flatnonzero(~record.is_sampled).tolist(),
+        "rollout": _numbers(record.rollout_logprobs),
+        "trainer": _numbers(record.logprobs),
+        "entropy": _numbers(record.entropy),
+        "clipped": np.flatnonzero(record.is_clipped).tolist(),
+        "gated": np.flatnonzero(record.is_gated).tolist(),
+        "masked": np.flatnonzero(record.is_masked).tolist(),
+    }
+
+
+def _numbers(values: FloatArray) -> Sequence[float | None]:
+    """Values with six digits; None if missing or not finite."""
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
+
+
+def _near(log: TokenLog, uid: str) -> dict[str, Any]:
+    """Samples in the nearest log, those of the same agent first."""
+    agent = uid.rpartition("/")[2].rpartition(":")[0]
+    listed = sorted(log.samples, key=lambda record: (record.agent != agent, record.line))[:_MOST_LISTED]
+    return {"step": log.step, "samples": [{"line": each.line, "agent": each.agent} for each in listed]}

@@ -39,32 +39,15 @@ class Segments(PackedSeqParams):
 class PackedAttention(MegatronModule):
     """core_attention of the layer spec: [T, 1, N, D] queries of a packed batch to [T, 1, N * D]."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None, **unused: Any) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
         self.is_deterministic = config.deterministic_mode
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Segments | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, mask: None, *, packed_seq_params: Segments, **unused: Any
     ) -> Tensor:
-        assert packed_seq_params is not None and packed_seq_params.cu_seqlens is not None, "attention needs Segments"
+        assert packed_seq_params.cu_seqlens is not None
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         bounds, keys = packed_seq_params.cu_seqlens, packed_seq_params.keys
         cu_seqlens_k = None

@@ -40,17 +40,8 @@ class FusedHead(ColumnParallelLinear):
     Called as a module, so that the hooks which gather parameters before use still fire.
     """
 
-    def forward(
-        self,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        *,
-        compute: Callable[[Tensor, Tensor], Any] | None = None,
-    ) -> Any:
-        """compute(hidden [T, H], weight [V / TP, H]); None: logits, as in ColumnParallelLinear."""
-        if compute is None:
-            return super().forward(input_, weight, runtime_gather_output)
+    def forward(self, input_: Tensor, weight: Tensor | None, compute: Callable[[Tensor, Tensor], Any]) -> Any:
+        """compute(hidden [T, H], weight [V / TP, H])."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
@@ -103,7 +94,7 @@ class PolicyModel(GPTModel):
                 return self._logprobs(batch, rows, shard)
             return self._loss(batch, loss, mpt, rows, shard)
 
-        return self.output_layer(hidden, weight=weight, compute=compute)
+        return self.output_layer(hidden, weight, compute)
 
     def _logprobs(self, batch: PackedBatch, hidden: Tensor, weight: Tensor) -> Tensor:
         """[T] float32 nats; 0 where the mask is off, whose rows cost nothing."""
