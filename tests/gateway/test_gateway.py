@@ -17,7 +17,7 @@ from programs import AGENTS
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.gateway.agents import agents_of
 from marsrl.rollout.gateway.calls import SESSION, Call, Reply
-from marsrl.rollout.gateway.chats import Answer, Ask
+from marsrl.rollout.gateway.chats import Answer, Ask, Refused
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.history import History, Strand
@@ -75,7 +75,7 @@ def test_what_a_lost_session_asked_is_not_answered() -> None:
 
 def test_time_with_an_open_call_is_not_the_program_s_and_a_session_that_is_over_drops_its_calls(model: Path) -> None:
     """external.timeout_s bounds what is left; the seconds of a session are all."""
-    now, sent, prompt = 100.0, list[Call](), np.arange(5, 9, dtype=np.int32)
+    now, sent, prompt = 50.0, list[Call](), np.arange(5, 9, dtype=np.int32)
     agents = agents_of(AGENTS, {"main": ChatRenderer(model)}, 1500)
     session = Session("1", {"purpose": "train"}, Future(), agents, sent.append, max_calls=3, clock=lambda: now)
 
@@ -101,13 +101,24 @@ def test_time_with_an_open_call_is_not_the_program_s_and_a_session_that_is_over_
         last = await ask()
         now += 7.0
         session.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await last
+        await asyncio.wait([last], timeout=30.0)
+        assert last.cancelled()
         now += 1.0
         assert session.seconds_alone() == 6.0
 
     asyncio.run(play())
     assert session.end({"reward": 0.5}).seconds == 73.0 and session.num_calls == 3
+
+
+def test_messages_that_the_chat_template_refuses_are_refused_in_its_words(model: Path) -> None:
+    renderer = ChatRenderer(model)
+    renderer.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    agents = agents_of(AGENTS, {"main": renderer}, 1500)
+    session = Session("1", {"purpose": "train"}, Future(), agents, lambda call: None, max_calls=3)
+    ask = Ask("solver", [{"role": "user", "content": "3"}])
+    with pytest.raises(Refused, match="agent solver does not take these messages: roles must alternate") as refused:
+        asyncio.run(session.ask(ask, b"same", is_retry=False, is_long=False))
+    assert refused.value.status == 400
 
 
 def test_a_worker_is_one_file_of_python_3_9_and_its_standard_library() -> None:

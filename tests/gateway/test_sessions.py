@@ -37,6 +37,7 @@ def test_a_program_with_two_agents_is_played_to_groups_by_agent(model: Path, tmp
         for sample in samples:
             runs = turns_of(sample)
             assert len(runs) == (3 if agent == "solver" else 1)
+            assert max(runs[::2]) <= (30 if agent == "solver" else 20)
             assert sample.turn == (agent == "solver")
             assert (sample.rollout_logprobs[sample.is_sampled] < 0).all()
             assert not sample.rollout_logprobs[~sample.is_sampled].any()

@@ -35,7 +35,7 @@ from marsrl.rollout.player.completion import State
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.types import Group, Problem, Reward
+from marsrl.rollout.types import Finish, Group, Problem, Reward
 
 
 def played(*, team: dict[str, Any] | None = None, **options: Any) -> tuple[Rollout, ScriptedEngine]:
@@ -55,7 +55,7 @@ def play(rollout: Rollout, engine: ScriptedEngine, stages: Sequence[int]) -> lis
 
 
 def endless(request: DecodeRequest) -> list[int]:
-    return [ord(".")] * 100
+    return [ord(".")] * 999
 
 
 def test_what_is_picked_in_a_stage_is_asked_in_the_next_one() -> None:
@@ -126,6 +126,14 @@ def test_a_state_through_bytes_goes_on_as_if_nothing_had_happened(segments: int)
     resumed.restore(decode(RolloutState, encode(first.snapshot())))
     after = play(resumed, other, range(4, 8))
     assert encode([batch.groups for batch in before + after]) == encode([batch.groups for batch in unbroken])
+
+
+def test_a_completion_without_end_is_cut_off_at_its_length() -> None:
+    longest = {"max_response_tokens": 300, "pipeline": "trajectory"}
+    rollout, engine = played(team={"script": endless}, segments=3, **longest)
+    *_, batch = play(rollout, engine, range(3))
+    samples = [sample for group in batch.groups for sample in group.samples]
+    assert [(sample.finish, len(sample.token_ids)) for sample in samples] == [(Finish.LENGTH, 300)] * 6
 
 
 @pytest.mark.parametrize(("most", "drawn"), [(5, 2), (6, 4)])
