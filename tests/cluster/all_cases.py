@@ -5,6 +5,7 @@ line a case, with what was checked; the exit status is 1 when something was not 
 
     the same        three steps on 2 x 2 ranks (TP2 x DP2) with engines on the first and the third host are those of one rank on
                     one host: by files, started by docs/slurm.sh; and by wire, started by hand
+    a program       on host1, played by a worker of host2, which is cut off, and then by one of host3
     the faults      on one run of 2 ranks, by wire, each followed by what the run is to do, and by the proof that no problem
                     is lost or trained twice (tests/integration/books.py)
 """
@@ -30,13 +31,17 @@ from cluster import (
     ALONE,
     BY_FILES,
     BY_WIRE,
+    PROGRAM,
     STEP_S,
+    WORKERS_KEY,
     Training,
     fill,
     lend,
+    play,
     same_metrics,
     submit,
     train,
+    write_program,
 )
 from commands import run_by
 
@@ -76,6 +81,27 @@ class Cases:
         run = train(self.box, BY_HAND, "wire", self.logs, *LAYOUT, *BY_WIRE, "run.steps=3", ranks=2)
         self._ended_well(run)
         return f"by hand, 2 x 2 ranks, engines on host1 and host3, by wire: {same_metrics(self.alone, run.rows())}"
+
+    def program(self) -> str:
+        """Workers join from other hosts by `--url --key`; what is lost with one is played by the next."""
+        write_program(self.box)
+        run = train(
+            self.box, f"torchrun --nproc-per-node 8 {ALONE}", "program", self.logs, *PROGRAM, ranks=1, **WORKERS_KEY
+        )
+        play(self.box.hosts[1], self.logs)
+        step = run.into_a_stage()
+        self.box.hosts[1].cut_off()
+        play(self.box.hosts[2], self.logs)
+        run.until(step + 3, 2 * STEP_S)
+        replayed = sum(row.values.get("rollout/replayed_sessions") or 0 for row in run.rows())
+        self.box.hosts[1].reconnect()
+        run.until(run.step() + 2)
+        for number in (1, 2, 3):
+            self.box.replace(number)
+        run.check()
+        if failed := [row.step for row in run.rows() if row.values.get("rollout/failed_episodes")]:
+            raise Loss(f"sessions failed in the steps {failed}")
+        return f"host2 cut off in step {step + 1}: {replayed:.0f} sessions played again on host3, none failed; then both play"
 
     def faults(self, say: Callable[[str, str], None]) -> None:
         """All on one run; say(case, what was checked) after each."""
@@ -201,6 +227,7 @@ def main() -> int:
             say("one host", cases.one_host())
             say("two hosts", cases.by_files())
             say("two hosts", cases.by_wire())
+            say("a program", cases.program())
             cases.faults(say)
     except (Loss, RuntimeError) as error:
         print(f"LOST: {error}\nconsoles are in {folder}", flush=True)

@@ -38,6 +38,20 @@ SETTINGS = {
 ALONE = "trainer/main.py --config /mnt/cluster/run.yaml rollout.ray_address=null rollout.placement=local"
 BY_FILES = (f"sync.directory={SHARED}",)
 BY_WIRE = ("sync.backend=nccl", "sync.cpu_twin=true")
+# A program in place of the team, played by workers that join host1.
+PROGRAM = (
+    "orchestration=external", "external={workers: 0, host: host1, port: 8765, key_env: MARSRL_WORKER_KEY}",
+    "agents={solver: {}}", "run.steps=1000",
+)  # fmt: skip
+WORKERS_KEY = {"MARSRL_WORKER_KEY": "between these hosts"}
+_PROGRAM = """
+import time
+
+def run(problem, client):
+    text = client.chat("solver", [problem.question]).text
+    time.sleep(0.5)
+    return float("7" in text)
+"""
 # Metrics that two runs of the same numbers do not share: clocks, how weights travelled and to how many engines, and the size of
 # rounding itself.
 _OWN = ("timing_s/", "latency_s/", "perf/", "sync/", "train_rollout/", "rollout/tokens_per_s", "rollout/engines/")
@@ -56,6 +70,16 @@ def fill(box: Box) -> None:
 def lend(host: Host, command: str, logs: Path, *words: str) -> subprocess.Popen[bytes]:
     """The command is `marsrl join host1`: the host's engines are for the trainer there."""
     return host.start(f"{command} {' '.join(words)}", logs / f"join-{host.name}.log", **TOKEN)
+
+
+def write_program(box: Box) -> None:
+    (box.shared / "program.py").write_text(_PROGRAM)
+
+
+def play(host: Host, logs: Path) -> subprocess.Popen[bytes]:
+    """The host's worker plays the program's sessions."""
+    words = f"--url http://host1:8765 --function {SHARED}/program.py:run --most 4"
+    return host.start(f"python rollout/gateway/worker.py {words}", logs / f"worker-{host.name}.log", **WORKERS_KEY)
 
 
 @dataclass
