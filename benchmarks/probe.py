@@ -41,6 +41,7 @@ from marsrl.rollout.weights.checksum import fused_checksums
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.weights.comparison import (
     EngineComparison,
     TrainerScores,
@@ -97,7 +98,7 @@ class Pair:
         """Set the learner's weights; returns its scores."""
         self._write(weights)
         self.learner.read_weights(self._model)
-        return trainer_scores(self.learner, getattr(torch, self.dtype))
+        return trainer_scores(self.learner, Precision(getattr(torch, self.dtype)))
 
     def send(self, weights: Weights) -> None:
         """Send these weights to the engine."""

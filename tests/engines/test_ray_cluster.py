@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -104,12 +105,13 @@ def told(program: str, *words: str, **variables: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def head() -> Iterator[tuple[str, Path]]:
     """A cluster with a token, as `ray start --head` makes it, that counts two GPUs: its address, and its user's home."""
-    folder = tmp_path_factory.mktemp("r")
-    (folder / "home" / ".ray").mkdir(parents=True)
-    (folder / "home" / ".ray" / "auth_token").write_text(secrets.token_hex(32))
-    with held_port() as port:
+    # a folder of pytest's would be too long a path for Ray's sockets
+    with tempfile.TemporaryDirectory() as named, held_port() as port:
+        folder = Path(named)
+        (folder / "home" / ".ray").mkdir(parents=True)
+        (folder / "home" / ".ray" / "auth_token").write_text(secrets.token_hex(32))
         words = [
             f"--port={port}",
             "--node-ip-address=127.0.0.1",
@@ -123,11 +125,12 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
         environment = {**os.environ, "HOME": str(folder / "home"), "CUDA_VISIBLE_DEVICES": "6,7"}
         ray = subprocess.Popen(starts, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert ray.stdout is not None
-        for line in ray.stdout:
-            if "Ray runtime started" in line:
-                break
+        said = ""
+        while "Ray runtime started" not in said:
+            line = ray.stdout.readline()
+            assert line, said
+            said += line
         try:
-            assert ray.poll() is None
             yield f"127.0.0.1:{port}", folder / "home"
         finally:
             processes = [*psutil.Process(ray.pid).children(recursive=True), psutil.Process(ray.pid)]

@@ -32,6 +32,7 @@ from marsrl.rollout.weights.layout import EngineShard
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.weights.comparison import CheckedEngines, comparison_sequences, trainer_scores
 from marsrl.trainer.weights.sync import FileSync
 
@@ -104,7 +105,7 @@ def parts_of(case: str, folder: Path) -> Iterator[Parts]:
 
 def median_difference(learner: Learner, pool: EnginePool) -> float:
     engine = pool.score(comparison_sequences(learner.vocab_size))[0]
-    trainer = trainer_scores(learner, torch.float32).logprobs
+    trainer = trainer_scores(learner, Precision(torch.float32)).logprobs
     return float(np.median(np.abs(np.concatenate(trainer) - np.concatenate(engine))))
 
 
