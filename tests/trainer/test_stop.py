@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -140,6 +141,27 @@ def test_a_run_is_interrupted_where_another_rank_was_and_fails_where_one_failed(
             raise error
         assert first.stopped.wait(60)
         raise RuntimeError("a collective that broke")
+
+
+class LostStore:
+    """A store until `is_lost`."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.is_lost = store, False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_lost:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return getattr(self._store, name)
+
+
+def test_a_lost_store_is_named_where_a_collective_meets_it_first() -> None:
+    store: Any = LostStore(dist.HashStore())
+    heartbeat = Heartbeat(store, 1, 2, stop=lambda reason, silent: None, silence_s=6000.0, beat_s=600.0)
+    with pytest.raises(RankLost, match=r"rank 0 or its machine is gone: .*reset by peer"), heartbeat:
+        store.get("beat/1")
+        store.is_lost = True
+        store.add("meeting", 1)
 
 
 def test_a_rank_that_is_done_is_not_missed() -> None:

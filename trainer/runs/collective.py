@@ -98,9 +98,14 @@ def broadcast_bytes(data: bytes | None) -> bytes:
         assert data is not None
         return data
     barrier()
-    found: list[Any] = [data]
-    dist.broadcast_object_list(found, src=0)
-    return bytes(found[0])
+    device = _device()
+    size = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64, device=device)
+    dist.broadcast(size, src=0)
+    buffer = torch.zeros(int(size.item()), dtype=torch.uint8, device=device)
+    if data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, src=0)
+    return data if data is not None else bytes(buffer.cpu().numpy().tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +182,8 @@ def all_true(claim: bool) -> bool:
 def stop_together(error: BaseException | None, what: str, advice: str = "") -> None:
     """Return if no rank has an error, else raise on all of them. Collective.
 
-    Raises RuntimeError: `what`, then each failed rank with its error, then the advice.
+    Raises:
+        RuntimeError: `what`, then each failed rank with its error, then the advice.
     """
     told = gather_bytes(f"{type(error).__name__}: {error}".encode() if error is not None else b"")
     failed = [f"rank {r}: {text.decode()}" for r, text in enumerate(told) if text]

@@ -136,8 +136,9 @@ class Heartbeat:
                 how = "was interrupted" if is_interrupted else f"ended with {type(self._error).__name__}: {self._error}"
                 told = f"rank {self._rank} ({socket.gethostname()}) {how}"
                 self._store.set("lost", json.dumps([told, [], is_interrupted]))
-        except RuntimeError:
-            return  # the others have already exited
+        except RuntimeError as error:  # the others have already exited, or the body was the first to meet a lost store
+            if isinstance(self._error, dist.DistNetworkError):
+                self._reason, _ = self._store_is_gone(f"the store does not answer ({first_line(error)})")
 
     def _watch_store(self) -> None:
         """Watch for a lost store: a machine that lost power closes no connection, so its store's clients wait forever."""
