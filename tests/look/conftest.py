@@ -37,7 +37,7 @@ def viewer(runs: list[Path]) -> Iterator[str]:
         process.wait()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it lives, asyncio.run fails in this thread: Playwright's loop counts as running
 def browser() -> Iterator[Browser]:
     found = subprocess.run([CHROMIUM, "find"], capture_output=True, text=True)
     if found.returncode != 0:
