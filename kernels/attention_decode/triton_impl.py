@@ -24,12 +24,12 @@ def attention_decode_triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths
         return out
     num_splits = -(-capacity // SPLIT)
     partial = torch.empty(num_sequences, num_heads, num_splits, head_size, dtype=torch.float32, device=q.device)
-    lse = torch.empty(num_sequences, num_heads, num_splits, dtype=torch.float32, device=q.device)
+    maxima, totals = torch.empty(2, num_sequences, num_heads, num_splits, dtype=torch.float32, device=q.device)
     group = num_heads // num_key_heads
     lengths = lengths.contiguous()
     with on_device_of(q):
         decode_split[(num_sequences * num_key_heads, num_splits)](
-            q, k_cache, v_cache, partial, lse, lengths,
+            q, k_cache, v_cache, partial, maxima, totals, lengths,
             num_splits, num_key_heads, scale * LOG2_E,
             *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
             GROUP=group,
@@ -41,6 +41,6 @@ def attention_decode_triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths
             num_stages=2,
         )  # fmt: skip
         decode_sum[(num_sequences * num_heads,)](
-            partial, lse, lengths, out, num_splits, num_heads, HEAD_SIZE=head_size, SPLIT=SPLIT, num_warps=1
+            partial, maxima, totals, lengths, out, num_splits, num_heads, HEAD_SIZE=head_size, SPLIT=SPLIT, num_warps=1
         )
     return out

@@ -1,7 +1,8 @@
 """Decoding attention as two Triton kernels: each sequence's keys in splits of fixed size, then their sum in order.
 
 The size of a split depends neither on the batch nor on the cache's capacity, and the second kernel adds the splits in order: a
-sequence's bits do not depend on the rest of the batch. Exponents are to base 2.
+sequence's bits do not depend on the rest of the batch. Exponents are to base 2. A split is stored as it was summed, without its
+logarithm, whose rounding would move the split's whole share.
 """
 # mypy: disallow-untyped-defs=False
 
@@ -15,7 +16,8 @@ def decode_split(
     k,
     v,
     partial,
-    lse,
+    maxima,
+    totals,
     lengths,
     num_splits,
     num_key_heads,
@@ -34,7 +36,7 @@ def decode_split(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """The heads of one key head over one split: partial [S, N, splits, D] float32, lse [S, N, splits] float32."""
+    """The heads of one key head over one split: partial [S, N, splits, D], maxima and totals [S, N, splits], float32."""
     sequence = (tl.program_id(0) // num_key_heads).to(tl.int64)
     key_head = (tl.program_id(0) % num_key_heads).to(tl.int64)
     split = tl.program_id(1)
@@ -68,18 +70,21 @@ def decode_split(
         shrink = tl.exp2(maximum - risen)
         p = tl.exp2(scores - risen[:, None])
         total = total * shrink + tl.sum(p, 1)
-        output = tl.dot(p.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision="ieee")
+        block = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
+        output = tl.fma(output, shrink[:, None], block)  # a sum of sums: one chain of SPLIT additions rounds more
         maximum = risen
 
     at = (sequence * num_key_heads * GROUP + heads) * num_splits + split  # of [S, N, splits]
-    tl.store(partial + at[:, None] * HEAD_SIZE + dims[None, :], output / total[:, None], mask=is_head[:, None])
-    tl.store(lse + at, maximum + tl.log2(total), mask=is_head)
+    tl.store(partial + at[:, None] * HEAD_SIZE + dims[None, :], output, mask=is_head[:, None])
+    tl.store(maxima + at, maximum, mask=is_head)
+    tl.store(totals + at, total, mask=is_head)
 
 
 @triton.jit
 def decode_sum(
     partial,
-    lse,
+    maxima,
+    totals,
     lengths,
     out,
     num_splits,
@@ -96,11 +101,11 @@ def decode_sum(
     total = tl.zeros((), tl.float32)
     for split in range(0, tl.cdiv(length, SPLIT)):
         at = row * num_splits + split
-        share = tl.load(lse + at)
-        risen = tl.maximum(maximum, share)
+        of_split = tl.load(maxima + at)
+        risen = tl.maximum(maximum, of_split)
         shrink = tl.exp2(maximum - risen)
-        weight = tl.exp2(share - risen)
+        weight = tl.exp2(of_split - risen)
         output = output * shrink + weight * tl.load(partial + at * HEAD_SIZE + dims)
-        total = total * shrink + weight
+        total = total * shrink + weight * tl.load(totals + at)
         maximum = risen
     tl.store(out + row * HEAD_SIZE + dims, (output / total).to(out.dtype.element_ty))
