@@ -90,9 +90,10 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
         return script(name, limit_s, "run.py", case, *words)
 
     def tests(name: str, limit_s: float, each_s: int, *more: str, modules: tuple[str, ...] = ()) -> Part:
-        """pytest in one process, which is replaced where a test ends it, hangs or breaks the GPU."""
+        """pytest in processes that are replaced where a test ends one, hangs or breaks the GPU. They mostly compile."""
         each_s = each_s if gpu else 20 * each_s  # a hang on a GPU is certain; a CPU may be busy with other work
-        words = ["-q", "--tb=line", "-rfEs", "-n", "1", "--max-worker-restart=100", "--continue-on-collection-errors"]
+        words = ["-q", "--tb=line", "-rfEs", "-n", "10" if gpu else "1"]
+        words += ["--max-worker-restart=100", "--continue-on-collection-errors"]
         words += ["-p", "no:cacheprovider", "-p", "marsrl.benchmarks.broken_gpu"]
         words += ["-o", f"faulthandler_timeout={each_s}", "-o", "faulthandler_exit_on_timeout=true"]
         command = [sys.executable, "-m", "pytest", *words, *more]
@@ -116,7 +117,7 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
     step = ["--model", model, "--no-dmmpt", "--profile", "--repeats", "1" if is_quick else "3"]
     return [
         script("surroundings", 20, "record.py", "--device", device, *to("surroundings")),
-        tests("tests", 100, 30, *of_kernels),
+        tests("tests", 150, 30, *of_kernels),
         bench("headline", "linear_policy_loss", 95, "--budget", "8", "--profile", *rounds, *headline),
         script("first steps", 90, "first_steps.py", "--folder", str(work / "first"), *tiny, *engine, *to("first_steps"),
                modules=TRAINING_MODULES),

@@ -179,9 +179,7 @@ def main() -> int:
             chosen: tuple[str, ...] = ADAPTER_VARIANTS if words.adapters else VARIANTS
             if "mpt" in extra:
                 chosen = tuple(variant for variant in VARIANTS if variant != MEGATRON)
-            rows = {variant: measure(variant, {**job, **extra}) for variant in chosen}
-            check_same_update(label, rows, TOLERANCE[problem.dtype])
-            results[label] = table(label, rows)
+            results[label] = table(label, chosen, {**job, **extra}, TOLERANCE[problem.dtype])
     if words.json:
         record = {
             "device": device_name(),
@@ -215,23 +213,22 @@ def tables(model_dir: str, words: argparse.Namespace) -> dict[str, dict[str, Any
     return found
 
 
-def check_same_update(label: str, rows: dict[str, Any], tolerance: float) -> None:
+def table(label: str, variants: tuple[str, ...], job: dict[str, Any], tolerance: float) -> dict[str, Any]:
+    """Measures, and prints each row once its update is known to be that of the first, ours; returns the rows with the ratios of
+    ours over each of the others (None: it ran out of memory)."""
     from step_variants import WHOLE
 
-    norms = {variant: row["norm"] for variant, row in rows.items() if "norm" in row and variant != WHOLE}
-    first = norms["ours"]
-    if any(not abs(n - first) <= tolerance * abs(first) for n in norms.values()):
-        raise SystemExit(f"{label}: the variants do not compute the same update; gradient norms {norms}")
-
-
-def table(label: str, rows: dict[str, Any]) -> dict[str, Any]:
-    """Prints it; returns the rows with the ratios of ours over each of the others (None: it ran out of memory)."""
     print(f"{label}\n  {'':36}{'ranks':>6}{'tokens/s':>10}{'spread':>9}{'s/step':>9}{'MFU':>7}{'extra MiB':>11}")
+    rows: dict[str, dict[str, Any]] = {}
     speed: dict[str, float] = {}
-    for variant, row in rows.items():
+    for variant in variants:
+        row = rows[variant] = measure(variant, job)
         if "problem" in row:
-            print(f"  {variant:36}{row['problem']}")
+            print(f"  {variant:36}{row['problem']}", flush=True)
             continue
+        first = rows["ours"]["norm"]
+        if variant != WHOLE and not abs(row["norm"] - first) <= tolerance * abs(first):
+            raise SystemExit(f"{label}: {variant} computes another update; gradient norms {row['norm']}, ours {first}")
         median = statistics.median(row["seconds"])
         spread = (max(row["seconds"]) - min(row["seconds"])) / median
         speed[variant] = row["tokens"] / median
@@ -240,6 +237,9 @@ def table(label: str, rows: dict[str, Any]) -> dict[str, Any]:
             f"  {variant:36}{row['ranks']:>6}{speed[variant]:>10,.0f}{spread:>8.0%} {median:>8.2f}{row['mfu']:>7.1%}"
             f"{row['extra_bytes'] / 2**20:>11.0f}"
         )
+        for ms, launches, name in row.get("kernels", ()):
+            print(f"  {ms:10.3f} ms {launches:8.1f}x  {name[:100]}")
+        sys.stdout.flush()
     ratios = {v: speed["ours"] / speed[v] if v in speed else None for v in rows if v != "ours"}
     memory = {
         v: rows["ours"]["extra_bytes"] / rows[v]["extra_bytes"] if rows[v].get("extra_bytes") else None for v in ratios
@@ -247,8 +247,6 @@ def table(label: str, rows: dict[str, Any]) -> dict[str, Any]:
     for variant, ratio in ratios.items():
         if ratio is not None and memory[variant] is not None:
             print(f"  ours over {variant}: {ratio:.2f}x, memory {memory[variant]:.2f}")
-    for ms, launches, name in rows["ours"].get("kernels", ()):
-        print(f"  {ms:10.3f} ms {launches:8.1f}x  {name[:100]}")
     return {"rows": rows, "ratio": ratios["reference"], "ratios": ratios, "memory": memory}
 
 
