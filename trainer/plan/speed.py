@@ -13,7 +13,7 @@ from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.memory import Training, layer_bytes, optimizer_bytes
-from marsrl.trainer.plan.parameters import RankElements, adapter_elements, elements
+from marsrl.trainer.plan.parameters import RankElements, adapter_elements, elements, rank_elements
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Work:
 class StepTime:
     """Seconds of the parts of a step's updates.
 
-    permutation: rows to their experts and back. launching: kernels of layers with experts, by the host. host: its other work.
-    bubble: idle time of pipeline ranks. scoring: forward passes before them (reference, old log-probs). offloading: of layers'
-    inputs, both ways.
+    permutation: rows to their experts and back. launching: kernels of layers with experts, by the host. gradients: added to
+    float32 buffers. bubble: idle time of pipeline ranks. scoring: forward passes before them (reference, old log-probs).
+    offloading: of layers' inputs, both ways.
     """
 
     linear: float
@@ -52,13 +52,13 @@ class StepTime:
     elementwise: float
     permutation: float
     launching: float
+    gradients: float
     tensor_parallel: float
     expert_parallel: float
     context_parallel: float
     bubble: float
     data_parallel: float
     optimizer: float
-    host: float
     scoring: float
     offloading: float
 
@@ -72,21 +72,23 @@ def step_time(
 ) -> StepTime:
     """Seconds of a step's updates of one policy. scored: the models with a forward pass before them.
 
-    linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute; experts the same;
+    linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute
                 2 + r where P is frozen, and 3 + r for the largest adapter's own numbers
                 selective: r = 1 for a dense layer's MLP only
+    experts     the same, + (3 + r) e (P + R (2 H + 3 F) a layer) a micro-batch / memory bandwidth
     attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal
     head        V H (6 trained + 2 swept) / (...)                frozen: 4 trained
     elementwise 3 x what layers keep / memory bandwidth          written, read, and once more on the way
     permutation 5 (+ 4 where ranks send rows) (2 + r) R H e a layer / memory bandwidth    gathered, added up, put in order twice,
                 as in the trainers of published.yaml: kernels.moe_permute moves less, which no GPU has measured
     launching   L / PP x micro-batches x 1 (+ r / 3)             in turn with the rest: the host waits for the router in each
+    gradients   bytes a number and micro-batch / memory bandwidth, of experts apart
     TP          5 or 10 (+ 2, 4) collectives a layer of T/CP H e (t-1)/t
     EP          4 (+ 2) exchanges a layer of R H e (EP-1)/EP
     CP          2 (+ 1) exchanges a layer of keys and values, 2 T K D e / TP (CP-1)/CP
     bubble      (PP - 1) / micro-batches of an update, of the above
     DP          4 B of gradients reduced and e of weights gathered a number, (n-1)/n of them, over the slowest link
-    optimizer   30 B a number of this rank's share through memory; offloaded: PCIe and CPU memory; DP and this once an update
+    optimizer   bytes a number of this rank's share through memory; offloaded: PCIe and CPU memory; DP and this once an update
     offloading  2 L T/t H e over PCIe, in turn with the rest
     """
     shape, layout, e = setup.shape, setup.layout, setup.size
@@ -95,7 +97,9 @@ def step_time(
     replicas = setup.world_size / ranks_of_replica
     tokens = work.tokens / replicas  # of one data-parallel place
     again = 1.0 if setup.remakes_layers else 0.0
-    flops = gpu.flops
+    flops, memory = gpu.flops, gpu.bandwidth * hw.MEMORY_SHARE.value
+    micro_batches = max(1.0, tokens / setup.tokens)
+    num_layers, trained = shape.num_layers / layout.pipeline, setup.trained(0)
     dense = counts.layer_cut + counts.layer_whole
     mlp = 0 if shape.num_experts else 3 * shape.hidden_size * shape.ffn_size
     remade = dense * again + (mlp if setup.recompute == "selective" else 0)
@@ -104,22 +108,25 @@ def step_time(
     linear = 2 * tokens * dense_work / ranks_of_replica / (flops * hw.GEMM_SHARE.value)
     experts = 0.0
     if shape.num_experts:
-        active = counts.layer_experts * shape.experts_per_token / shape.num_experts * hw.IMBALANCE.value
+        active = counts.layer_experts * shape.experts_per_token / shape.num_experts * setup.expert_imbalance
         of_adapter = _largest_adapter(setup).expert * shape.experts_per_token / shape.num_experts
         experts = 2 * tokens * (active * shape.num_layers * (passes + again) + of_adapter * (3 + again))
         experts /= ranks_of_replica
         experts /= flops * hw.EXPERT_SHARE.value
+        width = shape.ffn_size / layout.expert_tensor
+        read = rank_elements(shape, layout, 0).expert + setup.rows * num_layers * (2 * shape.hidden_size + 3 * width)
+        experts += micro_batches * (passes + again) * e * read / memory
     attended = 2 * tokens * shape.num_heads * shape.head_size * work.mean_length * shape.num_layers
     attention = attended * (3.5 + again) / ranks_of_replica / (flops * gpu.attention)
     swept = hw.POSITIVE_SHARE.value if sweeps_entropy else 0.0
     head = head_flops(work.trained * (1 + swept), work.trained, shape.hidden_size, shape.vocab_size) / replicas
     head -= 2 * work.trained * shape.hidden_size * shape.vocab_size / replicas if setup.adapters else 0.0
-    head /= layout.tensor * layout.context * flops * _head_share(setup, gpu)
+    head /= layout.tensor * layout.context * flops * hw.HEAD_SHARE.value
+    gradients = trained.dense * hw.GRADIENT_BYTES.value + trained.expert * hw.EXPERT_GRADIENT_BYTES.value
+    gradients *= micro_batches / memory
 
-    num_layers = shape.num_layers / layout.pipeline
-    micro_batches = max(1.0, tokens / setup.tokens)
     kept = layer_bytes(setup, "none") * num_layers * tokens / setup.tokens
-    elementwise = (3 + again) * kept / (gpu.bandwidth * hw.MEMORY_SHARE.value)
+    elementwise = (3 + again) * kept / memory
 
     of_layers = tokens / layout.context * shape.hidden_size * e * num_layers
     collectives = 5 + 2 * again if shape.num_experts else 10 + 4 * again
@@ -128,12 +135,13 @@ def step_time(
     expert_parallel = permutation = launching = 0.0
     if shape.num_experts:
         rows = of_layers / layout.tensor * shape.experts_per_token
-        copies = 5 + (4 if layout.expert * layout.expert_tensor > 1 else 0)
-        moved = rows * layout.expert_tensor * hw.IMBALANCE.value
-        permutation = copies * (2 + again) * moved / (gpu.bandwidth * hw.MEMORY_SHARE.value)
-        launching = num_layers * micro_batches * (1 + again / 3) * hw.LAUNCH_S.value
-        exchanges = 4 + 2 * again
         across = layout.expert * layout.expert_tensor
+        copies = 5 + (4 if across > 1 else 0)
+        moved = rows * layout.expert_tensor * setup.expert_imbalance
+        permutation = copies * (2 + again) * moved / memory
+        launch = hw.LAUNCH_S if across > 1 else hw.LAUNCH_ALONE_S
+        launching = num_layers * micro_batches * (1 + again / 3) * launch.value
+        exchanges = 4 + 2 * again
         expert_parallel = exchanges * rows * (layout.expert - 1) / layout.expert / _link(gpu, across)
         gathered = rows * (layout.expert_tensor - 1)
         expert_parallel += exchanges * gathered / _link(gpu, layout.expert_tensor)
@@ -141,7 +149,7 @@ def step_time(
     context_parallel = (2 + again) * keys * (layout.context - 1) / layout.context
     context_parallel /= _link(gpu, layout.tensor * layout.context)  # such a group spans the tensor groups
     links = tensor_parallel + expert_parallel + context_parallel
-    busy = linear + experts + attention + head + elementwise + permutation + launching + links
+    busy = linear + experts + attention + head + elementwise + permutation + launching + gradients + links
     bubble = busy * (layout.pipeline - 1) / max(1.0, micro_batches / work.updates)
     return StepTime(
         linear=linear,
@@ -151,13 +159,13 @@ def step_time(
         elementwise=elementwise,
         permutation=permutation,
         launching=launching,
+        gradients=gradients,
         tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel,
         context_parallel=context_parallel,
         bubble=bubble,
         data_parallel=_data_parallel(setup, gpu) * work.updates,
         optimizer=_optimizer(setup, gpu) * work.updates,
-        host=hw.UPDATE_S.value * work.updates,
         scoring=sum(scoring_time(replace(setup, shape=each), work, gpu) for each in scored),
         offloading=2 * of_layers / layout.tensor / (gpu.pcie * hw.LINK_SHARE.value)
         if setup.recompute == "full_offload"
@@ -168,12 +176,6 @@ def step_time(
 def head_flops(trained_rows: float, active_rows: float, hidden: int, columns: int) -> float:
     """(2 m + 4 a) T H V: logits of the trained rows, dX and dW of the active ones."""
     return (2 * trained_rows + 4 * active_rows) * hidden * columns
-
-
-def _head_share(setup: Training, gpu: hw.Gpu) -> float:
-    """Share of the peak for the head; QuACK takes whole vocabularies of whole tiles in bfloat16."""
-    is_whole = setup.layout.tensor == 1 and setup.shape.vocab_size % 128 == 0 and setup.size == 2
-    return gpu.head if is_whole else hw.HEAD_SHARE.value
 
 
 def _largest_adapter(setup: Training) -> RankElements:
@@ -190,7 +192,7 @@ def scoring_time(setup: Training, work: Work, gpu: hw.Gpu) -> float:
     thirds = step.linear + step.experts + step.head + step.elementwise + step.launching
     halves = step.permutation + step.expert_parallel + step.context_parallel
     busy = thirds / 3 + step.attention / 3.5 + 0.4 * step.tensor_parallel + halves / 2
-    waiting = step.bubble / (step.total - step.bubble - step.data_parallel - step.optimizer - step.host)
+    waiting = step.bubble / (step.total - step.bubble - step.data_parallel - step.optimizer)
     return busy * (1 + waiting)
 
 
@@ -207,11 +209,14 @@ def _data_parallel(setup: Training, gpu: hw.Gpu) -> float:
 
 
 def _optimizer(setup: Training, gpu: hw.Gpu) -> float:
-    """Two moments and the float32 weights read and written, gradients read, bfloat16 weights written: 30 B a number."""
-    numbers = optimizer_bytes(setup, setup.trained(0)) / (12 if setup.size == 2 else 8)
+    """The norm of the gradients, their clipping, AdamW of this rank's share, weights in bfloat16; all gradients set to zero.
+    CPU memory: two moments and the float32 weights read and written, gradients read, bfloat16 weights written: 30 B a number.
+    """
+    trained, memory = setup.trained(0), gpu.bandwidth * hw.MEMORY_SHARE.value
+    numbers = optimizer_bytes(setup, trained) / (12 if setup.size == 2 else 8)
     if setup.offloads_optimizer:
         return numbers * (6 / (gpu.pcie * hw.LINK_SHARE.value) + 30 / hw.HOST_ADAM.value)
-    return numbers * 30 / (gpu.bandwidth * hw.MEMORY_SHARE.value)
+    return (numbers * hw.OPTIMIZER_BYTES.value + 4 * trained.total) / memory
 
 
 def _link(gpu: hw.Gpu, span: int) -> float:
