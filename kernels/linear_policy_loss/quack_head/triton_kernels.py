@@ -1,8 +1,8 @@
 """Triton kernels around QuACK's product: a row's offset before it, statistics and what stands for dz behind it.
 
-    row_offsets    m of each row, from the target's logit
-    finish_rows    partial sums of the tiles to log-prob, entropy, log_sum of a row
-    prepare_rows   the target's place, rows without a coefficient, the factor v of each row
+row_offsets    m of each row, from the target's logit
+finish_rows    partial sums of the tiles to log-prob, entropy, log_sum of a row
+prepare_rows   the target's place, rows without a coefficient, the factor v of each row
 """
 
 import triton
