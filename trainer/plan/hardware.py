@@ -85,7 +85,10 @@ HEAD_SHARE = Constant(
     "measured on one H200, 16,384 rows, 151,936 columns: 55.4 ms by cuBLAS and Triton, 67 % of a bare GEMM; assumed of others",
 )
 GRADIENT_BYTES = Constant(
-    "to add a written gradient to its float32 buffer", 15.5, "bytes a number and micro-batch", f"{_STEP}: 44.8 ms; 10 by count"
+    "to add a written gradient to its float32 buffer",
+    15.5,
+    "bytes a number and micro-batch",
+    f"{_STEP}: 44.8 ms; 10 by count",
 )
 EXPERT_GRADIENT_BYTES = replace(GRADIENT_BYTES, name="the same of experts")
 OPTIMIZER_BYTES = Constant(
