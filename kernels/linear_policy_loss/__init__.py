@@ -19,7 +19,7 @@ from marsrl.kernels.head.rows.providers import ROW_PROVIDERS, RowProvider
 from marsrl.kernels.head.rows.subset import Rows
 from marsrl.kernels.head.support import Support
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
-from marsrl.kernels.linear_policy_loss.quack_head import machine_lacks_quack, why_not_quack
+from marsrl.kernels.linear_policy_loss.quack_head import UnlikelyTarget, machine_lacks_quack, why_not_quack
 from marsrl.kernels.linear_policy_loss.reference import linear_policy_loss_reference
 from marsrl.kernels.main_grad import MainGrad, check_main_grad
 from marsrl.kernels.policy_loss.arguments import policy_tokens
@@ -218,6 +218,14 @@ def _on_rows(provider: RowProvider) -> Implementation:
 _gradients_by_quack = late_function("linear_policy_loss.quack_head.gradients", "quack_gradients")
 
 
+def _by_quack(call: _Call) -> PolicyLoss:
+    load = ROW_PROVIDERS[0].load
+    try:
+        return _run(load, _gradients_by_quack, call)
+    except UnlikelyTarget:
+        return _run(load, policy_gradients, call)
+
+
 def _why_not_quack(call: _Call) -> str | None:
     return why_not_quack(call.head, call.hidden, call.tokens, call.wanted)
 
@@ -238,9 +246,7 @@ def _why_not_reference(call: _Call) -> str | None:
 _OP = Op(
     "linear_policy_loss",
     (
-        Implementation(
-            "quack", partial(_run, ROW_PROVIDERS[0].load, _gradients_by_quack), _why_not_quack, machine_lacks_quack
-        ),
+        Implementation("quack", _by_quack, _why_not_quack, machine_lacks_quack),
         *map(_on_rows, ROW_PROVIDERS),
         Implementation("reference", _reference, _why_not_reference),
     ),

@@ -73,17 +73,21 @@ def test_statistics_and_gradients_of_a_chunk(target, width, stride, columns, is_
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_rows_and_scales_between_the_products_of_quack(is_packed, monkeypatch):
+def test_rows_around_the_product_of_quack(is_packed, monkeypatch):
     quack_in_torch.install(monkeypatch)
-    from marsrl.kernels.linear_policy_loss.quack_head.gradients import prepared
+    from marsrl.kernels.linear_policy_loss.quack_head import gradients
 
+    monkeypatch.setattr(gradients.gemms, "exponentials", lambda *tensors: None)
     head, rows = head_of(151936, 151936, is_packed), Rows(ids(4224), 0, 4224) if is_packed else Rows(None, 4224, 4224)
     slopes = Slopes(Statistics(*(floats(TOKENS) for _ in range(4))), floats(TOKENS), floats(TOKENS))
     exponentials = floats(4224, 151936, dtype=torch.bfloat16)
     of_rows = floats(2048, 151936, dtype=torch.bfloat16) if is_packed else exponentials
+    places, v = floats(4224, dtype=torch.int32), floats(of_rows.shape[0])
     with compiled_launches(90) as reports:
-        prepared(head, rows, slopes, exponentials, floats(4224, 1187), floats(4224, dtype=torch.int32), of_rows)
-    assert [report.kernel for report in reports] == ["prepare_rows", "tile_scales"]
+        known = gradients.exponentials_of(head, floats(TOKENS, 2048, dtype=torch.bfloat16), rows, exponentials)
+        gradients.finish(head, rows, slopes.statistics, *known, floats(1, dtype=torch.int32))
+        gradients.prepare(head, rows, slopes, exponentials, places, of_rows, v)
+    assert [report.kernel for report in reports] == ["row_offsets", "finish_rows", "prepare_rows"]
     for report in reports:
         # as row_gradients: a double of exact_exp
         assert_compiled_well(report, dots=False, spill_allowance_bytes=8 if report.kernel == "prepare_rows" else 0)

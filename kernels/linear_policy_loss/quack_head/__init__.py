@@ -1,5 +1,5 @@
-"""The head by QuACK's GEMMs for Hopper (github.com/Dao-AILab/quack), whose first product leaves exponentials in place of logits:
-6 bytes a logit cross the memory where cuBLAS and the row kernels move 18. Not run on a GPU here."""
+"""The head by QuACK's GEMM for Hopper (github.com/Dao-AILab/quack), whose product leaves exponentials in place of logits: 6 bytes
+a logit cross the memory where cuBLAS and the row kernels move 18."""
 
 from functools import cache
 from importlib import import_module
@@ -15,6 +15,10 @@ from marsrl.kernels.policy_loss.terms import needs_whole_sequences
 from marsrl.kernels.triton_machine import why_not_triton
 
 ROWS = 128  # of a tile of the products, and of the vocabulary
+
+
+class UnlikelyTarget(ArithmeticError):
+    """A target has a log-prob below -69: its row's exponentials, relative to it, end beyond bfloat16."""
 
 
 @cache

@@ -1,9 +1,8 @@
-"""Triton kernels between QuACK's three products: what exponentials need before they stand for the gradient of the logits.
+"""Triton kernels around QuACK's product: a row's offset before it, statistics and what stands for dz behind it.
 
-    prepare_rows   the target's place, rows without a coefficient, the factor v of each row
-    tile_scales    u, the power of two of each row and tile
-
-A tile is TILE columns with a common k (quack_gemms.py); the largest k of a row is its maximum in log2.
+row_offsets    m of each row, from the target's logit
+finish_rows    partial sums of the tiles to log-prob, entropy, log_sum of a row
+prepare_rows   the target's place, rows without a coefficient, the factor v of each row
 """
 
 import triton
@@ -11,15 +10,86 @@ import triton.language as tl
 
 from marsrl.kernels.head.rows.triton_kernels import VARYING, exact_exp, exact_expm1, token_of
 
-# A target whose tile lies so far below the row's largest (2^-60) has no neighbour of any weight: its tile then takes the row's k.
-FAR = tl.constexpr(-60.0)
-LOG2_E = tl.constexpr(1.4426950408889634)
+MOST = tl.constexpr(2.0**100)  # of a sum: that of a target with log p = -69; beyond 2^127 float32 ends
 
 
 @triton.jit
-def largest_k(row_maximum):
-    """The whole number of which the row's maximum is ln 2 times, rounded."""
-    return tl.floor(row_maximum * LOG2_E + 0.5)
+def inverse_of(inverse_temperature, inverse_of_all, token):
+    inverse = inverse_of_all
+    if inverse_temperature is not None:
+        inverse = tl.load(inverse_temperature + token)
+    return inverse
+
+
+@triton.jit(do_not_specialize=VARYING)
+def row_offsets(
+    hidden,  # [T, size] bfloat16
+    weight,  # [columns, size] bfloat16
+    size,
+    columns,
+    num_rows,
+    ids,
+    first,
+    targets,
+    inverse_temperature,
+    inverse_of_all,
+    of_rows,  # [3, stride] float32: inverse temperature, m, and room for the target's logit
+    stride,
+    BLOCK: tl.constexpr,
+):
+    """Grid (stride): rows of whole tiles. m is 0 behind the rows and where there is no target."""
+    row = tl.program_id(0).to(tl.int64)
+    is_row = row < num_rows
+    token = token_of(ids, first, tl.where(is_row, row, 0))
+    inverse = inverse_of(inverse_temperature, inverse_of_all, token)
+    target = tl.load(targets + token)
+    is_read = is_row & (target >= 0) & (target < columns)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for offset in range(0, size, BLOCK):
+        lanes = offset + tl.arange(0, BLOCK)
+        is_here = (lanes < size) & is_read
+        x = tl.load(hidden + token * size + lanes, mask=is_here, other=0.0).to(tl.float32)
+        products += x * tl.load(weight + target * size + lanes, mask=is_here, other=0.0).to(tl.float32)
+    tl.store(of_rows + row, tl.where(is_row, inverse, 0.0))
+    tl.store(of_rows + stride + row, tl.sum(products, axis=0) * inverse)
+    tl.store(of_rows + 2 * stride + row, 0.0)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def finish_rows(
+    totals,  # [num_rows, tiles] float32
+    weighted,  # [num_rows, tiles] float32
+    tiles,
+    columns,
+    of_rows,  # [3, stride] of row_offsets, with the target's logit
+    stride,
+    ids,
+    first,
+    targets,
+    statistics,  # [T] arrays of Statistics
+    is_beyond,  # [1] int32: becomes 1 where a sum is above MOST
+    BLOCK: tl.constexpr,
+):
+    """Grid (num_rows). A target outside the vocabulary gives log p = NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    token = token_of(ids, first, row)
+    lanes = tl.arange(0, BLOCK)
+    is_tile = lanes < tiles
+    total = tl.sum(tl.load(totals + row * tiles + lanes, mask=is_tile, other=0.0).to(tl.float64), axis=0)
+    exponents = tl.sum(tl.load(weighted + row * tiles + lanes, mask=is_tile, other=0.0).to(tl.float64), axis=0)
+    m = tl.load(of_rows + stride + row)
+    log_sum = tl.log(total)
+    logp = tl.load(of_rows + 2 * stride + row).to(tl.float64) - m - log_sum
+    logp = tl.where(logp > 0, 0.0, logp)  # by rounding; NaN stays
+    target = tl.load(targets + token)
+    logp = tl.where((target >= 0) & (target < columns), logp, float("nan"))
+    logprobs, entropy, maxima, log_sums = statistics
+    tl.store(logprobs + token, logp.to(tl.float32))
+    tl.store(entropy + token, (log_sum - exponents / total).to(tl.float32))
+    tl.store(maxima + token, m)
+    tl.store(log_sums + token, log_sum.to(tl.float32))
+    if total > MOST:
+        tl.store(is_beyond, 1)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -31,18 +101,15 @@ def prepare_rows(
     targets,
     inverse_temperature,
     inverse_of_all,
-    maxima,  # [num_rows, tiles] float32, k
-    tiles,
     slopes,  # [T] arrays of Slopes
     place_of,  # [num_rows] int32 of list_active
     packed,  # [.., columns] bfloat16: receives the rows that have a coefficient; None: rows stay, and the others become 0
     v,  # [rows of packed, or num_rows] float32
-    TILE: tl.constexpr,
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (num_rows, pieces of columns). v = -c e^-L 2^(largest k) / temperature, and the target's exponential becomes
-    (p - 1) e^(L - its k): v u exponential is then c (p - 1) / temperature, with 1 - p through expm1."""
+    """Grid (num_rows, pieces of columns). v = -c / (temperature sum), and the target's exponential becomes (p - 1) sum: v times
+    it is c (1 - p) / temperature, with 1 - p through expm1."""
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * PIECE
     end = tl.minimum(begin + PIECE, columns)
@@ -50,34 +117,21 @@ def prepare_rows(
     lanes = tl.arange(0, BLOCK)
     if place >= 0:
         token = token_of(ids, first, row)
-        inverse = inverse_of_all
-        if inverse_temperature is not None:
-            inverse = tl.load(inverse_temperature + token)
-        logprobs, _entropies, row_maxima, log_sums, coefficient, _entropy_coefficient = slopes
+        logprobs, _entropy, _maxima, log_sums, coefficient, _entropy_coefficient = slopes
         log_sum = tl.load(log_sums + token)
         target = tl.load(targets + token)
-        is_target = (target >= 0) & (target < columns)
-        k = tl.load(maxima + row * tiles + target // TILE, mask=is_target, other=0.0)
-        below = k - largest_k(tl.load(row_maxima + token))
-        is_far = below < FAR
-        cleared = tl.where(is_far, target // TILE, -1)  # a tile of which the target alone is left
-        at_target = exact_expm1(tl.load(logprobs + token)) * exact_exp(log_sum) * tl.exp2(tl.where(is_far, 0.0, -below))
+        at_target = (exact_expm1(tl.load(logprobs + token)) * exact_exp(log_sum)).to(tl.bfloat16)
         if packed is not None:
             for offset in range(begin, end, BLOCK):
                 column = offset + lanes
-                x = tl.load(exponentials + row * columns + column, mask=column < end, other=0.0).to(tl.float32)
-                x = tl.where(column // TILE == cleared, 0.0, x)
-                x = tl.where(column == target, at_target, x)
-                tl.store(packed + place * columns + column, x.to(tl.bfloat16), mask=column < end)
+                x = tl.load(exponentials + row * columns + column, mask=column < end, other=0.0)
+                tl.store(packed + place * columns + column, tl.where(column == target, at_target, x), mask=column < end)
         else:
             place = row
             if (target >= begin) & (target < end):
-                column = target // TILE * TILE + tl.arange(0, TILE)
-                at = exponentials + row * columns + column
-                x = tl.load(at).to(tl.float32)
-                x = tl.where(is_far, 0.0, x)
-                tl.store(at, tl.where(column == target, at_target, x).to(tl.bfloat16))
+                tl.store(exponentials + row * columns + target, at_target)
         if begin == 0:
+            inverse = inverse_of(inverse_temperature, inverse_of_all, token)
             tl.store(v + place, -tl.load(coefficient + token) * exact_exp(-log_sum) * inverse)
     elif packed is None:
         for offset in range(begin, end, BLOCK):
@@ -85,40 +139,3 @@ def prepare_rows(
             tl.store(exponentials + row * columns + column, tl.zeros((BLOCK,), tl.bfloat16), mask=column < end)
         if begin == 0:
             tl.store(v + row, 0.0)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def tile_scales(
-    maxima,  # [num_rows, tiles] float32, k
-    num_rows,
-    tiles,
-    ids,
-    first,
-    targets,
-    row_maxima,  # [T] float32, the largest k times ln 2
-    place_of,
-    scales,  # [REPEATS tiles, stride] bfloat16: u = 2^(k - largest k), REPEATS times each tile
-    stride,
-    IS_PACKED: tl.constexpr,
-    TILE: tl.constexpr,
-    REPEATS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Grid (blocks of rows, blocks of tiles), transposed on the way."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    numbers = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    is_row = rows < num_rows
-    place = tl.load(place_of + rows, mask=is_row, other=-1).to(tl.int64)
-    is_row = is_row & (place >= 0)
-    tokens = token_of(ids, first, tl.where(is_row, rows, 0))
-    largest = largest_k(tl.load(row_maxima + tokens, mask=is_row, other=0.0))
-    of_target = tl.load(targets + tokens, mask=is_row, other=0) // TILE
-    is_here = is_row[:, None] & (numbers < tiles)[None, :]
-    k = tl.load(maxima + rows[:, None] * tiles + numbers[None, :], mask=is_here, other=0.0)
-    below = k - largest[:, None]
-    below = tl.where((numbers[None, :] == of_target[:, None]) & (below < FAR), 0.0, below)
-    u = tl.trans(tl.exp2(below).to(tl.bfloat16))
-    to = place if IS_PACKED else rows
-    for repeat in tl.static_range(REPEATS):
-        at = scales + (numbers[:, None] * REPEATS + repeat) * stride + to[None, :]
-        tl.store(at, u, mask=tl.trans(is_here))

@@ -5,7 +5,7 @@ import sys
 import pytest
 import quack_in_torch
 import torch
-from fused_head import arguments_for, compare_policy_loss, forced, head_case, linear_policy_loss
+from fused_head import arguments_for, compare_policy_loss, forced, head_case, linear_policy_loss, run_policy_loss
 from head_tests import PLAIN
 
 from marsrl.kernels import PolicyObjective
@@ -53,15 +53,16 @@ def test_chunks_whose_rows_have_a_coefficient_all_or_few(share, monkeypatch):
     compare_policy_loss(case, arguments, BF16)
 
 
+@pytest.mark.parametrize("far", [60, 150])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_rows_that_are_hard_for_a_softmax(is_packed):
-    """Usual, large, sure of the target, and targets far below the largest of the row, alone in their tile and not."""
+def test_rows_that_are_hard_for_a_softmax(is_packed, far):
+    """Usual, large, sure of the target, and targets far below the largest of the row, from e^69 on by our kernels."""
     z = torch.randn(6, 256)
-    z[1] *= 30
+    z[1] *= 10
     z[2, 7] += 40
-    z[3, 200] += 90
-    z[4, :128] += 150
-    z[5, 128:] -= 200
+    z[3, 200] += far - 10
+    z[4, :128] += far
+    z[5, 128:] -= far
     case = torch.eye(16)[:6], torch.cat((z.t(), torch.zeros(256, 10)), 1), torch.tensor([3, 5, 7, 1, 130, 200])
     arguments = {
         "objective": PLAIN,
@@ -71,6 +72,10 @@ def test_rows_that_are_hard_for_a_softmax(is_packed):
         "normaliser": 1.0,
     }
     compare_policy_loss(case, arguments, BF16)
+    _, *by_quack = run_policy_loss(case, arguments, BF16)
+    with forced("triton"):
+        _, *by_ours = run_policy_loss(case, arguments, BF16)
+    assert torch.equal(by_quack[1], by_ours[1]) == (far > 69)
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
@@ -114,7 +119,7 @@ def test_what_it_cannot_serve_is_refused_by_name_and_served_by_ours(changes, rea
 def test_it_is_preferred_on_hopper_alone(monkeypatch):
     monkeypatch.delenv("MARSRL_KERNELS")
     assert _OP.explain(lambda each: each.machine_lacks()).chosen == "quack"
-    monkeypatch.setitem(sys.modules, "quack.epilogue.scaled_exp", None)
+    monkeypatch.setitem(sys.modules, "quack.epilogue.ops", None)
     sys.modules.pop(OF_GEMMS, None)
     quack_head.machine_lacks_quack.cache_clear()
     found = _OP.explain(lambda each: each.machine_lacks())
